@@ -231,6 +231,16 @@ CHANGES |= {
 }
 
 
+class Forgetful(jaxmpi.Callback):
+    def before_step(self, step, state, batch):
+        pass
+
+
+class Misspelt(jaxmpi.Callback):
+    def after_evalution(self, moment):
+        raise AssertionError
+
+
 @pytest.mark.parametrize(("change", "match"), CHANGES.values(), ids=CHANGES)
 def test_a_callback_that_changes_the_structure_of_a_batch_is_named(change, match, tmp_path):
     with pytest.raises(UsageError, match=match):
@@ -249,6 +259,8 @@ REFUSED = {
         "callback Greedy: TypeError: cannot pickle '_thread.lock' object; .* open it in at_start",
     ),
     "none": ({"callbacks": (print,)}, "expected a jaxmpi.Callback object"),
+    "nothing": ({"callbacks": (Forgetful(),)}, r"callback Forgetful: before_step: got None; expected \(state, batch\)"),
+    "name": ({"callbacks": (Misspelt(),)}, "callback Misspelt: got a method after_evalution; did you mean 'after_ev"),
     "one": ({"callbacks": jaxmpi.EarlyStop()}, "expected a tuple of jaxmpi.Callback objects"),
     "figure": (
         {"callbacks": (jaxmpi.EarlyStop("eval_top1"),)},

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -297,6 +298,15 @@ def test_settings_of_ones_own_may_be_nested_and_their_text_indented_as_it_likes(
     (tmp_path / "mine.py").write_text(OWN_RULE)
     rule: Any = experiment_file.parse([str(tmp_path / "mine.py"), "--rule.inner.pace", "0.25"])[0].rule
     assert rule.inner.pace == 0.25
+
+
+def test_an_experiment_imports_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_it.py").write_text("WORKERS = 3\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside_it import WORKERS\nfrom jaxmpi.config import Experiment\nexperiment = Experiment(seed=WORKERS)\n"
+    )
+    assert experiment_file.parse([str(tmp_path / "mine.py")])[0].seed == 3
 
 
 def test_a_switch_of_old_is_a_word_beside_what_only_python_can_name(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """A trained model out of a run: newest, best, from a folder or a file, bit for bit; what does not fit is named."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def figures(run_dir: Path) -> dict[int, float]:
 def test_the_newest_one_of_a_step_and_the_best(finished):
     far = figures(finished)
     assert jaxmpi.load(finished).step == 7
+    assert re.fullmatch(r"TrainedModel\(step=7, source=\S+\)", repr(jaxmpi.load(finished)))  # no arrays in a notebook
     assert jaxmpi.load(finished, best=True).step == min(far, key=far.__getitem__)
     third = jaxmpi.load(str(finished), step=3)
     alone = jaxmpi.load(finished / "checkpoints" / "step_00000003")

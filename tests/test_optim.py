@@ -285,6 +285,10 @@ NOT_OWN = {
     "a name of the table": (Optim(transform=optax.sgd), "got one with the name 'momentum', which is jaxmpi's own"),
     "no optimizer": (Optim("mine", transform=3), "optim.transform of 'mine': got a builtins.int; expected an Optax"),
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
+    "a function of nothing": (
+        Optim("mine", transform=lambda: optax.sgd(0.1)),
+        r"'mine': got a function that takes no schedule \(too many positional arguments\); expected an Optax",
+    ),
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
     "momentum beside it": (Optim("mine", transform=optax.sgd, momentum=0.5), "optim.momentum: got optim.transform"),
     "a mask beside it": (Optim("mine", transform=optax.sgd, decay_mask=lambda p: p), "optim.decay_mask: got optim.tr"),

@@ -319,6 +319,10 @@ SETTINGS = {
         {"data": Data("array", train={"x": np.zeros((4, 3)), "y": np.zeros(3)}, validation=line(9))},
         r"got fields of lengths \{'x': 4, 'y': 3\}; expected one length",
     ),
+    "held out": (
+        {"data": Data("array", train=line(50), validation={"x": line(9)["x"], "tokens": np.ones(9, int)})},
+        r"task line in evaluation: got validation examples of tokens, x; expected y too, as in training",
+    ),
     "field": ({"data": Data("array", train={"weight": np.zeros(4)}, validation=line(9))}, "got a field 'weight'"),
 }
 

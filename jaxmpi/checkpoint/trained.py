@@ -10,7 +10,7 @@ Orbax folders.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ class TrainedModel:
         source: folder or file that it was read from.
     """
 
-    params: dict[str, Any]
-    model_state: dict[str, Any]
+    params: dict[str, Any] = field(repr=False)
+    model_state: dict[str, Any] = field(repr=False)
     step: int | None = None
     source: Path = Path()
 

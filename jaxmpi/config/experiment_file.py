@@ -160,7 +160,10 @@ def hyphens(arg: str) -> str:
 
 
 def load(path: Path) -> Experiment:
-    """The module-level `experiment` of a file; its project root is put on sys.path. The file is code and runs."""
+    """The module-level `experiment` of a file. The file is code and runs.
+
+    Its project root comes first on sys.path. Its own folder comes last, so that it hides no module of that name.
+    """
     if path.is_dir():
         raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
     if not path.is_file():
@@ -172,6 +175,8 @@ def load(path: Path) -> Experiment:
     root = str(project_root(path))
     if root not in sys.path:
         sys.path.insert(0, root)
+    if str(path.resolve().parent) not in sys.path:
+        sys.path.append(str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

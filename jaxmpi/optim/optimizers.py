@@ -1,6 +1,7 @@
 """Learning-rate schedules and optimizers: configuration -> Optax."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -208,14 +209,20 @@ def own(config: Optim, lr: optax.Schedule) -> Transform:
     )
     idle = changed(config, (*SETTINGS, "weight_decay", "decay_bias", "decay_mask"))
     check(not idle, f"optim.{', '.join(idle)}: got optim.transform, too, which has its own; leave it out")
-    made = config.transform if has_own_rate(config) else config.transform(lr)
+    expected = "expected an Optax optimizer, or a function of the learning-rate schedule that gives one"
+    if has_own_rate(config):
+        made = config.transform
+    else:
+        try:
+            inspect.signature(config.transform).bind(lr)
+        except TypeError as error:
+            raise UsageError(
+                f"optim.transform of {config.name!r}: got a function that takes no schedule ({error}); {expected}"
+            ) from error
+        made = config.transform(lr)
     made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made
     kind = f"{type(made).__module__.partition('.')[0]}.{type(made).__name__}"
-    check(
-        isinstance(made, Transform),
-        f"optim.transform of {config.name!r}: got a {kind}; expected an Optax optimizer, or a function of the "
-        "learning-rate schedule that gives one",
-    )
+    check(isinstance(made, Transform), f"optim.transform of {config.name!r}: got a {kind}; {expected}")
     return made
 
 

@@ -5,19 +5,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model.check import EXAMPLES, check_leaves, check_state, in_floats, mode, noting
 from jaxmpi.model.contract import a, check_pair, shown
 from jaxmpi.tasks.base import Batch, Task
 
 
-def check_task(task: Task, example: Batch, compute_dtype: Any = jnp.float32) -> None:
-    """Try a task on a batch of EXAMPLES such as `example`, on shapes: does it give what the trainer takes?
+def check_task(task: Task, example: Batch, held_out: Batch, compute_dtype: Any = jnp.float32) -> None:
+    """Try a task on batches of EXAMPLES such as these, on shapes: does it give what the trainer takes?
 
     Args:
         task: of an experiment.
-        example: shapes of a batch of one example, without `weight`.
+        example: shapes of a batch of one example of training, without `weight`.
+        held_out: the same of validation.
         compute_dtype: of params and inputs while the task runs.
 
     Raises:
@@ -25,8 +26,17 @@ def check_task(task: Task, example: Batch, compute_dtype: Any = jnp.float32) -> 
     """
     params, model_state = shapes_of_init(task, example)
     batch = batch_like(example)
-    for train in (True, False):
-        check_judged(task, params, model_state, batch, train, compute_dtype)
+    check_judged(task, params, model_state, batch, True, compute_dtype)
+    try:
+        check_judged(task, params, model_state, batch_like(held_out), False, compute_dtype)
+    except KeyError as error:
+        missing = sorted(set(example) - set(held_out))
+        if not missing:
+            raise
+        raise UsageError(
+            f"task {task.name} in evaluation: got validation examples of {', '.join(sorted(held_out))}; expected "
+            f"{', '.join(missing)} too, as in training"
+        ) from error
     if task.weight:
         with noting(f"before training, jaxmpi was trying weight of task {task.name} on shapes"):
             got = jax.eval_shape(task.weight, batch)

@@ -18,9 +18,10 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.control import Processes
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError, check, nearest
 from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.core.train_state import Batch, TrainState
+from jaxmpi.model.contract import a
 from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import times_rate
 from jaxmpi.runtime import fault_injection, in_flight
@@ -99,6 +100,9 @@ class Callback:
 
     def restore(self, state: dict[str, Any]) -> None:
         """The run goes on from a checkpoint."""
+
+
+MOMENTS = {name: method for name, method in vars(Callback).items() if name.startswith(("at_", "before_", "after_"))}
 
 
 class InjectFaults(Callback):
@@ -233,12 +237,19 @@ def checked(callbacks: Any) -> tuple[Callback, ...]:
     """Copies of an experiment's callbacks, so that a second run begins anew.
 
     Raises:
-        UsageError: one that is none, or that cannot be copied.
+        UsageError: one that is none, has a method for a moment that there is not, or cannot be copied.
     """
     is_row = isinstance(callbacks, (tuple, list))
     check(is_row, f"callbacks: got {callbacks!r}; expected a tuple of jaxmpi.Callback objects")
     for callback in callbacks:
         check(isinstance(callback, Callback), f"callbacks: got {callback!r}; expected a jaxmpi.Callback object")
+        for name in dir(callback):  # one that is never called would go unnoticed
+            is_moment = name.startswith(("at_", "before_", "after_", "on_")) and callable(getattr(callback, name))
+            check(
+                not is_moment or name in MOMENTS,
+                f"callback {type(callback).__name__}: got a method {name}; {nearest(name, MOMENTS)}. A method of your "
+                "own needs a name that begins otherwise",
+            )
     return tuple(map(copied, callbacks))
 
 
@@ -306,7 +317,10 @@ def before_step(
     for callback in callbacks:
         were, was, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
         with may(callback, "before_step", is_apart):
-            state, batch = callback.before_step(step, state, batch)
+            given = callback.before_step(step, state, batch)
+        is_pair = isinstance(given, tuple) and len(given) == 2
+        check(is_pair, f"{what}: got {a(given)}; expected (state, batch): return those it was given, if it only looks")
+        state, batch = given
         leaves, structure = jax.tree.flatten((state, batch))
         if structure != was or any(new is not old for new, old in zip(leaves, were, strict=True)):
             is_all = not callback.first_rank_only

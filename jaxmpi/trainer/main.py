@@ -191,7 +191,7 @@ def check_with_data(experiment: Experiment, plan: TrainingPlan) -> None:
     """Raise `UsageError` unless the task judges examples such as these, and has the figure that is asked for."""
     spec, asked = spec_of(experiment), experiment.monitor
     if spec is None or spec.labels == "numbers":
-        check_task(plan.task, plan.feed.example(), experiment.compute_dtype)
+        check_task(plan.task, plan.feed.example(), plan.validation.example(), experiment.compute_dtype)
     if asked != "eval_loss":
         figures = ["eval_loss", *(f"eval_{name}" for name in metric_names(plan.task, plan.feed.example()))]
         check(asked in figures, f"monitor: got {asked}; task {plan.task.name} gives {', '.join(figures)}")
