@@ -14,6 +14,9 @@ import pytest
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import Workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
@@ -232,8 +235,9 @@ def test_what_a_rule_says_of_itself(name, scaling):
     assert registry.scale_lr(name, "rule", 4)[1] == scaling
     registry.check_wire(RuleConfig(name), "asa:8")
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
+    workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
     plan: Any = None  # not looked at
-    assert "exchanges every so many steps only" in build.unfit_for_overlap(experiment, plan)
+    assert "exchanges every so many steps only" in build.unfit_for_overlap(experiment, workers, plan)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -115,7 +115,7 @@ def exact(config: Optim, lr: float) -> Exact:
     with a its curvature at that step, known here. A step adds at most K LOCAL + K + 16 roundings (means over batch and
     workers, decay, momentum, rate, apply), each of numbers that are in the workers' mean no larger than `size`.
     """
-    mu = 0.0 if config.name == "sgd" else config.momentum
+    mu = 0.0 if config.name == "sgd" else 0.9 if config.momentum is None else config.momentum
     nesterov = config.name == "nesterov"
     w, v, size = START.astype(np.float64), np.zeros((K, N)), 1.0
     matrices = []
