@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from jaxmpi.functions.lifecycle import fork as fork
     from jaxmpi.functions.optimizer import optimizer as optimizer
     from jaxmpi.input_pipeline.in_memory import InMemory as InMemory
+    from jaxmpi.own_loop.accumulation import accumulate_gradients as accumulate_gradients
+    from jaxmpi.own_loop.checkpoints import Checkpoints as Checkpoints
+    from jaxmpi.own_loop.ranks import average_statistics as average_statistics
+    from jaxmpi.own_loop.ranks import join as join
+    from jaxmpi.own_loop.ranks import on_rank0 as on_rank0
+    from jaxmpi.own_loop.ranks import print0 as print0
+    from jaxmpi.own_loop.ranks import rank_key as rank_key
+    from jaxmpi.own_loop.ranks import sampler as sampler
     from jaxmpi.tasks.base import Task as Task
     from jaxmpi.trainer.api import Trainer as Trainer
     from jaxmpi.trainer.callbacks import Callback as Callback
@@ -68,6 +76,9 @@ _NAMES = {
     ),
     "jaxmpi.functions.optimizer": ("optimizer",),
     "jaxmpi.input_pipeline.in_memory": ("InMemory",),
+    "jaxmpi.own_loop.accumulation": ("accumulate_gradients",),
+    "jaxmpi.own_loop.checkpoints": ("Checkpoints",),
+    "jaxmpi.own_loop.ranks": ("average_statistics", "join", "on_rank0", "print0", "rank_key", "sampler"),
     "jaxmpi.tasks.base": ("Task",),
     "jaxmpi.trainer.api": ("Trainer",),
     "jaxmpi.trainer.callbacks": (
@@ -85,6 +96,8 @@ _MOVED = ("add", "gather", "local", "max", "mean", "min", "prod", "scatter", "su
 def __getattr__(name: str) -> Any:
     if name in ("collectives", "functions"):
         return importlib.import_module(f"jaxmpi.{name}")
+    if name == "metrics":
+        return importlib.import_module("jaxmpi.own_loop.metrics")
     if name in _MOVED:
         warnings.warn(f"jaxmpi.{name} is jaxmpi.functions.{name} now", FutureWarning, stacklevel=2)
         return getattr(importlib.import_module("jaxmpi.functions"), name)

@@ -353,3 +353,21 @@ time.sleep(60)
     assert not ended.timed_out, ended.out
     assert ended.code == 1, ended.out
     assert re.search(r"rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for rank 1;", ended.out)
+
+
+@pytest.mark.e2e
+def test_ranks_that_others_wait_for_are_said_once_before_the_time_limit():
+    script = """
+import time
+from jaxmpi.comm import exchange_watch
+exchange_watch.SAID_AFTER_S = 1.0
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+f(x).block_until_ready()
+if rank == 1:
+    time.sleep(6)
+f(x).block_until_ready()
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=50)
+    assert ended.code == 0, ended.out
+    said = r"rank 0/2 on \S+: waits in exchange 1 of the job \(asa:32, mean .*\) for rank 1, for 1 s now; all ranks"
+    assert len(re.findall(said, ended.out)) == 1, ended.out

@@ -71,6 +71,7 @@ SCENARIOS = [
     Scenario(("devices",), ("4 workers", "step 3/3", "top-1"), THREE_STEPS),
     Scenario(("own_loop.py", "own_loop"), ("2 workers: 2.000 -3.000 1.000",)),
     Scenario(("with_optax.py",), ()),
+    Scenario(("around.py", "around"), ("step 100 loss 0.0", "step 200 loss 0.000000")),
     Scenario(("doctor",), ("ranks     2 on 1 hosts", "right"), TWO_RANKS),
     Scenario(("plan",), ("given prices", "4096  512 x 8", "plot: plan.png")),
     Scenario(("help",), ("--optim.lr ", "--data.dir ", "--exchange.strategy ")),

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +29,8 @@ from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_o
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
-from jaxmpi.core.pytrees import PyTree, check_arrays, named_leaves
+from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, named_leaves
+from jaxmpi.core.random_keys import packed, unpacked
 from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, prepare
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
@@ -636,6 +638,12 @@ def processes() -> Processes:
     launch = launchers.launched()
     if launch is None or launch.size == 1:
         return SoloProcesses()
+    if failures.has_backend() and not prepare._prepared.is_set():
+        warnings.warn(
+            "JAX's device started before jaxmpi.world(), so this rank keeps all cores of its host and its first GPU, "
+            "as all others do; call it before the first JAX array",
+            stacklevel=3,  # `world`'s caller
+        )
     prepare.prepare()
     try:
         import mpi4py
@@ -667,7 +675,9 @@ def same_on_all_ranks(what: str, value: Any) -> None:
 
 
 def broadcast(tree: PyTree, root: int = 0) -> PyTree:
-    """The tree of rank `root` on every rank, as NumPy arrays; dtypes and shapes as given.
+    """The tree of rank `root` on every rank; dtypes and shapes as given.
+
+    Arrays of JAX, random keys too, come as such, as in the state of an NNX module; other leaves as NumPy arrays.
 
     Communicates: one broadcast a leaf over all ranks, after a comparison of structure, shapes and dtypes.
 
@@ -675,4 +685,5 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         UsageError: ranks gave trees of different structure; rank, path, got, expected.
     """
     in_flight.check_may_send("jaxmpi.broadcast")
-    return processes().bcast(tree, root)
+    sent = packed(tree)
+    return unpacked(as_given(processes().bcast(sent, root), sent))

@@ -25,7 +25,7 @@ from jaxmpi.runtime import failures
 FREE, WAITS, HELD = range(3)  # tags: nobody has the turn; an exchange waits for it; an exchange has it
 LOOK_S = 0.5  # between looks
 PROBES = 3  # MPICH fetches a message in the first, and finds it in the next
-SAID_AFTER_S = 30.0  # that an exchange waits for another one of its process
+SAID_AFTER_S = 20.0  # that an exchange waits for other ranks, or for another one of its process
 Call = tuple[int, int]  # number of an exchange, and how many this process has begun
 
 
@@ -74,12 +74,13 @@ class ExchangeWatch:
 
     def _run(self) -> None:
         """Look now and then; an error ends the job."""
-        seen, waited, has_told, has_said = None, WaitClock(), False, False
+        seen, waited, has_told = None, WaitClock(), False
+        said: set[str] = set()
         while not self._is_ending.wait(LOOK_S):
             held = self.held()
             self._listen()  # also while this rank waits for nobody, or what others say would pile up
             if held is None or held != seen:
-                seen, has_told, has_said = held, False, False
+                seen, has_told, said = held, False, set()
                 waited.restart()
                 continue
             waited_s = waited.look()
@@ -88,8 +89,10 @@ class ExchangeWatch:
                     self._tell(held)
                     has_told = True
                 self._check_same(held)
-                self._check_absent(held, waited_s)
-                has_said = self._check_turn(held, waited_s, has_said)
+                for late in filter(None, (self._check_absent(held, waited_s), self._check_turn(held, waited_s))):
+                    if late not in said:
+                        print(f"jaxmpi: {failures.who()}: {late}", file=sys.stderr, flush=True)
+                    said.add(late)
             except (UsageError, TrainingError) as error:
                 failures.fail(error, None)
 
@@ -117,8 +120,12 @@ class ExchangeWatch:
             named = {self._numbers[rank]: self._text(number) for rank, (number, _) in calls.items()}
             raise UsageError(different_calls(named))
 
-    def _check_absent(self, held: Call, waited_s: float) -> None:
-        """Raise if others have not come to this exchange within the time limit."""
+    def _check_absent(self, held: Call, waited_s: float) -> str:
+        """Who has not come to this exchange for SAID_AFTER_S, in a sentence; empty if all have.
+
+        Raises:
+            TrainingError: they have not come within the time limit.
+        """
         others = set(range(self._size)) - {self._rank}
         absent = [self._numbers[rank] for rank in sorted(others) if self._heard.get(rank) != held]
         if absent and waited_s > TIMEOUT_S:
@@ -127,21 +134,23 @@ class ExchangeWatch:
                 f"{', '.join(map(str, absent))}; all ranks must come to it as often (JAXMPI_EXCHANGE_TIMEOUT_S sets "
                 "the time)"
             )
+        if not absent or waited_s < SAID_AFTER_S:
+            return ""
+        late = ", ".join(map(str, absent))
+        return f"waits in {self._text(held[0])} for rank {late}, for {SAID_AFTER_S:g} s now; all ranks must call it"
 
-    def _check_turn(self, held: Call, waited_s: float, has_said: bool) -> bool:
-        """Say so if an exchange waits for another one of this process, and give up in the end; True if that is said.
+    def _check_turn(self, held: Call, waited_s: float) -> str:
+        """Which exchange of this process waits for this one for SAID_AFTER_S, in a sentence; empty if none does.
 
         Raises:
             TrainingError: the other exchange has not ended within the time limit.
         """
         if waited_s < SAID_AFTER_S or not (waits := self._peek(WAITS)):
-            return has_said
+            return ""
         why = (
             f"{self._text(waits[0])} waits for {self._text(held[0])}, which has begun in this process and not ended; "
             "if its program has failed, or a callback in it exchanges, it never will"
         )
         if waited_s > SAID_AFTER_S + TIMEOUT_S:
             raise TrainingError(f"{why} (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)")
-        if not has_said:
-            print(f"jaxmpi: {failures.who()}: {why}", file=sys.stderr, flush=True)
-        return True
+        return why

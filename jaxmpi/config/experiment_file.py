@@ -93,7 +93,7 @@ def is_experiment(arg: str, before: str) -> bool:
     return (arg.endswith(".py") and not arg.startswith("-")) or (arg in shipped() and not flags.takes_value(before))
 
 
-PROGRAMS = "functions/"  # begins the names of files that use jaxmpi.functions alone, without a trainer
+PROGRAMS = ("collectives/", "functions/")  # begin the names of files that run without the trainer
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Pytrees: leaves by name, their shapes and dtypes, digests."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -50,6 +50,20 @@ def check_arrays(tree: PyTree) -> None:
             f"broadcast: leaf {name or '(the tree itself)'!r}: got {got}; expected an array of numbers (of a random "
             "key: jax.random.key_data)",
         )
+
+
+def mean_of_floats(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
+    """Floating-point leaves by `share`, their mean over workers; others as they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    for i, leaf in zip(floats, share([leaves[i] for i in floats]), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def as_given(arrays: PyTree, given: PyTree) -> PyTree:
+    """Arrays of NumPy as arrays of JAX, where `given` has such."""
+    return jax.tree.map(lambda x, like: jnp.asarray(x) if isinstance(like, jax.Array) else x, arrays, given)
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import check
+from jaxmpi.core.random_keys import packed
 from jaxmpi.functions import profiling
 from jaxmpi.functions.import_by_name import find
 from jaxmpi.functions.partitioning import Rows
-from jaxmpi.functions.random_keys import packed
 from jaxmpi.functions.reductions import combine, travels_as_sum
 from jaxmpi.functions.shared_array import from_ticket
 from jaxmpi.functions.transport import Report

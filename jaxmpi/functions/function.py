@@ -20,12 +20,12 @@ from jaxmpi.comm.mpi import refusing_world
 from jaxmpi.comm.shared_compile import stablehlo
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.import_by_name import name_of
 from jaxmpi.functions.outputs import Chosen, joined, parsed
 from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, of_each_worker, of_indices, same_length
-from jaxmpi.functions.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_word
 from jaxmpi.functions.shared_array import is_shared
 from jaxmpi.functions.signature import Form, in_order, placed

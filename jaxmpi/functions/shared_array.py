@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.random_keys import is_key
 from jaxmpi.core.shared_memory import available_bytes, folder, reserve
-from jaxmpi.functions.random_keys import is_key
 
 PAGE = 4096
 FREED: list[str] = []  # keys of arrays that this process has freed, until it has told its workers

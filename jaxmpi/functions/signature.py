@@ -8,7 +8,7 @@ import jax
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.functions.random_keys import unpacked
+from jaxmpi.core.random_keys import unpacked
 
 OF_THE_CALL = ("batch", "batch_local", "slices", "output_subset")  # keywords that say how a function is called
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

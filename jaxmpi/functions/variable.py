@@ -11,9 +11,9 @@ from jax.core import Tracer
 from jaxmpi.allreduce.api import check_strategy
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, same_length
-from jaxmpi.functions.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions.reductions import Output, check_reducible, combine, named
 from jaxmpi.functions.shared_array import check_jax_takes, check_unmasked, is_shared
 from jaxmpi.functions.worker_call import as_jax_has, take

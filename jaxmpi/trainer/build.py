@@ -29,7 +29,7 @@ from jaxmpi.config import durations, exchange_config, schema
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
-from jaxmpi.core.pytrees import PyTree, tree_digest
+from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
 from jaxmpi.observe.flops import StepFlops
@@ -418,15 +418,6 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
         return "a compressor exchanges more than once, one after another"
     fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
     return "" if fits else "gradients come to exist with the last micro-batch only"
-
-
-def mean_of_floats(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
-    """Floating-point leaves by `share`, their mean over workers; others as they are."""
-    leaves, structure = jax.tree.flatten(tree)
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    for i, leaf in zip(floats, share([leaves[i] for i in floats]), strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(structure, leaves)
 
 
 def own_state(tree: PyTree) -> PyTree:

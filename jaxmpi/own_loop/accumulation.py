@@ -1,0 +1,51 @@
+"""Gradients of several batches for one exchange and one step of the optimizer."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
+
+
+class Accumulated(NamedTuple):
+    """State between updates."""
+
+    count: jax.Array  # i32[]: batches since the last step
+    total: PyTree  # sum of their gradients
+    inner: PyTree
+
+
+def accumulate_gradients(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
+    """`inner` of the mean gradient of `every` batches, and no update in between.
+
+    In `optax.MultiSteps` the inner transformation runs at every batch; here only when it is due, so that
+    `accumulate_gradients(optax.chain(exchange_gradients(), ...), 4)` exchanges once in four batches.
+
+    Communicates: what `inner` does, on all ranks at the same updates.
+
+    Raises:
+        UsageError: `every` is below 1.
+    """
+    check(every >= 1, f"accumulate_gradients: every: got {every}; expected 1 or more")
+
+    def init(params: PyTree) -> Accumulated:
+        return Accumulated(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), inner.init(params))
+
+    def update(updates: PyTree, state: Accumulated, params: PyTree | None = None) -> tuple[PyTree, Accumulated]:
+        total = jax.tree.map(jnp.add, state.total, updates)
+
+        def due() -> tuple[PyTree, Accumulated]:
+            means = jax.tree.map(lambda x: x / every, total)
+            stepped, held = inner.update(means, state.inner, params)
+            return stepped, Accumulated(jnp.zeros_like(state.count), jax.tree.map(jnp.zeros_like, total), held)
+
+        def not_yet() -> tuple[PyTree, Accumulated]:
+            return jax.tree.map(jnp.zeros_like, updates), Accumulated(state.count + 1, total, state.inner)
+
+        return lax.cond(state.count + 1 == every, due, not_yet)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType] # it is Optax's protocol

@@ -1,0 +1,96 @@
+"""A rank's share of the examples, its random key, output of rank 0 alone, and loops of uneven length."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm.control import processes
+from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree, mean_of_floats
+from jaxmpi.data.sampler import Sampler
+from jaxmpi.runtime.in_flight import check_may_send, without_messages
+
+T = TypeVar("T")
+
+
+def sampler(examples: int, effective_batch: int, *, seed: int = 0, shuffle: bool = True) -> Sampler:
+    """This rank's share of every step's examples, the same examples a step for any number of ranks.
+
+    `x[sampler(len(x), 64).indices(step).indices]` is a batch. Communicates nothing.
+
+    Args:
+        examples: length of the data set.
+        effective_batch: examples of a step over all ranks; `local_batch` of the sampler is the most that a rank gets.
+        seed: of the order.
+        shuffle: a new order every epoch; without it one epoch, in the order of the data.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+    control = processes()
+    return Sampler(examples, effective_batch, control.rank, control.size, seed=seed, shuffle=shuffle)
+
+
+def rank_key(seed: int) -> jax.Array:
+    """A random key of this rank alone: `fold_in(key(seed), rank)`."""
+    return jax.random.fold_in(jax.random.key(seed), processes().rank)
+
+
+def print0(*values: Any, sep: str = " ", end: str = "\n") -> None:
+    """`print` on rank 0, at once."""
+    if processes().rank == 0:
+        print(*values, sep=sep, end=end, flush=True)
+
+
+def on_rank0(function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+    """Call a function on rank 0 and return its result; None elsewhere.
+
+    Raises:
+        UsageError: the function sends a message, for which the other ranks do not come.
+    """
+    if processes().rank:
+        return None
+    name = getattr(function, "__qualname__", repr(function))
+    with without_messages(f"on_rank0({name})", "on rank 0 alone", "call it on all ranks, before or after"):
+        return function(*arguments, **options)
+
+
+def average_statistics(tree: PyTree) -> PyTree:
+    """Mean over ranks of the float leaves, such as BatchNorm's running statistics; others stay each rank's own.
+
+    Communicates: one exchange, in 32 bits. Raises: as `jaxmpi.exchange`.
+    """
+    return mean_of_floats(tree, exchange)
+
+
+def join(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """This rank's batches, until those of all ranks are at their end: (batch, is it a new one).
+
+    A rank whose batches have ended repeats its last one, so that it goes on to take part in exchanges. Give such a
+    batch weight 0.
+
+    Communicates: 8 bytes a step.
+
+    Raises:
+        UsageError: on all ranks alike: some have no batch at all.
+    """
+    control, source = processes(), iter(batches)
+    last: Any = None
+    step = 0
+    while True:
+        check_may_send("jaxmpi.join")
+        found = next(source, _END)
+        are_there = control.allgather_array(np.array([found is not _END], np.float64))[:, 0]
+        if not are_there.any():
+            return
+        absent = np.flatnonzero(are_there == 0).tolist()
+        check(step > 0 or not absent, f"jaxmpi.join: got no batch on rank {absent}; expected one or more on each")
+        last = last if found is _END else found
+        yield last, found is not _END
+        step += 1
+
+
+_END: Any = object()

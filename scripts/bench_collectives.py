@@ -1,0 +1,147 @@
+"""Cost of a collective call inside jit, beside mpi4jax's same call and a bare one of mpi4py; and start and wait.
+
+    python scripts/bench_collectives.py calls [--ranks 2 4 8] [--rounds 20]
+    python scripts/bench_collectives.py overlap [--ms 500]
+
+`calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. `overlap`: a computation and
+an exchange that take equally long, in sequence, and with start and wait. Run it on a quiet machine.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+
+SIZES = [8 << 3 * i for i in range(8)] + [64 << 20]  # bytes: 8 B to 16 MB, 64 MB
+CALLS_MOST = 64  # of a program in one measurement
+
+
+def looped(call: Any, repeats: int) -> Any:
+    """A program of so many calls, one after another."""
+    import jax
+
+    return jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: call(y), x))
+
+
+def calls(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of an allreduce by size and library, in a loop of one program; on every rank."""
+    import jax.numpy as jnp
+    import mpi4jax
+    from mpi4py import MPI
+
+    import jaxmpi
+    from jaxmpi import collectives as mpi
+
+    jaxmpi.world()
+    theirs, bare = MPI.COMM_WORLD.Clone(), MPI.COMM_WORLD.Clone()
+    ways = {
+        "jaxmpi": lambda x: mpi.allreduce(x, "max"),
+        "mpi4jax": lambda x: mpi4jax.allreduce(x, op=MPI.MAX, comm=theirs),
+    }
+    found = {}
+    for size in SIZES:
+        repeats = max(1, min(CALLS_MOST, (1 << 20) // size))
+        x, out = jnp.ones(size // 4, jnp.float32), np.empty(size // 4, np.float32)
+        sent = np.ones_like(out)
+
+        def by_mpi4py(sent: Any = sent, out: Any = out, repeats: int = repeats) -> None:
+            for _ in range(repeats):
+                bare.Allreduce(sent, out, MPI.MAX)
+
+        programs = {name: looped(call, repeats) for name, call in ways.items()}
+        runs: dict[str, Any] = {
+            name: lambda program=program, x=x: program(x).block_until_ready() for name, program in programs.items()
+        }
+        timed = harness.take_turns(runs | {"mpi4py": by_mpi4py}, rounds, warm_up=3, swap=True)
+        found[str(size)] = {name: [s / repeats for s in values] for name, values in timed.items()}
+    return found
+
+
+def overlap(goal_s: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds of compute, exchange, both in sequence, and both with start and wait; on every rank.
+
+    The amounts are such that rank 0 takes `goal_s` for each alone.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import jaxmpi
+    from jaxmpi import collectives as mpi
+
+    jaxmpi.world()
+
+    def compute(n: int, a: Any) -> Any:
+        return jax.lax.fori_loop(0, n, lambda _, a: jnp.tanh(a @ a), a)
+
+    a, n, floats = jnp.eye(256) / 2, 20, 1 << 20
+    for _ in range(3):  # a time is not quite in proportion to an amount
+        alone, sent = jax.jit(lambda a, n=n: compute(n, a)), jax.jit(lambda x: mpi.allreduce(x, "max"))
+        x = jnp.ones(floats)
+        runs: dict[str, Any] = {
+            "compute": lambda alone=alone: alone(a).block_until_ready(),
+            "exchange": lambda sent=sent, x=x: sent(x).block_until_ready(),
+        }
+        timed = harness.take_turns(runs, 3, warm_up=1)
+        took = jaxmpi.broadcast(np.array([np.median(timed["compute"]), np.median(timed["exchange"])]))
+        n, floats = int(n * goal_s / took[0]), int(floats * goal_s / took[1])
+    x = jnp.ones(floats)
+
+    def beside(a: Any, x: Any) -> Any:
+        handle = jaxmpi.start(mpi.allreduce, x, "max")
+        done = compute(n, a)
+        return done, jaxmpi.wait(handle, after=done)
+
+    alone, sent = jax.jit(lambda a: compute(n, a)), jax.jit(lambda x: mpi.allreduce(x, "max"))
+    both = jax.jit(beside)
+    runs = {
+        "compute": lambda: alone(a).block_until_ready(),
+        "exchange": lambda: sent(x).block_until_ready(),
+        "in sequence": lambda: (alone(a).block_until_ready(), sent(x).block_until_ready()),
+        "start and wait": lambda: jax.block_until_ready(both(a, x)),
+    }
+    return harness.take_turns(runs, rounds, warm_up=2)
+
+
+def show_calls(options: argparse.Namespace) -> dict[str, Any]:
+    """Print a table for each number of ranks."""
+    found = {}
+    for ranks in options.ranks:
+        found[str(ranks)] = harness.on_ranks(calls, options.rounds, ranks=ranks, env={"JAX_PLATFORMS": "cpu"})
+        rows = []
+        for size, by in found[str(ranks)].items():
+            micro = [f"{1e6 * float(np.median(values)):.1f}" for values in by.values()]
+            ratio = np.array(by["jaxmpi"]) / np.array(by["mpi4jax"])
+            rows.append([size, *micro, harness.interval(ratio, 2)])
+        print(f"\n{ranks} ranks, us a call\n")
+        print(harness.table(("bytes", "jaxmpi", "mpi4jax", "mpi4py", "jaxmpi / mpi4jax (goal 1.0)"), rows), flush=True)
+    return found
+
+
+def show_overlap(options: argparse.Namespace) -> dict[str, Any]:
+    """Print seconds, and the ratio to the longer of both."""
+    found = harness.on_ranks(overlap, options.ms / 1e3, options.rounds, ranks=2, env={"JAX_PLATFORMS": "cpu"})
+    longer = np.maximum(found["compute"], found["exchange"])
+    rows = [
+        [name, f"{np.median(values):.3f}", harness.interval(np.array(values) / longer, 2)]
+        for name, values in found.items()
+    ]
+    print(harness.table(("two ranks", "s", "of the longer (goal 1.15)"), rows))
+    return found
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("what", choices=("calls", "overlap"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks, of calls")
+    parser.add_argument("--rounds", type=int, default=20, help="measured rounds")
+    parser.add_argument("--ms", type=float, default=500, help="of compute and of exchange, of overlap")
+    parser.add_argument("--json", type=Path, help="where results go")
+    options = parser.parse_args()
+    harness.save(options.json, (show_calls if options.what == "calls" else show_overlap)(options))
+
+
+if __name__ == "__main__":
+    main()

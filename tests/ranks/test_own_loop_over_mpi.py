@@ -1,0 +1,169 @@
+"""What a loop of one's own has around its exchange, for any number of ranks. Every rank knows what every rank holds."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmpi
+from jaxmpi.comm.control import SoloProcesses, processes
+from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.data.sampler import Sampler
+from jaxmpi.own_loop import checkpoints
+
+COMM = jaxmpi.world()
+SIZE, RANK = COMM.size, int(COMM.rank)
+
+
+def held(rank: int) -> dict:
+    rng = np.random.default_rng(rank)
+    return {
+        "double": rng.standard_normal((2, 3)) * 10.0 ** rng.integers(-9, 9, (2, 3)),
+        "half": jnp.asarray(rng.random(4), jnp.bfloat16),
+        "loss": float(rng.random()),
+        "seen": 2**60 + rank,
+        "hits": jnp.arange(3) == rank,
+        "least": np.int64(-(2**40) - rank),
+        "none": np.zeros((0, 2), np.float32),
+    }
+
+
+def exactly(leaf) -> list[Fraction]:
+    return [Fraction(x) for x in np.asarray(leaf, object if isinstance(leaf, int) else None).reshape(-1).tolist()]
+
+
+def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
+    counts = [3 * rank + 1 for rank in range(SIZE)]
+    everyones = [dict(named_leaves(held(rank))) for rank in range(SIZE)]
+    total = jaxmpi.metrics.sum(held(RANK))
+    mean = jaxmpi.metrics.mean(held(RANK), counts[RANK])
+    assert jax.tree.structure(total) == jax.tree.structure(mean) == jax.tree.structure(held(RANK))
+    for name in everyones[0]:
+        columns = list(zip(*(exactly(each[name]) for each in everyones), strict=True))
+        is_float = name in ("double", "half", "loss", "none")
+        number = float if is_float else int
+        assert np.ravel(total[name]).tolist() == [number(sum(column)) for column in columns]
+        weighted = [sum(n * x for n, x in zip(counts, column, strict=True)) for column in columns]
+        assert np.ravel(mean[name]).tolist() == [number(x) / sum(counts) for x in weighted]
+    assert (type(total["seen"]), type(total["loss"]), total["double"].shape) == (int, float, (2, 3))
+
+
+def test_ranks_without_examples_do_not_matter_but_their_nan_does():
+    assert jaxmpi.metrics.mean(math.nan if RANK else 2.5, 0 if RANK else 7) == 2.5
+    assert math.isnan(jaxmpi.metrics.mean({"x": math.nan if RANK else 2.5})["x"])
+    assert jaxmpi.metrics.sum(math.inf if RANK == 0 else 1.0) == math.inf
+    with pytest.raises(jaxmpi.UsageError, match="a count of 0 on every rank"):
+        jaxmpi.metrics.mean(1.0, 0)
+    with pytest.raises(jaxmpi.UsageError, match=r"leaf 'x' is traced; inside jit take jaxmpi.collectives.allreduce"):
+        jax.jit(jaxmpi.metrics.sum)({"x": 1.0})
+    with pytest.raises(jaxmpi.UsageError, match=r"rank 1: b: got floats\[2\], expected floats\[1\]"):
+        jaxmpi.metrics.sum({"a": 1, "b": np.ones(1 + (RANK == 1))})
+
+
+def test_shares_are_one_order_for_any_number_of_ranks():
+    mine, alone = jaxmpi.sampler(50, 8, seed=3), Sampler(50, 8, seed=3)
+    for step in (0, 6, 7):
+        local = np.full(mine.local_batch, -1.0)
+        indices = mine.indices(step).indices
+        local[: len(indices)] = indices
+        rows = processes().allgather_array(local)
+        assert sorted(rows[rows >= 0].tolist()) == sorted(alone.indices(step).indices.tolist())
+
+
+def test_keys_differ_and_rank_0_alone_acts(capsys):
+    keys = jaxmpi.collectives.allgather(jax.random.key_data(jaxmpi.rank_key(5)))
+    assert len({tuple(key) for key in keys.tolist()}) == SIZE
+    jaxmpi.print0("once")
+    assert capsys.readouterr().out == "once\n" * (RANK == 0)
+    assert jaxmpi.on_rank0(lambda x, y: x + y, 1, y=2) == (None if RANK else 3)
+    if RANK == 0:
+        with pytest.raises(jaxmpi.UsageError, match=r"on_rank0.*jaxmpi.exchange on rank 0 alone.*call it on all ranks"):
+            jaxmpi.on_rank0(lambda: jaxmpi.exchange(jnp.ones(2)))
+
+
+def test_loops_of_uneven_length_end_together():
+    seen = [(batch, is_new) for batch, is_new in jaxmpi.join(range(RANK + 1)) if jaxmpi.exchange(jnp.ones(1)) == 1]
+    assert seen == [(min(step, RANK), step <= RANK) for step in range(SIZE)]
+    assert not list(jaxmpi.join([]))
+    with pytest.raises(jaxmpi.UsageError, match=r"no batch on rank \[0\]"):
+        list(jaxmpi.join(range(RANK)))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.dropout = nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.norm(x))
+
+
+def test_an_nnx_module_with_dropout_starts_alike_and_its_statistics_are_averaged():
+    net = Net(nnx.Rngs(RANK))
+    sent = jaxmpi.broadcast(nnx.state(net))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sent))
+    nnx.update(net, sent)
+    x = jnp.arange(12.0).reshape(4, 3)
+    outputs = np.asarray(jaxmpi.collectives.allgather(net(x)))
+    assert (outputs == outputs[0]).all()
+    net(x + RANK)
+    nnx.update(net, jaxmpi.average_statistics(nnx.state(net, nnx.BatchStat)))
+    middle = 0.99 * 0.01 * 5.5 + 0.01 * (5.5 + (SIZE - 1) / 2)  # of the second column, whose mean is 5.5
+    assert float(net.norm.mean[1]) == pytest.approx(middle, rel=1e-6)
+
+
+def test_accumulated_gradients_are_exchanged_once_and_then_clipped(standard_promotion):
+    exchanged = []
+
+    def noted(updates, params):
+        jax.debug.callback(lambda: exchanged.append(1))
+        return updates
+
+    descend = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    chain = optax.chain(optax.stateless(noted), jaxmpi.exchange_gradients(), descend)
+    tx = jaxmpi.accumulate_gradients(chain, 3)
+    params: Any = {"w": jnp.zeros(2)}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    rows = np.random.default_rng(0).random((3, SIZE, 2), np.float32) * 5
+    for row in rows:
+        updates, state = update({"w": jnp.asarray(row[RANK])}, state, params)
+        params = optax.apply_updates(params, updates)
+    mean = rows.mean((0, 1))
+    jax.effects_barrier()
+    assert len(exchanged) == 1
+    assert np.allclose(params["w"], -mean / np.linalg.norm(mean), rtol=1e-6)
+
+
+def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
+    folder = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
+    kept = jaxmpi.Checkpoints(folder)
+    shared = {"w": jnp.arange(3.0), "double": np.full(2, 1 / 3)}
+    own = {"debt": jnp.full(2, float(RANK)), "key": jaxmpi.rank_key(1)}
+    assert kept.restore(shared, own) is None
+    for step in (5, 6, 7):
+        kept.save(step, jax.tree.map(lambda x, step=step: x + step, shared), own, {"epoch": step})
+    saved = kept.restore(shared, {"debt": jnp.zeros(2), "key": jax.random.key(9)})
+    assert saved is not None
+    assert (saved.step, saved.extra) == (7, {"epoch": 7})
+    assert isinstance(saved.shared["w"], jax.Array)
+    assert (saved.shared["double"] == np.full(2, 1 / 3) + 7).all()
+    assert (saved.own["debt"] == RANK).all()
+    assert saved.own["key"] == own["key"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000006", "step_00000007"]
+    with pytest.raises(jaxmpi.UsageError, match=r"w: got float32\[3\], expected float32\[4\]"):
+        kept.restore({"w": jnp.zeros(4), "double": shared["double"]}, own)
+    processes().barrier()
+    if RANK == 0:  # goes on alone
+        monkeypatch.setattr(checkpoints, "processes", SoloProcesses)
+        alone = kept.restore(shared, own | {"key": jax.random.key(9)})
+        assert alone is not None
+        assert (alone.own["debt"] == (SIZE - 1) / 2).all()
+        assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
+    processes().barrier()
