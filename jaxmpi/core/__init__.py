@@ -1,6 +1,6 @@
 """Ground floor: errors, files, pytrees, shared memory; nothing here knows of training or of MPI.
 
-In reading order: `errors`, `env`, `files`, `pytrees`, `json_tree`, `shared_memory`, `futex`, `scheduling`,
+In reading order: `errors`, `env`, `files`, `pytrees`, `slices`, `json_tree`, `shared_memory`, `futex`, `scheduling`,
 `train_state`.
 
 It imports no other room.
