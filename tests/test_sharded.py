@@ -28,6 +28,7 @@ from jaxmpi.core.train_state import create
 from jaxmpi.optim.optimizers import OPTIMIZERS, check_splits, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
+from launching import ROOT, train, train_here
 from tolerances import U
 
 RNG = np.random.default_rng(0)
@@ -281,3 +282,24 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
 
 def named(tree: Any) -> list[tuple[str, Any]]:
     return named_leaves(tree)
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+@pytest.mark.e2e
+def test_a_run_has_the_bits_of_workers_that_update_all_and_goes_on_without_them(tmp_path):
+    experiment = str(ROOT / "experiments" / "digits.py")
+    options = ["--optim.name", "adamw", "--optim.weight-decay", "0.01", "--effective-batch", "48", "--seed", "3"]
+    options += ["--exchange.strategy", "asa32", "--checkpoint-every", "10st", "--eval-every", "40st"]
+    for word in ("on", "off"):
+        where = ["--run-dir", str(tmp_path / word), "--train-for", "20st", "--exchange.shard-update", word]
+        ended = train(2, experiment, *options, *where)
+        assert ended.code == 0, ended.out
+        assert ("updates sharded over 2 workers" in ended.out) == (word == "on")
+    for word in ("on", "off"):
+        ended = train_here(experiment, *options, "--run-dir", str(tmp_path / word), "--resume", "--train-for", "24st")
+        assert ended.code == 0, ended.out
+    for step in (20, 24):
+        on, off = (jaxmpi.load(tmp_path / word, step=step).params for word in ("on", "off"))
+        assert is_same(on, off), step
