@@ -98,7 +98,7 @@ class Shards(NamedTuple):
         Communicates: the strategy's first half once a bucket; with `clip_norm` or `gives_square` w floats as well.
         """
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads)
-        return self._run("reduce-scatter", grads, like, functools.partial(self._scattered, like=like))
+        return self._run("reduce-scatter", grads, like, self._scattered)
 
     def gather(self, slices: PyTree, like: PyTree) -> PyTree:
         """The whole tree of all workers' slices, in the shapes of `like`; at 32 bits.
@@ -125,7 +125,7 @@ class Shards(NamedTuple):
     def _buckets(self, leaves: Sequence[Any]) -> list[list[int]]:
         return plan([leaf.size for leaf in leaves], self.choice.bucket_bytes) if self.comm.size > 1 else []
 
-    def _scattered(self, grads: PyTree, like: PyTree) -> tuple[PyTree, jax.Array]:
+    def _scattered(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         leaves, structure = jax.tree.flatten(grads)
         comm, wire = self.comm, parse(self.choice.strategy).wire
         divisor = comm.size if self.choice.op == "mean" else 1
@@ -164,8 +164,7 @@ class Shards(NamedTuple):
 def outside_jit(shards: Shards, half: str, structure: Any, shapes: tuple) -> Callable[[PyTree], Any]:
     """A half as a program of its own."""
     like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
-    program = shards._scattered if half == "reduce-scatter" else shards._gathered
-    return in_turn(functools.partial(program, like=like))
+    return in_turn(shards._scattered if half == "reduce-scatter" else functools.partial(shards._gathered, like=like))
 
 
 def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:

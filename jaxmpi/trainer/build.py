@@ -19,7 +19,7 @@ from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.allreduce.sharded import check_floats, shards_of
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
@@ -247,7 +247,7 @@ def settle_exchange(
     if not is_auto(asked.strategy):
         return experiment, ""
     stored = run_directory.settled_exchange(kept, asked)
-    if stored and can_go_on(stored["strategy"], asked, workers.comm):
+    if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm, shards=asked.shard_update == "on"):
         exchange = dataclasses.replace(asked, **stored)
         off = ", overlap off" if exchange.overlap != asked.overlap else ""
         why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
@@ -275,10 +275,14 @@ def probed(
     return dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes), verdict.why
 
 
-def can_go_on(name: str, asked: exchange_config.ExchangeConfig, comm: Comm) -> bool:
-    """Return True if a strategy that `auto` took before is possible on these ranks, with what is asked for now."""
-    strategy, must = algorithms.parse(name), asked.overlap in ("on", "delayed") and comm.size > 1
-    if asked.shard_update == "on" and not strategy.spec.halves:
+def can_go_on(name: str, asked: str, comm: Comm, *, shards: bool = False) -> bool:
+    """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now.
+
+    Args:
+        shards: it must have two halves.
+    """
+    strategy, must = algorithms.parse(name), asked in ("on", "delayed") and comm.size > 1
+    if shards and not strategy.spec.halves:
         return False
     return strategy.spec.fits(comm.hosts) and (not must or strategy.has_sum_on_host(comm.hosts))
 
@@ -509,6 +513,7 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     if scalers:
         tx = optax.chain(tx, optimizers.by_rate_factor())
     if experiment.exchange.shard_update == "on":
+        check_floats(params)
         optimizers.check_splits(optim, tx, params)
     rule = registry.build(
         dataclasses.replace(asked, noise_scale=sees_noise(experiment, plan, workers)),
