@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxmpi.allreduce.api import exchange as exchange
     from jaxmpi.allreduce.api import exchange_gradients as exchange_gradients
+    from jaxmpi.allreduce.sharded import sharded as sharded
     from jaxmpi.checkpoint.trained import TrainedModel as TrainedModel
     from jaxmpi.checkpoint.trained import load as load
     from jaxmpi.collectives.started import start as start
@@ -49,6 +50,7 @@ _NAMES = {
         "exchange",
         "exchange_gradients",
     ),
+    "jaxmpi.allreduce.sharded": ("sharded",),
     "jaxmpi.checkpoint.trained": ("TrainedModel", "load"),
     "jaxmpi.collectives.started": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),

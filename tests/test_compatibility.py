@@ -24,6 +24,7 @@ from launching import ROOT
 APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
 SEVERAL = {"devices": 2}  # of each of two ranks
+SHARDED = {"exchange": ExchangeConfig(shard_update="on")}
 # Message and options; one for each line of the table at least.
 MADE = Optim("mine", transform=optax.sgd(0.1))  # with its rate
 STREAM = Data("grain", train=lambda worker, workers: iter([]))
@@ -69,6 +70,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("rule.name: got local_sgd with --on-rank-loss shrink", {**H, **SHRINK}),
     ("exchange.strategy: got lowrank4 with --on-rank-loss", {"exchange": ExchangeConfig("lowrank4"), **SHRINK}),
     ("exchange.strategy: got none with --on-rank-loss shrink", {"exchange": ExchangeConfig("none"), **SHRINK}),
+    ("rule.name: got subgd with exchange.shard_update on", {"rule": RuleConfig("subgd"), **SHARDED}),
+    ("optim.ema: got 0.9 with exchange.shard_update on", {"optim": Optim(ema=0.9), **SHARDED}),
+    ("devices: got 2 with exchange.shard_update on.*comm xla", {**SEVERAL, **SHARDED}),
+    ("exchange.shard_update: got on with --on-rank-loss shrink; a dead", {**SHARDED, **SHRINK}),
+    (
+        "exchange.overlap: got delayed with exchange.shard_update on",
+        {"exchange": ExchangeConfig(overlap="delayed", shard_update="on")},
+    ),
     ("exchange.overlap: got on with --on-rank-loss", {"exchange": ExchangeConfig(overlap="on"), **SHRINK}),
     ("exchange.overlap: got delayed with --on-rank-loss", {"exchange": ExchangeConfig(overlap="delayed"), **SHRINK}),
     ("batch_statistics: got synchronised with --on-rank-loss", {"batch_statistics": "synchronised", **SHRINK}),
@@ -98,6 +107,7 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
         {"on_nonfinite": "rollback", **H},
         {"on_nonfinite": "skip"},
         SEVERAL,
+        {"comm": "xla", **SEVERAL, **SHARDED},
         {"batch_statistics": "synchronised", "comm": "xla", **SEVERAL},
         {"exchange": ExchangeConfig(overlap="delayed"), "on_nonfinite": "rollback"},
     ],
@@ -139,6 +149,7 @@ BY_RULE: dict[str, Callable[[str], None]] = {
     "`--optim.lr-scaling linear`, `sqrt`": lambda rule: registry.scale_lr(rule, "linear", 4) and None,
     "compressors (`lowrank4`, `topk1`)": with_compressor,
     "`--exchange.overlap delayed`": with_compressor,  # a mean with a state, too
+    "`--exchange.shard-update on`": with_rule(exchange=ExchangeConfig(shard_update="on")),
     "`--step-mode split`": with_rule(step_mode="split"),
     "`--batch-statistics synchronised`": with_rule(batch_statistics="synchronised"),
     "`--data.memory partition`": with_rule(data=Data(memory="partition")),

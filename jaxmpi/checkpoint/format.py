@@ -28,6 +28,7 @@ import numpy as np
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.slices import shape_of_slice
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import fault_injection
 
@@ -50,6 +51,13 @@ class Saved(NamedTuple):
     extra: dict[str, Any]
     workers: int  # that wrote it
     step_there: int | None = None  # its step in the run that wrote it, if another run continues that
+
+
+class Slicing(NamedTuple):
+    """How a run holds the state of its rule: whole on each worker, or a slice of every leaf (`core.slices`)."""
+
+    whole: PyTree  # its shapes
+    chunks: tuple[int, ...] = ()  # by worker: the number of its slice; none: it is whole
 
 
 class Retention(NamedTuple):
@@ -271,12 +279,14 @@ def restore(
     workers: int,
     replicated: bool,
     same_params: bool = True,
+    slicing: Slicing | None = None,
     say: Callable[[str], None] = print,
 ) -> Saved | None:
     """Read the newest checkpoint that is whole on all ranks, for this process's workers; None if there is none.
 
     Args:
         like: states of the same structure, shapes and dtypes, as the run starts with.
+        slicing: how the rule's state is held now. One that was held otherwise is put together and cut anew.
         say: receives a line for each damaged checkpoint that is skipped.
 
     Communicates, raises: see `first_whole`.
@@ -284,6 +294,11 @@ def restore(
 
     def read(path: Path) -> Saved:
         manifest = read_manifest(path)
+        if slicing and tuple(manifest["extra"].get("chunks", ())) != slicing.chunks:
+            states = {
+                worker: cut_anew(path, manifest, worker, state, slicing, workers) for worker, state in like.items()
+            }
+            return Saved(states, manifest["step"], manifest["extra"], manifest["workers"])
         one = worker_of if manifest["workers"] == workers else mean_worker_of
         halved = {worker: halves(state, replicated, same_params) for worker, state in like.items()}
         states = {worker: one(path, manifest, worker, like[worker], *parts) for worker, parts in halved.items()}
@@ -360,6 +375,7 @@ COUNT = 1 << 53  # limit of a plausible count
 _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which a run resumes, if present
     "elapsed_s": lambda got: is_count(got) or (type(got) is float and 0 <= got < COUNT),
     "skipped": lambda got: is_count(got),
+    "chunks": lambda got: isinstance(got, list) and all(map(is_count, got)) and sorted(got) == [*range(len(got))],
     "experiment": lambda got: isinstance(got, dict),
     "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
 }
@@ -448,6 +464,53 @@ def mean_worker_of(
         total = jax.tree.map(lambda x, y: x + y if is_float(y) else x, total, more)
     mean = jax.tree.map(lambda x, y: (x / count).astype(y.dtype) if is_float(y) else x, total, first)
     return TrainState(**fields | mean | {"key": like.key})
+
+
+RULE_STATE = "rule_state"
+
+
+def cut_anew(path: Path, manifest: dict, worker: int, like: TrainState, slicing: Slicing, workers: int) -> TrainState:
+    """Read the state of a worker from a checkpoint that holds the rule's state in other slices, or whole.
+
+    All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`.
+    """
+    rest = {name: [row for row in rows if not is_below(row, RULE_STATE)] for name, rows in manifest["files"].items()}
+    one = worker_of if manifest["workers"] == workers else mean_worker_of
+    common, own = halves(like._replace(rule_state=()), False)
+    state = one(path, {**manifest, "files": rest}, worker, like, common, own)
+    leaves = []
+    for (name, leaf), (_, mine) in zip(named_leaves(slicing.whole), named_leaves(like.rule_state), strict=True):
+        whole = read_whole(path, manifest, f"{RULE_STATE}/{name}", leaf)
+        is_cut = slicing.chunks and mine.shape != leaf.shape
+        leaves.append(slice_of(whole, slicing.chunks[worker], len(slicing.chunks)) if is_cut else whole)
+    return state._replace(rule_state=jax.tree.unflatten(jax.tree.structure(like.rule_state), leaves))
+
+
+def is_below(row: dict[str, Any], where: str) -> bool:
+    """Return True if a leaf is in this field of the state."""
+    return row["path"] == where or row["path"].startswith(f"{where}/")
+
+
+def read_whole(path: Path, manifest: dict, name: str, like: Any) -> np.ndarray:
+    """Read a leaf of the rule's state: from common.bin, or from the slices of all workers."""
+    chunks = manifest["extra"].get("chunks", [])
+    files = [own_file(worker) for worker in np.argsort(chunks)] if chunks else ["common.bin"]
+    shape = shape_of_slice(like.shape, len(files))
+    files = files[:1] if shape == tuple(like.shape) else files  # the same for all, or the first slice has all of it
+    rows = []
+    for file in files:
+        row = next((row for row in manifest["files"].get(file, ()) if row["path"] == name), None)
+        with open_regular(path / file) as opened:
+            rows.append(read_leaf(path / file, opened, name, row, jax.ShapeDtypeStruct(shape, like.dtype)))
+    return np.concatenate([row.reshape(-1) for row in rows])[: math.prod(like.shape)].reshape(like.shape)
+
+
+def slice_of(leaf: np.ndarray, chunk: int, workers: int) -> np.ndarray:
+    """One slice of a whole leaf, on the host."""
+    shape = shape_of_slice(leaf.shape, workers)
+    width = math.prod(shape)
+    mine = leaf.reshape(-1)[chunk * width : (chunk + 1) * width]
+    return np.pad(mine, (0, width - mine.size)).reshape(shape)
 
 
 def is_float(leaf: np.ndarray) -> bool:

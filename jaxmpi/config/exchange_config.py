@@ -24,6 +24,13 @@ OVERLAPS = {
 }
 
 
+# Which part of the params each worker updates.
+SHARD_UPDATES = {
+    "off": "all of them, with all of the optimizer's state",
+    "on": "a slice, with that slice of the optimizer's state: between the two halves of the exchange",
+}
+
+
 @dataclass(frozen=True)
 class ExchangeConfig:
     """How workers exchange, and how many bits travel."""
@@ -32,6 +39,8 @@ class ExchangeConfig:
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
     # exchange beside the backward pass; delayed applies gradients one step late
     overlap: Annotated[str, OneOf(*OVERLAPS)] = "auto"
+    # each worker updates a slice of the params and holds that slice of the optimizer's state
+    shard_update: Annotated[str, OneOf(*SHARD_UPDATES)] = "off"
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)

@@ -1,6 +1,6 @@
 """Ground floor: errors, files, pytrees, shared memory; nothing here knows of training or of MPI.
 
-In reading order: `errors`, `env`, `files`, `pytrees`, `random_keys`, `json_tree`, `shared_memory`, `futex`,
+In reading order: `errors`, `env`, `files`, `pytrees`, `slices`, `random_keys`, `json_tree`, `shared_memory`, `futex`,
 `scheduling`, `train_state`.
 
 It imports no other room.

@@ -15,6 +15,7 @@ import optax.contrib
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.slices import check_elementwise
 
 ScheduleFreeState = optax.contrib.ScheduleFreeState
 Transform = optax.GradientTransformation
@@ -31,6 +32,7 @@ class OptimizerSpec(NamedTuple):
     decays_after: bool = False  # decay is decoupled: added to the direction, not to the gradient
     averages: bool = False  # schedule-free: all of the chain but clipping moves z, from which Optax makes y and x
     takes: tuple[str, ...] = ()  # of SETTINGS
+    elementwise: bool = False  # each entry of a tensor goes its own way, so workers can each update a slice
 
 
 def changed(config: Optim, names: Sequence[str]) -> list[str]:
@@ -102,20 +104,29 @@ VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
 TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True),
-    "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY),
-    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY),
-    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS),
-    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS),
-    "nadamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS),
-    "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS),
-    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS),
-    "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS),
-    "lion": OptimizerSpec(
-        lambda c: optax.scale_by_lion(**given(c, b1="b1", b2="b2")), decays_after=True, takes=("b1", "b2")
+    "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, elementwise=True),
+    "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, elementwise=True),
+    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY, elementwise=True),
+    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, elementwise=True),
+    "adamw": OptimizerSpec(
+        lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, elementwise=True
     ),
-    "rmsprop": OptimizerSpec(lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps")),
-    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",)),
+    "nadamw": OptimizerSpec(
+        lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, elementwise=True
+    ),
+    "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS, elementwise=True),
+    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, elementwise=True),
+    "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, elementwise=True),
+    "lion": OptimizerSpec(
+        lambda c: optax.scale_by_lion(**given(c, b1="b1", b2="b2")),
+        decays_after=True,
+        takes=("b1", "b2"),
+        elementwise=True,
+    ),
+    "rmsprop": OptimizerSpec(
+        lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps"), elementwise=True
+    ),
+    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",), elementwise=True),
     "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS),
     "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum")),
     "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",)),
@@ -123,6 +134,26 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",)),
     "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS),
 }
+
+
+def check_splits(config: Optim, tx: Transform, params: PyTree) -> None:
+    """Refuse an optimizer that cannot update a slice; for the table's it is known, the user's is tried out.
+
+    Args:
+        tx: what `optimizer` has made of the configuration, without clipping.
+        params: their shapes.
+
+    Raises:
+        UsageError: the optimizer, and those that can.
+    """
+    if config.transform is not None:
+        return check_elementwise(tx, params)
+    able = [name for name, row in OPTIMIZERS.items() if row.elementwise]
+    check(
+        config.name in able,
+        f"exchange.shard_update: got on with optimizer {config.name}, whose update of an entry depends on others of "
+        f"its tensor, or which evaluates an average; expected {', '.join(able)}, or off",
+    )
 
 
 def optimizer(config: Optim, lr: optax.Schedule) -> Transform:

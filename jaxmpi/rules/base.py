@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,41 @@ import optax
 from jax.core import Tracer
 
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.slices import slices_of
+
+
+class Halves(Protocol):
+    """The mean of gradients in two halves, between which each worker steps its own slices.
+
+    `jaxmpi.allreduce.sharded.Shards` is one.
+    """
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """By worker: the number of its slice."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        ...
+
+    @property
+    def gives_square(self) -> bool:
+        """Return True if `scatter` gives |g|^2 of the whole mean gradient g."""
+        ...
+
+    def chunk(self) -> jax.Array:
+        """i32[]: the number of this worker's slice."""
+        ...
+
+    def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
+        """This worker's slices of the mean over workers; |g|^2, or 0."""
+        ...
+
+    def gather(self, slices: PyTree, like: PyTree) -> PyTree:
+        """The whole tree of all workers' slices, in the shapes of `like`."""
+        ...
 
 
 class Exchange(NamedTuple):
@@ -20,6 +56,7 @@ class Exchange(NamedTuple):
     sum: Callable[[PyTree], PyTree]
     jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
     gradients: optax.GradientTransformation | None = None  # a mean of gradients with a state, instead of `mean`
+    shards: Halves | None = None  # instead of `mean`, if each worker is to step its slices only
 
 
 @dataclass
@@ -42,7 +79,11 @@ class NoExchange:
                 return (updates, state) if self.is_on else given(updates, state, params)
 
             own = optax.GradientTransformation(own.init, update)
-        return exchange._replace(mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own)
+        halves = exchange.shards
+        shards = halves and OwnShards(halves, self, jax.jit(partial(slices_of, workers=halves.size)))
+        return exchange._replace(
+            mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own, shards=shards
+        )
 
     def during(self, step: Callable) -> Callable:
         """The step with the switch on."""
@@ -57,6 +98,50 @@ class NoExchange:
         return quiet
 
 
+class OwnShards(NamedTuple):
+    """`Halves` of which nothing travels while the switch is on: other workers' slices stay as they were."""
+
+    given: Halves
+    switch: NoExchange
+    cut: Callable[[PyTree, jax.Array], PyTree]  # (tree, number of a slice) -> its slices
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """By worker: the number of its slice."""
+        return self.given.chunks
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.given.size
+
+    @property
+    def gives_square(self) -> bool:
+        """Return True if `scatter` gives |g|^2."""
+        return self.given.gives_square
+
+    def chunk(self) -> jax.Array:
+        """i32[]: the number of this worker's slice."""
+        return self.given.chunk()
+
+    def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
+        """This worker's slices of its own gradients."""
+        if not self.switch.is_on:
+            return self.given.scatter(grads)
+        return self.cut(grads, self.chunk()), jnp.zeros(())
+
+    def gather(self, slices: PyTree, like: PyTree) -> PyTree:
+        """Params as they were."""
+        return like if self.switch.is_on else self.given.gather(slices, like)
+
+
+class Sharding(NamedTuple):
+    """How the state of a rule is cut over workers: each leaf as in `core.slices`."""
+
+    chunks: tuple[int, ...]  # by worker: the number of its slice
+    init: Callable[[PyTree, Any], PyTree]  # (params, number of a slice) -> the state of that slice
+
+
 class Rule(NamedTuple):
     """Two pure functions. A rule returns params, not updates: p + (mean - p) would not be exact.
 
@@ -66,6 +151,7 @@ class Rule(NamedTuple):
     A rule may have more. `eval_params(params, state) -> params` are those that are evaluated; it may communicate.
     `measured` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
     `distance(state) -> f32[]` is the L2 of this worker from the mean or center at the last meeting.
+    `sharding` says how its state is cut over workers, of which each holds a slice.
     `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
     """
 
@@ -77,6 +163,7 @@ class Rule(NamedTuple):
     measured: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
     asynchronous: "Asynchronous | None" = None
     distance: Callable[[PyTree], Any] | None = None
+    sharding: Sharding | None = None  # `init` then gives the state of all slices, for its shapes
 
 
 class Asynchronous(NamedTuple):

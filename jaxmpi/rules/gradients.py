@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.rules.base import Exchange, Rule, descend
+from jaxmpi.core.slices import slices_of
+from jaxmpi.rules.base import Exchange, Halves, Rule, Sharding, descend
 
 
 def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool = False) -> Rule:
@@ -17,8 +18,12 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
 
     Args: noise: measure |g|^2 as well, in the program that steps.
     State: tx's, equal on all workers; with `exchange.gradients` also that one's, of which a part is each worker's.
+    With `exchange.shards` each worker steps its slices of params and holds that slice of tx's state:
+    w_c <- w_c + tx_c(g_c) ;  w = all w_c ;  tx treats each entry by itself.
     Communicates: one mean of the gradients a step. Learning rate: that of one worker on the effective batch.
     """
+    if exchange.shards:
+        return sharded(tx, exchange.shards, exchange.jit)
     step = descend(tx, exchange.jit)
     if exchange.gradients:
         return with_state(tx, exchange.gradients, step)
@@ -39,6 +44,36 @@ def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
 
     step = exchange.jit(step, donate_argnums=(1, 2))
     return lambda grads, state, params: step(exchange.mean(grads), state, params)
+
+
+def sharded(tx: optax.GradientTransformation, shards: Halves, jit: Callable[..., Callable]) -> Rule:
+    """The same with the optimizer between the halves of the exchange."""
+
+    def of_slice(mean: PyTree, state: PyTree, params: PyTree, chunk: jax.Array) -> tuple[PyTree, PyTree]:
+        own = slices_of(params, chunk, shards.size)
+        updates, state = tx.update(mean, state, own)
+        return optax.apply_updates(own, updates), state
+
+    step = jit(of_slice, donate_argnums=(0, 1))
+
+    def measured(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+        mean, squares = shards.scatter(grads)
+        own, state = step(mean, state, params, shards.chunk())
+        return shards.gather(own, params), state, squares
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return measured(grads, state, params)[:2]
+
+    def init_slice(params: PyTree, chunk: jax.Array) -> PyTree:
+        return tx.init(slices_of(params, chunk, shards.size))
+
+    return Rule(
+        tx.init,
+        update,
+        state_is_replicated=False,
+        measured=measured if shards.gives_square else None,
+        sharding=Sharding(shards.chunks, init_slice),
+    )
 
 
 def square(tree: PyTree) -> jax.Array:

@@ -13,12 +13,13 @@ import numpy as np
 import optax
 
 from jaxmpi.allreduce import algorithms, compression, overlap
-from jaxmpi.allreduce.algorithms.table import fitting_on_host
+from jaxmpi.allreduce.algorithms.table import fitting_on_host, with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.local_devices import over_local_devices
+from jaxmpi.allreduce.sharded import check_floats, shards_of
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
@@ -246,12 +247,16 @@ def settle_exchange(
     if not is_auto(asked.strategy):
         return experiment, ""
     stored = run_directory.settled_exchange(kept, asked)
-    if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm):
+    if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm, shards=asked.shard_update == "on"):
         exchange = dataclasses.replace(asked, **stored)
         off = ", overlap off" if exchange.overlap != asked.overlap else ""
         why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
         return dataclasses.replace(experiment, exchange=exchange), why
     sizes = [leaf.size for leaf in jax.tree.leaves(plan.params())]
+    if asked.shard_update == "on":
+        verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, with_halves(workers.comm.hosts))
+        exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
+        return dataclasses.replace(experiment, exchange=exchange), verdict.why
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers, plan))
     exchange, why = probed(asked, workers.comm, sizes, is_beside)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
@@ -270,9 +275,15 @@ def probed(
     return dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes), verdict.why
 
 
-def can_go_on(name: str, asked: str, comm: Comm) -> bool:
-    """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now."""
+def can_go_on(name: str, asked: str, comm: Comm, *, shards: bool = False) -> bool:
+    """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now.
+
+    Args:
+        shards: it must have two halves.
+    """
     strategy, must = algorithms.parse(name), asked in ("on", "delayed") and comm.size > 1
+    if shards and not strategy.spec.halves:
+        return False
     return strategy.spec.fits(comm.hosts) and (not must or strategy.has_sum_on_host(comm.hosts))
 
 
@@ -311,7 +322,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state
-    exchange_of = partial(exchange_for, experiment, workers, strategy, order)
+    exchange_of = partial(exchange_for, experiment, plan, workers, strategy, order)
     skips = experiment.on_nonfinite == "skip"
     keeps = skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
     gradients = steps.marked(gradients) if skips else gradients
@@ -368,11 +379,21 @@ def over_mesh(
 
 
 def exchange_for(
-    experiment: Experiment, workers: Workers, strategy: str, order: Order, is_beside: bool
+    experiment: Experiment, plan: TrainingPlan, workers: Workers, strategy: str, order: Order, is_beside: bool
 ) -> base.Exchange:
     """The exchange of this run, beside the program or in it."""
     size_bytes = experiment.exchange.bucket_bytes
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
+    if experiment.exchange.shard_update == "on" and workers.size > 1:
+        shards = shards_of(
+            strategy,
+            "mean",
+            workers.comm,
+            size_bytes,
+            clip_norm=experiment.optim.clip_norm,
+            gives_square=sees_noise(experiment, plan, workers),
+        )
+        return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
     if compression.is_compressor(strategy):
         refused = partial(exchange, **options)
         return base.Exchange(refused, refused, gradients=exchange_gradients(**options))
@@ -408,6 +429,8 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
     """Why this step cannot hide an exchange; empty if it can."""
     if workers.devices > 1:
         return f"the {workers.devices} devices of a process add up their gradients before it"
+    if experiment.exchange.shard_update == "on":
+        return "slices are updated after all gradients have been added (exchange.shard_update on)"
     if experiment.step_mode == "split":
         return "the step is split (step_mode split)"
     if experiment.on_rank_loss == "shrink":
@@ -454,13 +477,22 @@ def is_split(experiment: Experiment, workers: Workers) -> bool:
     return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
+def sees_noise(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> bool:
+    """Return True if noise is measured, between several workers with equal shares: with one there is none to see."""
+    is_even = plan.clock.effective_batch % workers.size == 0
+    return experiment.rule.noise_scale and workers.size > 1 and is_even
+
+
 def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exchange: base.Exchange) -> Rule:
     """The rule over this run's optimizer and exchange.
 
-    Noise is measured between several workers with equal shares: with one there is none to see.
+    The halves of a sharded exchange clip, since no worker holds the whole mean gradient.
     """
-    asked, is_even = experiment.rule, plan.clock.effective_batch % workers.size == 0
-    tx, params = optimizers.optimizer(experiment.optim, plan.lr), plan.params()
+    asked, optim, params = experiment.rule, experiment.optim, plan.params()
+    if exchange.shards:
+        of_whole = optim.decay_mask and optim.decay_mask(params)  # by shapes that slices have not
+        optim = dataclasses.replace(optim, clip_norm=0.0, decay_mask=of_whole and (lambda _: of_whole))
+    tx = optimizers.optimizer(optim, plan.lr)
     optimizers.check_takes_gradients(experiment.optim, tx, params)
     ema, is_averaged = experiment.optim.ema, optimizers.is_averaged(tx, params)
     scalers = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
@@ -471,8 +503,11 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     )
     if scalers:
         tx = optax.chain(tx, optimizers.by_rate_factor())
+    if experiment.exchange.shard_update == "on":
+        check_floats(params)
+        optimizers.check_splits(optim, tx, params)
     rule = registry.build(
-        dataclasses.replace(asked, noise_scale=asked.noise_scale and workers.size > 1 and is_even),
+        dataclasses.replace(asked, noise_scale=sees_noise(experiment, plan, workers)),
         tx,
         exchange,
         optimizer=experiment.optim.name + " with clip_norm" * bool(experiment.optim.clip_norm),
@@ -482,6 +517,24 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
         exchanges_gradients = registry.RULES[asked.name].takes_compressors
         return schedule_free(rule, exchange.jit, asked.name, exchanges_gradients=exchanges_gradients)
     return averaged(rule, ema, exchange.jit, asked.name) if ema else rule
+
+
+def memory_words(plan: TrainingPlan, rule: Rule) -> str:
+    """Bytes that each worker holds, if it has a slice of the optimizer's state; else empty."""
+    if rule.sharding is None:
+        return ""
+    params, workers = plan.params(), len(rule.sharding.chunks)
+    of_slice = jax.eval_shape(rule.sharding.init, params, jax.ShapeDtypeStruct((), np.int32))
+    held, own, whole = map(size_bytes, (params, of_slice, jax.eval_shape(rule.init, params)))
+    return (
+        f"updates sharded over {workers} workers: each holds {held / 1e6:.3g} MB of params, as much of gradients, and "
+        f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
+    )
+
+
+def size_bytes(tree: PyTree) -> int:
+    """Bytes of arrays, or of the shapes of some."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def rate_words(experiment: Experiment, factor: float, scaling: str) -> str:
@@ -528,7 +581,18 @@ def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan,
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     params, model_state = workers.processes.bcast((params, model_state))
     workers.processes.assert_same("initial params", {"sha256": tree_digest(params)})
-    rule_state = jax.tree.map(np.asarray, workers.comm.jit(rule.init)(params))
+    states_of = rule_states(rule, workers, params)
     return {
-        worker: create(params, model_state, rule_state, seed=experiment.seed, worker=worker) for worker in workers.mine
+        worker: create(params, model_state, states_of[worker], seed=experiment.seed, worker=worker)
+        for worker in workers.mine
     }
+
+
+def rule_states(rule: Rule, workers: Workers, params: PyTree) -> dict[int, PyTree]:
+    """The rule's state 0 of each of this process's workers, in host memory."""
+    on_host = partial(jax.tree.map, np.asarray)
+    if rule.sharding is None:
+        state = on_host(workers.comm.jit(rule.init)(params))
+        return dict.fromkeys(workers.mine, state)
+    init, chunks = workers.comm.jit(rule.sharding.init), rule.sharding.chunks
+    return {worker: on_host(init(params, np.int32(chunks[worker]))) for worker in workers.mine}

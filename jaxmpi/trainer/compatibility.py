@@ -90,12 +90,58 @@ def knows_its_rates(experiment: Experiment) -> bool:
     return optimizers.has_own_rate(experiment.optim)
 
 
+def shards_updates(experiment: Experiment) -> bool:
+    """Return True if each worker updates a slice of the params."""
+    return experiment.exchange.shard_update == "on"
+
+
 SHRINK = "--on-rank-loss shrink"
 SEVERAL = "several ranks of several devices each, which exchange between programs"
 APART = "an asynchronous rule, whose workers do not meet"
 OWN_RATE = "an optimizer of one's own that was made with its rates"
 TAKE_A_SCHEDULE = "leave it out, or give optim.transform a function of the schedule"
+SHARDED = "exchange.shard_update on"
 REFUSALS = (
+    Refusal(
+        "rule.name",
+        "all but gradients",
+        "gradients".__ne__,
+        shards_updates,
+        f"{SHARDED}, which is an update with the mean gradient",
+        "use rule gradients, or off",
+    ),
+    Refusal(
+        "exchange.overlap",
+        "on, delayed",
+        ("on", "delayed").__contains__,
+        shards_updates,
+        f"{SHARDED}, when slices are updated after all gradients have been added",
+        "use auto or off",
+    ),
+    Refusal(
+        "optim.ema",
+        "above 0",
+        bool,
+        shards_updates,
+        f"{SHARDED}: every worker would hold the whole average",
+        "leave one of them out",
+    ),
+    Refusal(
+        "devices",
+        "more than 1",
+        (1).__ne__,
+        lambda experiment: shards_updates(experiment) and drives_several(experiment),
+        f"{SHARDED} in several processes, whose devices add up before the exchange",
+        "start a process a device, or take --comm xla",
+    ),
+    Refusal(
+        "exchange.shard_update",
+        "on",
+        "on".__eq__,
+        shrinks,
+        SHRINK,
+        "a dead worker's slice of the optimizer's state is gone: take off, or --on-rank-loss end",
+    ),
     Refusal("on_nonfinite", "rollback", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
     Refusal("batch_statistics", "synchronised", "synchronised".__eq__, is_asynchronous, APART, "averaged or local"),
     Refusal("step_mode", "split", "split".__eq__, is_asynchronous, APART, "auto"),

@@ -43,7 +43,7 @@ from jaxmpi.tasks.registry import spec_of
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start
 from jaxmpi.trainer.asynchronous import run_asynchronously
-from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange
+from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, memory_words, settle_exchange
 from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
@@ -266,6 +266,8 @@ def run_in(
         say_changes(recorder, saved.extra, experiment, plan, start)
     if functions.why:
         recorder.say(functions.why)
+    if held := memory_words(plan, functions.rule):
+        recorder.say(held)
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     recovery = decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit)

@@ -27,6 +27,7 @@ from jaxmpi.trainer.run import Run
 
 def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, elapsed_s: float) -> dict[str, Any]:
     """JSON values that a checkpoint keeps beside the state."""
+    sharding = functions.rule.sharding
     return {
         "elapsed_s": elapsed_s,
         "scaled_for": plan.scaled_for,
@@ -37,6 +38,7 @@ def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, e
             "overlap": experiment.exchange.overlap,
         },
         "experiment": identity(experiment, plan),
+        **({"chunks": list(sharding.chunks)} if sharding else {}),
         "settings": run_directory.settings(experiment),
     }
 
@@ -71,6 +73,7 @@ def restored(
         workers=workers.size,
         replicated=rule.state_is_replicated,
         same_params=rule.params_are_replicated,
+        slicing=slicing_of(rule, next(iter(states.values()))),
         say=warn if workers.processes.rank == 0 else lambda text: None,
     )
     workers.processes.assert_same("the checkpoint to resume from", {"step": saved.step if saved else 0})
@@ -79,6 +82,13 @@ def restored(
         workers.processes.assert_same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
         run_directory.refuse_other_run(saved.extra.get("experiment", {}), now, but)
     return saved
+
+
+def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
+    """How workers hold the state of this rule; None if parts of it are each worker's own."""
+    if rule.sharding:
+        return format.Slicing(jax.eval_shape(rule.init, state.params), rule.sharding.chunks)
+    return format.Slicing(state.rule_state) if rule.state_is_replicated else None
 
 
 def continued(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec, in_columns
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, in_columns, own_chunks
 from jaxmpi.allreduce.building_blocks import allgather, alltoall
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
@@ -20,8 +20,17 @@ def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
     Sends 2 (w - 1) / w of the vector; rounds twice (slices sent, sum sent). Ma et al. 2016, section 3.2.
     """
+    return allgathered(summed_slice(x, comm, wire), comm, wire)
+
+
+def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """ASA's first half: f32[n] -> f32[n / w], this worker's slice of the sum."""
     parts = wire.decode(alltoall(wire.encode(x.reshape(comm.size, -1)), comm))  # f32[w, n/w]: my slice of each worker
-    mine = add_rows(parts)
+    return add_rows(parts)
+
+
+def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """ASA's second half: f32[n / w] -> f32[n]."""
     return wire.decode(allgather(wire.encode(mine), comm)).reshape(-1)
 
 
@@ -58,4 +67,5 @@ ASA = StrategySpec(
     crosses=True,
     on_host=functools.partial(in_columns, sum=alltoall_sum_allgather_on_host),
     seconds=asa_seconds,
+    halves=Halves(summed_slice, allgathered, own_chunks),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Part, PartsOnHost, StrategySpec, Sum, SumOnHost, is_even
+from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Halves, Part, PartsOnHost, StrategySpec, Sum, SumOnHost, is_even
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
 from jaxmpi.allreduce.prices import Link, Net, add, turn
 from jaxmpi.allreduce.subgroups import split_by_host
@@ -28,6 +28,28 @@ def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
     part = add_rows(inside.alltoall(x.reshape(inside.size, -1)))
     total = cross(part, between, wire) if between.size > 1 else part
     return inside.allgather(total).reshape(-1)
+
+
+def scattered_between(x: jax.Array, comm: Comm, wire: Wire, cross: Halves) -> jax.Array:
+    """The first halves, inside and then between hosts: f32[n] -> f32[n / w]."""
+    inside, between = split_by_host(comm)
+    part = add_rows(inside.alltoall(x.reshape(inside.size, -1)))
+    return cross.scatter(part, between, wire) if between.size > 1 else part
+
+
+def gathered_inside(mine: jax.Array, comm: Comm, wire: Wire, cross: Halves) -> jax.Array:
+    """The second halves, between and then inside hosts: f32[n / w] -> f32[n]."""
+    inside, between = split_by_host(comm)
+    total = cross.gather(mine, between, wire) if between.size > 1 else mine
+    return inside.allgather(total).reshape(-1)
+
+
+def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
+    """Of the part that belongs to its place in a host, a worker has the chunk that `cross` gives its host."""
+    ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
+    between = cross.chunks(split_by_host(comm)[1])
+    places = {rank: (place, host) for host, each in enumerate(ranks) for place, rank in enumerate(each)}
+    return tuple(places[rank][0] * len(ranks) + between[places[rank][1]] for rank in range(comm.size))
 
 
 def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
@@ -74,5 +96,6 @@ HIERARCHICAL = StrategySpec(
     fits_on_host=is_even,
     seconds=hierarchical_seconds,
     is_candidate=lambda net: net.even and net.hosts > 1 and net.slots > 1,
+    halves=Halves(scattered_between, gathered_inside, chunks_by_host),
     spelled=("hier-asa", "hier-ring", "hier-tree", "hier-color4"),
 )

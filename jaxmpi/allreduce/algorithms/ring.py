@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec, in_columns
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, in_columns
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
@@ -20,14 +20,29 @@ def ring(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     Sends 2 (w - 1) / w of the vector in 2 (w - 1) messages; rounds once per hop while summing and once after.
     The second half forwards the encoded chunk. Gibiansky 2017.
     """
+    return passed_round(reduced_round(x, comm, wire), comm, wire)
+
+
+def reduced_round(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The ring's first half: f32[n] -> f32[n / w], the sum of chunk place + 1."""
     size, chunks, place = comm.size, x.reshape(comm.size, -1), place_of(comm)
 
     def reduce_step(i: jax.Array, partial: jax.Array) -> jax.Array:
         received = wire.decode(comm.permute(wire.encode(partial), shift(comm, 1)))
         return received + chunks[(place - i - 1) % size]
 
-    mine = wire.encode(comm.loop(size - 1, reduce_step, chunks[place]))  # the sum of chunk place + 1
-    return wire.decode(gather_round(mine, comm, lambda back: (place + 1 - back) % size)).reshape(-1)
+    return comm.loop(size - 1, reduce_step, chunks[place])
+
+
+def passed_round(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The ring's second half: f32[n / w] of chunk place + 1 -> f32[n]."""
+    place = place_of(comm)
+    return wire.decode(gather_round(wire.encode(mine), comm, lambda back: (place + 1 - back) % comm.size)).reshape(-1)
+
+
+def next_chunks(comm: Comm) -> tuple[int, ...]:
+    """The worker at place i of the ring has chunk i + 1."""
+    return tuple((comm.order.index(rank) + 1) % comm.size for rank in range(comm.size))
 
 
 def ring_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
@@ -51,5 +66,10 @@ def ring_seconds(net: Net, n: float, wire: str) -> float:
 
 
 RING = StrategySpec(
-    ring, ALL, crosses=True, on_host=functools.partial(in_columns, sum=ring_on_host), seconds=ring_seconds
+    ring,
+    ALL,
+    crosses=True,
+    on_host=functools.partial(in_columns, sum=ring_on_host),
+    seconds=ring_seconds,
+    halves=Halves(reduced_round, passed_round, next_chunks),
 )

@@ -1,6 +1,7 @@
 """What a strategy is: the same sum as a program and in NumPy, its wires, where it fits and what it costs."""
 
 import collections
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,30 @@ class Part(NamedTuple):
         return self.sum([x[row] for row in self.rows], comm, wire, tag)
 
 
+class Halves(NamedTuple):
+    """A sum in two halves, between which each worker has one w-th of it.
+
+    `gather(scatter(x))` are the bits of `sum`. The second half may take another wire than the first.
+    """
+
+    scatter: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n / w], the sum over workers of this one's chunk
+    gather: Callable[..., jax.Array]  # (f32[n / w], comm, wire) -> f32[n]
+    chunks: Callable[..., tuple[int, ...]]  # (comm) -> by rank, which chunk is its own
+
+    def across(self, cross: "Halves") -> "Halves":
+        """Those of `hier-<cross>`, with the halves between hosts filled in."""
+        return Halves(
+            functools.partial(self.scatter, cross=cross),
+            functools.partial(self.gather, cross=cross),
+            functools.partial(self.chunks, cross=cross),
+        )
+
+
+def own_chunks(comm: Comm) -> tuple[int, ...]:
+    """Worker i has chunk i."""
+    return tuple(range(comm.size))
+
+
 class StrategySpec(NamedTuple):
     """A strategy: `sum` and its wires; all else is optional.
 
@@ -46,6 +71,7 @@ class StrategySpec(NamedTuple):
     fits_on_host: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
     seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
     is_candidate: Callable[[Net], bool] = lambda net: True  # whether `auto` may take it
+    halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
     spelled: tuple[str, ...] = ()  # what to try if the name has a blank
 
 

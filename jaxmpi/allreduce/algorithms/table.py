@@ -95,6 +95,7 @@ def find(algorithm: str) -> StrategySpec:
             fits_on_host=lambda hosts: row.fits_on_host(hosts) and cross.fits_on_host(sorted(set(hosts))),
             seconds=row.seconds and cross.seconds and functools.partial(row.seconds, cross=cross.seconds),
             is_candidate=row.is_candidate,
+            halves=row.halves and cross.halves and row.halves.across(cross.halves),
         )
     blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
     check(not blanks, f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
@@ -109,6 +110,13 @@ def find(algorithm: str) -> StrategySpec:
 def spelled(fits: Callable[[StrategySpec], bool]) -> list[str]:
     """Algorithms to choose from whose row fits, their blanks filled in."""
     return [name for key, row in STRATEGIES.items() if fits(row) for name in row.spelled or (key,)]
+
+
+def with_halves(hosts: Sequence[int]) -> tuple[str, ...]:
+    """Algorithms whose sum has two halves, over ranks on these hosts."""
+    return tuple(
+        name for name in spelled(lambda row: bool(row.halves)) if (spec := find(name)).halves and spec.fits(hosts)
+    )
 
 
 def fitting_on_host(hosts: Sequence[int]) -> tuple[str, ...]:

@@ -1,0 +1,105 @@
+"""Exchange and update, sharded beside not: seconds of both by turns, and the bytes that each holds.
+
+    python scripts/bench_sharded.py --ranks 8 --trees alexnet googlenet
+    python scripts/bench_sharded.py --ranks 4 --rate 200mbit --trees googlenet
+
+Each rank has a tree's params and gradients, and Adam's moments: whole, exchanged by `asa32` and by `shm`, and a slice,
+by `--exchange.shard-update on` over `asa32`. A turn is the rule's update as the trainer calls it between jits:
+exchange, Adam, new params. A round counts as long as its slowest rank takes. Ratios are round by round, with 95 %
+intervals.
+"""
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxmpi
+from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
+from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.bench.options import trees
+from jaxmpi.comm.control import processes
+from jaxmpi.rules import base
+from jaxmpi.rules.gradients import gradients
+
+SHARDED = "sharded asa32"
+STATE_BYTES = 4 * 2  # a parameter's, of Adam
+
+
+class Contender:
+    """A rule with its params and state, of which each turn is an update."""
+
+    def __init__(self, name: str, shapes: list[tuple[int, ...]], grads: list[jax.Array]) -> None:
+        """Make state 0 of `asa32`, `shm`, or `sharded asa32`."""
+        comm, strategy = jaxmpi.world(), name.rpartition(" ")[2]
+        mean = partial(exchange, strategy=strategy, comm=comm)
+        shards = shards_of(strategy, "mean", comm, BUCKET_BYTES) if name == SHARDED else None
+        self.rule = gradients(optax.adam(1e-3), base.Exchange(mean, mean, comm.jit, shards=shards))
+        self.params: Any = [jnp.ones(shape) for shape in shapes]
+        self.grads, sharding = grads, self.rule.sharding
+        if sharding:
+            self.state = comm.jit(sharding.init)(self.params, np.int32(sharding.chunks[int(comm.rank)]))
+        else:
+            self.state = comm.jit(self.rule.init)(self.params)
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state on this rank."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
+
+    def turn(self) -> None:
+        """One exchange and update."""
+        self.params, self.state = jax.block_until_ready(self.rule.update(self.grads, self.state, self.params))
+
+
+def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Be a rank: seconds of each contender's rounds, of the slowest rank, and last its bytes of state."""
+    jaxmpi.world()
+    shapes = list(trees([tree])[tree].values())
+    grads = [jnp.full(shape, 1e-3) for shape in shapes]
+    contenders = {name: Contender(name, shapes, grads) for name in names}
+
+    def together(run: harness.Run) -> float:
+        processes().barrier()
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+
+    mine = harness.take_turns({k: c.turn for k, c in contenders.items()}, rounds, warm_up=3, clock=together, swap=True)
+    every = processes().allgather_object(mine)
+    slowest = {name: np.max([each[name] for each in every], axis=0).tolist() for name in names}
+    return {name: [*seconds, contenders[name].state_bytes()] for name, seconds in slowest.items()}
+
+
+def main() -> None:
+    """Print a row per tree and contender."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rate", default="", help="of each emulated host's link, as 200mbit; default: one host")
+    parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    names = ["asa32", *([] if options.rate else ["shm"]), SHARDED]
+    print(f"{options.ranks} ranks{f' over {options.rate}' * bool(options.rate)}, Adam; {options.rounds} rounds\n")
+    print(harness.table(("tree", "update", "s", "ratio of sharded to it", "MB of moments", "of the whole")))
+    env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    for tree in options.trees:
+        arguments = (tree, names, options.rounds)
+        found = harness.on_ranks(measured, *arguments, ranks=options.ranks, rate=options.rate, env=env)
+        whole_bytes = STATE_BYTES * sum(map(math.prod, trees([tree])[tree].values()))
+        for name in names:
+            *seconds, held_bytes = found[name]
+            ratios = [a / b for a, b in zip(found[SHARDED], seconds, strict=False)]
+            shown = [f"{held_bytes / 1e6:.1f}", f"{held_bytes / whole_bytes:.4f}"]
+            print(
+                harness.row([tree, name, harness.interval(seconds, 4), harness.interval(ratios, 2), *shown]), flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Sharded updates over MPI, for any number of ranks: run by tests/test_mpirun.py, or by hand with
+`mpirun -n 3 python -m pytest tests/ranks`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmpi
+from jaxmpi.comm.control import processes
+from jaxmpi.core.pytrees import tree_digest
+
+COMM = jaxmpi.world()
+SIZE, RANK = COMM.size, int(COMM.rank)
+SHAPES = {"kernel": (97, 31), "bias": (31,), "scale": (), "big": (3, 3, 64, 64)}
+MOMENTS = 2  # of Adam
+
+
+@pytest.fixture(autouse=True)
+def promotion() -> Iterator[None]:
+    """Optax counts on it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def tree(seed: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in SHAPES.items()}
+
+
+def stepped(tx: optax.GradientTransformation, jit: Any) -> tuple[Any, Any]:
+    """Updates and state after three steps, each with gradients of its own on every rank."""
+    params, update = tree(0), jit(tx.update)
+    state = tx.init(params)
+    for step in range(1, 4):
+        updates, state = update(tree(step * SIZE + RANK), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize(
+    ("strategy", "jit"), [("asa32", jax.jit), ("ring32", lambda function: function)], ids=["in jit", "outside"]
+)
+def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
+    chain = optax.chain(jaxmpi.exchange_gradients(strategy, bucket_bytes=4), optax.adam(1e-2))
+    whole, _ = stepped(chain, jit)
+    params, state = stepped(jaxmpi.sharded(optax.adam(1e-2), strategy), jit)
+    # In one program XLA may multiply constants beforehand: 8 roundings of a step of 0.01, one of the sum.
+    off = 3 * 2.0**-24 * (8 * 0.01 + 8) if jit is jax.jit else 0.0
+    for name in SHAPES:
+        assert np.abs(params[name]).max() < 8
+        np.testing.assert_allclose(np.asarray(params[name]), np.asarray(whole[name]), rtol=0, atol=off, err_msg=name)
+    assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
+    assert state[0].mu["kernel"].size == -(-97 * 31 // SIZE)
+
+
+def test_the_bytes_of_the_moments_are_those_of_a_slice():
+    params = tree(0)
+    held = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
+    before = held()
+    state = jaxmpi.sharded(optax.adam(1e-2)).init(params)
+    took_bytes = held() - before
+    whole_bytes = MOMENTS * sum(leaf.nbytes for leaf in params.values())
+    padding_bytes = 4 * MOMENTS * len(SHAPES) + 64  # an entry a leaf, counters
+    assert whole_bytes // SIZE <= took_bytes <= whole_bytes / SIZE + padding_bytes
+    assert took_bytes <= 1.05 * whole_bytes / SIZE
+    del state
