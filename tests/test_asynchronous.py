@@ -1,6 +1,7 @@
 """Whole runs by asynchronous rules: what they count, record, save and survive; and what they refuse."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -49,7 +50,7 @@ from jaxmpi.trainer.loop import Progress
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema
-from tolerances import U
+from tolerances import USUAL_EMITTERS, U
 
 DIGITS = "experiments/digits.py"
 EXAMPLES = 1437  # of digits, for training
@@ -764,13 +765,14 @@ def test_without_exchanges_a_worker_is_the_plain_optimizer_in_every_bit(name, op
     rule, tx = build(RuleConfig(name, tau=100), optim), optimizer(optim, lambda step: jnp.float32(0.05))
     mine, plain = jax.tree.map(jnp.array, PARAMS), jax.tree.map(jnp.array, PARAMS)
     state, inner = rule.init(mine), tx.init(plain)
+    compiled = functools.partial(jax.jit, compiler_options=USUAL_EMITTERS)
 
-    @jax.jit
+    @compiled
     def step(params, inner):
         updates, inner = tx.update(gradient(params), inner, params)
         return optax.apply_updates(params, updates), inner
 
-    local = jax.jit(lambda params, state: rule.update(gradient(params), state, params))
+    local = compiled(lambda params, state: rule.update(gradient(params), state, params))
     for _ in range(5):
         mine, state = local(mine, state)
         plain, inner = step(plain, inner)

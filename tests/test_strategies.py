@@ -20,7 +20,7 @@ from jaxmpi.allreduce.subgroups import SubComm
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core.errors import UsageError
 from references import sum_over_workers
-from tolerances import bound, height
+from tolerances import USUAL_EMITTERS, bound, height
 
 FILLED = {"color<k>": ["color4"], "hier-<cross>": ["hier-ring"]}
 ROWS = {name: row.wires for key, row in STRATEGIES.items() if key != "none" for name in FILLED.get(key, [key])}
@@ -134,10 +134,10 @@ def test_bits_are_those_of_the_oracle_that_rounds_and_adds_in_the_same_order(str
 
 
 def direct(strategy: str, comm: AxisComm):
-    """The sum alone; by XLA's usual emitters, for the others write a chain of 17 sums out 2^17 times (conftest.py)."""
+    """The sum alone. The other emitters would write out a chain of 17 sums 2^17 times."""
     chosen = parse(strategy)
     run = jax.vmap(lambda x: chosen.spec.sum(x, comm, chosen.wire), axis_name=comm.axis)
-    return jax.jit(run, compiler_options={"xla_cpu_use_fusion_emitters": True})
+    return jax.jit(run, compiler_options=USUAL_EMITTERS)
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (0, 2, 4, 1, 3), (3, 7, 0, 5, 1, 6, 2, 4)], ids=str)
