@@ -136,7 +136,7 @@ def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_count
     """The window of a loop that began anew has fewer steps than sums that go over from the one before."""
     (tmp_path / "record.jsonl").touch()
     plan: Any = SimpleNamespace(
-        feed=SimpleNamespace(skipped=0, wait_s=0.0, source=range(64)),
+        feed=SimpleNamespace(skipped=0, wait_s=0.0, source=range(64), memory=None),
         clock=SimpleNamespace(effective_batch=8, total_steps=9),
         examples=lambda step: 8 * step,
         epoch=lambda step: step / 8,

@@ -255,7 +255,7 @@ def parser(name: str, description: str, example: str) -> argparse.ArgumentParser
         allow_abbrev=False,
         description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
         "--data.validation-split.",
-        epilog=f"example: jaxmpi {name} {example}; by four workers: mpirun -n 4 jaxmpi {name} {example}",
+        epilog=f"example: mpirun -n 8 jaxmpi {name} {example}",
     )
     options.add_argument("run_dir", type=Path, help="run directory")
     options.add_argument(
