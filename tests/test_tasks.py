@@ -292,6 +292,10 @@ BAD = {
     ),
     "no count": (with_metrics(lambda o: o), r"far: got float32\[2\]; expected \(sums, counts\)"),
     "mean count": (with_metrics(lambda o: (o.sum(), jnp.ones(()))), r"far: got sums float32\[\] and counts"),
+    "a scalar for a batch": (
+        dataclasses.replace(LINE, predict=lambda params, state, batch: jnp.zeros(())),
+        r"predict: outputs: got float32\[\]; expected \[\d+, \.\.\.\] for a batch",
+    ),
     "reserved": (dataclasses.replace(LINE, metrics=lambda o, b: {"loss": (o, o)}), "loss: the trainer has a figure of"),
     "weight": (dataclasses.replace(LINE, weight=lambda b: b["x"]), r"weight: got float32\[2, 3\]; expected \[2\]"),
     "no params": (dataclasses.replace(LINE, init=lambda key, batch: ({}, {})), "init: expected params, got none"),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.model.check import EXAMPLES, check_leaves, check_state, in_floats, mode, noting
 from jaxmpi.model.contract import a, check_pair, shown
 from jaxmpi.tasks.base import Batch, Task
@@ -115,3 +115,12 @@ def check_judged(
             f"number an example, or float32[{EXAMPLES}, k] each",
         )
         check(name not in ("loss", "count"), f"{each}: the trainer has a figure of this name; give it another")
+    if task.predict:
+        with noting(f"before training, jaxmpi was trying predict of task {task.name} on shapes"):
+            predicted = jax.eval_shape(task.predict, in_floats(params, compute_dtype), model_state, batch)
+        for path, leaf in named_leaves(predicted):
+            check(
+                getattr(leaf, "shape", ())[:1] == (EXAMPLES,),
+                f"task {task.name}: predict: {path or 'outputs'}: got {shown(leaf)}; expected [{EXAMPLES}, ...] for a "
+                f"batch of {EXAMPLES}, outputs of each example",
+            )
