@@ -906,19 +906,18 @@ experiment = Experiment(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("wrap", "message"),
+    "wrap",
     [
-        pytest.param('partial(nnx.jit, static_argnames="train")', "", marks=pytest.mark.slow),
-        ("partial(nnx.remat, static_argnums=2)", "cannot exchange inside jax.checkpoint"),
+        pytest.param('partial(nnx.jit, static_argnames="train")', marks=pytest.mark.slow),
+        "partial(nnx.remat, static_argnums=2)",
     ],
 )
-def test_jits_in_a_model_know_of_synchronised_statistics(wrap, message, tmp_path):
+def test_jits_in_a_model_know_of_synchronised_statistics(wrap, tmp_path):
     """Two examples a worker, as in the trial on shapes, whose traces must not be used again."""
     (tmp_path / "net.py").write_text(INNER_JIT.replace("WRAP", wrap))
     ended = train(2, str(tmp_path / "net.py"), "--run-dir", str(tmp_path / "run"), timeout_s=100)
     assert not ended.timed_out
-    assert (ended.code == 0) == (not message), ended.out
-    assert message in ended.out
+    assert ended.code == 0, ended.out
 
 
 def test_a_model_travels_to_another_process_after_it_was_used():

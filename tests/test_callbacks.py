@@ -173,7 +173,7 @@ def test_pictures_of_a_segmentation_are_a_callback(tmp_path):
     assert {*map(tuple, found.reshape(-1, 3))} <= {*map(tuple, label.reshape(-1, 3))}
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_samples_of_a_gan_are_a_callback(tmp_path):
     experiment, _, samples = shown("gan", tmp_path, train_for="4st", eval_every="2st", devices=2)
     assert [sample["step"] for sample in samples] == [2, 4]
@@ -185,7 +185,7 @@ def test_samples_of_a_gan_are_a_callback(tmp_path):
     assert not blue.any()
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_text_that_a_model_writes_is_a_callback(tmp_path):
     few = np.random.default_rng(0).integers(97, 101, (64, 129)).astype(np.int32)  # a, b, c and d
     source = {"image": few[:, :-1], "label": few[:, 1:]}

@@ -201,7 +201,7 @@ print("mean", float(f(f(x))[0, 0]), flush=True)
 """
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_an_mpi_that_keeps_no_message_to_itself_exchanges_and_says_that_it_does_not_compare():
     """As MVAPICH2, whose sends to the own process wait for the receiver: here by synchronous sends."""
     ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + NO_MESSAGE_TO_ITSELF, timeout_s=60)
@@ -230,7 +230,7 @@ print("end", flush=True)
     assert re.search(r"rank 0 waited \d s in exchange 1 of the job .* for rank 1", ended.out), ended.out
 
 
-@pytest.mark.e2e
+@pytest.mark.slow
 def test_a_rank_that_is_always_last_hears_those_that_wait():
     """Else messages to it would pile up for as long as the job runs."""
     script = """

@@ -133,6 +133,7 @@ def in_plain_library(
     held = {name.partition(".")[2]: jnp.asarray(leaf) for name, leaf in tensors.items()}
     statistics = tuple(held.pop(f"norm/batch_state_index/{i}") for i in range(2))
     state = state.set(net.norm.batch_state_index, statistics)
+    state = state.set(net.norm.batch_counter, jnp.asarray(int(held.pop("norm/batch_counter"))))  # of a weak type
     by_path = lambda path, leaf: held.get(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)  # noqa: E731
     net = eqx.nn.inference_mode(jax.tree_util.tree_map_with_path(by_path, net))
     arrays, static = eqx.partition((net, state), eqx.is_array)

@@ -35,7 +35,10 @@ def test_the_examples_train(file, tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("ranks", "devices"), [(1, 1), (1, 8), (2, 1), pytest.param(8, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "devices"),
+    [pytest.param(1, 1, marks=pytest.mark.slow), (1, 8), (2, 1), pytest.param(8, 1, marks=pytest.mark.slow)],
+)
 def test_the_gan_trains_in_one_process_and_in_eight(ranks, devices, tmp_path):
     options = [*SHORT, "--effective-batch", "64", "--run-dir", str(tmp_path / "run"), "--replica-check-every", "4st"]
     gan = str(Path("experiments/tasks/gan.py"))
