@@ -80,15 +80,6 @@ def report(seconds: dict[str, list[float]]) -> None:
         print(harness.row([name, f"{statistics.median(each):.3f}", f"{ratio:.3f}"]))
 
 
-def in_turn(runs: dict[str, partial[float]], rounds: int) -> dict[str, list[float]]:
-    """What each run gives, round by round."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            seconds[name].append(run())
-    return seconds
-
-
 def data(options: argparse.Namespace, folder: Path) -> None:
     """Images from files, packed, in memory, and from files that take longer to read."""
     (folder / "recipe.py").write_text(EXPERIMENT)
@@ -103,11 +94,11 @@ def data(options: argparse.Namespace, folder: Path) -> None:
         "files": partial(run, recipe, options, *none, files, "--data.source", "imagefolder"),
         f"files with {options.latency_ms:g} ms a read": partial(run, folder / "far.py", options),
     }
-    report(in_turn(runs, options.rounds))
+    report(harness.take_turns(runs, options.rounds, clock=lambda run: run()))
 
 
 def devices(options: argparse.Namespace, folder: Path) -> None:
-    """As many workers, each a process, or several to a process whose devices add up first."""
+    """Equally many workers: each a process, or several to a process whose devices add up first."""
     (folder / "recipe.py").write_text(EXPERIMENT)
     k, ranks = options.devices, options.ranks
     few, many = harness.launcher(ranks, options.rate, 1), harness.launcher(ranks * k, options.rate, k)
@@ -119,7 +110,7 @@ def devices(options: argparse.Namespace, folder: Path) -> None:
             epoch_s, few, folder / "recipe.py", options, *where, "ring:32", "--devices", str(k)
         ),
     }
-    report(in_turn(runs, options.rounds))
+    report(harness.take_turns(runs, options.rounds, clock=lambda run: run()))
 
 
 def main() -> None:

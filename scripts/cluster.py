@@ -160,7 +160,7 @@ def start_host(i: int, cluster: argparse.Namespace) -> int:
 
 
 def shape(cluster: argparse.Namespace) -> str:
-    """What holds one direction of a card to its rate."""
+    """A queue that holds one direction of a card to its rate."""
     burst = max(131072, int(bits_per_s(cluster.rate) / 8 / 100))  # bytes: a timer tick's worth of packets
     return f"root tbf rate {cluster.rate} burst {burst} latency {LATENCY}"
 

@@ -204,7 +204,7 @@ def by_groups(printed: list[str], files: list[str]) -> Values:
 
 
 def held(options: argparse.Namespace) -> Values:
-    """What each worker holds: a copy over the workers of a group."""
+    """Bytes of each worker: one copy over the workers of a group."""
     many = options.hosts or options.n
     few = max(many // 2, 2)
     groups = [n for n in range(2, many // 2 + 1) if many % n == 0]

@@ -4,8 +4,11 @@ import re
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxmpi.allreduce import call_order
+from jaxmpi.comm.call_comparison import distances
 from launching import ROOT, mpirun, run
 from test_cluster import CLUSTER, NOT_PERMITTED
 
@@ -246,6 +249,26 @@ print("heard", comparison_of(jaxmpi.world())._watch._heard, flush=True)
     ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
     assert ended.code == 0, ended.out
     assert "heard {0: (1, 2)}" in ended.out, ended.out
+
+
+@pytest.mark.e2e
+def test_no_rank_has_a_result_if_one_of_four_is_at_another_exchange():
+    script = IN_ANOTHER_ORDER.replace("rank == 0", "rank != 2")
+    ended = mpirun(4, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
+    assert ended.code == 2, ended.out
+    assert ended.out.count("both have run") == 4, ended.out
+    assert "numbers" not in ended.out
+    assert re.search(r"rank 2 to 'exchange 2 of the job", ended.out), ended.out
+
+
+@given(st.data())
+def test_numbers_are_equal_if_each_rank_hears_its_own(data):
+    ranks = data.draw(st.integers(2, 70))
+    numbers = data.draw(st.lists(st.integers(1, 2), min_size=ranks, max_size=ranks))
+    heard = [{numbers[(rank - distance) % ranks] for distance in distances(ranks)} for rank in range(ranks)]
+    differ = [rank for rank in range(ranks) if heard[rank] != {numbers[rank]}]
+    assert bool(differ) == (len(set(numbers)) > 1)
+    assert not differ or ranks > 16 or len(differ) == ranks
 
 
 def check_both_are_named(said: str) -> None:

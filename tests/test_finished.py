@@ -181,6 +181,7 @@ def test_a_file_without_arrays_of_examples_is_named(tmp_path):
 REFUSED = {
     "folder": (["nowhere"], "nowhere/config.json: no such file"),
     "step": (["{run}", "--step", "5"], "run: step: got 5; there are 6: name one of them"),
+    "workers": (["{run}", "-n", "2"], "got -n; several workers are started by a launcher: mpirun -n 8 jaxmpi evaluate"),
     "field": (["{run}", "--data.dirr", "x"], "unknown field --data.dirr"),
 }
 

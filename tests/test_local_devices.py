@@ -14,20 +14,9 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import as_cut, as_it_was
 from jaxmpi.comm.axis import AxisComm
 from launching import Ended, mpirun, train
+from test_comm_xla import EXPERIMENT, ON_CPU
 
-ON_CPU = {"JAX_PLATFORMS": "cpu"}
 PROCESSES, DEVICES = 3, 2
-EXPERIMENT = """
-from jaxmpi.config import Data, Experiment, Optim
-from jaxmpi.models.cnn import digits_cnn_tiny
-
-experiment = Experiment(
-    model=digits_cnn_tiny(),
-    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
-    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
-    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="10st", log_every=1,
-)
-"""
 # `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
 TWO_HOSTS = """
 import os, socket, sys

@@ -266,7 +266,7 @@ def test_whether_an_optimizer_is_linear_is_known_or_tried_out(name):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_setting_of_an_optimizer_moves_its_params(name):
-    """What the table says that it takes, and what all take; `decay_bias` and `ema` have tests of their own."""
+    """Settings that the table says it takes, and those that all take; `decay_bias` and `ema` have their own tests."""
     everywhere = {"weight_decay": 0.5, "bias_lr_factor": 3.0}
     own = {"b1": 0.3, "b2": 0.3, "eps": 1e6, "momentum": 0.5, "rate_in_velocity": True}
     settings = everywhere | {setting: own[setting] for setting in OPTIMIZERS[name].takes}

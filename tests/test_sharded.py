@@ -65,7 +65,7 @@ def program(function: Any, **_: Any) -> Any:
     return jax.jit(jax.vmap(function, axis_name="w"))
 
 
-class Apart:
+class SplitShards:
     """Halves that are programs of their own, as the trainer has them: XLA fuses nothing across."""
 
     def __init__(self, shards: Shards) -> None:
@@ -79,7 +79,7 @@ class Apart:
 def trained(tx: Any, strategy: str, comm: AxisComm, *, is_sharded: bool, clip_norm: float = 0.0) -> tuple[Any, Any]:
     """Params [workers, ...] and the rule's state after STEPS."""
     mean = program(functools.partial(exchange, strategy=strategy, comm=comm, bucket_bytes=4))
-    shards = Apart(shards_of(strategy, "mean", comm, 4 << 20, clip_norm)) if is_sharded else None
+    shards = SplitShards(shards_of(strategy, "mean", comm, 4 << 20, clip_norm)) if is_sharded else None
     rule = gradients(tx, base.Exchange(mean, mean, program, shards=shards))
     params = tiled(PARAMS, comm.size)
     if rule.sharding:

@@ -317,7 +317,7 @@ def test_a_negative_weight_is_named(tmp_path):
 
 
 SETTINGS = {
-    "unknown": ({"task": "clustering", "model": MODEL}, "unknown task 'clustering'"),
+    "unknown": ({"task": "clustering"}, "unknown task 'clustering'"),
     "both": ({"model": MODEL}, "a task of your own has its model in it"),
     "no model": ({"task": "regression"}, "the experiment has no model"),
     "monitor": ({"monitor": "eval_mae"}, "monitor: got eval_mae; task line gives eval_loss, eval_far"),

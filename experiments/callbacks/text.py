@@ -1,4 +1,4 @@
-"""What a GPT over bytes writes after each evaluation, behind a prompt.
+"""A GPT over bytes goes on from a prompt after each evaluation.
 
 mpirun -n 2 python -m jaxmpi.train experiments/callbacks/text.py
 """

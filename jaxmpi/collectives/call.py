@@ -14,7 +14,7 @@ NOBODY = -1  # as source or destination: nothing is received from there, nothing
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a program holds of a call; ranks give the same but for shapes, source, dest, tags and status."""
+    """A call in a program; ranks give the same but for shapes, source, dest, tags and status."""
 
     operation: str
     comm: MpiComm

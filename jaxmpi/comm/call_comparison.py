@@ -2,13 +2,15 @@
 
 Messages between ranks have no names: of two programs with equal shapes, run in another order on another rank, each
 would take the other's numbers for its own. So an exchange gets a number when ranks trace it, which they do together,
-and this number travels beside the data, from each rank to the next one: sent before the exchange's first message,
-received behind its last. All are equal if each equals its neighbour's. What is unequal shows in one of three ways:
+and this number travels beside the data, from each rank to the others: sent before the exchange's first message,
+received behind its last. Unequal numbers show in one of three ways:
 
-- Both exchanges have messages of equal lengths: they end, and then the numbers differ, before the program of a rank
-  behind an unequal one has a result. Others of more than two ranks may have theirs, and wait in the next exchange.
-- A message is longer than what is expected: MPI reports it to a handler, which reads the neighbour's number.
+- Both exchanges have messages of equal lengths: they end, and then the numbers differ, before any program has a result.
+- A message is longer than what is expected: MPI reports it to a handler, which reads the others' numbers.
 - A rank waits for messages that never come: a thread of each rank looks now and then, and tells the others.
+
+Of more than ALL_BELOW ranks each one hears only those 1, 2, 4, ... before it. Equal numbers are equal then, too; of
+unequal ones some ranks hear at once, while others have a wrong result for the seconds in which the job ends.
 
 All of it is messages of mpi4jax in the program, with no Python, and nobody waits for a number. Both matter for a step
 of few milliseconds. A call into Python waits for the interpreter, which dispatches the next step (1.10 of a step of
@@ -22,7 +24,7 @@ one's messages meet the other's: JAX orders the programs of one thread only.
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +40,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures, host_callbacks
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
+ALL_BELOW = 17  # ranks: of more, each hears those at distances 1, 2, 4, ...
 KEPT_S = 2.0  # for a message of 8 bytes to be copied, so that its sender goes on
 _numbers = itertools.count()  # of comparisons, the same on all ranks
 
@@ -54,13 +57,13 @@ class CallComparison:
 
         self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        # Of more than one process: in one of its own MPICH copies no message, so a send would wait for its receiver.
+        # It has more than one process: in one of this process alone MPICH copies no message, so a send would wait.
         self._turn = comm.processes.clone()
         self.is_possible = self._give_first_turn()
         if not self.is_possible:
             return
-        self._ring = comm.processes.clone()
-        self._before, self._next = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        self._others = comm.processes.clone()
+        self._distances = distances(comm.size)
         self._name = f"{DIFFERS} {next(_numbers)}"
         host_callbacks.register(self._name, self._differs, ends_job=True)
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
@@ -109,19 +112,20 @@ class CallComparison:
         free = self._to_self(waits, sendtag=WAITS, recvtag=FREE)
         held = jnp.stack([jnp.int32(number), free[1] + 1])
         self._to_self(held, sendtag=HELD, recvtag=WAITS)
-        mpi4jax.send(held, self._next, comm=self._ring)
+        for distance in self._distances:
+            mpi4jax.send(held, (self._comm.rank + distance) % self._comm.size, comm=self._others)
         return held
 
     def end(self, number: int, held: jax.Array) -> None:
-        """Compare with the number of the rank before, and give the turn away."""
+        """Compare with the others' numbers, and give the turn away."""
         import mpi4jax
 
-        theirs = mpi4jax.recv(held, self._before, comm=self._ring)
+        theirs = jnp.stack([mpi4jax.recv(held, rank, comm=self._others)[0] for rank in self._heard()])
 
         def differs() -> None:
             host_callbacks.call(self._name, [theirs], [], effect=self._comm.effect, number=number)
 
-        lax.cond(theirs[0] == number, lambda: None, differs)
+        lax.cond((theirs == number).all(), lambda: None, differs)
         self._to_self(held, sendtag=FREE, recvtag=HELD)
 
     def _to_self(self, message: jax.Array, sendtag: int, recvtag: int) -> jax.Array:
@@ -130,14 +134,19 @@ class CallComparison:
         me, tags = self._comm.rank, {"sendtag": sendtag, "recvtag": recvtag}
         return mpi4jax.sendrecv(message, message, source=me, dest=me, comm=self._turn, **tags)
 
-    def _differs(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        """Handler that programs call behind an exchange if the rank before has come to another one."""
-        self._refuse(number, int(operands[0][0]))
+    def _heard(self) -> list[int]:
+        """The ranks whose numbers come to this one."""
+        return [(self._comm.rank - distance) % self._comm.size for distance in self._distances]
 
-    def _refuse(self, mine: int, theirs: int) -> None:
+    def _differs(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
+        """Handler that programs call behind an exchange if another rank has come to another one."""
+        self._refuse(number, dict(zip(self._heard(), operands[0].tolist(), strict=True)))
+
+    def _refuse(self, mine: int, theirs: Mapping[int, int]) -> None:
+        """Raise `UsageError` with the exchanges of these ranks, by their numbers in the job."""
         numbers = self._comm.processes.numbers
-        calls = {numbers[self._comm.rank]: self.text(mine), numbers[self._before]: self.text(theirs)}
-        raise UsageError(different_calls(calls))
+        calls = {self._comm.rank: mine, **theirs}
+        raise UsageError(different_calls({numbers[rank]: self.text(number) for rank, number in calls.items()}))
 
     def _mpi_failed(self, comm: Any, code: int) -> None:
         """Handler that MPI calls in an exchange; after it mpi4jax ends the job, with a message of its own."""
@@ -145,19 +154,28 @@ class CallComparison:
 
         if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self._watch.held()):
             return
-        theirs = np.zeros(2, np.int32)
-        is_sent = self._ring.Iprobe(self._before)  # a message longer than expected may be another rank's
-        if is_sent:
-            self._ring.Recv(theirs, self._before)
+        theirs = {rank: number for rank in self._heard() if (number := self._number_of(rank))}
         try:
-            if is_sent and theirs[0] != held[0]:
-                self._refuse(held[0], int(theirs[0]))
+            if set(theirs.values()) - {held[0]}:
+                self._refuse(held[0], theirs)
             raise UsageError(
                 f"{self.text(held[0])} got a longer message than it expects, so another rank has come to another "
                 "exchange; all must make the same calls in the same order"
             )
         except UsageError as error:
             failures.fail(error, None)
+
+    def _number_of(self, rank: int) -> int:
+        """The number that a rank has sent, which nobody receives any more; 0 if it has sent none."""
+        theirs = np.zeros(2, np.int32)
+        if self._others.Iprobe(rank):
+            self._others.Recv(theirs, rank)
+        return int(theirs[0])
+
+
+def distances(ranks: int) -> list[int]:
+    """How far before this rank those are whose numbers it hears."""
+    return [*range(1, ranks)] if ranks < ALL_BELOW else [1 << i for i in range((ranks - 1).bit_length())]
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class ExchangeWatch:
             atexit.register(self._stop)
 
     def held(self) -> Call | None:
-        """Where this process's exchange is, if it is in one."""
+        """The exchange that this process is in; None if it is in none."""
         return self._peek(HELD)
 
     def _peek(self, tag: int) -> Call | None:

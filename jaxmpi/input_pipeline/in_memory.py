@@ -136,7 +136,7 @@ class InMemory:
         self._memory.begin(first, first + MOST_BATCHES)
 
     def state(self) -> dict[str, int]:
-        """Where this is, as JSON: `InMemory(..., state=...)` goes on with the next batch, bit for bit."""
+        """Position, as JSON: `InMemory(..., state=...)` goes on with the next batch, bit for bit."""
         return {"shuffles": self._shuffles, "batches": self._batches, **self._facts}
 
     @property

@@ -55,14 +55,14 @@ TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 
 class Shuffle(NamedTuple):
-    """What one shuffle took."""
+    """Time and traffic of one shuffle."""
 
     seconds: float
     moved_bytes: int  # that came to this process from others
 
 
 def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float) -> str:
-    """Where the records are, and when they move: `training data in memory, 2.1 MB a worker: groups of 4 ...`."""
+    """Place of the records, and when they move: `training data in memory, 2.1 MB a worker: groups of 4 ...`."""
     of_auto = " (auto)" if is_auto else ""
     if sampler.parts == 1:
         how = f"each has all of it (groups of 1 worker{of_auto}), and indices are shuffled"

@@ -62,7 +62,7 @@ def save(picture: np.ndarray, file: Path) -> None:
 
 
 def newest(folder: Path, rows: Iterable[dict[str, Any]]) -> list[Sample]:
-    """Of each name the newest sample; pictures that cannot be read are left out."""
+    """The newest sample of each name; pictures that cannot be read are left out."""
     last = {str(row.get("name", "")): row for row in rows if row.get("kind") == "sample"}
     found = []
     for name, row in [*last.items()][:MOST_NAMES]:

@@ -87,6 +87,6 @@ class Checkpoints:
 
 
 def _state(step: int, shared: PyTree, own: PyTree) -> TrainState:
-    """As the trainer's, with arrays of NumPy."""
+    """A state like the trainer's, with arrays of NumPy."""
     common, mine = jax.tree.map(np.asarray, (packed(shared), packed(own)))
     return TrainState(np.array(step, np.int64), common, {"arrays": mine}, (), np.zeros(0, np.uint32))

@@ -51,6 +51,8 @@ def spec_of(experiment: Experiment) -> TaskSpec | None:
         check(model is None and experiment.loss is None, f"task: got task {task.name} and a model or a loss; {way_out}")
         return None
     check(isinstance(task, str), f"task: got {task!r}; expected auto, a jaxmpi.Task or one of {', '.join(TASKS)}")
+    if task != "auto":
+        lookup(TASKS, task, "task")
     check(model is not None, "the experiment has no model; give one, or a task of its own: task=jaxmpi.Task(...)")
     is_text = isinstance(model, Model) and model.takes_tokens and bool(model.label_shape)
     kind = ("language-model" if is_text else "classification") if task == "auto" else task

@@ -103,7 +103,7 @@ class ChiefWorker:
         self.number = step + 1 + self.worker.is_done / 2
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        """Of the center; in gossip of worker 0's own params until all have sent theirs to the center."""
+        """Evaluate the center; in gossip worker 0's own params until all have sent theirs to the center."""
         self.evaluation.begin(step, state._replace(params=on_device(self.shared(state))))
 
     def commit(self, state: TrainState) -> None:

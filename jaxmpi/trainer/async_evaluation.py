@@ -93,7 +93,7 @@ class SharedEvaluation:
         return {} if begin == end else sums_of(judged(self.run, subject, step, begin, end), self.run.workers)
 
     def _fetched(self) -> Subject:
-        """What worker 0 has posted."""
+        """The subject that worker 0 has posted."""
         leaves, structure = jax.tree.flatten(self._like)
         ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])
         parts = np.split(self.worker.fetch(0, int(ends[-1]) if leaves else 0), ends[:-1])

@@ -50,7 +50,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
 
 
 class Subject(NamedTuple):
-    """What is evaluated, on this process's devices."""
+    """A model that is evaluated, on this process's devices."""
 
     params: PyTree
     model_state: PyTree
@@ -138,7 +138,7 @@ def figures_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, An
 
 
 def sums_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.ndarray]:
-    """Of each figure f64[2, ...]: its sums and its counts, over the batches of this process."""
+    """Sums and counts of each figure, f64[2, ...], over the batches of this process."""
     sums: dict[str, np.ndarray] = {}
     for of_batch in metrics:
         for name, ratio in of_batch.items():

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import re
 import shlex
 import zipfile
 from collections.abc import Callable, Sequence
@@ -267,9 +268,15 @@ def parser(name: str, description: str, example: str) -> argparse.ArgumentParser
 
 
 def asked_for(options: argparse.ArgumentParser, argv: list[str]) -> tuple[Finished, argparse.Namespace]:
-    """The run that a command line names."""
+    """The run that a command line names.
+
+    Raises:
+        UsageError: `-n`, which is the launcher's.
+    """
     failures.install_excepthooks()
     asked, fields = options.parse_known_args(argv)
+    several = next((field for field in fields if re.fullmatch(r"-n\d*", field)), "")
+    check(not several, f"got {several}; several workers are started by a launcher: mpirun -n 8 {options.prog} RUN ...")
     control = processes()  # before the experiment file, which may touch the device
     experiment = begun_with(asked.run_dir, fields, asked.experiment)
     control.assert_same("what is asked for", {"options": [*map(str, vars(asked).values()), *fields]})

@@ -82,7 +82,7 @@ def test_bits_are_of_bytes_whatever_a_token_is(folder):
 
 
 def test_an_object_that_encodes_is_a_tokenizer(folder):
-    """As those of tiktoken are; SentencePiece's `vocab_size` is a method."""
+    """Those of tiktoken and SentencePiece; the latter's `vocab_size` is a method."""
 
     class Lengths:
         n_vocab = lengths.vocab_size  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ def in_jit(*dtypes: str) -> list[tuple[str, Any]]:
 
 
 def held(dtype: str, shape: tuple[int, ...] = (SIZE, 3), seed: int = 0) -> list[jax.Array]:
-    """What each rank holds: small integers, of which all sums and products are exact."""
+    """Arrays of all ranks: small integers, of which all sums and products are exact."""
     drawn = np.random.default_rng(seed).integers(0, 3, (SIZE, *shape))
     return [jnp.asarray(x % 2 == 0 if dtype == "bool" else x, dtype) for x in drawn]
 

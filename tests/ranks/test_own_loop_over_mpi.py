@@ -1,4 +1,4 @@
-"""What a loop of one's own has around its exchange, for any number of ranks. Every rank knows what every rank holds."""
+"""Parts around the exchange of a loop of one's own, for any number of ranks, each of which knows what all hold."""
 
 import math
 from fractions import Fraction

@@ -45,7 +45,7 @@ def gathered_inside(mine: jax.Array, comm: Comm, wire: Wire, cross: Halves) -> j
 
 
 def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
-    """Of the part that belongs to its place in a host, a worker has the chunk that `cross` gives its host."""
+    """By rank, its chunk: of the part of its place in a host, that which `cross` gives its host."""
     ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     between = cross.chunks(split_by_host(comm)[1])
     places = {rank: (place, host) for host, each in enumerate(ranks) for place, rank in enumerate(each)}

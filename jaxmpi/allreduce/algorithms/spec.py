@@ -22,7 +22,7 @@ ALL = WIRES.keys()  # and what is added later
 
 
 class Part(NamedTuple):
-    """What is summed by itself, under way beside other parts of the same vector."""
+    """Rows of a vector that are summed by themselves, beside other parts."""
 
     rows: Sequence[slice]  # of the vector
     sum: SumOnHost  # of these rows

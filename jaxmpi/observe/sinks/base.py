@@ -52,6 +52,8 @@ def kept(run_dir: Path) -> dict[str, Any]:
 
 
 _keeping = threading.Lock()  # two sinks may begin at once
+# Packages change Python's filter of warnings while they are imported, and two threads would undo each other's changes.
+importing = threading.Lock()
 
 
 def keep(run_dir: Path, name: str, identity: Any) -> None:

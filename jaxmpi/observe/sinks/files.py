@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jaxmpi.observe.sinks.base import Row, medians, numbers
+from jaxmpi.observe.sinks.base import Row, importing, medians, numbers
 
 CUTS = ("rollback", "lost")  # kinds of lines before which the record has dropped others
 
@@ -18,7 +18,8 @@ class TensorBoard:
 
     def __init__(self, run_dir: Path) -> None:
         """Begin a log in this run directory."""
-        from tensorboardX import FileWriter, summary
+        with importing:
+            from tensorboardX import FileWriter, summary
 
         self.run_dir, self.summary, self.writer = run_dir, summary, FileWriter(str(run_dir / "tensorboard"))
 

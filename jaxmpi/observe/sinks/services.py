@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.json_tree import flatten_json
-from jaxmpi.observe.sinks.base import Row, keep, kept, numbers
+from jaxmpi.observe.sinks.base import Row, importing, keep, kept, numbers
 
 PROJECT = "jaxmpi"  # unless the service's own variable names another
 MOST_TEXT = 500  # characters of a parameter
@@ -32,7 +32,8 @@ class Wandb:
         self.is_finished = False
         os.environ.setdefault("WANDB_SILENT", "true")  # before the import: it speaks before it has its settings
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
+        with importing:
+            import wandb
 
         hooks = sys.excepthook, sys.exit
         service = wandb.setup().ensure_service()
@@ -91,7 +92,8 @@ class Trackio:
 
     def __init__(self, run_dir: Path) -> None:
         """Begin with the first line, which has the configuration."""
-        import trackio
+        with importing:
+            import trackio
 
         for name, module in [*sys.modules.items()]:
             if name.partition(".")[0] == "trackio":  # which has no option to be silent
@@ -136,8 +138,9 @@ class Mlflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        with importing:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)  # which the import has changed
         self.metric, self.param, self.client = Metric, Param, MlflowClient()
