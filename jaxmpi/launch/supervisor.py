@@ -34,7 +34,9 @@ from jaxmpi.runtime import failures, job_folder, launchers
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
 UNLOCK_S = 30.0  # for the last process of an ended job to exit
 PROBE_S = 20.0  # for a host to answer
-LOOK_S = 1.0  # between polls of the files that ranks leave
+LOOK_S = 1.0  # between looks at a job's ranks and the files that they leave
+FIRST_LOOK_S = 0.05  # at first: a rank that leaves at once lives for the start of Python only
+FIRST_LOOKS = 20  # with ranks
 ENDS_S = seconds_from("JAXMPI_LAUNCHER_TIMEOUT_S", 15)  # for a launcher to end a job; longer for a host that vanishes
 # By default Open MPI takes eight minutes to notice that a host has vanished; with these settings 25 s.
 KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
@@ -133,15 +135,17 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bo
     Args:
         outlives_ranks: the job goes on without ranks that end.
     """
-    words, asked_s, seen, here = job_folder.words(setting), 0.0, {}, {}
+    words, asked_s, seen, here, looks = job_folder.words(setting), 0.0, {}, {}, 0
     while asked_s < ENDS_S:
+        look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return job.wait(LOOK_S)
+            return job.wait(look_s)
         here = launchers.ranks_below(job.pid)
         seen |= here
+        looks += bool(seen)
         has_left = seen.keys() > here.keys() and not outlives_ranks and not (words / job_folder.FINISHED).exists()
         is_over = has_left or (words / job_folder.ENDING).exists()
-        asked_s = asked_s + LOOK_S if is_over else 0.0
+        asked_s = asked_s + look_s if is_over else 0.0
     left = f" after rank {sorted(seen.keys() - here.keys())} had left it" if seen.keys() > here.keys() else ""
     say(f"killing the launcher, which has not ended the job for {ENDS_S:.0f} s{left}")
     job.kill()
