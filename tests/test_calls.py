@@ -1,4 +1,4 @@
-"""Ranks that have come to different exchanges end the job and say which, before a number has changed hands."""
+"""Ranks that have come to different exchanges end the job and say which, before a program returns a wrong number."""
 
 import re
 
@@ -25,7 +25,8 @@ for _ in range(3):
     f(x).block_until_ready(), g(x).block_until_ready()
 print("both have run", flush=True)
 first, second = (f, g) if rank == 0 else (g, f)
-print("numbers", first(x).sum(), second(x).sum(), flush=True)
+print("numbers", float(first(x).sum()), flush=True)  # a number, not an array that print waits for
+print("numbers", float(second(x).sum()), flush=True)
 """
 OF_OTHER_SIZES = IN_ANOTHER_ORDER.replace("exchange(2 * x,", "exchange(x[:2, :3],")
 STUCK = IN_ANOTHER_ORDER.replace("exchange(2 * x, strategy", "exchange(2 * x, 'tree:16'")
@@ -259,6 +260,20 @@ def test_no_rank_has_a_result_if_one_of_four_is_at_another_exchange():
     assert ended.out.count("both have run") == 4, ended.out
     assert "numbers" not in ended.out
     assert re.search(r"rank 2 to 'exchange 2 of the job", ended.out), ended.out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (2, [1]),
+        (16, [*range(1, 16)]),
+        (17, [1, 2, 4, 8, 16]),
+        (32, [1, 2, 4, 8, 16]),
+        (33, [1, 2, 4, 8, 16, 32]),
+    ],
+)
+def test_a_rank_hears_each_other_one_or_those_at_powers_of_two(ranks, expected):
+    assert distances(ranks) == expected
 
 
 @given(st.data())

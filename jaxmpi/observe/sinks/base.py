@@ -52,7 +52,8 @@ def kept(run_dir: Path) -> dict[str, Any]:
 
 
 _keeping = threading.Lock()  # two sinks may begin at once
-# Packages change Python's filter of warnings while they are imported, and two threads would undo each other's changes.
+# Packages change Python's filter of warnings while they are imported; threads that import undo each other's changes.
+# What a package imports later is not covered. An import that hangs holds up the other background sinks, not the run.
 importing = threading.Lock()
 
 
