@@ -14,10 +14,10 @@ unequal ones some ranks hear at once, while others have a wrong result for the s
 
 A callback in the program may have its sum before that: it waits for its operands, not for the comparison.
 
-All of it is messages of mpi4jax in the program, with no Python. Nobody waits for a number where the result needs all
-ranks, as a sum does; a bcast's root waits until all have come. Both matter for a step of few milliseconds. A call into
-Python waits for the interpreter, which dispatches the next step (1.10 of a step of 4 ms); a wait before the first
-message is one more point at which ranks must meet (1.07 to 1.15); this is 0.99 to 1.02.
+All of it is messages of mpi4jax in the program. A step of few milliseconds bears neither a call into Python, which
+waits for the interpreter that dispatches the next step (1.10 of a step of 4 ms), nor a wait before the first message,
+at which ranks must meet once more (1.07 to 1.15); this is 0.99 to 1.02. A sum, which needs all ranks anyway, waits for
+no number. A bcast's root waits until all have come.
 
 From its first to its last message an exchange has the process's turn, which is a message to itself: who receives it has
 the turn, and sends it again at the end. Else two programs that two threads have dispatched could exchange at once, and

@@ -35,8 +35,8 @@ FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
 UNLOCK_S = 30.0  # for the last process of an ended job to exit
 PROBE_S = 20.0  # for a host to answer
 LOOK_S = 1.0  # between looks at a job's ranks and the files that they leave
-FIRST_LOOK_S = 0.05  # at first: a rank that leaves at once lives for the start of Python only
-FIRST_LOOKS = 20  # with ranks
+FIRST_LOOK_S = 0.05  # in the first looks: a rank that leaves at once lives only as long as Python takes to start
+FIRST_LOOKS = 20  # from the one that finds a rank
 ENDS_S = seconds_from("JAXMPI_LAUNCHER_TIMEOUT_S", 15)  # for a launcher to end a job; longer for a host that vanishes
 # By default Open MPI takes eight minutes to notice that a host has vanished; with these settings 25 s.
 KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}

@@ -53,7 +53,7 @@ def kept(run_dir: Path) -> dict[str, Any]:
 
 _keeping = threading.Lock()  # two sinks may begin at once
 # Packages change Python's filter of warnings while they are imported; threads that import undo each other's changes.
-# What a package imports later is not covered. An import that hangs holds up the other background sinks, not the run.
+# Later imports of a package are not covered. An import that hangs holds up the other background sinks, not the run.
 importing = threading.Lock()
 
 
