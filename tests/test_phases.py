@@ -34,6 +34,25 @@ def test_a_silent_phase_is_said_with_its_time_and_part_until_it_ends(said):
     assert said.getvalue() == ended
 
 
+def test_a_line_is_one_write_so_that_two_threads_do_not_share_it():
+    class Writes(io.StringIO):
+        seen: tuple[str, ...] = ()
+
+        def write(self, text: str) -> int:
+            self.seen = (*self.seen, text) if text else self.seen
+            return len(text)
+
+    by_hand, by_thread = Writes(), Writes()
+    Plain(by_hand).say("a line")
+    phases.hush()
+    phases.narrate(by_thread, silence_s=0.02)
+    with phases.phase("evaluating"):
+        wait_until(lambda: by_thread.seen)
+    phases.hush()
+    assert by_hand.seen == ("a line\n",)
+    assert by_thread.seen[0] == "evaluating: 0 s so far\n"
+
+
 def test_lines_of_others_put_it_off(said):
     phases.hush()
     phases.narrate(said, silence_s=0.5)

@@ -218,7 +218,8 @@ def choose(experiment: Experiment, argv: list[str]) -> Experiment:
     if launchers.my_rank() == 0:
         print(
             f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.fallback.model.name} on the embedded "
-            f"{experiment.fallback.data.source}, with a recipe of its own",
+            f"{experiment.fallback.data.source}, with a recipe of its own\n",
+            end="",  # one write, since a thread tells phases of the start
             flush=True,
         )
     return experiment.fallback

@@ -69,7 +69,7 @@ def narrate(out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
             at, now = current(), time.monotonic()
             if at and now - _said_s >= silence_s and now - at.begin_s >= silence_s / 8:
                 with suppress(OSError, ValueError):  # nobody reads it, or it is closed
-                    print(at, file=out, flush=True)
+                    print(f"{at}\n", end="", file=out, flush=True)  # one write: other lines come beside it
                 said()
 
     threading.Thread(target=watch, name="jaxmpi phases", daemon=True).start()
