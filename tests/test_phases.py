@@ -47,7 +47,7 @@ def test_a_line_is_one_write_so_that_two_threads_do_not_share_it():
     phases.hush()
     phases.narrate(by_thread, silence_s=0.02)
     with phases.phase("evaluating"):
-        wait_until(lambda: by_thread.seen)
+        wait_until(lambda: bool(by_thread.seen))
     phases.hush()
     assert by_hand.seen == ("a line\n",)
     assert by_thread.seen[0] == "evaluating: 0 s so far\n"
