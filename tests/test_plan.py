@@ -650,7 +650,7 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     assert not (tmp_path / "cache" / "jaxmpi" / "probes").exists()
     assert (last / "common.bin").read_bytes() == expected
     stored = json.loads((last / "manifest.json").read_text())["extra"]["exchange"]
-    assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536}
+    assert stored == {"asked": "auto", "strategy": "ring:32", "bucket_bytes": 65536, "overlap": "auto"}
 
 
 @pytest.mark.parametrize(
