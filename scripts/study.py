@@ -10,6 +10,9 @@ out of means. The others are compared with the first cell, seed by seed: the sam
 the same order of examples. If --train-for varies, a second table has the shortest runs that are no worse than the first
 cell's.
 
+--beside N has N processes compute beside the runs, as other users' would. Lines of --out do not say so: give it a file
+of its own.
+
 Workers are devices of one process. With --launch, and in `elastic` and `strategies`, they are ranks under mpirun, which
 asynchronous rules and strategies of MPI need.
 """
@@ -22,6 +25,7 @@ import itertools
 import json
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -225,6 +229,18 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {**kept, "curve": curve, "loss": steps[-1]["loss"], "elapsed_s": evaluations[-1]["elapsed_s"]}
 
 
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Have processes compute meanwhile."""
+    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in beside:
+            process.kill()
+            process.wait()
+
+
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """Read the recorded lines; skip one that was cut off."""
     rows = []
@@ -282,6 +298,7 @@ class Summary(NamedTuple):
     difference_error: float
     elapsed_s: float  # of a run, to its last evaluation, mean over seeds
     shares: list[float]  # of the steps, by worker, mean over seeds; none if workers run in lock-step
+    farthest: float  # of a worker's steps in one run from an equal share, as a part of that; 0 in lock-step
 
     @property
     def within(self) -> str:
@@ -319,9 +336,10 @@ def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
             if "worker_steps" in row
         ]
         by_worker = [statistics.mean(share) for share in zip(*shares, strict=True)]
+        farthest = max((abs(len(share) * part - 1) for share in shares for part in share), default=0.0)
         elapsed_s, _ = mean_of([row["elapsed_s"] for row in by_seed.values()])
         counts = (title(cell, study), unit, len(values), failed)
-        made.append(Summary(*counts, *mean_of(values), *mean_of(apart), elapsed_s, by_worker))
+        made.append(Summary(*counts, *mean_of(values), *mean_of(apart), elapsed_s, by_worker, farthest))
     return made
 
 
@@ -341,7 +359,8 @@ def table(study: Study, made: Sequence[Summary]) -> str:
         seeds = f"{row.seeds}, {row.failed} failed" if row.failed else row.seeds
         compared = [with_error(row.difference, row.difference_error, "+"), row.within] if i else ["reference", ""]
         shares = " ".join(f"{100 * share:.0f}" for share in row.shares)
-        asked = f"{row.title}; shares of workers {shares} %" if shares else row.title
+        apart = f"; shares of workers {shares} %, farthest from equal {100 * row.farthest:.0f} %" if shares else ""
+        asked = row.title + apart
         took = f"{row.elapsed_s:.0f} s" if row.seeds else "-"
         lines.append(harness.row([asked, seeds, with_error(row.mean, row.error), *compared, took]))
     return "\n".join(lines)
@@ -426,6 +445,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
     parser.add_argument("--png", type=Path, help="file for the plots")
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
+    parser.add_argument("--beside", type=int, default=0, help="processes that compute beside the runs")
     parser.add_argument("--show", action="store_true", help="tables of what is there; run nothing")
     options = parser.parse_args()
     if wrong := refused(options):
@@ -455,6 +475,8 @@ def refused(options: argparse.Namespace) -> str:
             return f"--workers: got {number}; expected whole numbers >= 1"
     if options.first_seed < 0:
         return f"--first-seed: got {options.first_seed}; expected >= 0"
+    if options.beside < 0:
+        return f"--beside: got {options.beside}; expected >= 0"
     return f"--seeds: got {options.seeds}; expected >= 1" if options.seeds < 1 else ""
 
 
@@ -475,7 +497,8 @@ def main() -> None:
     for study in asked(options):
         if not options.show:
             seeds = range(options.first_seed, options.first_seed + options.seeds)
-            run_missing(study, seeds, options.out, options.launch or study.launched)
+            with busy(options.beside):
+                run_missing(study, seeds, options.out, options.launch or study.launched)
         rows = rows_of(options.out)
         made = summaries(study, rows)
         print(table(study, made) + "\n", flush=True)

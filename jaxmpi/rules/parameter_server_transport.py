@@ -21,8 +21,8 @@ from jaxmpi.core.errors import TrainingError
 from jaxmpi.rules.parameter_server import WINDOW, Server, ServerExchange
 from jaxmpi.runtime import failures
 
-HURRY_S, CALM_S, IDLE_S = 0.0003, 0.002, 0.005  # between looks: something has just come; for a while nothing has
-SOON_S, LATER_S = 0.02, 0.5  # how long that while is
+SHORTEST_S, LONGEST_S = 0.0003, 0.005  # between looks
+PATIENCE = 0.125  # share of the time in which nothing has come, that the next look may be late
 LOOK_S = 0.5  # between two looks at who has fallen silent
 SAID, ANSWERED = range(2)  # tags: to a server or a peer; from a server
 
@@ -40,8 +40,7 @@ class Pauses:
         if moved:
             self.moved_s = now
             return
-        quiet_s = now - self.moved_s
-        time.sleep(HURRY_S if quiet_s < SOON_S else CALM_S if quiet_s < LATER_S else IDLE_S)
+        time.sleep(min(max(PATIENCE * (now - self.moved_s), SHORTEST_S), LONGEST_S))
 
 
 class Outbox:
