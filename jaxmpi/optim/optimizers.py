@@ -1,4 +1,4 @@
-"""Learning-rate schedules and optimizers: configuration -> Optax."""
+"""Optimizers by name, with their masks and averages: configuration -> Optax."""
 
 import dataclasses
 import inspect
