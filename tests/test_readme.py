@@ -118,6 +118,7 @@ SCENARIOS = [
         ("straggler  reduce", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000"),
     ),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
+    Scenario(("wire24.py",), ("[[1.       1.3333",)),
 ]
 NOT_RUN = {
     "tests": "it is this very suite",
