@@ -109,6 +109,7 @@ SCENARIOS = [
     *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface", "webdataset")),
     Scenario(("grain_maps.py",), ("100 examples",)),
     Scenario(("grain_streams.py",), ("data.train",)),
+    Scenario(("raw_images.py",), ("2 classes",)),
     Scenario(("augment.py",), ("(32, 8, 8, 1)",)),
     Scenario(("words.py",), ("100 classes",)),
     Scenario(("mixture.py",), ("2874 examples",)),
