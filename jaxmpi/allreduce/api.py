@@ -1,4 +1,13 @@
-"""Tree -> buckets -> strategy(wire) -> tree: the one place that divides by the world size."""
+"""Tree -> buckets -> strategy(wire) -> tree: the one place that divides by the world size.
+
+Data-parallel training needs the mean or sum of a tree over workers, inside jit and outside, whatever the algorithm.
+`exchange` fuses small leaves into buckets, has the strategy sum each bucket, and splits the sums. The division is
+chosen here alone: strategies that each divide will one day divide differently. MPI's messages do not say which exchange
+they belong to. So ranks compare trees and options first, and programs compare which exchange they have reached
+(docs/decisions/0003). Outside jit an exchange is three programs, and only the middle one communicates; it is small,
+since every rank must compile it (docs/decisions/0007). `exchange_gradients` is the same as an Optax transformation,
+whose state has room for what a compressor leaves out.
+"""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,11 @@
-"""Leaves as buckets and back: which of them travel together, in which order, as flat vectors."""
+"""Leaves as flat buckets and back: which of them travel together, in which order.
+
+A message has a price of its own, so small leaves are fused; fusing copies, so a big leaf travels as it is. An exchange
+beside the backward pass also wants buckets that are full early. `Order` finds in the traced program in which order the
+gradients are computed, and buckets are filled in that order. The first one is small, since nothing travels before it
+has left; so are the last two, since little is computed while they travel. Buckets are the same with overlap and
+without, and so are the bits of the sums (docs/decisions/0008).
+"""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,10 @@
-"""Settings of the data: source, decoding, augmentation, loaders."""
+"""Settings of the data: source, decoding, augmentation, loaders.
+
+One frozen dataclass has the settings of all sources, so that a flag can change the source of an experiment. It checks
+itself when it is made: a bad value is refused before any file is read. Python objects, such as `train` and `augment`,
+can be set in an experiment file only; all else has a flag. `for_loaders` leaves out the objects that only the source
+needs. `shuffle_rhythm` says when data in memory moves between workers.
+"""
 
 import math
 import os

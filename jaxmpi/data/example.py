@@ -1,4 +1,11 @@
-"""How one example becomes one row of a batch, with the example named in whatever goes wrong."""
+"""One example as one row of a batch; errors name the example.
+
+Loaders run in threads or processes, and an error there helps only if it names the example. So `Recipe.row` alone reads,
+augments and checks examples. An image that cannot be decoded may be skipped. A file that cannot be read ends the run:
+to skip it would skip a failed file system whole. A batch is one flat dict of arrays, and dicts or tuples in an example
+become names such as `outer/inner` (`flat`, `nested`). Numbers become 32-bit ones, as devices have them; whole numbers
+that do not fit are refused.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,4 +1,12 @@
-"""Commands to a team, in one table. Every process of the team runs the same one with the same header."""
+"""Commands to a worker group, in one table.
+
+A call of a function and each method of a variable become an `Order`: a JSON header, with arrays beside it. If every
+rank runs the script, each makes the same order; else rank 0 sends it to the processes that wait. From there on the code
+is the same: each process runs the order's row of `VERBS` for its own workers. A worker does its own part first and
+reports. Only if all reports are good does anything travel or change, so a failed call leaves the workers as they were.
+A worker that lacks a program says so in its report, gets the program, and the order is repeated (`MissingPrograms`). So
+nobody keeps a list of which worker has been sent which shapes.
+"""
 
 import functools
 import json

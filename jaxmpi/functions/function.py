@@ -1,4 +1,12 @@
-"""A function of arrays over all workers: scatter, compute, reduce. Stooke and Abbeel 2017 (Synkhronos) on JAX."""
+"""A function of arrays over all workers: scatter, compute, reduce.
+
+Stooke and Abbeel 2017 (Synkhronos) ran Theano functions so: inputs are scattered or broadcast, outputs reduced. Here
+JAX traces the user's function once for each set of input shapes (`Function.program`). Workers that do not run the
+script get the StableHLO of that program, so closures, lambdas and notebook cells work. Only a function that calls back
+into Python is sent by its name (docs/decisions/0017). `Bound` notes for each leaf of the inputs how it reaches the
+workers: sent, read out of shared memory, or held by them already. A broadcast argument that has not changed is not sent
+again.
+"""
 
 import functools
 import itertools

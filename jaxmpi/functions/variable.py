@@ -1,4 +1,11 @@
-"""Arrays that live on the workers, and collectives over them."""
+"""Arrays that live on the workers, and collectives over them.
+
+Params, optimizer state and data sets should not travel with every call of a function. A `Variable` is a handle: workers
+keep a tree each under its number, and functions name it as an input or as the target of a result. Trees may differ
+between workers, in values and in numbers of rows. The methods are MPI's collectives, each an order of
+`functions.commands`. If every rank runs the script, all ranks call them in the same order; else the script's process
+calls them for all. When Python drops the handle, its number travels with the next order, and workers drop their trees.
+"""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,12 @@
-"""Examples of one kind on their way to the devices: who reads which when, and what the wait for them was."""
+"""Batches of one split, from the source to the devices of this process.
+
+A step must wait neither for decoding nor for the copy to the device. Loaders make batches ahead, and
+`DeviceFeed.batches` starts the copy of the next batch before it yields the current one, if the next one has been made.
+A sampler for each worker chooses its examples from seed, epoch and step alone, so ranks send no messages about them;
+only streams have a state. Weights of examples need their sum over all workers before the backward pass: ranks add two
+numbers on the host just before the step. An allreduce inside the gradients' program was dropped, since every rank would
+have to compile that program for itself (docs/decisions/0021).
+"""
 
 import collections
 import contextlib

@@ -1,4 +1,11 @@
-"""Return True if a model gives what the trainer takes, tried on shapes alone before training."""
+"""Try a model on shapes alone, before training.
+
+A model whose shapes do not fit would fail while the whole step is traced, far from its cause. `check_model` passes
+`init`, `apply` and the loss through `jax.eval_shape`, which computes nothing and allocates nothing on a device. Each
+result is compared with what the trainer takes, and the error says model, function, got and expected. Training and
+evaluation are both tried, since outputs may differ: auxiliary logits exist in training alone. An error of the model's
+own passes through, with a note that says what was tried.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator

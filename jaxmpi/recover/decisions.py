@@ -1,4 +1,11 @@
-"""Decisions of all ranks during a run: to leave, to stop, to skip a step, to go back."""
+"""Decisions that all ranks take together: leave, stop, skip a step, roll back.
+
+A signal to leave or a NaN may reach one rank alone. If that rank acted on it, the others would block in the next
+exchange. So ranks vote once a step, by the maximum of two integers: whether a rank is to leave, and the first worker
+and leaf that are not finite. The allreduce is nonblocking and completes while the next step runs, so a decision comes
+one step late and no device waits for it. `Recovery` turns a failure into a skipped step, a rollback or the end, and
+ends the run after too many of them.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -50,7 +57,7 @@ class Failure(NamedTuple):
 class StepConsensus:
     """One vote a step, counted while the next step runs: the device waits for neither.
 
-    Communicates: the largest of three integers over all ranks, once a step.
+    Communicates: the largest of two integers over all ranks, once a step.
     """
 
     def __init__(self, processes: Processes, notice: PreemptionNotice, leaves: list[str]) -> None:

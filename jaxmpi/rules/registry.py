@@ -1,4 +1,10 @@
-"""Rules: one paper, one file, one row of the table."""
+"""The table of rules, and the checks of what fits each.
+
+A wrong combination trains, but something else than the paper's method. A rule that sums updates, with a rate scaled by
+the workers, counts them twice. Some rules equal no single worker if the optimizer is not linear in the gradient.
+Weights that travel with 8 bits lose small updates. So each row of `RULES` states such facts once, and the trainer, the
+launcher and the checks here read them. A user's own rule is a row that is added to the table (docs/extending.md).
+"""
 
 import dataclasses
 from collections.abc import Callable

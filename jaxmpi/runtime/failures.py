@@ -1,4 +1,12 @@
-"""Hooks that end the whole job when a rank fails, and say why once."""
+"""Hooks that end the whole job when a rank fails, and say why once.
+
+If one rank raises an error, the others block in their next collective for ever: MPI does not pass exceptions on. So an
+uncaught error in any thread prints rank, host and phase, and aborts the job (`fail`, `end_job`). At exit a rank waits
+for the others, and aborts the job if it leaves while they work (`leave`). If all ranks raise the same error, rank 0
+prints it; the others wait for some seconds and print it only if the job has not ended by then. A `UsageError` ends with
+code 2, for a restart would not help. Open MPI 5 may lose the last lines of a rank that aborts, or return 0 for its job;
+hence `let_be_heard`, and the exit code in a file (docs/decisions/0011).
+"""
 
 import atexit
 import ctypes

@@ -1,4 +1,11 @@
-"""The parts of a run: its plan in numbers, its compiled functions, its state 0."""
+"""The parts of a run: its plan in numbers, its compiled functions, its state 0.
+
+An experiment has epochs, rates and the name of a strategy. A run needs numbers of steps, compiled programs and arrays
+on devices. `make_plan` opens the data and turns durations and rates into steps. `build_functions` joins task, rule and
+exchange into a step: one program, or gradients, exchange and update apart. Several ranks on CPUs get the split one by
+default. Every rank must compile a program that holds a communicator, so that one is kept small (docs/decisions/0007).
+`initial_states` makes the params on rank 0, sends them to all ranks and compares their hashes.
+"""
 
 import dataclasses
 import sys

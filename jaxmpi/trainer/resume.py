@@ -1,4 +1,13 @@
-"""State in and out: initial or restored, and what a checkpoint holds besides it."""
+"""State in and out: initial or restored, and what a checkpoint holds besides it.
+
+A resumed synchronous run is to continue bit for bit, and a checkpoint of another run is to be refused. So JSON values
+stand beside the state: the exchange in use, the learning rate, positions of streams, states of callbacks, and the
+fields that make a run the same run (`identity`). All ranks take the same checkpoint and compare params by hash
+(`starting_states`). Other settings may change between the parts of a run; the changes are printed and recorded
+(`say_changes`). With `continue_from` a run begins with the weights and moments of another one, at another effective
+batch. A run directory that has gone is not made anew, since another job may be given its name: the run is saved
+elsewhere and ends (docs/decisions/0010).
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,12 @@
-"""The step: loss -> gradients -> rule.update (the only line that may communicate) -> metrics as sums with counts."""
+"""The training step: loss -> gradients -> rule.update -> metrics as sums with counts.
+
+All rules share one step (`train_step`): workers exchange in `rule.update`, and in the forward pass only if batch
+statistics are synchronised. Examples are weighted so that the mean of the workers' losses is the mean loss of the
+effective batch, however unequal the shares. Metrics stay sums with counts until they are shown, since a mean of means
+would be wrong. With one worker the update waits for all gradients (`in_place`); else XLA copies leaves of the params in
+every step. An update that is not finite is taken back without a message: `marked` puts a NaN into one worker's
+gradients, the exchange spreads it, and `or_before` finds it in the params of all.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,12 @@
-"""Multi-colour trees: several spanning trees that each sum a part. Kumar et al. 2018, section 4.2."""
+"""Multi-colour trees: several spanning trees that each sum a part.
+
+In a single tree the inner workers send and add, while the leaves send once and wait. Kumar et al. 2018, section 4.2,
+cut the vector into k parts, each with a tree of its own. A worker is an inner node of one tree at most and a leaf of
+all others, so the load is even: each sends about 2 n floats at most. Parts travel in packets, of which one climbs while
+earlier ones come down. Edges of all trees are put into rounds in which a worker sends once and receives once at most,
+as a permutation needs: an edge colouring (Koenig 1916). Here the number of workers may be any. One colour is their
+pipelined ring.
+"""
 
 import functools
 import math

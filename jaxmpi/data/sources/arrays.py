@@ -1,4 +1,11 @@
-"""Sources in memory: arrays, scikit-learn's digits, synthetic images."""
+"""Sources in memory: arrays, scikit-learn's digits, synthetic images.
+
+`ArraySource` and `FieldSource` hold arrays that an experiment file sets; `PythonSource` wraps any object with a length
+and items. Digits (Alpaydin and Kaynak 1998) are read from scikit-learn's file without importing it, which takes seconds
+on every rank. Synthetic images have a pattern for each class under noise, so that a model can learn them. Ranks compare
+a digest of their arrays; it covers 64 examples spread over the whole, since to hash all of a big array would take
+minutes.
+"""
 
 import hashlib
 import importlib
