@@ -146,7 +146,7 @@ _constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, an addition outsi
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
-    """Return True if this is part of somebody's program: leaves may be constants of it, and then tell nothing."""
+    """Return True if a program is being traced here; its leaves may be constants, which do not show it."""
     return isinstance(_constant(), Tracer) or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 

@@ -1,4 +1,4 @@
-"""`auto`: a probe of a few seconds, kept per set of hosts, and what it says to use.
+"""`auto`: the strategy that a probe of a few seconds finds fastest, kept for each set of hosts.
 
 Messages are timed first, inside hosts and between them. With what they cost, `cost_model` puts all strategies in order;
 the first few are then timed for real, and the fastest of those is taken: the model proposes, the measurement decides.

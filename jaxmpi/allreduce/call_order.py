@@ -1,4 +1,4 @@
-"""Numbers of exchanges, names for them that ranks can agree on, and one thread at a time.
+"""Numbers and names for exchanges, which ranks compare; one thread at a time exchanges.
 
 How ranks compare numbers while their programs run is in `jaxmpi.comm.call_comparison`.
 """
@@ -61,7 +61,7 @@ def compared(comm: Comm, number: int | None) -> Iterator[None]:
 def callers() -> str:
     """The user's lines from the function being traced to this exchange, as `train.py:12 in step, loss.py:3 in mean`.
 
-    They tell apart programs of equal shapes without a number, which ranks that trace alone could not agree on. Lines
+    They distinguish programs of equal shapes without a number, which ranks that trace alone could not agree on. Lines
     outside the traced function are left out: ranks may call it from different ones. So are values of the function's
     own: ranks may have others, such as their rank.
     """
@@ -173,7 +173,7 @@ def one_thread(comm: Comm) -> Iterator[bool]:
     try:
         _door.holder = mine
         if _door.last and _door.last[0] != threading.get_ident():
-            with contextlib.suppress(Exception):  # the other thread's own to hear of
+            with contextlib.suppress(Exception):  # the other thread raises that itself
                 _door.last[1].block_until_ready()
         yield _door.depth > 1
     finally:

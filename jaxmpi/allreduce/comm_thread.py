@@ -57,7 +57,7 @@ class Job:
     label: str
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
     waiting: Iterator[Iterator[Requests]]  # segments not yet begun
-    opening: "Opening | None" = None  # the exchange's, where ranks compare which it is
+    opening: "Opening | None" = None  # the exchange's, if ranks compare which it is
     under_way: int = 0  # segments
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
@@ -92,7 +92,7 @@ class CommThread:
     """The communication thread, and what programs call to reach it."""
 
     def __init__(self, control: MpiProcesses, order: tuple[int, ...], hosts: tuple[int, ...]) -> None:
-        """Start the thread; all ranks come here together, and each has one courier.
+        """Start the thread; all ranks call this together, and each has one such thread.
 
         Args:
             control: agreement between ranks, used by no other thread.
@@ -300,7 +300,7 @@ def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
 
 @functools.cache
 def courier() -> CommThread:
-    """This process's courier; all ranks come here together for the first time."""
+    """This process's communication thread; all ranks make the first call together."""
     comm = world()
     assert isinstance(comm, MpiComm)
     return CommThread(comm.processes.apart(), comm.order, comm.hosts)

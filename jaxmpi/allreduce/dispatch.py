@@ -55,6 +55,6 @@ def check_counts(vectors: Sequence[jax.Array], name: str, comm: Comm) -> None:
     check(
         not isinstance(comm, MpiComm) or longest < MPI_COUNTS,
         f"strategy {name}: got a bucket of {longest:,} floats; expected fewer than 2^31 ({MPI_COUNTS:,}), to which MPI "
-        "counts: lower bucket_bytes where leaves are fused, cut a longer leaf up, or use shm on one host, asa or ring "
+        "counts: lower bucket_bytes if leaves are fused, cut a longer leaf up, or use shm on one host, asa or ring "
         "between hosts",
     )

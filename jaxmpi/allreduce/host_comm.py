@@ -19,12 +19,12 @@ class HostComm:
     def __init__(
         self, mpi: Any, order: Sequence[int], hosts: Sequence[int], numbers: Sequence[int] | None = None
     ) -> None:
-        """Take a communicator of mpi4py that is used here only, and which ranks talk, in which order.
+        """Take a communicator of mpi4py that is used here only, and which ranks take part, in which order.
 
         Args:
             order: ranks, those of one host side by side.
             hosts: of every rank of the communicator.
-            numbers: of each place, its worker's among those that talk; none given: the rank.
+            numbers: of each place, its worker's among those that take part; none given: the rank.
         """
         self.mpi, self.order, self.hosts = mpi, tuple(order), tuple(hosts)
         self.size, self.place = len(self.order), self.order.index(mpi.rank)

@@ -119,7 +119,7 @@ def in_order(x: jax.Array) -> list[Any]:
 
 
 def as_cut(x: jax.Array, devices: int, processes: int) -> jax.Array:
-    """f32[n] -> f32[m]: chunk c holds chunk c of every device's part, where `hier-<strategy>` cuts n into parts."""
+    """f32[n] -> f32[m]: chunk c holds chunk c of every device's part, n cut into parts as by `hier-<strategy>`."""
     padded = pad(x, devices * processes)
     return padded.reshape(devices, processes, -1).swapaxes(0, 1).reshape(-1)
 

@@ -47,12 +47,12 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
     """Return True if the exchange runs beside the backward pass, and a line that says so and why.
 
     Args:
-        asked: a word of `OVERLAPS`. auto is on where ranks are on several hosts: inside one, an exchange is work for
+        asked: a word of `OVERLAPS`. auto is on if ranks are on several hosts: inside one, an exchange is work for
             memory and cores, of which the backward pass leaves none.
         unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
-        UsageError: on or delayed, if it cannot be; or an unknown word.
+        UsageError: on or delayed, if it cannot be; or an unknown value.
     """
     lookup(OVERLAPS, asked, "exchange.overlap")
     reason = unfit or why_not(strategy, comm)

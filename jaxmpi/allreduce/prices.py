@@ -1,4 +1,4 @@
-"""What messages, additions and encodings cost: the parts of the algorithms' cost formulas.
+"""Costs of messages, additions and encodings: the parts of the algorithms' cost formulas.
 
 The alpha-beta-gamma model (Thakur et al. 2005, section 3.2): a message of m bytes takes alpha + beta m, adding m bytes
 takes gamma m. Here a message has another price inside a host than between hosts, if the ranks of a host share its

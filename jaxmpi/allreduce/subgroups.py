@@ -54,7 +54,7 @@ class SubComm:
         return self.comm.loop(turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """The rows of all, added in rank order; where they are is not asked."""
+        """The rows of all, added in rank order, on whatever hosts they are."""
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
     def assert_same(self, mine: Fingerprint) -> None:

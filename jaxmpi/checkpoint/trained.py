@@ -44,7 +44,7 @@ class TrainedModel:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What Flax Linen's `module.apply` takes."""
+        """Variables for Flax Linen's `module.apply`."""
         return {"params": self.params, **self.model_state}
 
     def into(self, module: Any) -> Any:

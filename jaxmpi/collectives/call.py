@@ -1,4 +1,4 @@
-"""One call of an operation: all that is said of it but the arrays."""
+"""One call of an operation: its arguments except the arrays."""
 
 import dataclasses
 from collections.abc import Sequence

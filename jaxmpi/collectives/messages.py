@@ -1,4 +1,4 @@
-"""Messages from one rank to another, which say what they are.
+"""Point-to-point messages, each after a header that its receiver checks.
 
 MPI's messages have no names: one of another shape or dtype than its receiver expects is cut off, leaves a part of the
 receiver's array undefined, or is read as numbers that it is not. And a rank that waits for a message that nobody sends
@@ -77,7 +77,7 @@ def _by_mpi4jax(call: Call, *operands: jax.Array) -> list[jax.Array]:
 
 
 def nobody(call: Call, *operands: jax.Array) -> Any:
-    """Refuse a message where there is one worker."""
+    """Refuse a message if there is one worker."""
     raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
 
 

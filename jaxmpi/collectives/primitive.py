@@ -1,6 +1,6 @@
 """The operations inside JAX: one primitive, with its rules for derivatives, mapping and lowering.
 
-Ranks compare a call where it is lowered. By then JAX has applied all transformations: shapes are final, and calls that
+Ranks compare a call when it is lowered. By then JAX has applied all transformations: shapes are final, and calls that
 only a derivative makes are compared like any other. A call outside jit is compared by a message whenever it is made.
 """
 

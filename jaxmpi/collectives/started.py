@@ -1,4 +1,4 @@
-"""Operations beside a program: started when their arrays are there, then waited for.
+"""Nonblocking operations: started in a program, run beside it, then waited for.
 
     h = start(allreduce, x)
     ...                       # is computed meanwhile

@@ -1,1 +1,1 @@
-"""Faces of other libraries on jaxmpi's engine, so that a program changes its import line only."""
+"""APIs of other libraries on top of jaxmpi, so that a program changes its import line only."""

@@ -125,7 +125,7 @@ def located(name: str) -> Path:
 
 
 def overridden(base: Experiment, argv: list[str], name: str, tables: Mapping[str, Mapping[str, Any]]) -> Experiment:
-    """`base` with the fields of the command line. What is wrong with them rank 0 shows, and others only if it does not.
+    """`base` with the fields of the command line. Rank 0 prints an error in them, others only if it does not.
 
     Raises:
         UsageError: a field out of range, on ranks other than 0.
@@ -226,7 +226,7 @@ def choose(experiment: Experiment, argv: list[str]) -> Experiment:
         print(
             f"no data folder (--data.dir or JAXMPI_DATA): training {experiment.fallback.model.name} on the embedded "
             f"{experiment.fallback.data.source}, with a recipe of its own\n",
-            end="",  # one write, since a thread tells phases of the start
+            end="",  # one write, since a thread prints phases of the start
             flush=True,
         )
     return experiment.fallback

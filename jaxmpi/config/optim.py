@@ -19,9 +19,9 @@ class Optim:
     lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
     # of lr in the number of workers; rule = the rule's own default
     lr_scaling: Annotated[str, OneOf("rule", "none", "linear", "sqrt")] = "rule"
-    momentum: float | None = None  # mu, in [0, 1), where the optimizer has one; None: its own
+    momentum: float | None = None  # mu, in [0, 1), if the optimizer has one; None: its own
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
-    b1: float | None = None  # decay of the mean of gradients, where the optimizer has one; None: its own
+    b1: float | None = None  # decay of the mean of gradients, if the optimizer has one; None: its own
     b2: float | None = None  # decay of the mean of their squares, likewise
     eps: float | None = None  # what is added to a denominator, likewise
     weight_decay: float = 0.0  # lambda; added to the gradient, or decoupled: docs/rules.md

@@ -93,7 +93,7 @@ class Experiment:
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
     sinks: Sinks = ()  # csv, mlflow, tensorboard, trackio, wandb: get every line of the record; functions may, too
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
-    # steps between steps without exchange, on a copy, if only they tell its time; 0 = never
+    # steps between steps without exchange, on a copy, if only they show its time; 0 = never
     compute_only_every: int = 200
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
     on_stall: Annotated[str, OneOf(*ON_STALL)] = "abort"  # what then happens

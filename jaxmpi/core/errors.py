@@ -30,7 +30,7 @@ class TrainingError(RuntimeError):
 
 
 class AgreedError(TrainingError):
-    """One that all ranks raise together: rank 0 speaks for them."""
+    """An error that all ranks raise together: rank 0 prints it for all."""
 
 
 class NotFinite(AgreedError):

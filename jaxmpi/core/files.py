@@ -1,4 +1,4 @@
-"""Files that are opened, written and locked with nothing left to chance.
+"""Files opened, written and locked safely: odd paths, half writes and stale locks are refused or avoided.
 
 A path from outside may be a device, a pipe or a folder; a write may end half-way; a lock may be of a file that has
 been replaced.
@@ -87,7 +87,7 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems wit
 
 
 def is_same(handle: int, path: Path) -> bool:
-    """Tell whether a path leads to what a descriptor holds."""
+    """Return True if a path leads to what a descriptor holds."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:

@@ -62,7 +62,7 @@ def mean_of_floats(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
 
 
 def as_given(arrays: PyTree, given: PyTree) -> PyTree:
-    """Arrays of NumPy as arrays of JAX, where `given` has such."""
+    """NumPy arrays as JAX arrays, if `given` has such in their place."""
     return jax.tree.map(lambda x, like: jnp.asarray(x) if isinstance(like, jax.Array) else x, arrays, given)
 
 

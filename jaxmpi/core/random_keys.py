@@ -43,7 +43,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def packed(tree: PyTree) -> PyTree:
-    """The tree with its typed keys as KeyData; NumPy's, if they are not traced, so that bytes tell what changed."""
+    """The tree with its typed keys as KeyData; NumPy's, if they are not traced, so that bytes show what changed."""
 
     def one(leaf: Any) -> Any:
         if not is_key(leaf):
@@ -82,7 +82,7 @@ def check_op(op: str, shape: tuple[int, ...], where: str) -> None:
 
 
 def check_rows(shape: tuple[int, ...], where: str) -> None:
-    """Refuse one key where rows are wanted.
+    """Refuse a single key if rows are wanted.
 
     Raises:
         UsageError: there is no first axis of keys.

@@ -1,4 +1,4 @@
-"""Batches made ahead by a crew of loaders, in exact order and of one shape, handed over where they were made.
+"""Batches made ahead by a pool of loaders, in exact order and of one shape, handed over without a copy.
 
 Parallel loading, Ma et al. 2016, Algorithm 1. The paper's loader fills one buffer while the other is in use; here a
 ring of `prefetch + 2` slots is filled: one for the step that runs, one for the next, `prefetch` for those made ahead.
@@ -87,7 +87,7 @@ class _Hold:
 
 
 class Loader:
-    """An iterator over one worker's batches, made ahead by the crew's loaders.
+    """An iterator over one worker's batches, made ahead by the loaders of a pool.
 
     At most `data.prefetch + 2` batches are held, those in use included. Close it, or use it in a `with` statement, to
     give back what it holds; its end, an error or losing the last reference to it do so too. Order and contents do not

@@ -106,7 +106,7 @@ def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True
             blob,
             SPACES[channels],
             strict=strict,
-            # Colours lie at half the resolution in most files; repeating them is what the eye cannot tell, and quicker.
+            # Colours lie at half the resolution in most files; to repeat them is quicker, and nobody sees a difference.
             fastupsample=True,
             min_height=height,
             min_width=width,

@@ -29,7 +29,7 @@ Example = dict[str, np.ndarray]  # one example as a batch holds it: `image` and 
 
 
 class Pair(NamedTuple):
-    """What a source gives that has images with a label each."""
+    """An image and its label, as a source of such pairs gives them."""
 
     image: np.ndarray
     label: object

@@ -67,7 +67,7 @@ class GroupSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Facts that tell this order from others of the same seed; empty if nothing does."""
+        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
         is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
         return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
 
@@ -529,7 +529,7 @@ class MemorySource:
             return b""
 
     def promise(self) -> None:
-        """Say that records will come, which ones being told later by `expect`."""
+        """Announce that records will come; `expect` says later which."""
         with self._changed:
             self._promised += 1
 

@@ -1,7 +1,7 @@
-"""The loaders of one worker: threads, or processes that see the same memory; who is at what, and who fails.
+"""The loaders of one worker, threads or processes that see the same memory: requests, answers, failures.
 
-Loaders are told what to do by messages (`loader_worker`), each through a queue or a pipe of its own, and write rows
-where they belong. A ticket is what one of them has been told to do; its answer ends it.
+Loaders receive requests (`loader_worker`), each through a queue or a pipe of its own, and write rows where they belong.
+A ticket is a request that has been sent; its answer ends it.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ POLL_S = 0.1  # between looks at whether loaders are well, while an answer is wa
 
 
 class Loaders(Protocol):
-    """The members of a crew, however they run."""
+    """The loaders of a pool, however they run."""
 
     def open(self, job: int, recipe: Recipe) -> Any:
-        """Tell all of a job; what is returned must be kept until it is closed."""
+        """Announce a job to all loaders; keep what is returned until the job is closed."""
         ...
 
     def send(self, number: int, message: Any) -> None:
-        """Tell one."""
+        """Send a message to one loader."""
         ...
 
     def answers(self, timeout_s: float) -> list[Answer]:
@@ -75,7 +75,7 @@ class Loaders(Protocol):
         ...
 
     def stop(self) -> None:
-        """End all; what they were told is dropped."""
+        """End all; requests that are open are dropped."""
         ...
 
 
@@ -157,7 +157,7 @@ class LoaderPool:
         """Wait for the answer to a ticket.
 
         Raises:
-            CancelledError: `gone()`, or the crew has stopped.
+            CancelledError: `gone()`, or the pool has stopped.
             TrainingError: the loader that has the ticket died or stalls; its file is named.
         """
         begin = time.monotonic()
@@ -171,7 +171,7 @@ class LoaderPool:
 
     def _receive(self, timeout_s: float) -> bool:
         with self._lock:
-            loaders = self._loaders  # another thread may stop the crew
+            loaders = self._loaders  # another thread may stop the pool
             answers = loaders.answers(timeout_s) if loaders is not None else []
             for answer in answers:
                 if answer.ticket in self._tickets:
@@ -185,7 +185,7 @@ class LoaderPool:
         number = job_number[1]
         how, (at, since_s) = self._loaders.ended(number), self.doing(number)
         check_well(not how, f"loader {number} of {self.size} {how} {at or 'between examples'}")
-        silent_s = time.monotonic() - (since_s if at else max(begin, since_s))  # since its last word
+        silent_s = time.monotonic() - (since_s if at else max(begin, since_s))  # since its last message
         limit_s = self.stall_timeout_s if self._board[number, HERE] else max(self.stall_timeout_s, START_S)
         check_well(
             silent_s <= limit_s,
@@ -273,12 +273,12 @@ class Threads:
             thread.start()
 
     def open(self, job: int, recipe: Recipe) -> None:
-        """Tell all of a job."""
+        """Announce a job to all loaders."""
         for told in self.told:
             told.put(Open(job, recipe))
 
     def send(self, number: int, message: Any) -> None:
-        """Tell one."""
+        """Send a message to one loader."""
         self.told[number].put(message)
 
     def answers(self, timeout_s: float) -> list[Answer]:
@@ -292,7 +292,7 @@ class Threads:
             return found
 
     def ended(self, number: int) -> str:
-        """A thread does not end before it is told to."""
+        """A thread does not end before `stop`."""
         return ""
 
     def stop(self) -> None:
@@ -382,14 +382,14 @@ class LoaderProcesses:
             self.send(number, Hello(number, board))
 
     def open(self, job: int, recipe: Recipe) -> Parcel:
-        """Tell all of a job."""
+        """Announce a job to all loaders."""
         parcel, message = parcel_of(job, recipe)
         for waiting in self.outboxes:
             waiting.put(message)
         return parcel
 
     def send(self, number: int, message: Any) -> None:
-        """Tell one."""
+        """Send a message to one loader."""
         self.outboxes[number].put(pickle.dumps(message))
 
     def answers(self, timeout_s: float) -> list[Answer]:
@@ -397,7 +397,7 @@ class LoaderProcesses:
         found = []
         try:
             ready = wait(list(self.open_pipes), timeout_s)
-        except OSError:  # another thread has stopped the crew
+        except OSError:  # another thread has stopped the pool
             return found
         for pipe in ready:
             assert isinstance(pipe, Connection)

@@ -1,4 +1,4 @@
-"""One loader at its work: it is told to make rows, makes them in their places, and answers.
+"""A loader: it receives requests for rows, makes each row in its place, and answers.
 
 A thread of the worker or a process of its own; the same code either way. A process must not import JAX: it would cost
 seconds and hundreds of megabytes a loader.
@@ -27,15 +27,15 @@ from jaxmpi.data.sources.base import Source, where
 
 # Of a loader's row on the board: the example that it is at, NOTHING between two messages, and since when by
 # time.monotonic_ns, 0 before its first message.
-# HERE is its process once it has started; STOP is the worker's word that all work is to be dropped.
+# HERE is its process once it has started; STOP is set by the worker if all work is to be dropped.
 JOB, INDEX, SINCE, HERE, STOP = range(5)
 NOTHING = -1
-COPY_FINISHED = b"copy_finished"  # Theano-MPI's word
+COPY_FINISHED = b"copy_finished"  # as Theano-MPI says it
 BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
 class Open(NamedTuple):
-    """From now on `job` means this recipe: in a parcel if the loader is a process."""
+    """From now on `job` means this recipe: in a `Parcel` if the loader is a process."""
 
     job: int
     recipe: Recipe | Parcel
@@ -76,7 +76,7 @@ class Close(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The first word to a loader process: its number, and where the board i64[loaders, 8] is."""
+    """The first message to a loader process: its number, and where the board i64[loaders, 8] is."""
 
     number: int
     board: Segment
@@ -225,7 +225,7 @@ def ignore_signals() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what an image has freed for the next one: fresh pages cost a tenth of its decoding."""
+    """Have glibc keep what an image has freed for the next one: fresh pages cost a tenth of its decoding."""
     m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

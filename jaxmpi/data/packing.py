@@ -313,7 +313,7 @@ def whole_shards(folder: Path, examples: int) -> list[Shard]:
 
     Args:
         folder: of the split.
-        examples: of the source, of which no note can tell more.
+        examples: of the source, of which no note can say more.
 
     Raises:
         UsageError: one cannot be read.
@@ -588,7 +588,7 @@ FLAGS = {
 
 @contextlib.contextmanager
 def flags_of_pack() -> Iterator[None]:
-    """Errors of sources, which speak of the trainer's options, as errors that speak of this command's."""
+    """Errors of sources, which name the trainer's options, with the options of this command instead."""
     try:
         yield
     except (CorruptExample, UsageError) as error:

@@ -1,4 +1,4 @@
-"""Memory that a worker and its loaders share: it has no name, so nothing is left of it, however they end."""
+"""A ring of batches in memory that a worker and its loaders share; without a name, so none is left behind."""
 
 import math
 import pickle
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
 
 
 class Ring:
-    """Slots for batches, and a flag that tells loaders to drop what is queued for them."""
+    """Slots for batches, and a flag that has loaders drop what is queued for them."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

@@ -98,7 +98,7 @@ class Sampler:
 
     @property
     def name(self) -> str:
-        """Facts that tell this order from others of the same seed; empty if nothing does."""
+        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
         return ""
 
     @property
@@ -166,7 +166,7 @@ class FileSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Facts that tell this order from others of the same seed."""
+        """Facts that distinguish this order from others of the same seed."""
         return ("whole files, mixed" if self.mixed else "whole files") if self.shuffle else ""
 
     def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
@@ -225,7 +225,7 @@ class StreamSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Facts that tell this order from others of the same seed."""
+        """Facts that distinguish this order from others of the same seed."""
         return f"a stream for each of {self.size} workers" if self.lengths else "one stream"
 
     @property

@@ -32,7 +32,7 @@ from jaxmpi.functions.worker_group import Leaf, Leaves, MissingPrograms, Order, 
 
 
 def perform(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
-    """Carry out an order with all workers: tell those that wait, do this process's part.
+    """Carry out an order with all workers: send it to those that wait, do this process's part.
 
     Raises:
         UsageError, WorkerFailed: as `WorkerGroup.attempt`; another order is under way. The workers are as before.
@@ -42,7 +42,7 @@ def perform(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
 
 
 def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
-    """The order prepared, told and done; what workers lack is sent before it is told again."""
+    """The order prepared, sent and done; programs that workers lack are sent, and the order again."""
     team.check_usable()
     try:
         order = prepare()
@@ -68,7 +68,7 @@ def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any
 
 
 def rests(verb: Callable[[WorkerGroup, Order], Any]) -> Callable[[WorkerGroup, Order], Any]:
-    """The verb, after which stations hold nothing of it, unless the order comes again."""
+    """The command, after which workers hold nothing of it, unless the order comes again."""
 
     @functools.wraps(verb)
     def resting(team: WorkerGroup, order: Order) -> Any:

@@ -60,7 +60,7 @@ class ForkComm(SoloComm):
         return self.shared.sum_now(arrays, divisor)
 
     def gather_now(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n] of any n, where it is wanted; outside jit, all workers together."""
+        """Every worker's u8[n] of any n, on workers that want them; outside jit, all workers together."""
         return self.rows.gather(data, is_wanted)
 
     def allgather(self, x: PyTree) -> PyTree:

@@ -344,7 +344,7 @@ def takes_argument(marker: Marker) -> bool:
 
 
 def check_markers(inputs: Sequence[Marker]) -> None:
-    """Refuse what is no word for an input."""
+    """Refuse markers that no input can have."""
     for marker in inputs:
         check(
             marker is broadcast or isinstance(marker, (Scatter, Variable)),

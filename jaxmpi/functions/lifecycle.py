@@ -1,4 +1,4 @@
-"""Who the workers are: ranks that all run the script, ranks or processes that wait for orders, or devices.
+"""Start and end of the workers: ranks that all run the script, ranks or processes that wait for orders, or devices.
 
 A forked worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It
 never runs the user's script: functions come to it as programs.
@@ -36,7 +36,7 @@ _forks = itertools.count()
 
 
 def team() -> WorkerGroup:
-    """The workers of this process's functions, made at the first use where `fork` has not made them."""
+    """The workers of this process's functions, made at the first use if `fork` has not made them."""
     global _team
     check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
     if _team is None:
@@ -65,7 +65,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     check(
         not _is_worker,
         "fork: this process is a worker already; call it in the master's script only, under "
-        'if __name__ == "__main__": where workers may import that script',
+        'if __name__ == "__main__": if workers may import that script',
     )
     check(kind in KINDS, f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
     check(
@@ -231,13 +231,13 @@ def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subproc
         env={**env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "JAX_PLATFORMS": "cpu"},
     )
     theirs.close()
-    with contextlib.suppress(OSError):  # it has ended already, which its call back tells
+    with contextlib.suppress(OSError):  # it has ended already, which the wait for its connection notices
         ours.send_bytes(json.dumps(told).encode())
     return job
 
 
 def launcher_names() -> set[str]:
-    """Variables by which launchers tell a process its rank: a forked worker has none."""
+    """Variables in which launchers give a process its rank: a forked worker has none."""
     return {name for names in launchers.LAUNCHERS.values() for name in names}
 
 
@@ -253,7 +253,7 @@ def forked_team(line: SocketTransport, number: int) -> ForkedGroup:
 def serve(waiting: ProcessGroup) -> None:
     """Carry out the master's orders until it ends.
 
-    Raises what failed here alone after the reports: the others wait for this worker, and only its end tells them.
+    Raises what failed here alone after the reports: the others wait for this worker, and notice its end alone.
     """
     global _is_worker
     _is_worker = True

@@ -111,7 +111,7 @@ def parsed(outputs: Any) -> Outputs:
     """The outputs that a user names, checked; `tuple` and `list` are several, all else is one.
 
     Raises:
-        UsageError: a leaf is no reduction and no word for one.
+        UsageError: a leaf is no reduction and no name of one.
     """
     is_single = type(outputs) not in (tuple, list)
     trees = (outputs,) if is_single else tuple(outputs)

@@ -35,7 +35,7 @@ class Output:
 
     op: str = ""  # a row of OPS; empty: nothing combines
     stays: bool = False  # left on each worker, not combined over workers
-    into: Any = None  # the variable that takes the result on every worker, where it is not returned
+    into: Any = None  # the variable that takes the result on every worker, if it is not returned
 
     def __call__(self, what: Any) -> "Output":
         """`mean(variable)`: all workers keep the result there. `local(mean)`: over pieces only."""
@@ -54,7 +54,7 @@ WORDS = {output.op or "local": output for output in (mean, sum, prod, min, max, 
 
 
 def from_word(output: Any) -> Any:
-    """The Output that a word such as "sum" names; all else as it is."""
+    """The Output that a string such as "sum" names; all else as it is."""
     return WORDS.get(output, output) if isinstance(output, str) else output
 
 

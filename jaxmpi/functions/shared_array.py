@@ -28,7 +28,7 @@ from jaxmpi.core.random_keys import is_key
 from jaxmpi.core.shared_memory import available_bytes, folder, reserve
 
 PAGE = 4096
-FREED: list[str] = []  # keys of arrays that this process has freed, until it has told its workers
+FREED: list[str] = []  # keys of arrays that this process has freed, until they have been sent to its workers
 
 
 class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -261,7 +261,7 @@ def new_file(name: str) -> Iterator[tuple[int, str]]:
 
 
 def open_unseen(path: str) -> tuple[int, str]:
-    """A file that nobody finds, and from where it can be linked. It goes with its maker, where the system has such."""
+    """A file, if the system can without a name, so that it goes with its maker; and the path from which to link it."""
     try:
         handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
         return handle, f"/proc/self/fd/{handle}"

@@ -119,12 +119,12 @@ WATCH_S = 0.5  # between looks at whether workers are stopped
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped, by SIGSTOP or a debugger, as far as the system tells."""
+    """Return True if a process is stopped, by SIGSTOP or a debugger, as far as the system shows it."""
     return state_of(pid) in (b"T", b"t")
 
 
 def state_of(pid: int) -> bytes:
-    """The system's letter for what a process does; empty if it does not tell."""
+    """The system's letter for what a process does; empty if it does not show it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0]
@@ -187,7 +187,7 @@ class Watch:
                 print(f"jaxmpi: {text} {way_out}", file=sys.stderr, flush=True)
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a worker has been stopped for longer than the time limit."""
+        """Return True if a worker has been stopped for longer than the time limit."""
         return rank in self.workers and self.absent_s[rank] > self.workers[rank].limit_s
 
 
@@ -318,7 +318,7 @@ def cut(message: np.ndarray) -> list[np.ndarray]:
 
 
 def patient(request: Any, timeout_s: float) -> bool:
-    """Wait for an MPI request without spinning; False where time ran out."""
+    """Wait for an MPI request without spinning; False if time ran out."""
     waited, pause = WaitClock(), Pause()
     while not request.Test():
         if waited.look() > timeout_s:

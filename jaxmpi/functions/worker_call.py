@@ -34,7 +34,7 @@ class Source(NamedTuple):
 
 
 def compute(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
-    """Fill the station with this worker's results, unless it has them when an order comes again.
+    """Fill the worker's slot with its results, unless it has them when an order comes again.
 
     The report says what must be the same on all workers.
     """

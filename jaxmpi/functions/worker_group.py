@@ -1,4 +1,4 @@
-"""The workers of a function, what each holds, and how their results meet.
+"""The workers of a function, what each holds, and how their results are combined.
 
 Every call is an order that all workers carry out: a part of each worker's own, then reports, then what travels. Nothing
 is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.
@@ -73,7 +73,7 @@ class MissingPrograms(Exception):
 class Order(NamedTuple):
     """A command to all workers."""
 
-    verb: str  # of VERBS in `verbs`
+    verb: str  # of VERBS in `commands`
     header: dict[str, Any]  # plain JSON values
     given: Any = None  # what the caller's own workers take directly
     parcels: Callable[[int], list[Any]] = lambda rank: []  # arrays that travel to a worker of another process
@@ -173,7 +173,7 @@ class WorkerGroup:
     leads = True  # whether results are wanted in this process
     is_serial = False  # whether one process leads and the others wait for its orders
     default_strategy = "asa32"
-    way_out = "the ranks of a job cannot meet again: end it"  # where they are out of step
+    way_out = "the ranks of a job cannot meet again: end it"  # if they are out of step
 
     def __init__(self) -> None:
         self.made = 0  # variables so far, which are numbered alike in all processes
@@ -327,7 +327,7 @@ class WorkerGroup:
             self.gone = f"the workers are no longer in step: {named(error):.500}{way_out}"
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Tell the others, if every rank runs the script, that this one cannot even begin."""
+        """Report to the others, if every rank runs the script, that this one cannot begin."""
         if self.is_serial:
             return
         try:
@@ -403,7 +403,7 @@ class ProcessGroup(WorkerGroup):
     """One worker a process: ranks of MPI, or processes made by fork."""
 
     def __init__(self, line: Transport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool) -> None:
-        """Take how processes talk and exchange.
+        """Take the transport of orders, and the communicator of exchanges.
 
         Args:
             strategy: that sums by default.
@@ -448,7 +448,7 @@ class ProcessGroup(WorkerGroup):
         return self.line.gather(data, everywhere)
 
     def tell(self, order: Order) -> None:
-        """To every worker, its own arrays. All are made before the first is told: what fails until then is no harm."""
+        """Send an order, to each worker its own arrays. All are made before one is sent: a failure does no harm."""
         self.is_exchanging = False
         parcels = laid_out([order.parcels(rank) for rank in range(1, self.size)]) if self.is_serial else []
         dropped = self.newly_dropped()
@@ -589,6 +589,6 @@ def over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leav
 
 
 def shard_of(array: jax.Array, rank: int) -> jax.Array:
-    """Row `rank`, where it is."""
+    """Row `rank`, on its device."""
     [shard] = [shard for shard in array.addressable_shards if (shard.index[0].start or 0) == rank]
     return shard.data[0]

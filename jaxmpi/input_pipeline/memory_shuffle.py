@@ -1,4 +1,4 @@
-"""A worker's part of a data set in memory, brought to where the epoch's order wants it by a thread of its own.
+"""A worker's part of a data set in memory, and a thread that moves records as each epoch's order needs.
 
 A worker reads the records of others on its host out of their memory. Those of other hosts travel by MPI_Ialltoallv over
 a communicator of the group's own, made when all ranks open their data, and used by one thread at a time. The thread
@@ -86,7 +86,7 @@ class MemoryShuffle:
     Args:
         source: whose memory is filled.
         control: of all ranks.
-        own: i64[k], the records to load for good; None where they are shuffled over a group.
+        own: i64[k], the records to load for good; None if they are shuffled over a group.
         group: communicator of mpi4py, this object's alone; None if nothing travels.
         sampler: the order of the split, of any worker.
         each: workers of a process.
@@ -284,7 +284,7 @@ def _work(wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     wanted.put(None)
-    if thread is not threading.current_thread():  # it is where the object has ended with its last shuffle
+    if thread is not threading.current_thread():  # it is if the object has ended with its last shuffle
         thread.join()
 
 

@@ -74,7 +74,7 @@ class SpawnedLoaders:
             self.send(number, Hello(number, board))
 
     def open(self, job: int, recipe: Recipe) -> Parcel:
-        """Tell all of a job."""
+        """Announce a job to all loaders."""
         parcel, message = parcel_of(job, recipe)
         self.recipes[job] = recipe
         for number in range(self.size):
@@ -82,7 +82,7 @@ class SpawnedLoaders:
         return parcel
 
     def send(self, number: int, message: Any) -> None:
-        """Tell one."""
+        """Send a message to one loader."""
         if not isinstance(message, Make):
             if isinstance(message, Close):
                 self.recipes.pop(message.job, None)

@@ -26,7 +26,7 @@ from jaxmpi.runtime.device_setup import my_gpu
 Jaxpr = jax.extend.core.Jaxpr
 Shape = tuple[int, ...]
 Device = tuple[str, str, int, str]  # host; the variable that names the rank's GPU, or the rank; index; kind
-# How names of primitives begin that may hold products which nothing tells.
+# How names of primitives begin that may hold products which their parameters do not show.
 OPAQUE = (
     *("cudnn_fusion", "dot_product_attention", "ffi_call", "io_callback", "pallas_call", "pure_callback", "ragged_dot"),
     *("scaled_matmul", "triton_kernel_call"),

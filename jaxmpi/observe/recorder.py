@@ -103,7 +103,7 @@ class Recorder:
         """Append a line of the user's own.
 
         Raises:
-            UsageError: its kind is one of the trainer's, or no word, of which sinks make names of files.
+            UsageError: its kind is one of the trainer's, or cannot be part of a file's name, as sinks use it.
         """
         check(
             bool(re.fullmatch(r"[\w-]+", kind)) and kind not in KINDS,
@@ -267,7 +267,7 @@ class Recorder:
         """Close the record, the sinks and the panel.
 
         Args:
-            has_failed: the run has not come to its end, which sinks are told.
+            has_failed: the run has not come to its end, which sinks may record.
         """
         self._terminal.close()
         close(self._sinks, has_failed)

@@ -284,7 +284,7 @@ def map_data(record: Record, runs: int) -> dict[str, Any] | None:
 
 
 def packed(values: np.ndarray) -> str:
-    """Numbers as a letter and base64: u indices, f float32, d float64 where 32 bits do not do.
+    """Numbers as a letter and base64: u indices, f float32, d float64 if 32 bits are too few.
 
     Records have six significant digits, which float32 keeps.
     """

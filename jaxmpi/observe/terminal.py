@@ -162,7 +162,7 @@ class Plain(Silent):
         """Print a line; if the reader is gone, the run goes on."""
         phases.said()
         try:
-            # One write, since a thread tells phases: with PYTHONUNBUFFERED `print` writes the end of a line by itself.
+            # One write, since a thread prints phases: with PYTHONUNBUFFERED `print` writes the end of a line by itself.
             print(f"{text}\n", end="", file=self.out, flush=True)
         except OSError:
             failures.unheard(self.out)

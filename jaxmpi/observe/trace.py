@@ -139,7 +139,7 @@ def track_of(span: Span) -> str:
 
 
 def shown(track: str) -> str:
-    """A track's name in the words for the parts of a step: of a wait one rank alone cannot tell which it is."""
+    """A track's name in the words for the parts of a step: one rank alone cannot know what a wait was for."""
     return "exchange and sync" if track == "wait" else track
 
 

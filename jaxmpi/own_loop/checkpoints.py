@@ -64,8 +64,8 @@ class Checkpoints:
         given here.
 
         Args:
-            shared: a tree like that which was saved, for structure, shapes and dtypes. Arrays are of JAX where they are
-                here, else of NumPy.
+            shared: a tree like that which was saved, for structure, shapes and dtypes. Leaves that are JAX arrays here
+                are returned as such, others as NumPy arrays.
             own: likewise.
 
         Communicates: a gather of rank 0's list, and one for each checkpoint that is tried.

@@ -10,7 +10,7 @@ class PreemptionNotice:
     """Requests to this process to save and leave: SIGTERM, SIGUSR1, Ctrl-C's SIGINT, and SIGHUP, unless under nohup."""
 
     def __init__(self) -> None:
-        """Signals keep their meaning where Python cannot take them, which is outside the main thread."""
+        """Install the handlers; outside the main thread Python cannot, and signals keep the ones they have."""
         self.given = self.is_interrupt = False
         try:
             heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT}
@@ -31,8 +31,8 @@ class PreemptionNotice:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
 
     def close(self) -> None:
-        """Give signals their meaning of before; the default one if a C library had taken them, of which Python is
-        told nothing that it could set again.
+        """Restore the handlers of before; the default ones if a C library had set them, since Python cannot set those
+        again.
         """
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,7 +1,7 @@
 """A thread on every rank that sees when the job gets no further, and says who is late.
 
-Each rank tells two others what it is at, about once a second, over a communicator of its own: rank 0, which judges, and
-one on another host if there is one, which does where rank 0 has fallen silent. A job is stuck when no rank has got on
+Each rank sends its phase to two others, about once a second, over a communicator of its own: rank 0, which judges, and
+one on another host if there is one, which judges if rank 0 has fallen silent. A job is stuck when no rank has got on
 for `stall_timeout_s`, or one has been silent for as long: one that waits while others work, as when workers do not
 keep step, is not.
 """
@@ -24,11 +24,11 @@ from jaxmpi.config.schema import ON_STALL
 from jaxmpi.core.errors import lookup
 from jaxmpi.runtime import failures, spans
 
-BEAT_S = 1.0  # between two words of a rank; of more than RANKS ranks, less often
+BEAT_S = 1.0  # between two messages of a rank; of more than RANKS ranks, less often
 RANKS = 500
-SILENT_BEATS = 3.5  # without a word: a rank that does not answer
+SILENT_BEATS = 3.5  # without a message: a rank that does not answer
 ANSWER_S = 2.5  # for stacks to come: they are asked for within a beat
-SHOWN = 16  # ranks told of one by one
+SHOWN = 16  # ranks named one by one
 STACKS = 6  # of ranks shown: of late ones first
 STALLED = 1  # exit code: to start again may help
 
@@ -54,17 +54,17 @@ class Watchdog:
     out: TextIO = field(default_factory=lambda: sys.stderr)
     known: dict[int, RankStatus] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
-    told_s: float | None = None  # when it last told of a stall that is not over
+    told_s: float | None = None  # when it last reported a stall that is not over
     now_s: float = field(default_factory=time.monotonic)
-    judges: tuple[int, int] = (0, 1)  # ranks that are told
+    judges: tuple[int, int] = (0, 1)  # ranks to which the others send
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two words."""
+        """Seconds between two messages."""
         return min(BEAT_S * max(1.0, self.size / RANKS), self.stall_timeout_s / 4)
 
     def turn(self, now_s: float) -> None:
-        """Tell, listen, judge; once a beat."""
+        """Send, receive, judge; once a beat."""
         self._allow_for_sleep(now_s - self.now_s)
         self.now_s = now_s
         beat = mine(self.rank)

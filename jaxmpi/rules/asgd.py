@@ -1,4 +1,4 @@
-"""ASGD (Downpour): workers add what they have learnt to a center, whenever they come."""
+"""ASGD (Downpour): workers add their updates to a center without waiting for each other."""
 
 import numpy as np
 import optax

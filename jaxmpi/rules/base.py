@@ -160,7 +160,7 @@ class Rule(NamedTuple):
     `measured` is an `update` that gives |g|^2 as well, f32[], g the mean gradient: for the noise scale.
     `distance(state) -> f32[]` is the L2 of this worker from the mean or center at the last meeting.
     `sharding` says how its state is cut over workers, of which each holds a slice.
-    `asynchronous` says how workers talk that do not wait for each other; `update` then communicates nothing.
+    `asynchronous` says how workers exchange without waiting for each other; `update` then communicates nothing.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -196,7 +196,7 @@ def l2(tree: PyTree) -> jax.Array:
 
 
 def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
-    """`then(*operands)` where it is due, else the operands as they are; inside jit both are compiled."""
+    """`then(*operands)` if it is due, else the operands as they are; inside jit both are compiled."""
     if isinstance(is_due, Tracer):
         return jax.lax.cond(is_due, then, lambda *same: same, *operands)
     return then(*operands) if np.all(is_due) else operands  # devices of one process count alike

@@ -28,14 +28,14 @@ class Parcel(NamedTuple):
 
 
 class IncomingParcel(NamedTuple):
-    """A parcel whose parts are expected."""
+    """A `Parcel` that is being received."""
 
     parcel: Parcel
     requests: list[Any]
 
 
 class GossipThread:
-    """A thread that carries parcels, so that they travel while this rank computes."""
+    """A thread that sends and receives params, so that they travel while this rank computes."""
 
     def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
         """Start it on a communicator of its own; all workers come here."""
@@ -110,7 +110,7 @@ class GossipThread:
         return self.mpi.Irecv(head, peer), head
 
     def _look(self, peer: int) -> bool:
-        """Look at what comes from a peer: the head of a parcel, then its parts."""
+        """Look at what comes from a peer: the header of a `Parcel`, then its parts."""
         coming = self._coming.get(peer)
         if coming is None and len(self.arrived) >= MOST * len(self._peers) and not self._is_ending:
             return False  # until the main thread has taken some; at the end it waits for all

@@ -1,13 +1,13 @@
-"""The center of asynchronous rules, and a worker's talk with it: the protocol as pure functions of messages, no MPI.
+"""The center of asynchronous rules, and a worker's exchange with it: a protocol as pure functions of messages.
 
 The center is f32[n], cut into shards, one a server, and these into segments, one a message. A worker sends all segments
 one after another and is answered segment by segment, each as it was before the server used what came. So a link is
-busy both ways, nobody waits for another worker, and both ends know the same old pair. What a worker has to say beside
-goes into a report to server 0, which keeps the books, and answers with what all have done so far. Server 0 also keeps
-what workers post for each other, such as the params of an evaluation in which all take part.
+busy both ways, nobody waits for another worker, and both ends know the same old pair. A worker's counts go into a
+report to server 0, which keeps the progress of all workers and answers with it. Server 0 also keeps what workers post
+for each other, such as the params of an evaluation in which all take part.
 
     worker -> server   i64[2] (kind, number), then the segment as its wire has it, the report, f64, or a piece of a post
-    server -> worker   the segment before, the books, f64, or a piece of a post; in the order of its messages
+    server -> worker   the segment before, the progress of all, f64, or a piece of a post; in the order of its messages
 """
 
 from collections import Counter, deque
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
         return [(at, min(at + most, size_bytes)) for at in range(0, size_bytes, most)]
 
 
-# ---------------------------------------------------------------- the books
+# ---------------------------------------------------------------- the progress of all
 
 
 class Counters(NamedTuple):
@@ -145,10 +145,10 @@ REPORT_FLOATS = len(Report._fields) + len(Counters._fields) + len(TimeSpent._fie
 
 
 class GlobalProgress:
-    """Server 0's books: who has done what; when to stop, to wait, to save."""
+    """Progress of all workers, at server 0: who has done what; when to stop, to wait, to save."""
 
     def __init__(self, workers: int, target: float, bound: int, tally: Counters | None = None) -> None:
-        """Open the books.
+        """Begin with no reports.
 
         Args:
             target: examples of all workers after which they stop.
@@ -157,8 +157,8 @@ class GlobalProgress:
         """
         self.workers, self.target, self.bound, self.tally = workers, target, bound, tally or Counters()
         self.reports = {worker: Report(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
-        self.absent = set(range(workers))  # who has not said a first word: nobody is answered before all have
-        self.told: set[int] = set()  # who has heard that all is over
+        self.absent = set(range(workers))  # who has not reported yet: nobody is answered before all have
+        self.told: set[int] = set()  # who has been sent the end
         self.staleness = Counter[int]()
         self.spent = np.zeros((workers, len(TimeSpent._fields)))
         self._exchanges, self._last = 0, dict[int, int]()
@@ -228,7 +228,7 @@ class GlobalProgress:
         return set(self.reports) - self._held - self.told
 
     def is_over(self) -> bool:
-        """Return True if everybody has heard the end."""
+        """Return True if the end has been sent to all workers."""
         return bool(self.closing) and self.told >= set(self.reports)
 
 
@@ -236,7 +236,7 @@ class GlobalProgress:
 
 
 class Server:
-    """One shard of the center; server 0 has the books too. A function of the messages that come, in their order."""
+    """One shard of the center; at server 0 also the progress of all. A function of the messages in their order."""
 
     def __init__(
         self, layout: Layout, number: int, center: np.ndarray, serve: Serve, ledger: GlobalProgress | None
@@ -273,7 +273,7 @@ class Server:
         """A worker is gone."""
         self.out.pop(worker, None)
         if self.ledger:
-            self.is_closed |= worker == 0  # nobody else would say so; the others hear it from the books
+            self.is_closed |= worker == 0  # nobody else would say so; the others get it from server 0's answers
             self.ledger.lose(worker)
             self._answer()
 
@@ -353,7 +353,7 @@ class ServerExchange:
             kind: PUSH or READ; with neither vector nor report: POST, FETCH, or END, which lets servers go.
             vector: f32[n] to push; only its shape counts if the center is read; None: a report only.
             report: the numbers of a Report, of Counters and of TimeSpent, for server 0; the last thing said to it.
-            workers: of the job, if worker 0 reports, who is told their times.
+            workers: of the job, if worker 0 reports, who gets their times.
             post: u8[..] to POST, or that what is fetched is written to.
             whose: the worker whose post to FETCH.
         """

@@ -96,7 +96,7 @@ class ServerEndpoint:
         self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
         self._first = itertools.count()  # of a round
         self.lost: list[int] = []
-        self.heard_s: dict[int, float] = {}  # by worker: when it last said or was told something
+        self.heard_s: dict[int, float] = {}  # by worker: the time of the last message from it or to it
 
     def run(self, look: Callable[[], None] = lambda: None) -> None:
         """Serve until all is over.
@@ -119,7 +119,7 @@ class ServerEndpoint:
                     look()
 
     def silent_s(self) -> dict[int, float]:
-        """Seconds since each worker's last word to server 0, but for workers that wait for a word themselves."""
+        """Seconds since each worker's last message to server 0, but for workers that wait for an answer themselves."""
         now_s, ledger = time.monotonic(), self.server.ledger
         awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
         return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
@@ -164,7 +164,7 @@ class ServerEndpoint:
             del self._coming[worker]
             self.lost.append(worker)
             self.server.lose(worker)
-            # Nobody is left to say so; if there are books, these know the end.
+            # Nobody is left to say so; a server with a ledger knows the end by that.
             self.server.is_closed |= not (self._coming or self.server.ledger)
             return None
 
@@ -187,7 +187,7 @@ class ServerChannel:
         self._outbox.send(message, self.rank)
 
     def answer(self) -> np.ndarray | None:
-        """The oldest answer that has not been taken, where it is there."""
+        """The oldest answer that has not been taken, if it has come."""
         self._outbox.is_empty()
         if not self._coming[0][0].Test():
             return None
@@ -195,7 +195,7 @@ class ServerChannel:
 
 
 def converse(talk: ServerExchange, lines: Sequence[ServerChannel]) -> float:
-    """Have a talk with all servers, to its end; polled.
+    """Exchange with all servers, to the end; polled.
 
     Returns: seconds at its end in which nothing but the answer to the report was missing.
 

@@ -44,7 +44,7 @@ def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
 
 
 def core_mask() -> list[int]:
-    """The cores that this process may use; none if the system does not tell."""
+    """The cores that this process may use; none if the system does not show them."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 

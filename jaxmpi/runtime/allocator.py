@@ -4,7 +4,7 @@ import ctypes
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed buffers: fresh big ones cost page faults, more than half of a big exchange's time.
+    """Have glibc keep freed buffers: fresh big ones cost page faults, more than half of a big exchange's time.
 
     One arena, because the arenas of other threads hold 64 MiB at most and map what is bigger afresh each time; threads
     that exist already keep theirs. JAXMPI_ALLOCATOR=system leaves glibc as it comes.

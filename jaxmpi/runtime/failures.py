@@ -40,7 +40,7 @@ from jaxmpi.runtime.spared_threads import report_of
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
 # How long a rank that ends the job lets the launcher read what it has said, and then pass it on.
 READ_S, PASSED_ON_S = 1.0, 0.1
-# How long another rank leaves rank 0 the word when both may hold the same error; longer if ranks came up slowly.
+# How long another rank waits for rank 0 to print an error that both may hold; longer if ranks came up slowly.
 RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
 LOADED_S = time.monotonic()  # nearly when this process began
 MISUSED = 2  # exit code if what was asked for cannot be
@@ -185,7 +185,7 @@ def fail_in_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def who() -> str:
-    """`rank 2/4 on node07`, for messages; from the launcher's word before MPI has started."""
+    """`rank 2/4 on node07`, for messages; from the launcher's variables before MPI has started."""
     here = launched()
     rank, size = (_job.rank, _job.size) if _job else (here.rank, here.size) if here else (0, 1)
     return f"rank {rank}/{size} on {socket.gethostname()}"
@@ -275,7 +275,7 @@ def no_device(error: BaseException | None) -> UsageError:
 def is_no_backend(error: BaseException | None) -> bool:
     """Return True if JAX could not start the backend that JAX_PLATFORMS names.
 
-    JAX passes over `cuda` where the host has no GPU, and then a bare assertion of its own fails.
+    JAX passes over `cuda` if the host has no GPU, and then a bare assertion of its own fails.
     """
     if isinstance(error, RuntimeError):
         return str(error).startswith("Unable to initialize backend")
@@ -298,7 +298,7 @@ def has_backend() -> bool:
 
 
 def rank_0_first_s() -> float:
-    """How long to leave rank 0 the word: before ranks have met, it may be as late as this one has taken to get here."""
+    """Seconds to wait for rank 0's message: before MPI starts it may be as late as this rank has taken to get here."""
     age_s = time.monotonic() - LOADED_S if _job is None else 0.0
     return max(RANK_0_FIRST_S, min(age_s, RANK_0_FIRST_MOST_S))
 
@@ -335,7 +335,7 @@ def end_job(code: int) -> NoReturn:
 
 def let_be_heard() -> None:
     """Wait until the launcher has read what this process has said to a pipe, and could pass it on: Open MPI 5's forgets
-    at times what it has not by the time the job is ended. Of a terminal, as that launcher makes stdout, nobody can tell
+    at times what it has not by the time the job is ended. Of a terminal, as that launcher makes stdout, nobody can see
     what has been read: there the time to pass it on must do. Ctrl-C ends the wait.
     """
     deadline = time.monotonic() + READ_S

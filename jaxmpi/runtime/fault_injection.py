@@ -1,4 +1,4 @@
-"""Faults on order: `--inject kill:rank=1,step=20` shows before a big run what it will do when that happens.
+"""Fault injection: `--inject kill:rank=1,step=20` shows before a big run what it will do when that happens.
 
     --inject KIND[:key=value,...]     repeatable; KINDS below is the table of kinds
 

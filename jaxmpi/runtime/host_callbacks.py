@@ -2,7 +2,7 @@
 
 A program holds a function's name and nothing of this process: it is the same on all ranks, can be read from the
 compilation cache, and can be exported. XLA runs independent calls in any order and several at once, even on one core;
-so calls carry an ordered effect unless told otherwise. Then they run one after another in the order of the program,
+so calls carry an ordered effect by default. Then they run one after another in the order of the program,
 through scans, branches and jits in it, and programs in the order in which they were started.
 """
 
@@ -181,7 +181,7 @@ def register(name: str, function: Function, ends_job: bool = False) -> None:
     operands: read-only views of XLA's own buffers; results: views to fill, aligned to 64 bytes, whose content is
     undefined before. Views must not outlive the call. Any dtype and shape, size 0 included.
 
-    What the function raises becomes an XLA error that tells type, message, rank and line, raised where the program's
+    What the function raises becomes an XLA error with type, message, rank and line, raised where the program's
     results are waited for; with `ends_job` it ends all ranks at once, through `failures.fail`.
 
     Raises:

@@ -24,22 +24,22 @@ SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a 
 OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
 WORDS = "words"  # a folder there, on the host of who has made it
 BEGAN, FINISHED = "began", "finished"  # files in that: a rank of this host has done so
-# Where this process is killed, what its ranks still make on their way out goes as well; a word says that all is done.
+# If this process is killed, what its ranks still make on their way out goes as well; a word on its input: all is done.
 AFTER_ME = 'read -r word; [ "$word" ] || for _ in 1 2 3 4 5; do sleep 1; rm -rf "$1"; done'
 ENDING = "ending"  # and: a rank of this host has asked the launcher to end the job
 ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it ends the job, and then ended by SIGKILL
 
 
 def mark(name: str) -> None:
-    """Leave word for whoever has made the folder of `own_segments`."""
+    """Leave a file of this name for the process that has made the folder of `own_segments`."""
     folder = Path(os.environ.get(SEGMENTS, ""))
     if folder.name.startswith(OWN):
-        with suppress(OSError):  # on another host, gone, or full: then there is no word
+        with suppress(OSError):  # on another host, gone, or full: then there is no file
             (folder / WORDS / name).touch()
 
 
 def is_marked(name: str) -> bool:
-    """Tell whether a rank of this host has left that word."""
+    """Return True if a rank of this host has left a file of this name."""
     return (words(os.environ) / name).exists()
 
 
@@ -67,7 +67,7 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
 
 
 def words(setting: Mapping[str, str]) -> Path:
-    """The folder in which ranks of this host have left word, given what `own_segments` has."""
+    """The folder of the files that ranks of this host have left, given what `own_segments` has."""
     return Path(setting.get(SEGMENTS, os.devnull)) / WORDS
 
 

@@ -60,13 +60,13 @@ def launched() -> Launch | None:
 
 
 def my_rank() -> int:
-    """This process's rank by the launcher's word, 0 if there is no launcher; needs no MPI."""
+    """This process's rank by the launcher's variables, 0 if there is no launcher; needs no MPI."""
     here = launched()
     return here.rank if here else 0
 
 
 def launched_workers() -> int:
-    """Ranks of this job by the launcher's word, 1 if there is none; needs no MPI. For recipes that depend on it."""
+    """Ranks of this job by the launcher's variables, 1 without one; needs no MPI. For recipes that depend on it."""
     here = launched()
     return here.size if here else 1
 

@@ -39,5 +39,5 @@ def start(self: threading.Thread) -> None:
 
 
 def report_of(thread: threading.Thread | None) -> Report | None:
-    """The function that is told of a thread's error; None if the thread is not spared."""
+    """The function that is called with a thread's error; None if the thread is not spared."""
     return None if thread is None else _reports.get(thread)

@@ -1,4 +1,4 @@
-"""What a batch is and how it is judged: losses, metrics, predictions.
+"""Tasks: the fields of a batch, its losses, metrics and predictions.
 
 The trainer knows tasks alone. A task of one's own is a `base.Task`; for a model with inputs and labels `registry` has
 rows that make one. In reading order: `base` (the contract), `inputs` (the way of an image into a model), `supervised`

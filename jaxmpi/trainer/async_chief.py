@@ -218,7 +218,7 @@ class ChiefWorker:
 def fallen_behind(worker_steps: Sequence[int], is_gone: Sequence[bool] | np.ndarray) -> dict[int, float]:
     """Workers that have made less than half of the steps of the median of those that are there, and that median.
 
-    While it is below MANY steps nobody is: all are within what one report tells of.
+    While it is below MANY steps nobody is: all are within the steps of one report.
     """
     there = {number: made for number, made in enumerate(worker_steps) if not is_gone[number]}
     median = float(np.median([*there.values()])) if there else 0.0

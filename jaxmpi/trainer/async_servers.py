@@ -91,7 +91,7 @@ class HeartbeatMonitor:
     A worker reports every tau steps or so. It is given more time while it evaluates, and worker 0, which saves, always.
     """
 
-    stall_timeout_s: float  # without a word of a worker; 0: no limit
+    stall_timeout_s: float  # without a message of a worker; 0: no limit
     on_stall: str
     hosts: Sequence[str]  # by rank
     told: set[int] = field(default_factory=set)
@@ -104,7 +104,7 @@ class HeartbeatMonitor:
         return (self.stall_timeout_s or math.inf) * (failures.LONG if has_more_to_do else 1.0)
 
     def look(self, endpoint: ServerEndpoint, is_called_away: bool) -> None:
-        """Name workers that have fallen silent, and end the job where it is to; pass on a signal to leave."""
+        """Name workers that have fallen silent, and end the job if it is to end; pass on a signal to leave."""
         ledger = endpoint.server.ledger
         if ledger is None:
             return

@@ -51,7 +51,7 @@ class Flat(NamedTuple):
         return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(params)])
 
     def tree(self, vector: np.ndarray) -> PyTree:
-        """The params in f32[n], as arrays of NumPy that share its memory where their type is f32."""
+        """The params in f32[n], as arrays of NumPy that share its memory if their type is f32."""
         parts = np.split(vector, np.cumsum([leaf.size for leaf in self.like])[:-1])
         shaped = [
             part.reshape(leaf.shape).astype(leaf.dtype, copy=False) for part, leaf in zip(parts, self.like, strict=True)
@@ -86,7 +86,7 @@ def starting(
 
     Args:
         folder: RUN/checkpoints.
-        say: is told of damaged ones that are passed over.
+        say: is called with a line for each damaged one that is passed over.
     """
     read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
     found = format.first_whole(folder, workers.processes, read, say) if resume else None

@@ -56,7 +56,7 @@ class Worker:
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new, self.spent = Counters(), TimeSpent()  # since the last report
         self.clock, self.saved, self.evaluated = 0, 0.0, 0.0
-        self._held_s = 0.0  # of the last talk: waited for nothing but the answer to its report
+        self._held_s = 0.0  # of the last exchange: waited for nothing but the answer to its report
         self.is_done = False
         self.tau = config.tau
         self._waited = 0, 0.0
@@ -152,7 +152,7 @@ class Worker:
         self._talk(POST, None, None, post=values)
 
     def fetch(self, whose: int, size_bytes: int) -> np.ndarray:
-        """u8[size_bytes] that a worker has left at server 0; zeros where it has left none."""
+        """u8[size_bytes] that a worker has left at server 0; zeros if it has left none."""
         values = np.empty(size_bytes, np.uint8)
         self._talk(FETCH, None, None, post=values, whose=whose)
         return values

@@ -183,7 +183,7 @@ class AsynchronousWorker:
         return self.run.log.sums(step, metrics) if is_made else np.zeros(SUMS)
 
     def pause(self, state: TrainState) -> None:
-        """Nothing: what this worker speaks does not wait for others."""
+        """Nothing: no message of this worker waits for others."""
 
     def compare(self, step: int, state: TrainState) -> None:
         """Nothing: its params are its own."""

@@ -66,7 +66,7 @@ class TrainingPlan(NamedTuple):
     lr: optax.Schedule  # by step, scaling included
     has_lr: bool  # else the user's own optimizer has its rates to itself
     headline: str
-    data: dict[str, Any]  # what tells it from other data, wherever it lies
+    data: dict[str, Any]  # what distinguishes it from other data, wherever it lies
     scaled_for: int  # workers that the run began with, by which lr is scaled
     micro_batch: int  # examples of an accumulation slice; 0: no accumulation
 
@@ -230,13 +230,13 @@ class Functions(NamedTuple):
     strategy: str
     form: str  # which jits the step is made of, for the log
     flops: StepFlops  # of a worker's gradients
-    asked: str = ""  # the strategy as the experiment has it, where it may be `auto`
+    asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # what `auto` came to, for the log
-    lone: ComputeOnlyStep | None = None  # if nothing else tells the time of an exchange
+    lone: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
 
     @property
     def exchanges(self) -> bool:
-        """Return True if workers tell each other anything; with strategy none they drift apart."""
+        """Return True if workers exchange anything; with strategy none their params drift apart."""
         return not self.strategy.startswith("none")
 
 

@@ -61,7 +61,7 @@ def keeps_own(strategy: str) -> bool:
 
 
 def weighs(task: Any) -> bool:
-    """Return True if examples weigh differently, which workers must tell each other before every step."""
+    """Return True if examples weigh differently, whose sum workers need before every step."""
     return task.weight is not None if isinstance(task, Task) else task == "token-classification"
 
 

@@ -79,14 +79,14 @@ def judged(run: Run, subject: Subject, step: int, begin: int = 0, end: int | Non
 
 
 def concluded(run: Run, subject: Subject, step: int, means: dict[str, Any]) -> Evaluation:
-    """Record the figures, and tell the user's callbacks."""
+    """Record the figures, and call the user's callbacks."""
     place = {"epoch": run.plan.epoch(step), "examples": run.plan.examples(step)}
     run.recorder.evaluation(step=step, tokens_per_byte=run.plan.validation.tokens_per_byte, **place, **means)
     return Evaluation(means, told(run, step, means, *subject) if run.experiment.callbacks else "")
 
 
 def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_state: PyTree) -> str:
-    """Tell the user's callbacks; why the run is to end, if any rank's says so.
+    """Call the user's callbacks; return why the run is to end, if any rank's says so.
 
     Raises:
         UsageError: one would end the run of workers that do not wait for each other, or makes calls on some ranks only.

@@ -3,7 +3,7 @@
     jaxmpi export RUN model.jaxexport [--best | --step K] [--platforms cpu,cuda] [--batch N] [--field value ...]
 
 The file is what `jax.export` serializes: params, model state and `predict`, as the run evaluates them, in StableHLO. It
-says itself what goes in and out and for which platforms it is. `model.jaxexport.json` beside it tells that to people
+says itself what goes in and out and for which platforms it is. `model.jaxexport.json` beside it says that to people
 and to programs without JAX, and where the model is from. Nothing needs it.
 
 Inputs are the fields of a batch that reach the outputs, as the data source gives them: u8 images are normalised inside.

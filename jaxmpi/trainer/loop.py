@@ -68,7 +68,7 @@ class Coordinator(Protocol):
         ...
 
     def pause(self, state: TrainState) -> None:
-        """Wait for all that is under way: the control plane speaks only when no exchange does."""
+        """Wait for all that is under way: the control plane sends only when no exchange is under way."""
         ...
 
     def compare(self, step: int, state: TrainState) -> None:

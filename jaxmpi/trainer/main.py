@@ -1,4 +1,4 @@
-"""The spine: from an experiment to a trained model, top to bottom, once.
+"""Training of an experiment from start to end, in reading order.
 
     python -m jaxmpi.train EXPERIMENT.py [--field value ...]              one worker
     mpirun -n 8 python -m jaxmpi.train EXPERIMENT.py [--field value ...]  eight
@@ -200,7 +200,7 @@ def check_with_data(experiment: Experiment, plan: TrainingPlan) -> None:
 def gather_all(experiment: Experiment) -> Workers:
     """The workers of the job, in the way that the experiment asks for."""
     control = processes()
-    control.assert_same("what becomes of workers where one dies", {"on_rank_loss": experiment.on_rank_loss})
+    control.assert_same("what becomes of workers if one dies", {"on_rank_loss": experiment.on_rank_loss})
     check_compatible(experiment)
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)

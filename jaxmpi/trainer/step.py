@@ -164,8 +164,8 @@ def seen(grads: PyTree, metrics: Metrics) -> Metrics:
 def in_place(gradients: Callable) -> Callable:
     """`local_gradients` of which each leaf waits for all others; the same gradients.
 
-    g <- 1 g, where 1 comes from sum_leaves |g|^2; NaN where that is NaN. So the update of a leaf of params comes after
-    the last look at it, which XLA must see from the data alone: else it copies that leaf at the start of every step.
+    g <- 1 g, and 1 comes from sum_leaves |g|^2; NaN if that is NaN. So the update of a leaf of params comes after the
+    last look at it, which XLA must see from the data alone: else it copies that leaf at the start of every step.
     """
 
     @functools.wraps(gradients)
@@ -226,7 +226,7 @@ def train_step(
 
 
 def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
-    """(the state after an update, or before it where its params are not finite; which of them it is).
+    """(the state after an update, or before it if its params are not finite; which of them it is).
 
     What is not finite on one worker makes the params of all so, since all of them come from an exchange: workers agree
     without a message.

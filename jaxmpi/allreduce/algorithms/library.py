@@ -34,7 +34,7 @@ def none(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def own_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
-    """A mean is what is there, untouched, so that a step costs what a lone worker's does."""
+    """A mean is what is there, untouched, so that a step costs what a single worker's does."""
     return leaves if divisor == comm.size else [none(x, comm, WIRES["32"]) / divisor for x in leaves]
 
 

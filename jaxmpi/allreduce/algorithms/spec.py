@@ -1,4 +1,4 @@
-"""What a strategy is: the same sum as a program and in NumPy, its wires, where it fits and what it costs."""
+"""The specification of a strategy: its sum in a program and in NumPy, wires, workers that it fits, and cost."""
 
 import collections
 import functools
@@ -17,7 +17,7 @@ Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
 Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
 SumOnHost = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
 PartsOnHost = Callable[[int, HostComm, HostWire], "Iterator[Part]"]  # of f32[n], the same on all ranks
-Cost = Callable[[Net, float, str], float]  # (where, floats, wire) -> seconds
+Cost = Callable[[Net, float, str], float]  # (network, floats, wire) -> seconds
 ALL = WIRES.keys()  # and what is added later
 
 
@@ -76,7 +76,7 @@ class StrategySpec(NamedTuple):
 
 
 def in_columns(n: int, comm: HostComm, wire: HostWire, sum: SumOnHost) -> Iterator[Part]:
-    """Row i of [size, ceil(n / size)] is worker i's, as where `exchange` pads; a part is some columns."""
+    """Row i of [size, ceil(n / size)] is worker i's, padded as by `exchange`; a part is some columns."""
     length, width = -(-n // comm.size), columns(wire)
     for start in range(0, max(1, length), width):
         ends = [(i * length + start, min(i * length + start + width, (i + 1) * length)) for i in range(comm.size)]

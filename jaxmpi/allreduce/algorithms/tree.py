@@ -83,7 +83,7 @@ def pairwise_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> It
 
 
 def pairwise_seconds(net: Net, n: float, wire: str) -> float:
-    """2 log2 p rounds of n / 2, n / 4, ...; where w > p two more of n. Thakur et al. 2005, section 4.5."""
+    """2 log2 p rounds of n / 2, n / 4, ...; if w > p two more of n. Thakur et al. 2005, section 4.5."""
     levels = net.workers.bit_length() - 1
     seconds = 0.0
     for level in range(levels):

@@ -7,7 +7,7 @@
 Nothing is unpickled. Training takes whole files in a new order each epoch, and the examples of each in a new order
 (`sampler.FileSampler`). So each is read once an epoch, in one go (`open_files.Spans`): on a file system where a read
 takes long, a read for each image would take as many times longer as a file has images. A file need not fit into memory:
-longer ones are cut into spans. Where examples of all files are mixed, rows are read one by one.
+longer ones are cut into spans. If examples of all files are mixed, rows are read one by one.
 """
 
 import bisect

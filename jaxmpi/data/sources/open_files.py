@@ -1,6 +1,6 @@
 """Files that stay open for reads at an offset: no copy in memory, no file opened twice in a row.
 
-Files are read, not mapped: one that shrinks under the run would kill it by SIGBUS, with no word about the file.
+Files are read, not mapped: one that shrinks under the run would kill it by SIGBUS, and no error would name the file.
 """
 
 import collections

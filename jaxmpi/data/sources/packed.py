@@ -58,7 +58,7 @@ def shard_name(number: int) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put it in place whole, after all that it speaks of has come to the disk."""
+    """Put it in place whole, after all files that it lists have come to the disk."""
     aside = folder / f"{MANIFEST}.tmp"
     with aside.open("w") as file:
         json.dump({"format": FORMAT, **manifest._asdict()}, file, indent=1)

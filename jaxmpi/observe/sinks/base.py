@@ -1,6 +1,6 @@
-"""The contract of a sink, and how it is sent lines without harm to the run.
+"""The contract of a sink; its errors and delays do not harm the run.
 
-A sink may be slow or fail: it speaks to a server or a database. `Background` gives it a thread of its own, and `send`
+A sink may be slow or fail: it may send to a server or a database. `Background` gives it a thread of its own, and `send`
 drops one that raises.
 """
 
@@ -165,7 +165,7 @@ def close(sinks: list[Sink], has_failed: bool) -> None:
 
 
 def name_of(sink: Sink) -> str:
-    """The word or the name of a sink, for messages."""
+    """The name of a sink, for messages."""
     return getattr(sink, "__name__", type(sink).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Sinks by word, one row each; a function of a line is one without a row."""
+"""Sinks by name, one row each; a function of a line is a sink without a row."""
 
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -30,7 +30,7 @@ class Wandb:
     def __init__(self, run_dir: Path) -> None:
         """Begin the run, or go on with it."""
         self.is_finished = False
-        os.environ.setdefault("WANDB_SILENT", "true")  # before the import: it speaks before it has its settings
+        os.environ.setdefault("WANDB_SILENT", "true")  # before the import: it prints before it has its settings
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         with importing:
             import wandb
