@@ -70,7 +70,7 @@ class Task(NamedTuple):
     among: tuple[str, ...] = ()  # algorithms; none: all
 
     def strategies(self, net: Net) -> list[str]:
-        """In full, such as ring:16."""
+        """Names of strategies that may be used, with wires, such as ring:16."""
         names = cost_model.candidates(net, self.wires)
         return [name for name in names if not self.among or name.partition(":")[0] in self.among]
 
@@ -196,7 +196,7 @@ def decide(probe: Probe, task: Task, asked: str, buckets: Sequence[int | None], 
 
 
 def size_of(bucket_bytes: int | None, strategy: str) -> str:
-    """In words."""
+    """Name of a bucket size, for messages."""
     if parse(strategy).spec.means:
         return "leaves as they are"
     return "one flat buffer" if bucket_bytes is None else f"buckets of {bucket_bytes / 2**20:g} MiB"
@@ -312,7 +312,7 @@ def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
 
 
 def short_for(net: Net) -> int:
-    """Floats of the shorter vector."""
+    """Floats of the shorter vector that the probe times."""
     return net.workers * max(1, min(SHORT, LONGEST // (16 * net.workers)))
 
 

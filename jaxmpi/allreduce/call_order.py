@@ -32,7 +32,7 @@ def number_of(comm: Comm, what: str) -> int | None:
     """Number of an exchange by which programs compare it; None if there is nothing to compare.
 
     There is nothing to compare if there is one worker, one program for all of them, or no CPU: a GPU's program would
-    wait for all its work at each message. All ranks come here together, after they have agreed on what is exchanged.
+    wait for all its work at each message. All ranks call it together, after they have agreed on what is exchanged.
 
     Args:
         comm: who exchanges.
@@ -126,7 +126,7 @@ class OneThread:
     """The thread that exchanges now."""
 
     def __init__(self) -> None:
-        """Nobody does."""
+        """No thread exchanges yet."""
         self.lock, self.holder, self.depth = threading.RLock(), "", 0
         self.last: tuple[int, jax.Array] | None = None  # who ran the last program outside jit, and its end
 

@@ -133,7 +133,7 @@ class CommThread:
     def _open(self, operands: list, results: list, segments: int, plan: str, what: str) -> None:
         """Ticket u32[]: the number of the exchange's first segment.
 
-        Ranks compare a plan, which is JSON, when it is first used, and `what` whenever they come here, if it is given.
+        Ranks compare a plan, which is JSON, when it is first used, and `what` at every call, if it is given.
         """
         self._note("open")
         if what:  # first: ranks at different exchanges may have plans that some of them know already

@@ -28,7 +28,7 @@ class Exchange(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """Who exchanges."""
+        """The workers that exchange."""
         ...
 
     def of(self, leaves: list[jax.Array]) -> list[jax.Array]:

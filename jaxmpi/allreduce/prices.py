@@ -43,7 +43,7 @@ class Net(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """On all hosts."""
+        """Workers on all hosts."""
         return self.hosts * self.slots
 
     @property

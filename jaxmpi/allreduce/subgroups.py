@@ -34,11 +34,11 @@ class SubComm:
         return self.comm.permute(x, [(group[source], group[to]) for group in self.groups for source, to in pairs])
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """Rotations."""
+        """An all-to-all by rotations."""
         return alltoall_by_rotation(x, self)
 
     def allgather(self, x: PyTree) -> PyTree:
-        """Rotations by one place."""
+        """An allgather by rotations by one place."""
         return allgather_by_rotation(x, self)
 
     def allreduce(self, x: jax.Array) -> jax.Array:

@@ -161,7 +161,7 @@ _tickets = itertools.count()
 
 @functools.cache
 def _thread() -> CommThread:
-    """The communication thread; all ranks of the job come here together for the first time."""
+    """The communication thread; all ranks of the job make the first call together."""
     host_callbacks.register(START, _start, ends_job=True)
     host_callbacks.register(WAIT, _wait, ends_job=True)
     return courier()
@@ -194,7 +194,7 @@ class Lane:
     """The operations that are started on one communicator, each begun once ranks have compared it."""
 
     def __init__(self, thread: CommThread, comm: MpiComm) -> None:
-        """Take communicators for comparisons and for operations; all ranks come here together."""
+        """Take communicators for comparisons and for operations; all ranks call it together."""
         self.thread, self.comm = thread, comm
         self.openings, self.mpi = comm.processes.clone(), comm.processes.clone()
         self._lock, self._is_busy = threading.Lock(), False
@@ -232,7 +232,7 @@ class Lane:
 
 @functools.cache
 def lane_of(comm: MpiComm) -> Lane:
-    """This communicator's; all ranks of the job come here together for its first operation."""
+    """This communicator's; all ranks of the job call it together for its first operation."""
     return Lane(_thread(), comm)
 
 

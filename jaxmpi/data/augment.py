@@ -135,7 +135,7 @@ class Augment:
         return image[top : top + mean.shape[0], left : left + mean.shape[1]], mean
 
     def _choices(self, epoch: int, index: int, image: np.ndarray, where: str) -> tuple[int, int, bool]:
-        """Row and column of the window, and whether to mirror it."""
+        """Row and column of the window, and True if it is to be mirrored."""
         config = self.config
         if not (config.crop or (self.train and config.mirror)):
             return 0, 0, False
@@ -159,7 +159,7 @@ class Augment:
         return decode.mirrored(scaled) if is_mirrored else scaled
 
     def _scaled_choices(self, size: tuple[int, int], epoch: int, index: int) -> tuple[tuple[int, int, int, int], bool]:
-        """The window of an image of `size` = (height, width), and whether to mirror it."""
+        """The window of an image of `size` = (height, width), and True if it is to be mirrored."""
         *draws, last = random_bits(4 * TRIES + 1, self.seed, epoch, stream=1, index=index).tolist()
         shares = ([bits / 2**64 for bits in draws[i : i + 4]] for i in range(0, 4 * TRIES, 4))  # in [0, 1]
         window = random_window(size, self.config.crop_area, self.config.crop_aspect, shares)

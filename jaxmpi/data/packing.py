@@ -250,7 +250,7 @@ def writing(folder: Path, done: int, of: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
-    """Keep other processes out of the folder; whether nobody has begun here.
+    """Keep other processes out of the folder; yields True if nothing has been packed in it.
 
     Raises:
         UsageError: another process is at it, or it has begun to pack something else here.
@@ -387,11 +387,11 @@ class _Packer(NamedTuple):
         return self.done[-1].next if self.done else 0
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Around what writes."""
+        """Context in which errors of the disk say how many examples are safe."""
         return writing(self.folder, self.safe(), len(self.source))
 
     def run(self) -> None:
-        """Until no example is left."""
+        """Pack shards until no example is left."""
         indices = range(self.safe(), len(self.source))
         work = functools.partial(record_of, self.source, recipe=self.recipe)
         with contextlib.closing(in_order(work, indices, self.threads)) as records:

@@ -295,7 +295,7 @@ def lengths(team: WorkerGroup, order: Order) -> list[int]:
 
 
 def close(team: WorkerGroup, order: Order) -> None:
-    """Let go of everything."""
+    """Drop all values, programs and arrays of the workers."""
     for station in team.stations:
         station.values.clear()
         station.kept.clear()

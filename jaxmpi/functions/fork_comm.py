@@ -52,7 +52,7 @@ class ForkComm(SoloComm):
             host_callbacks.register(self.rows_name, self.rows)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """In rank order, over `divisor`."""
+        """The sum in rank order, over `divisor`."""
         return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
 
     def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
@@ -72,7 +72,7 @@ class ForkComm(SoloComm):
         return host_callbacks.call(self.rows_name, [leaf], [like], effect=self.turn)[0]
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        """In rank order."""
+        """The sum in rank order."""
         return self.sum_on_host([x])[0]
 
     def alltoall(self, x: PyTree) -> PyTree:
@@ -94,7 +94,7 @@ class ForkComm(SoloComm):
         self.shared.board.fail()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the shared memory."""
         if self.size > 1:
             host_callbacks.forget(self.rows_name)
             self.shared.close()
@@ -112,7 +112,7 @@ class Rows:
     def __call__(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         """results[0][r] <- operands[0] of worker r, of any dtype and shape: the function that programs call.
 
-        All workers come here together, with the same sizes, in the same order.
+        All workers call it together, with the same sizes, in the same order.
         """
         mine, every = as_bytes(operands[0]), as_bytes(results[0]).reshape(self.board.size, -1)
         with self._failing():
@@ -121,7 +121,7 @@ class Rows:
                 every[:, start : start + self.room] = self._piece((piece,), piece.size)[:, : piece.size]
 
     def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n], of any n, on those that want them. All workers come here together."""
+        """Every worker's u8[n], of any n, on those that want them. All workers call it together."""
         size = np.array([data.size]).view(np.uint8)
         taken = self.room - size.size  # of the first piece, which says how many bytes there are
         with self._failing():

@@ -154,7 +154,7 @@ def count_devices() -> int:
 
 
 def ranks(is_serial: bool) -> ProcessGroup:
-    """All ranks of the job; all come here together."""
+    """All ranks of the job; all call it together."""
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)
     assert isinstance(control, MpiProcesses)
@@ -242,7 +242,7 @@ def launcher_names() -> set[str]:
 
 
 def forked_team(line: SocketTransport, number: int) -> ForkedGroup:
-    """The team, in the master and in each worker; all come here together."""
+    """The team, in the master and in each worker; all call it together."""
     line.host_barrier()
     return ForkedGroup(line, ForkComm(line, number), "shm", is_serial=True)
 

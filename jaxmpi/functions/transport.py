@@ -68,7 +68,7 @@ class Transport(Protocol):
     size: int
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
-        """The master's order to one worker."""
+        """Send the master's order to one worker."""
         ...
 
     def hear(self) -> tuple[str, list[np.ndarray]]:
@@ -171,7 +171,7 @@ class Watch:
         self.absent_s = dict.fromkeys(workers, 0.0)  # for how long each has been seen absent without a break
 
     def look(self) -> None:
-        """To be called every WATCH_S seconds."""
+        """Look once at all workers; called every WATCH_S seconds."""
         for rank, worker in self.workers.items():
             if self.has_ended(rank):
                 continue
@@ -198,7 +198,7 @@ class MpiTransport:
     """Over a communicator of its own, polled without spinning."""
 
     def __init__(self, control: MpiProcesses, is_led: bool) -> None:
-        """All ranks come here together. If rank 0 leads, all come to every call; it watches for stopped ones."""
+        """All ranks call it together. If rank 0 leads, all take part in every call; it watches for stopped ones."""
         self.control = control.apart()
         self.comm, self.rank, self.size = self.control.world, control.rank, control.size
         self.timeout_s = float("inf") if is_led else TIMEOUT_S
@@ -334,7 +334,7 @@ class Pause:
         self.looks = itertools.count()
 
     def __call__(self) -> None:
-        """Once more."""
+        """Give the core away or sleep, by how often this was called before."""
         looks = next(self.looks)
         if looks < YIELDS:
             os.sched_yield()

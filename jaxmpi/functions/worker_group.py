@@ -52,7 +52,7 @@ class WorkerFailed(TrainingError):
 
 
 class SumFailed(OutOfStep):
-    """State of a worker that waits for commands."""
+    """A sum or a gather of forked workers failed, so they are no longer in step."""
 
 
 class Missing(Exception):
@@ -203,7 +203,7 @@ class WorkerGroup:
         self.forget(self.newly_dropped())
 
     def end(self) -> None:
-        """Let workers that wait go."""
+        """End the workers that wait."""
 
     # ------------------------------------------------------------ what is the same
 
@@ -229,12 +229,12 @@ class WorkerGroup:
         return self.stations[0]
 
     def rest(self) -> None:
-        """After an order."""
+        """Drop what workers hold of the order that was carried out."""
         for station in self.stations:
             station.rest()
 
     def new_number(self) -> int:
-        """For a variable."""
+        """A number for a new variable."""
         self.made += 1
         return self.made
 
@@ -304,7 +304,7 @@ class WorkerGroup:
         return judge
 
     def met(self, mine: list[Report]) -> list[Report]:
-        """`all_reports`. Nobody knows whether others have learnt of what fails in it.
+        """`all_reports`, after whose failure the workers may be out of step.
 
         Raises:
             OutOfStep: whatever failed.
@@ -317,7 +317,7 @@ class WorkerGroup:
             raise OutOfStep(f"the workers' reports could not be had: {named(error)}") from error
 
     def note(self, error: BaseException) -> None:
-        """After a failed call, whether there can be others."""
+        """Note after a failed call if another one is possible."""
         agreed = isinstance(error, (UsageError, WorkerFailed)) or not (
             self.is_exchanging or isinstance(error, OutOfStep) or not isinstance(error, Exception)
         )
@@ -416,7 +416,7 @@ class ProcessGroup(WorkerGroup):
         self.default_strategy = strategy
 
     def all_reports(self, mine: list[Report]) -> list[Report]:
-        """Over the line."""
+        """Every worker's report, by the transport."""
         return self.line.reports(mine[0])
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
@@ -438,12 +438,12 @@ class ProcessGroup(WorkerGroup):
         return self.comm.sum_on_host_now
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Packed, of any lengths."""
+        """Every worker's arrays, of any lengths, packed into one message."""
         rows = self.gather_bytes(pack(mine[self.line.rank]), everywhere or not self.is_serial)
         return None if rows is None else [unpack(row) for row in rows]
 
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Over MPI."""
+        """A gather of bytes over MPI."""
         assert isinstance(self.line, MpiTransport)
         return self.line.gather(data, everywhere)
 
@@ -487,12 +487,12 @@ class ForkedGroup(ProcessGroup):
     way_out = "jaxmpi.close(), then fork again"
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """In shared memory; any strategy."""
+        """The exchange through shared memory, by any strategy."""
         with self._naming("a sum over workers"):
             return jax.block_until_ready(super().summed(mine, op, strategy))
 
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Through shared memory."""
+        """A gather of bytes through shared memory."""
         with self._naming("a gather over workers"):
             return self.comm.gather_now(data, everywhere or self.leads)
 
@@ -551,7 +551,7 @@ class DeviceGroup(WorkerGroup):
         self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
 
     def all_reports(self, mine: list[Report]) -> list[Report]:
-        """All are here."""
+        """All workers are in this process: nothing travels."""
         return mine
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
@@ -573,7 +573,7 @@ class DeviceGroup(WorkerGroup):
         }
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """All are here."""
+        """All workers are in this process: nothing travels."""
         return [mine[rank] for rank in range(self.size)]
 
 

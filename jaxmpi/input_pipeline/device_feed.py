@@ -206,7 +206,7 @@ class DeviceFeed:
         return np.where(batch.weight > 0, weights, 0)
 
     def _scaled(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
-        """A batch whose weights are workers w_j / sum w over all workers' examples; all ranks come here together."""
+        """A batch whose weights are workers w_j / sum w over all workers' examples; all ranks call it together."""
         own = np.array([sum(each.sum() for each in weights), len(weights)])
         total, workers = self.control.allreduce_sum(own) if self.control else own
         scale = workers / total if total else 0.0

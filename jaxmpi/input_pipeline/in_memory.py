@@ -169,7 +169,7 @@ class InMemory:
             self._under_way = None
 
     def close(self) -> None:
-        """Give the memory back; all ranks come here together."""
+        """Give the memory back; all ranks call it together."""
         if not self._is_closed:
             self._is_closed = True
             self._end_batches()

@@ -129,14 +129,14 @@ class MemoryShuffle:
             self._end()
 
     def close(self) -> None:
-        """`stop`, and give the communicator back; all ranks come here together."""
+        """`stop`, and give the communicator back; all ranks call it together."""
         self.stop()
         if self.group is not None:
             self.group.Free()
             self.group = None
 
     def begin(self, step: int, stop: int | None) -> None:
-        """Have in memory what is read from `step` on, until `stop`; all ranks come here together.
+        """Have in memory what is read from `step` on, until `stop`; all ranks call it together.
 
         Communicates, the first time: what memory is needed and left, an allgather over all ranks; lengths, labels and
         marks of the records, an allgather over the group.
@@ -162,7 +162,7 @@ class MemoryShuffle:
                 self.source.forget()
 
     def load(self) -> bool:
-        """Have this process's part in memory, and return True if it was not yet; all ranks come here together.
+        """Have this process's part in memory, and return True if it was not yet; all ranks call it together.
 
         Communicates and raises as `begin`.
         """
@@ -196,7 +196,7 @@ class MemoryShuffle:
         check_room(rows, control.hosts)
 
     def _want(self, turn: int) -> bool:
-        """Have the records brought to where this turn reads them; whether any move."""
+        """Have the records brought to where this turn reads them; return True if any move."""
         placed = self.sampler.shuffle_of(turn)
         if placed == self._placed:
             return False

@@ -140,7 +140,7 @@ def check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool
 
 
 def mode(train: bool) -> str:
-    """For errors."""
+    """Name of the mode, for errors."""
     return "training" if train else "evaluation"
 
 

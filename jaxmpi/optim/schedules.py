@@ -37,7 +37,7 @@ def part(step: jax.Array, whole: int) -> jax.Array:
 
 
 def constant(config: Schedule, clock: Clock) -> Share:
-    """1."""
+    """The factor 1."""
     return lambda step: jnp.ones((), jnp.float32)
 
 

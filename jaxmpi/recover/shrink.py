@@ -87,7 +87,7 @@ class ShrinkCoordinator:
             raise AgreedError(f"{self.told()} before the first step: there is no state to go on from")
 
     def renew(self, workers: Workers) -> None:
-        """Go on as these."""
+        """Go on with these workers."""
         if isinstance(self.comm, FaultTolerantComm):
             self.comm.close()
         self.comm = workers.comm

@@ -215,10 +215,10 @@ def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
 
 @contextmanager
 def watching(processes: Processes, stall_timeout_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
-    """Watch while this lasts; gives why it does not, empty if it does. All ranks come here together.
+    """Watch while this lasts; gives why it does not, empty if it does. All ranks call it together.
 
     Args:
-        is_mortal: those that live come here again when a rank has died; until then nobody watches.
+        is_mortal: those that live call it again when a rank has died; until then nobody watches.
 
     Raises:
         UsageError: `on_stall` is none of ON_STALL.

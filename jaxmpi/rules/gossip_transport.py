@@ -38,7 +38,7 @@ class GossipThread:
     """A thread that sends and receives params, so that they travel while this rank computes."""
 
     def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
-        """Start it on a communicator of its own; all workers come here."""
+        """Start it on a communicator of its own; all workers call it together."""
         self.mpi, self.body_bytes = mpi, body_bytes
         self.arrived: deque[Parcel] = deque()  # for the main thread to take
         self.ended: set[int] = set()  # who will send no more
@@ -90,13 +90,13 @@ class GossipThread:
             pauses.after(moved)
 
     def _all_out(self) -> bool:
-        """Look whether all is out, to whomever."""
+        """Return True if all messages to all peers have left."""
         out = [peer for peer, outbox in self._outboxes.items() if outbox.is_empty()]
         self._out |= {peer: self._begun[peer] for peer in out}
         return len(out) == len(self._peers)
 
     def _send(self, to: int, parcel: Parcel | None) -> bool:
-        """Begin to send; whether it is the end."""
+        """Begin to send; return True if it is the end."""
         share = parcel.share if parcel else 0.0
         messages = [np.array([PUSHED if parcel else ENDED, share], np.float64).view(np.uint8)]
         messages += host_comm.cut(parcel.body) if parcel else []

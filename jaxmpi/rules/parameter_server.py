@@ -208,7 +208,7 @@ class GlobalProgress:
                 yield worker, self.answer(worker)
 
     def answer(self, worker: int) -> Answer:
-        """How things stand."""
+        """The answer to a worker's report: status and progress of all."""
         reports = self.reports.values()
         saved = sum(report.saved >= self.save for report in reports)
         done = sum(report.is_done for report in reports)
@@ -335,7 +335,7 @@ class Sending(NamedTuple):
 
 
 class ServerExchange:
-    """A worker's conversation with all servers: what to send next, given what has been answered."""
+    """A worker's exchange with all servers: what to send next, given what has been answered."""
 
     def __init__(
         self,
@@ -347,7 +347,7 @@ class ServerExchange:
         post: np.ndarray | None = None,
         whose: int = 0,
     ) -> None:
-        """Begin one.
+        """Begin an exchange.
 
         Args:
             kind: PUSH or READ; with neither vector nor report: POST, FETCH, or END, which lets servers go.
@@ -389,7 +389,7 @@ class ServerExchange:
             self.seen[slice(*where)] = self._wire.decode(answer)
 
     def waiting_for(self) -> list[int]:
-        """Servers that owe answers."""
+        """Servers whose answers are still to come."""
         return [server for server, open_ in enumerate(self._open) if open_]
 
     def lacks_only_books(self) -> bool:

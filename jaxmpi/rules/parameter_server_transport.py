@@ -31,7 +31,7 @@ class Pauses:
     """Sleeps between looks, longer if nothing has come for a while."""
 
     def __init__(self) -> None:
-        """Begin in a hurry."""
+        """Begin with short sleeps."""
         self.moved_s = time.monotonic()
 
     def after(self, moved: bool) -> None:
@@ -55,7 +55,7 @@ class Outbox:
         self._under_way.append((self.mpi.Isend(message, to, self.tag), message))
 
     def is_empty(self) -> bool:
-        """Look whether all is out."""
+        """Return True if all messages have left."""
         for _ in range(len(self._under_way)):
             request, message = self._under_way.popleft()
             if not is_complete(request):

@@ -192,7 +192,7 @@ def who() -> str:
 
 
 class At(NamedTuple):
-    """Note the phase of this process, and since when."""
+    """The phase of this process, and since when."""
 
     phase: str
     since_s: float  # of time.monotonic

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """One that was asked for."""
+    """A fault that was asked for."""
 
     text: str
     kind: Kind
@@ -82,13 +82,13 @@ def leave(values: Values, subject: Any) -> Any:
 
 
 def stop(values: Values, subject: Any) -> Any:
-    """SIGSTOP: there, and silent."""
+    """Stop this process by SIGSTOP: it exists, but sends nothing."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return subject
 
 
 def slow(values: Values, subject: Any) -> Any:
-    """Come late."""
+    """Sleep, so that this rank is late."""
     time.sleep(float(values["seconds"]))
     return subject
 

@@ -14,7 +14,7 @@ from jaxmpi.tasks.supervised import Loss, Supervised
 
 
 class TaskSpec(NamedTuple):
-    """A row."""
+    """A row of `TASKS`."""
 
     build: Callable[[Supervised], Task]
     loss: Loss  # if the experiment has none

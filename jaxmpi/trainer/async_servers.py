@@ -37,7 +37,7 @@ def wire_of(run: Run) -> str:
 
 
 def connect(run: Run, start: Start) -> Connections:
-    """Channels, shards and communicators; all ranks come here together.
+    """Channels, shards and communicators; all ranks call it together.
 
     Raises:
         UsageError: MPI allows one thread at a time only.

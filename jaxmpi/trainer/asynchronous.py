@@ -125,7 +125,7 @@ class AsynchronousWorker:
         return state
 
     def batches(self) -> Generator[Batch, None, None]:
-        """They do not end."""
+        """Batches without an end."""
         with contextlib.closing(self.source):
             yield self.first
             yield from self.source
@@ -189,7 +189,7 @@ class AsynchronousWorker:
         """Nothing: its params are its own."""
 
     def log(self, step: int, state: TrainState) -> None:
-        """Lines of all workers."""
+        """Write a progress line about all workers."""
         assert self.chief is not None
         self.chief.log(step, state)
 

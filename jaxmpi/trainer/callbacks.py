@@ -86,10 +86,10 @@ class Callback:
         """A step has been handed to the device, which may still be at work on `state`."""
 
     def after_evaluation(self, moment: Moment) -> None:
-        """An evaluation is done; nothing is under way. Among asynchronous workers only worker 0 comes here."""
+        """An evaluation is done; nothing is under way. Among asynchronous workers only worker 0 calls it."""
 
     def after_checkpoint(self, step: int, folder: Path) -> None:
-        """The checkpoint of a step is whole, in this folder. Asynchronous runs do not come here."""
+        """The checkpoint of a step is whole, in this folder. Asynchronous runs do not call it."""
 
     def at_end(self, figures: dict[str, float]) -> None:
         """The last step, evaluation and checkpoint are done; `figures` are the last evaluation's."""
@@ -207,7 +207,7 @@ class ReduceOnPlateau(Plateau):
         self.factor, self.due = factor, 1.0  # what the rate is to be multiplied by before the next step
 
     def reached(self, moment: Moment) -> None:
-        """From the next step on."""
+        """Lower the rate from the next step on."""
         self.due *= self.factor
         moment.say(
             f"{self.monitor} has not improved for {self.patience} evaluations: learning rate x {self.factor:.3g}"

@@ -32,7 +32,7 @@ class LockStep:
     is_apart = False
 
     def __init__(self, run: Run, sums: np.ndarray | None = None) -> None:
-        """All ranks make one together.
+        """Collective: all ranks make one together.
 
         Args:
             sums: f64[SUMS], of this process's workers since the last progress line; None: zeros.
@@ -115,7 +115,7 @@ class LockStep:
             self._probe.now(self.timer, step, seen.source, state, self._batch)
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        """Over all workers."""
+        """Evaluate over all workers."""
         (self.result, why), self._evaluated = evaluate(self.run, state, step), step
         if why and step < self.run.plan.clock.total_steps:
             self.is_stopped = True
@@ -153,7 +153,7 @@ class LockStep:
             self.run.pact.settle(self.sums)
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """The last checkpoint is on disk."""
+        """Wait until the last checkpoint is on disk."""
         run = self.run
         run.saver.wait()
         note_saved(run)

@@ -61,7 +61,7 @@ class ProgressLog:
     shuffles: int = 0  # of data in memory, that have been recorded
 
     def loaded(self, memory: MemoryShuffle, step: int) -> None:
-        """Say and record what is in memory from this step on; all ranks come here together."""
+        """Say and record what is in memory from this step on; all ranks call it together."""
         mine = np.array([memory.source.newest().bytes.size / len(self.workers.mine), memory.load_s])
         worker_bytes, load_s = self.workers.processes.allgather_array(mine).max(axis=0).tolist()
         place = {"examples": len(memory.source), "group_size": memory.sampler.parts}

@@ -75,7 +75,7 @@ def assembled(
     peak: Peak | None,
     at_start: Sequence[Sequence[Any]],
 ) -> "Run":
-    """All that the loop needs, for these workers; all ranks come here together."""
+    """All that the loop needs, for these workers; all ranks call it together."""
     control = workers.processes
     hosts = control.allgather_object(socket.gethostname())
     saver = open_saver(experiment, workers, functions, home, states)

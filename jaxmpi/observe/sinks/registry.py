@@ -13,7 +13,7 @@ from jaxmpi.observe.sinks.services import Mlflow, Trackio, Wandb
 
 
 class SinkSpec(NamedTuple):
-    """A row."""
+    """A row of `SINKS`."""
 
     open: Callable[[Path], Sink]  # of a run directory
     summary: str
