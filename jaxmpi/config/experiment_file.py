@@ -1,10 +1,10 @@
 """An experiment file and the command line, as one `Experiment`.
 
-An experiment is a Python file, since it can build any model; it runs as code. A flag can set each of its fields, with
-the file's value as default. So the file is loaded before the flags are parsed. A flag that no experiment has is refused
-earlier, before JAX is imported (`refuse_unknown`). All ranks parse the same line and find the same error: rank 0 prints
-it, and the others only if rank 0 does not. A name that is no file may be one of the experiments that ship with jaxmpi
-(docs/decisions/0022).
+An experiment is a Python file, since it can build any model; it runs as code. Flags set all fields but Python objects,
+with the file's values as defaults. So the file is loaded before the flags are parsed. A flag that no experiment has is
+refused earlier, before JAX is imported (`refuse_unknown`). All ranks parse the same line and find the same error: rank
+0 prints it, and the others only if rank 0 does not. A name that is no file may be one of the experiments that ship with
+jaxmpi (docs/decisions/0022).
 """
 
 import contextlib

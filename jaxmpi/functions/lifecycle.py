@@ -65,7 +65,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     check(
         not _is_worker,
         "fork: this process is a worker already; call it in the master's script only, under "
-        'if __name__ == "__main__": if workers may import that script',
+        'if __name__ == "__main__": when workers may import that script',
     )
     check(kind in KINDS, f"fork: kind: got {kind!r}; expected one of {', '.join(KINDS)}")
     check(
@@ -253,7 +253,7 @@ def forked_team(line: SocketTransport, number: int) -> ForkedGroup:
 def serve(waiting: ProcessGroup) -> None:
     """Carry out the master's orders until it ends.
 
-    Raises what failed here alone after the reports: the others wait for this worker, and notice its end alone.
+    Raises what failed here alone after the reports: the others wait for this worker, and notice only its end.
     """
     global _is_worker
     _is_worker = True

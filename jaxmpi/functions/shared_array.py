@@ -271,7 +271,7 @@ def open_unseen(path: str) -> tuple[int, str]:
 
 
 def taken(name: str, path: str) -> str:
-    """Message of an error about a name or a dtype."""
+    """The error's message for a name that is in use."""
     return f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
 
 
@@ -335,7 +335,7 @@ def fitting(value: Any, dtype: np.dtype) -> Any:
 
 
 def lossy(got: Any, dtype: Any) -> str:
-    """Message of an error about a name or a dtype."""
+    """The error's message for a conversion that may lose digits."""
     return f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype, or shared(..., force=True)"
 
 

@@ -21,7 +21,7 @@ def pin_gpu(local_rank: int, local_size: int, devices: int = 1) -> None:
     gpus = visible_gpus()
     if len(gpus) > 1:
         import jax
-        from jax._src import xla_bridge  # nothing public tells whether a device has started
+        from jax._src import xla_bridge  # nothing public shows if a device has started
 
         check(
             not (xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu"),
@@ -68,7 +68,7 @@ def share_gpu(ranks: int) -> None:
         os.environ[MEMORY_SHARE] = _share
 
 
-_share = ""  # what `share_gpu` has set, to tell it from the user's
+_share = ""  # what `share_gpu` has set, to distinguish it from the user's
 
 
 def take_devices(devices: int) -> None:

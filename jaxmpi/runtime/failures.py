@@ -292,7 +292,7 @@ def is_raised_by(package: str, error: BaseException) -> bool:
 
 def has_backend() -> bool:
     """Return True if a device of JAX has started."""
-    from jax._src import xla_bridge  # nothing public tells without starting one
+    from jax._src import xla_bridge  # nothing public shows it without starting one
 
     return xla_bridge.backends_are_initialized()
 

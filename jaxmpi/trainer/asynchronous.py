@@ -135,7 +135,7 @@ class AsynchronousWorker:
         return self.step(state, batch)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
-        """Gossip, or meet the center every tau steps; report now and then, and learn how all stand."""
+        """Gossip, or meet the center every tau steps; report now and then, and receive the progress of all."""
         worker, run = self.worker, self.run
         self._pending.append((step, metrics))
         worker.clock += 1

@@ -62,7 +62,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
         rngs = nnx.from_flat_state(fresh_streams(streams, key))
         module = nnx.merge(graph, params, rngs, model_state)
         if not train:
-            module.eval()  # so that a layer that is not told `train` is deterministic as well
+            module.eval()  # so that a layer that is not given `train` is deterministic as well
             return module(image, **train_arguments(module, False)), model_state
         outputs = module(image, **train_arguments(module, True))
         # By path: what a call adds, such as sown intermediates, is no state.
