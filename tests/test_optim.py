@@ -373,6 +373,11 @@ def test_not_bias():
     assert not_bias(PARAMS) == {"conv": {"kernel": True, "bias": False}, "scale": False}
 
 
+def test_an_optimizer_in_the_place_of_its_name_is_told_its_place():
+    with pytest.raises(UsageError, match=r"^optim\.name: got a \w+; .*: Optim\(\"mine\", transform=\.\.\.\)$"):
+        Optim(optax.adamw(0.1))  # pyright: ignore[reportArgumentType] # what is tried
+
+
 def test_refusals():
     with pytest.raises(
         UsageError, match=r"unknown optimizer 'adan'; did you mean 'adam'\? there are: adabelief, adafactor, "
@@ -408,6 +413,24 @@ def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
     np.testing.assert_array_equal(ours, 8 * plain_ones)
     with pytest.raises(UsageError, match=r"got schedule\.rate and schedule\.decay, warmup; give one of them"):
         Schedule("cosine", warmup="1ep", rate=theirs)
+
+
+NO_RATES = {
+    "a number": (0.1, "got a float; expected a function of the step .* a constant rate is optim.lr"),
+    "a text": (lambda step: "fast", r"got a function that gives no rate \(.*\); expected \(step\) -> rate"),
+    "a vector": (lambda step: jnp.ones(2), r"got a function that gives float32\[2\]; expected \(step\) -> rate"),
+    "a choice in Python": (
+        lambda step: 0.1 if step < 10 else 0.01,
+        r"got a function that gives no rate \(.*\); .*: jnp\.where chooses",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_RATES)
+def test_what_gives_no_rate_is_named(case):
+    rate, message = NO_RATES[case]
+    with pytest.raises(UsageError, match=rf"schedule\.rate: {message}"):
+        schedule(Schedule(rate=rate), CLOCK, 0.1, 1)
 
 
 # ---------------------------------------------------------------- in a run

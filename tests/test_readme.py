@@ -30,7 +30,19 @@ from jaxmpi.trainer import exported, finished
 from launching import ROOT, run
 
 DOCS = ROOT / "docs"
-RUN = ("quickstart", "extending", "launching", "data", "packed", "plan", "models", "functions", "seeing", "collectives")
+RUN = (
+    "quickstart",
+    "tasks",
+    "extending",
+    "launching",
+    "data",
+    "packed",
+    "plan",
+    "models",
+    "functions",
+    "seeing",
+    "collectives",
+)
 BLOCKS = [
     (page.stem, *block)
     for page in (ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUN))
@@ -87,6 +99,7 @@ SCENARIOS = [
     Scenario(
         ("experiments/softmax.py", "experiments/majority.py", "majority"), ("2 workers", "rule majority", "top-1 9")
     ),
+    Scenario(("experiments/line.py", "line"), ("line: 1 workers", "step 100/100", "distance 0.0")),
     Scenario(("experiments/softmax.py", "from_python.py"), ("1 workers", "(4, 10) 115 (64, 10)")),
     Scenario(
         ("experiments/watched.py", "watched"),

@@ -254,6 +254,21 @@ def test_a_phone_needs_no_scrolling_sideways_and_paper_has_pictures(browser, add
     phone.close()
 
 
+def test_on_a_phone_the_name_of_a_run_stays_beside_headlines_that_scroll_however_long_it_is(browser, tmp_path):
+    names = ["a-name-of-a-run-that-is-longer-than-a-phone-is-wide-20261125-090847", "second"]
+    runs = [write_run(tmp_path / name, LOSSES["second"]) for name in names]
+    phone = Opened(browser, address_of(runs, tmp_path), viewport={"width": 360, "height": 740}, is_mobile=True)
+    table = phone.page.locator(".table.runs")
+    table.evaluate("e => e.scrollLeft = e.scrollWidth")
+    screen, name, last = (
+        each.bounding_box() for each in (table, table.locator("tbody th").first, table.locator("tbody td").last)
+    )
+    assert name["x"] - screen["x"] <= 1
+    assert name["width"] <= 0.45 * 360
+    assert last["x"] + last["width"] <= screen["x"] + screen["width"]
+    phone.close()
+
+
 def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
     losses = [[float(round(k * (1 + i / 100), 5)) for i in range(len(STEPS))] for k in (1.0, 2.0, 6.0)]
     runs = [write_run(tmp_path / f"seed{i}", values, seed=i) for i, values in enumerate(losses)]

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks import base
@@ -45,8 +46,8 @@ def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypat
     with pytest.raises(UsageError) as refused:
         check_sinks(("mine",))
     assert str(refused.value) == (
-        "sinks: got 'mine'; expected the package no_such_package, which is not installed: pip install "
-        "no-such-package, or leave mine out"
+        "sinks: got 'mine'; expected the package no_such_package, which is not installed: "
+        f"{installing('no-such-package')}, or leave mine out"
     )
 
 

@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from jaxmpi.observe.terminal import Panel, Plain, Progress, Silent, left, open_terminal, sparkline
+from jaxmpi.observe.terminal import Panel, Plain, Progress, Silent, decimals, left, open_terminal, sparkline
 from jaxmpi.runtime import job_folder
 from jaxmpi.runtime.screen import columns_of
 from launching import ROOT, mpirun_line
@@ -33,7 +33,15 @@ def test_a_line_has_all_of_it():
 def test_model_flops_and_mfu_are_shown_where_they_are_known_and_a_measured_peak_is_marked():
     assert NOW._replace(flops_per_s=2.345e12).speed == "1234.5 images/s  2.35 TFLOP/s  lr 0.02"
     assert NOW._replace(flops_per_s=45.6e9, mfu=0.412).speed == "1234.5 images/s  45.6 GFLOP/s (mfu 41 %)  lr 0.02"
+    assert NOW._replace(flops_per_s=512.0).speed == "1234.5 images/s  512 FLOP/s  lr 0.02"
     assert "(mfu ~41 %)" in NOW._replace(flops_per_s=1e7, mfu=0.412, peak_is_measured=True).line
+
+
+def test_a_small_loss_keeps_its_digits():
+    assert [decimals(value) for value in (12.34567, 0.4321, -0.001, 0.0, 0.00098765, -2.5e-7)] == [
+        *("12.3457", "0.4321", "-0.0010", "0.0000", "0.000988", "-2.5e-07")
+    ]
+    assert "loss 2.5e-07  " in NOW._replace(loss=2.5e-7).line
 
 
 def test_lines_come_every_few_seconds_and_at_the_end():

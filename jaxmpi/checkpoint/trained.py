@@ -18,12 +18,12 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint import format, orbax_export
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
 from jaxmpi.core.pytrees import PyTree, named_leaves
 
 SUFFIX = ".safetensors"
-MISSING = "safetensors is not installed: pip install 'jaxmpi[safetensors]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,5 +207,5 @@ def library() -> Any:
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise UsageError(MISSING) from error
+        raise UsageError(f"safetensors is not installed: {installing('jaxmpi[safetensors]')}") from error
     return safetensors

@@ -33,6 +33,11 @@ class Optim:
     transform: InPython[Any] = None  # an Optax optimizer, or (schedule) -> one; `name` is then of your own
 
     def __post_init__(self) -> None:
+        check(
+            isinstance(self.name, str),
+            f"optim.name: got a {type(self.name).__name__}; expected a name, such as adamw; an optimizer of Optax has "
+            'a field of its own: Optim("mine", transform=...)',
+        )
         check_choices(self, "optim.")
         check(self.lr > 0 and math.isfinite(self.lr), f"optim.lr: got {self.lr}; expected > 0")
         check(self.lr_for_batch >= 0, f"optim.lr_for_batch: got {self.lr_for_batch}; expected examples >= 0")
@@ -71,6 +76,11 @@ class Schedule:
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
         check(self.rate is None or not given, f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
+        check(
+            self.rate is None or callable(self.rate),
+            f"schedule.rate: got a {type(self.rate).__name__}; expected a function of the step that gives the rate, "
+            "such as an Optax schedule; a constant rate is optim.lr",
+        )
         check(self.factor > 0, f"schedule.factor: got {self.factor}; expected > 0")
         check(self.warmup_lr >= 0, f"schedule.warmup_lr: got {self.warmup_lr}; expected >= 0")
         check(

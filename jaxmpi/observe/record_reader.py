@@ -35,7 +35,7 @@ FIGURES = {float, int, bool}  # types of a value that a curve can show
 # A line of a step as the recorder writes it: its numbers, then its lists, if any.
 STEP = re.compile(
     rb'(\{"kind": "train"[^][{}]*)'
-    rb'(?:, "anatomy": \{[^{}]*\}, "own_s": \[[^]]*\](?:, "own_ranks": \d+)?, "slowest": "[^"\\]*")?\}'
+    rb'(?:, "anatomy": \{[^}]*\}, "own_s": \[[^]]*\](?:, "own_ranks": \d+)?, "slowest": "[^"\\]*")?\}'
 )
 XS = ("step", "epoch", "elapsed_s")
 NO_FIGURES = {*XS, "kind", "examples", "own_ranks", "eval_count"}  # numbers of a line that no curve shows

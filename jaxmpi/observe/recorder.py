@@ -26,7 +26,7 @@ from jaxmpi.observe.flops import Work
 from jaxmpi.observe.record_format import KINDS, PARTS, SOURCES
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import Summary, known, own_of, spreads
-from jaxmpi.observe.terminal import Plain, Progress, Silent, Terminal
+from jaxmpi.observe.terminal import Plain, Progress, Silent, Terminal, decimals
 from jaxmpi.runtime.spans import Span
 
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
@@ -291,7 +291,7 @@ def figure(name: str, value: float) -> tuple[str, str]:
     """(top-1, 93.25 %) of a figure of an evaluation."""
     if match := re.fullmatch(r"top(\d+)", name):
         return f"top-{match[1]}", f"{100 * value:.2f} %"
-    return (name, f"{value:.4f}") if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
+    return (name, decimals(value)) if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
 
 
 class Buckets:

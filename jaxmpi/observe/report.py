@@ -263,7 +263,8 @@ def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
         ]
         for group in grouped
     ]
-    return table(["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())], rows)
+    head = ["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())]
+    return table(head, rows, "runs")
 
 
 def spread(records: Sequence[Record], name: str, factor: float) -> str:

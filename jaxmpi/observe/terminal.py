@@ -19,7 +19,7 @@ from jaxmpi.runtime.screen import columns_of
 
 MOST_WORKERS = 8  # whose steps are shown one by one
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
-PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
     "data": "yellow",
@@ -84,7 +84,7 @@ class Progress(NamedTuple):
         parts = [text for _, text in percents(self.shares, self.estimated)]
         return "  ".join(
             [
-                f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {self.loss:.4f}",
+                f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {decimals(self.loss)}",
                 f"{self.speed}  {self.elapsed_s:.1f} s",
                 *([f"skipped {self.skipped}"] if self.skipped else []),
                 *([" ".join(parts)] if parts else []),
@@ -93,6 +93,11 @@ class Progress(NamedTuple):
                 *([self.shuffled] if self.shuffles else []),
             ]
         )
+
+
+def decimals(value: float) -> str:
+    """Four decimals; three digits of values for which these would be hardly any."""
+    return f"{value:.3g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"
 
 
 def prefixed(value: float) -> str:
@@ -248,7 +253,7 @@ class Panel(Silent):
         rows: list[RenderableType] = [
             fitted(f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {left(self._first or now, now)}", width),
             bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
-            fitted(f"loss  {now.loss:<9.4f} {sparkline(self.losses, max(4, width - 17))}", width),
+            fitted(f"loss  {decimals(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}", width),
         ]
         if self.values:
             name, text = self.figure

@@ -94,7 +94,7 @@ def check_judged(
     check(
         is_one_each,
         f"{what}: loss: got {shown(losses)}; expected float32{[EXAMPLES]} for a batch of {EXAMPLES}, one loss an "
-        "example: the trainer takes the mean, over all workers",
+        "example: leave out the mean, which the trainer takes over all workers",
     )
     check_state(what, model_state, in_floats(updated, jnp.float32))
     if train:
@@ -106,7 +106,9 @@ def check_judged(
         is_pair = isinstance(ratio, tuple) and len(ratio) == 2 and all(hasattr(x, "shape") for x in ratio)
         each = f"task {task.name}: metrics: {name}"
         check(
-            is_pair, f"{each}: got {shown(ratio)}; expected (sums, counts), whose quotient over all examples is shown"
+            is_pair,
+            f"{each}: got {shown(ratio)}; expected (sums, counts), whose quotient over all examples is shown: "
+            f"(values, jnp.ones({EXAMPLES})) for a mean of values",
         )
         same = ratio[0].shape == ratio[1].shape and ratio[0].shape[:1] == (EXAMPLES,) and len(ratio[0].shape) < 3
         check(

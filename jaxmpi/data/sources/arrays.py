@@ -98,8 +98,10 @@ class FieldSource:
     def __init__(self, fields: dict[str, Any], name: str = "array") -> None:
         self.fields, self.name, self.classes = fields, name, 0
         lengths = lengths_of(fields)
+        check(bool(lengths), f"{name}: got no fields; expected a dict of arrays [examples, ...]")
         check(
-            len(set(lengths.values())) == 1, f"{name}: got fields of lengths {lengths}; expected one length, and fields"
+            len(set(lengths.values())) == 1,
+            f"{name}: got fields of lengths {lengths}; expected one length: each row is an example",
         )
         self.examples = next(iter(lengths.values()))
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.observe.sinks.base import Background, Sink, own_threads, tell
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
@@ -18,30 +19,30 @@ class SinkSpec(NamedTuple):
     open: Callable[[Path], Sink]  # of a run directory
     summary: str
     package: str = ""  # that it imports
-    install: str = ""  # of pip, to have the package
+    install: str = ""  # that has the package
     in_background: bool = False  # opened and written by a thread, because it waits for a server or a database
 
 
 SINKS: dict[str, SinkSpec] = {
     "csv": SinkSpec(Csv, "tables in csv/, one for each kind of line"),
     "mlflow": SinkSpec(
-        Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", "mlflow", "'jaxmpi[mlflow]'", in_background=True
+        Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", "mlflow", "jaxmpi[mlflow]", in_background=True
     ),
     "tensorboard": SinkSpec(
         TensorBoard,
         "events in tensorboard/",
         "tensorboardX",
-        "'jaxmpi[tensorboard]'",
+        "jaxmpi[tensorboard]",
         in_background=True,
     ),
     "trackio": SinkSpec(
-        Trackio, "a run of trackio, local or in a Space", "trackio", "'jaxmpi[trackio]'", in_background=True
+        Trackio, "a run of trackio, local or in a Space", "trackio", "jaxmpi[trackio]", in_background=True
     ),
     "wandb": SinkSpec(
         Wandb,
         "a run of Weights & Biases, offline without an API key",
         "wandb",
-        "'jaxmpi[wandb]'",
+        "jaxmpi[wandb]",
         in_background=True,
     ),
 }
@@ -58,8 +59,8 @@ def check_sinks(asked: Sequence[str | Sink]) -> None:
             spec = lookup(SINKS, name, "sink")
             check(
                 not spec.package or is_installed(spec.package),
-                f"sinks: got {name!r}; expected the package {spec.package}, which is not installed: pip "
-                f"install {spec.install}, or leave {name} out",
+                f"sinks: got {name!r}; expected the package {spec.package}, which is not installed: "
+                f"{installing(spec.install)}, or leave {name} out",
             )
 
 
