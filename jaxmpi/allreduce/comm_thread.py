@@ -286,8 +286,9 @@ class CommThread:
         """Give up on ranks that do not come; those that do ask each other who is not there."""
         waited_s = self._waited.look()
         if self._segments and (waited_s > TIMEOUT_S or (waited_s > PATIENT_S and self.control.is_asked())):
+            late = self.control.in_job(self.control.late())
             raise TrainingError(
-                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {self.control.late()}; all ranks "
+                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {late}; all ranks "
                 "must exchange as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
 

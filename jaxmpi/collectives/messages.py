@@ -180,7 +180,8 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
     """Begin to send a header and an array."""
     _unreceived[:] = [sent for sent in _unreceived if not sent.request.Test()]
     header = np.frombuffer(HEADER.pack(comm.rank, tag, type_of(x).encode(), line.encode()), np.uint8)
-    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), f"rank {comm.rank}: {line}"))
+    me = comm.processes.numbers[comm.rank]
+    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), f"rank {me}: {line}"))
     return [comm.messages.Isend(part, dest, tag) for part in _parts(x)]
 
 
@@ -199,10 +200,11 @@ def _received(
     yield [comm.messages.Irecv(header, ranks, tags)]
     rank, its_tag, *texts = HEADER.unpack(header.tobytes())
     theirs, call = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+    numbers = comm.processes.numbers
     check(
         theirs == type_of(y),
-        f"{line}: rank {comm.rank} expects {type_of(y)}, but got {theirs} from rank {rank}'s {call}; give both the "
-        "same shape and dtype, or tell the messages apart by tags",
+        f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
+        f"{call}; give both the same shape and dtype, or tell the messages apart by tags",
     )
     yield [*(comm.messages.Irecv(part, rank, its_tag) for part in _parts(y)), *sending]
     if status:

@@ -417,7 +417,7 @@ class MpiProcesses:
         if self.local_size == self.size:
             self._arrive(here, "a barrier of this host", limit_s)
         elif not wait(here, limit_s):
-            ranks = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+            ranks = self.in_job([rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]])
             raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
 
     def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
@@ -437,7 +437,7 @@ class MpiProcesses:
             return made
         with lost_ranks_left_out():
             if not wait(self._local.Irecv(word, 0, tag=6), timeout_s):
-                first = self.hosts.index(self.hosts[self.rank])
+                first = self.numbers[self.hosts.index(self.hosts[self.rank])]
                 raise TrainingError(
                     f"late: rank {first}, the first of this host: {timeout_s:g} s, and it has not compiled what others "
                     "take from the cache then; its process is stuck, or --stall-timeout-s too short"
@@ -478,7 +478,8 @@ class MpiProcesses:
             return
         late = self.late()
         if not (failures.go_on_without(late) and wait(request, 4 * LATE_S)):
-            raise TrainingError(f"{what}: rank {late} did not answer in time; all ranks must call it")
+            absent = self.in_job(late)
+            raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it")
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the largest over ranks of i64[n]; it is there when asked for.
@@ -557,10 +558,16 @@ class MpiProcesses:
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
             places = self.allgather_object(mine.what)
-            check(len(set(places)) == 1, different_calls(dict(enumerate(places))))
+            numbers = self.numbers
+            check(len(set(places)) == 1, different_calls(dict(zip(numbers, places, strict=True))))
             values = [json.dumps(value) for value in self.allgather_object(mine.value)]
-            lines = [line for rank in odd[:8] for line in differences(rank, values[0], values[rank])]
+            pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in odd[:8]]
+            lines = [line for pair in pairs for line in differences(*pair)]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+
+    def in_job(self, ranks: Sequence[int]) -> list[int]:
+        """The launcher's numbers of these ranks, which messages have: these processes may be a part of the job."""
+        return [self.numbers[rank] for rank in ranks]
 
     def late(self) -> list[int]:
         """Who is not here, by rank 0's word: it asks the others, they report to it, and it tells those that did."""

@@ -306,8 +306,9 @@ class MpiTransport:
                 computing is not late.
         """
         if not patient(request, self.timeout_s):
+            late = self.control.in_job(self.control.late())
             raise OutOfStep(
-                f"rank {self.control.late()} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
+                f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
                 "it (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
 
