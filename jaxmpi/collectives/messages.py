@@ -11,7 +11,6 @@ ranks may both send first. It looks again at its next message, and before the pr
 Programs reach this through a handler in Python, mpi4py below it. On GPUs they call mpi4jax instead, unchecked.
 """
 
-import atexit
 import functools
 import itertools
 import struct
@@ -27,6 +26,7 @@ from jaxmpi.comm.polling import wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import failures, host_callbacks
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 MESSAGE = "jaxmpi: a message between two ranks"
 HEADER = struct.Struct("qq80s160s")  # sender's rank, tag, dtype and shape, the sender's call
@@ -129,7 +129,7 @@ _unreceived: list[Unreceived] = []
 def _registered() -> str:
     """Name of the handler, which is registered at the first use."""
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
-    atexit.register(check_all_received)
+    before_mpi_ends(check_all_received)
     return MESSAGE
 
 

@@ -31,7 +31,7 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, named_leaves
 from jaxmpi.core.random_keys import packed, unpacked
-from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, prepare
+from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, mpi_end, prepare
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
@@ -135,6 +135,8 @@ class MpiProcesses:
         self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
         self._meet()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
+        # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
         failures.install_hooks(failures.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
@@ -617,8 +619,9 @@ def abort(code: int) -> NoReturn:
     from mpi4py import MPI
 
     failures.let_be_heard()
-    MPI.COMM_WORLD.Abort(code)
-    os._exit(code)  # not reached if MPI keeps its word
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # after MPI, or if it does not keep its word
 
 
 def finalize() -> None:
