@@ -21,7 +21,6 @@ from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
 from jaxmpi.data.sources.web_dataset import webdataset
 
-
 SPLITS = ("train", "validation")
 
 
