@@ -55,6 +55,11 @@ def blob(image: Image.Image, form: str, **kwargs) -> bytes:
     return file.getvalue()
 
 
+def test_another_split_is_refused_with_those_there_are():
+    with pytest.raises(UsageError, match="split: got 'val'; expected one of train, validation"):
+        open_source(Data("digits"), "val")
+
+
 def test_every_source_is_in_the_table():
     images = {"digits", "synthetic", "array", "imagefolder", "batchfiles", "tfds", "packed"}
     assert set(SOURCES) == images | {
@@ -379,6 +384,7 @@ class TestImageFolder:
         with pytest.raises(CorruptExample, match=rf"{path} \(example {index}\) is corrupt") as caught:
             source[index]
         assert (caught.value.where, caught.value.index) == (str(path), index)
+        assert " object at " not in caught.value.fault
 
     def test_a_file_that_vanished_is_not_called_corrupt(self, folder):
         source = open_source(folder_data(folder), "train")

@@ -274,7 +274,7 @@ def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_pa
 
 
 def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_known(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="step: got 301; the run ends with step 300"):
+    with pytest.raises(UsageError, match="step: got 301; no worker comes beyond step 300"):
         fault_injection.parse("nan:step=301", 4, last_step=300)
     assert fault_injection.parse("nan:step=300", 4, last_step=300).step == 300
     monkeypatch.setattr(fault_injection, "_ordered", None)

@@ -162,14 +162,15 @@ def test_a_forked_child_ends_without_its_parents_job(tmp_path):
 
 
 @pytest.mark.e2e
-def test_a_script_may_end_with_exchanges_that_nobody_has_waited_for(tmp_path):
+@pytest.mark.parametrize("end", ["", "from mpi4py import MPI\nMPI.Finalize()\n"], ids=["exit", "finalize"])
+def test_a_script_may_end_with_exchanges_that_nobody_has_waited_for(end, tmp_path):
     """MPI ends after mpi4jax's hook, which waits for them; before it, ranks would end each other."""
     (tmp_path / "job.py").write_text(
         "import jax, jax.numpy as jnp, jaxmpi\n"
         "jaxmpi.world()\n"
         "f, x = jax.jit(lambda x: jaxmpi.exchange(x, 'asa32')), jnp.ones(1 << 22)\n"
         "f(x).block_until_ready()\n"
-        "for _ in range(30):\n    y = f(x)\n"
+        "for _ in range(30):\n    y = f(x)\n" + end
     )
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
     assert (ended.code, ended.timed_out, ended.out) == (0, False, "")

@@ -105,7 +105,7 @@ def test_a_run_directory_that_cannot_be_written(tmp_path):
 
 def test_a_file_is_no_run_directory(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(UsageError, match=r"cannot be used: '.*/file' is a file, not a folder; name another"):
         claim(run_dir=str(tmp_path / "file"))
 
 

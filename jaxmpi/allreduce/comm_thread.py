@@ -13,7 +13,6 @@ different programs. `open` therefore has the thread compare over ranks which exc
 for that. The comparison travels while the program computes; waiting for it in `open` would put it before each step.
 """
 
-import atexit
 import functools
 import hashlib
 import json
@@ -37,6 +36,7 @@ from jaxmpi.core import scheduling
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import host_callbacks, spans
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 THREAD = "jaxmpi exchange"
 OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "start", "done", "send", "collect"))
@@ -116,7 +116,7 @@ class CommThread:
             host_callbacks.register(name, function, ends_job=True)
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
-        atexit.register(self.stop)
+        before_mpi_ends(self.stop)
 
     def stop(self) -> None:
         """End the thread once programs that still run have had their sums, and what is under way has arrived."""
@@ -286,8 +286,9 @@ class CommThread:
         """Give up on ranks that do not come; those that do ask each other who is not there."""
         waited_s = self._waited.look()
         if self._segments and (waited_s > TIMEOUT_S or (waited_s > PATIENT_S and self.control.is_asked())):
+            late = self.control.in_job(self.control.late())
             raise TrainingError(
-                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {self.control.late()}; all ranks "
+                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {late}; all ranks "
                 "must exchange as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
 

@@ -27,11 +27,14 @@ def why_not(strategy: str, comm: Comm) -> str:
         return "workers are not MPI ranks"
     if comm.processes.size < world().size:
         return "workers are a part of the job's ranks"
-    if not parse(strategy).has_sum_on_host(comm.hosts):
+    chosen = parse(strategy)
+    if not (chosen.spec.on_host and chosen.wire.on_host):
         able = ", ".join(name for name, row in STRATEGIES.items() if row.on_host)
+        return f"strategy {strategy} does not run beside a program; {able} do"
+    if not chosen.has_sum_on_host(comm.hosts):
         return (
-            f"strategy {strategy} is not among {able}, or not for these ranks: "
-            "hier-<cross> needs equally many on every host, tree 2, 4, 8 or another power of two"
+            f"strategy {strategy} is not for these ranks: hier-<cross> needs equally many on every host, tree 2, 4, 8 "
+            "or another power of two"
         )
     if not comm.processes.may_overlap:
         return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"

@@ -31,7 +31,7 @@ from jaxmpi.allreduce.call_order import callers
 from jaxmpi.allreduce.comm_thread import COLLECT, OPEN, SEND
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, why_not
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.mpi import workers_of
+from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import OVERLAPS, check_bucket_bytes
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -60,8 +60,8 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
     check(not (must and reason), f"exchange.overlap: got {asked}, but {reason}; use off or auto")
     if asked == "delayed":
         return not reason, "overlap delayed: gradients are applied one step late, which is not synchronous SGD"
-    if asked == "auto" and not reason and len(set(comm.hosts)) == 1:
-        reason = "all ranks are on one host"
+    if asked == "auto" and not unfit and isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1:
+        reason = "all ranks are on one host"  # whatever else there is: it is the one that no option changes
     reason = "as set" if asked == "off" else reason
     on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"

@@ -85,7 +85,9 @@ def usable() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"the run directory cannot be used: {error}; name another with --run-dir") from error
+        is_file = isinstance(error, FileExistsError)  # a folder that exists is no error
+        why = f"{str(error.filename)!r} is a file, not a folder" if is_file else error
+        raise UsageError(f"the run directory cannot be used: {why}; name another with --run-dir") from error
 
 
 @contextlib.contextmanager

@@ -198,8 +198,8 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
     given = [int(n) for n in counts] if counts is not None else _known_to_all(chosen, rows)
     check(
         len(given) == chosen.size and given[_rank(chosen)] == rows,
-        f"allgatherv: rank {chosen.rank}: counts: got {given} with {rows} rows here; expected {chosen.size} numbers, "
-        "of which this rank's is the number of its rows",
+        f"allgatherv: rank {_number(chosen)}: counts: got {given} with {rows} rows here; expected {chosen.size} "
+        "numbers, of which this rank's is the number of its rows",
     )
     return _moved("allgatherv", x, chosen, counts=tuple((n,) * chosen.size for n in given))
 
@@ -221,14 +221,19 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
     chosen, rows, given = _comm_of("alltoallv", comm), _rows("alltoallv", x), [int(n) for n in send_counts]
     check(
         len(given) == chosen.size and sum(given) == rows and min(given) >= 0,
-        f"alltoallv: rank {chosen.rank}: send_counts: got {given} for {rows} rows; expected {chosen.size} numbers that "
-        "add up to the rows",
+        f"alltoallv: rank {_number(chosen)}: send_counts: got {given} for {rows} rows; expected {chosen.size} numbers "
+        "that add up to the rows",
     )
     return _moved("alltoallv", x, chosen, counts=tuple(map(tuple, _known_to_all(chosen, given))))
 
 
 def _rank(comm: Comm) -> int:
     return int(comm.rank)
+
+
+def _number(comm: Comm) -> int | jax.Array:
+    """This rank's number in the job, for errors."""
+    return comm.processes.numbers[comm.rank] if isinstance(comm, MpiComm) else comm.rank
 
 
 def _known_to_all(comm: Comm, value: Any) -> list[Any]:
@@ -247,8 +252,8 @@ def _check_rows(operation: str, x: PyTree, comm: Comm) -> None:
     for path, leaf in named_leaves(x):
         check(
             np.shape(leaf)[:1] == (comm.size,),
-            f"{operation}: rank {comm.rank}: leaf {path or '(the array itself)'!r} has shape {list(np.shape(leaf))}; "
-            f"expected {comm.size} rows, one for each rank",
+            f"{operation}: rank {_number(comm)}: leaf {path or '(the array itself)'!r} has shape "
+            f"{list(np.shape(leaf))}; expected {comm.size} rows, one for each rank",
         )
 
 

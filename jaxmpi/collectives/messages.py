@@ -11,7 +11,6 @@ ranks may both send first. It looks again at its next message, and before the pr
 Programs reach this through a handler in Python, mpi4py below it. On GPUs they call mpi4jax instead, unchecked.
 """
 
-import atexit
 import functools
 import itertools
 import struct
@@ -27,6 +26,7 @@ from jaxmpi.comm.polling import wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import failures, host_callbacks
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 MESSAGE = "jaxmpi: a message between two ranks"
 HEADER = struct.Struct("qq80s160s")  # sender's rank, tag, dtype and shape, the sender's call
@@ -129,7 +129,7 @@ _unreceived: list[Unreceived] = []
 def _registered() -> str:
     """Name of the handler, which is registered at the first use."""
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
-    atexit.register(check_all_received)
+    before_mpi_ends(check_all_received)
     return MESSAGE
 
 
@@ -180,7 +180,8 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
     """Begin to send a header and an array."""
     _unreceived[:] = [sent for sent in _unreceived if not sent.request.Test()]
     header = np.frombuffer(HEADER.pack(comm.rank, tag, type_of(x).encode(), line.encode()), np.uint8)
-    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), f"rank {comm.rank}: {line}"))
+    me = comm.processes.numbers[comm.rank]
+    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), f"rank {me}: {line}"))
     return [comm.messages.Isend(part, dest, tag) for part in _parts(x)]
 
 
@@ -199,10 +200,11 @@ def _received(
     yield [comm.messages.Irecv(header, ranks, tags)]
     rank, its_tag, *texts = HEADER.unpack(header.tobytes())
     theirs, call = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+    numbers = comm.processes.numbers
     check(
         theirs == type_of(y),
-        f"{line}: rank {comm.rank} expects {type_of(y)}, but got {theirs} from rank {rank}'s {call}; give both the "
-        "same shape and dtype, or tell the messages apart by tags",
+        f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
+        f"{call}; give both the same shape and dtype, or tell the messages apart by tags",
     )
     yield [*(comm.messages.Irecv(part, rank, its_tag) for part in _parts(y)), *sending]
     if status:

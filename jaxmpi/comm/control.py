@@ -31,7 +31,7 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, named_leaves
 from jaxmpi.core.random_keys import packed, unpacked
-from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, prepare
+from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, mpi_end, prepare
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
@@ -135,6 +135,8 @@ class MpiProcesses:
         self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
         self._meet()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
+        # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
         failures.install_hooks(failures.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
@@ -417,7 +419,7 @@ class MpiProcesses:
         if self.local_size == self.size:
             self._arrive(here, "a barrier of this host", limit_s)
         elif not wait(here, limit_s):
-            ranks = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+            ranks = self.in_job([rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]])
             raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
 
     def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
@@ -437,7 +439,7 @@ class MpiProcesses:
             return made
         with lost_ranks_left_out():
             if not wait(self._local.Irecv(word, 0, tag=6), timeout_s):
-                first = self.hosts.index(self.hosts[self.rank])
+                first = self.numbers[self.hosts.index(self.hosts[self.rank])]
                 raise TrainingError(
                     f"late: rank {first}, the first of this host: {timeout_s:g} s, and it has not compiled what others "
                     "take from the cache then; its process is stuck, or --stall-timeout-s too short"
@@ -478,7 +480,8 @@ class MpiProcesses:
             return
         late = self.late()
         if not (failures.go_on_without(late) and wait(request, 4 * LATE_S)):
-            raise TrainingError(f"{what}: rank {late} did not answer in time; all ranks must call it")
+            absent = self.in_job(late)
+            raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it")
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the largest over ranks of i64[n]; it is there when asked for.
@@ -557,10 +560,16 @@ class MpiProcesses:
         odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
         if odd:
             places = self.allgather_object(mine.what)
-            check(len(set(places)) == 1, different_calls(dict(enumerate(places))))
+            numbers = self.numbers
+            check(len(set(places)) == 1, different_calls(dict(zip(numbers, places, strict=True))))
             values = [json.dumps(value) for value in self.allgather_object(mine.value)]
-            lines = [line for rank in odd[:8] for line in differences(rank, values[0], values[rank])]
+            pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in odd[:8]]
+            lines = [line for pair in pairs for line in differences(*pair)]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+
+    def in_job(self, ranks: Sequence[int]) -> list[int]:
+        """The launcher's numbers of these ranks, which messages have: these processes may be a part of the job."""
+        return [self.numbers[rank] for rank in ranks]
 
     def late(self) -> list[int]:
         """Who is not here, by rank 0's word: it asks the others, they report to it, and it tells those that did."""
@@ -610,8 +619,9 @@ def abort(code: int) -> NoReturn:
     from mpi4py import MPI
 
     failures.let_be_heard()
-    MPI.COMM_WORLD.Abort(code)
-    os._exit(code)  # not reached if MPI keeps its word
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # after MPI, or if it does not keep its word
 
 
 def finalize() -> None:

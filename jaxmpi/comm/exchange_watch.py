@@ -5,7 +5,6 @@ message, reads it and puts it back. If it finds the same exchange twice it tells
 waits with it; those who say nothing within the time limit are absent. Ranks in step never send anything here.
 """
 
-import atexit
 import contextlib
 import sys
 import threading
@@ -21,6 +20,7 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 FREE, WAITS, HELD = range(3)  # tags: nobody has the turn; an exchange waits for it; an exchange has it
 LOOK_S = 0.5  # between looks
@@ -49,7 +49,7 @@ class ExchangeWatch:
         self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
         if processes.may_overlap:  # else MPI may not be called beside a program that exchanges
             self._thread.start()
-            atexit.register(self._stop)
+            before_mpi_ends(self._stop)
 
     def held(self) -> Call | None:
         """The exchange that this process is in; None if it is in none."""

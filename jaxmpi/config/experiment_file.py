@@ -57,7 +57,7 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     elif path and "--data.mean" in names:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
     for name in flags.unknown_flags(argv, base):
-        raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(base))}")
+        raise unknown_field(name, flags.flags(base))
     experiment = overridden(base, argv, str(path or "an experiment"), tables or {})
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
@@ -75,7 +75,15 @@ def refuse_unknown(argv: Sequence[str]) -> None:
     known = Experiment()
     for name in flags.unknown_flags(with_new_names([hyphens(arg) for arg in argv], lambda text: None), known):
         if "." not in name:
-            raise UsageError(f"unknown field --{name}; {errors.nearest(name, flags.flags(known))}")
+            raise unknown_field(name, flags.flags(known))
+
+
+def unknown_field(name: str, known: Mapping[str, Any]) -> UsageError:
+    """The error of a flag that is no field: the nearest, and of a part's fields those of that part."""
+    part = name.partition(".")[0]
+    beside = ", ".join(sorted(field for field in known if field.startswith(f"{part}.")))
+    listed = f"there are: {beside}; " if beside else ""
+    return UsageError(f"unknown field --{name}; {errors.hint(name, known)}{listed}--help lists all")
 
 
 def say_once(text: str) -> None:

@@ -59,10 +59,14 @@ ELSEWHERE = {
 
 def nearest(name: str, known: Mapping[str, Any]) -> str:
     """The tail of an error about an unknown name: the nearest known one, and all of them."""
+    return f"{hint(name, known)}there are: {', '.join(sorted(known))}"
+
+
+def hint(name: str, known: Mapping[str, Any]) -> str:
+    """The nearest known name as a question; empty if none is near."""
     meant = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
     close = meant or difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}there are: {', '.join(sorted(known))}"
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def check(holds: bool, message: str) -> None:

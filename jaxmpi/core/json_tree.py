@@ -4,15 +4,15 @@ import json
 from typing import Any
 
 
-def differences(rank: int, expected: str, got: str) -> list[str]:
-    """Lines `rank 3: path: got X, expected Y (rank 0)` for two JSON values that differ."""
+def differences(rank: int, got: str, first: int, expected: str) -> list[str]:
+    """Lines `rank 3: path: got X, expected Y (rank 0)` for the JSON values of a rank and of the first one."""
     ours, theirs = flatten_json(json.loads(expected)), flatten_json(json.loads(got))
     lines = [
-        f"  rank {rank}: {path}: got {theirs.get(path, 'nothing')}, expected {ours.get(path, 'nothing')} (rank 0)"
+        f"  rank {rank}: {path}: got {theirs.get(path, 'nothing')}, expected {ours.get(path, 'nothing')} (rank {first})"
         for path in [*ours, *(p for p in theirs if p not in ours)]
         if ours.get(path) != theirs.get(path)
     ]
-    return lines or [f"  rank {rank}: order: got {', '.join(theirs)}; expected {', '.join(ours)} (rank 0)"]
+    return lines or [f"  rank {rank}: order: got {', '.join(theirs)}; expected {', '.join(ours)} (rank {first})"]
 
 
 def flatten_json(value: Any, path: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ damaged files) goes to Pillow, which decides what is an image and what is not.
 import contextlib
 import functools
 import io
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
 # Of a JPEG that libjpeg-turbo decodes, and of an image that has been scaled; Pillow warns of larger files, and refuses
 # the largest.
 MAX_PIXELS = 1 << 26
+OBJECT = re.compile(r" <\S+ object at \w+>")  # the bytes, which Pillow names so
 MAX_SCANS = 500  # of a progressive JPEG, which has ten: each goes over all blocks, and may be a few bytes
 
 
@@ -46,7 +48,8 @@ def corrupt_if_it_fails(blob: Any, where: str, index: int) -> Iterator[None]:
     except (MemoryError, ImportError):  # the machine's fault, and the installation's: no example is corrupt for them
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}" if len(blob) else "the file is empty"
+        said = OBJECT.sub("", f"{type(error).__name__}: {error}")
+        reason = said if len(blob) else "the file is empty"
         raise CorruptExample(where, index, reason) from error
 
 

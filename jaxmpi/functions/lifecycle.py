@@ -6,6 +6,7 @@ never runs the user's script: functions come to it as programs.
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
 from jaxmpi.functions.worker_group import DeviceGroup, ForkedGroup, Order, ProcessGroup, SumFailed, WorkerGroup
 from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
@@ -168,7 +170,7 @@ def led_ranks() -> ProcessGroup:
     if _led is None:
         _led = ranks(is_serial=True)
         if _led.line.rank == 0:
-            atexit.register(end_ranks, _led)
+            before_mpi_ends(functools.partial(end_ranks, _led))
         return _led
     check(not _lost, f"fork: {_lost}; start the job anew")
     return ProcessGroup(_led.line, _led.comm, _led.default_strategy, is_serial=True)

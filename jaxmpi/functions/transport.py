@@ -3,7 +3,6 @@
 A line carries orders from the master, reports of all, and arrays of any length. What is late or gone is named.
 """
 
-import atexit
 import functools
 import hashlib
 import itertools
@@ -28,6 +27,7 @@ from jaxmpi.comm.polling import YIELDS, WaitClock
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.runtime import job_folder
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 Arrays = Sequence[np.ndarray]
 
@@ -248,7 +248,7 @@ class MpiTransport:
             task = functools.partial(post.send, 0, {"rank": self.rank})
         else:
             return
-        atexit.register(every(WATCH_S, task))  # before MPI ends
+        before_mpi_ends(every(WATCH_S, task))
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
         """Length of the header, header with the arrays' shapes, then their bytes."""
@@ -306,8 +306,9 @@ class MpiTransport:
                 computing is not late.
         """
         if not patient(request, self.timeout_s):
+            late = self.control.in_job(self.control.late())
             raise OutOfStep(
-                f"rank {self.control.late()} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
+                f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
                 "it (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
 

@@ -375,7 +375,7 @@ def judged(what: str, reports: list[Report], errors: dict[int, Exception]) -> li
     if lacking:
         raise MissingPrograms(lacking)
     odd = [rank for rank, report in enumerate(reports) if report.text != reports[0].text][:8]
-    lines = [line for rank in odd for line in differences(rank, reports[0].text, reports[rank].text)]
+    lines = [line for rank in odd for line in differences(rank, reports[rank].text, 0, reports[0].text)]
     check(not odd, f"{what} differs between workers:\n" + "\n".join(lines[:24]))
     return reports
 

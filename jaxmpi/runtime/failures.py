@@ -33,6 +33,7 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.runtime.interrupts import INTERRUPTED as INTERRUPTED
 from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
 from jaxmpi.runtime.launchers import launched, my_rank
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 from jaxmpi.runtime.prepare import _prepared
 from jaxmpi.runtime.spared_threads import report_of
 
@@ -143,7 +144,7 @@ def install_hooks(job: Job) -> None:
     global _job
     _job = job
     install_excepthooks()
-    atexit.register(leave)
+    before_mpi_ends(leave)
 
 
 def note_spawned() -> None:

@@ -240,7 +240,7 @@ def parse(text: str, workers: int, last_step: int = 0) -> Fault:
     rank = -1 if values["rank"] == "all" else number(text, "rank", values["rank"])
     check(
         not last_step or step <= last_step,
-        f"--inject {text}: step: got {step}; the run ends with step {last_step}, so nothing would happen",
+        f"--inject {text}: step: got {step}; no worker comes beyond step {last_step}, so nothing would happen",
     )
     check(rank < workers, f"--inject {text}: rank: got {rank}; expected all, or 0 to {workers - 1}")
     lookup(dict.fromkeys(PLACES), values.get("at", "step"), "place of a fault (at)")

@@ -131,6 +131,17 @@ def test_trees_keep_their_structure_and_wider_sums_their_dtype():
     assert [float(x) for x in (*counts["hits"], counts["n"])] == [1.0, pytest.approx(1 / SIZE), 3.0]
 
 
+def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
+    part = COMM.split(0 if RANK else None)
+    if SIZE < 3 or part is None:
+        return
+    for call in (lambda f: f, jax.jit):  # outside jit, and while tracing
+        with pytest.raises(jaxmpi.UsageError, match=r"rank 2: shape.*: got \[2\], expected \[1\] \(rank 1\)"):
+            call(lambda x: mpi.allreduce(x, comm=part))(jnp.zeros(RANK))
+        with pytest.raises(jaxmpi.UsageError, match=r"rank 1 to 'allreduce.*, rank 2 to 'allgather"):
+            call(lambda x: (mpi.allreduce if RANK == 1 else mpi.allgather)(x, comm=part))(jnp.zeros(1))
+
+
 def test_parts_of_the_world_work_like_the_world():
     part = COMM.split(RANK % 2, key=-RANK)
     mine = [rank for rank in reversed(range(SIZE)) if rank % 2 == RANK % 2]

@@ -184,6 +184,12 @@ def kept() -> list[int]:
     return [len(gc.get_objects()), threading.active_count(), len(courier().jobs)]
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one worker exchanges nothing")
+def test_auto_is_off_on_one_host_whatever_the_strategy():
+    for strategy in ("asa32", "shm", "root"):
+        assert overlap.chosen("auto", strategy, COMM) == (False, "overlap off: all ranks are on one host")
+
+
 def test_what_is_sent_late_and_never_asked_for_is_not_kept():
     late = overlap.delayed_gradients("ring32")
     step, state = jax.jit(lambda x, state: late.update(x * 1, state)), late.init(jnp.zeros(3))

@@ -6,7 +6,7 @@ A new source is one class and one row in `SOURCES`.
 from collections.abc import Callable
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import lookup
+from jaxmpi.core.errors import check, lookup
 from jaxmpi.data.sources.arrays import array, digits, synthetic
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
@@ -21,6 +21,8 @@ from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
 from jaxmpi.data.sources.web_dataset import webdataset
 
+SPLITS = ("train", "validation")
+
 
 def open_source(config: Data, split: str) -> Source:
     """The source that `data.source` names.
@@ -30,9 +32,9 @@ def open_source(config: Data, split: str) -> Source:
         split: "train" or "validation"; `data.train_split` and so on say what it is called there.
 
     Raises:
-        UsageError: no such source, or its data are missing: the error says what is expected where.
+        UsageError: no such source or split, or its data are missing: the error says what is expected where.
     """
-    assert split in ("train", "validation"), split
+    check(split in SPLITS, f"split: got {split!r}; expected one of {', '.join(SPLITS)}")
     return lookup(SOURCES, config.source, "data source")(config, split)
 
 
