@@ -31,6 +31,7 @@ from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.host_comm import HostComm, Requests, some_are_complete
 from jaxmpi.comm.agreement import different_calls, fingerprint
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.exchange_watch import BESIDE
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core import scheduling
@@ -238,7 +239,8 @@ class CommThread:
         what = opening.what.encode()
         mine = hashlib.sha256(what).digest() + what[-WHAT_BYTES:].ljust(WHAT_BYTES)  # the innermost lines come last
         rows = np.empty((self.comm.size, len(mine)), np.uint8)
-        yield [self._openings_comm.Iallgather(np.frombuffer(mine, np.uint8), rows)]
+        with self.control.roll.waiting(BESIDE, opening.what):
+            yield [self._openings_comm.Iallgather(np.frombuffer(mine, np.uint8), rows)]
         if (rows != rows[0]).any():
             whats = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
             digests = [row[:4].tobytes().hex() for row in rows]
@@ -286,9 +288,10 @@ class CommThread:
         """Give up on ranks that do not come; those that do ask each other who is not there."""
         waited_s = self._waited.look()
         if self._segments and (waited_s > TIMEOUT_S or (waited_s > PATIENT_S and self.control.is_asked())):
+            late = self.control.late()
             raise TrainingError(
-                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {self.control.late()}; all ranks "
-                "must exchange as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange "
+                f"as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time){self.control.roll.where(late)}"
             )
 
 

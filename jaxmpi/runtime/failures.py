@@ -353,6 +353,11 @@ def unread(fd: int) -> int:
         return 0
 
 
+def is_at_work() -> bool:
+    """Return True within `at_work`."""
+    return _job is not None and _job.working
+
+
 def leave() -> None:
     """At exit: wait for the other ranks, or end them if they would wait for this one for ever."""
     if _job is None or _job.size == 1:
