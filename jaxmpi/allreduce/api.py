@@ -49,7 +49,7 @@ def exchange(
 
     Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size, and keeps their
     dtypes and shapes. Numbers of Python and NumPy may be among them, as metrics are, and float64: each such leaf that
-    is no float of 16 or 32 bits for JAX is summed in its own type, whatever the strategy; a mean of integers is a float.
+    is no float of 16 or 32 bits for JAX is summed in its own type, whatever the strategy; means of integers are floats.
 
     Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
     in 32 bits.

@@ -309,6 +309,17 @@ def exit_code(error: BaseException | None) -> int:
     return next((code for kind, code in codes if isinstance(error, kind)), 1)
 
 
+def leave_with(code: object) -> None:
+    """End the job if a rank leaves by `sys.exit` with what is no success; nothing otherwise."""
+    if code in (0, None):
+        return
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+    number = code if isinstance(code, int) else 1
+    sys.stderr.write(f"jaxmpi: {who()} has left with exit code {number}; ending the job\n")
+    end_job(number)
+
+
 def end_job(code: int) -> NoReturn:
     """End all ranks with `code`, from any thread; by SIGKILL if a launcher might take that for 0."""
     sys.stdout.flush()

@@ -1,6 +1,8 @@
 """Parts around the exchange of a loop of one's own, for any number of ranks, each of which knows what all hold."""
 
 import math
+import re
+import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxmpi
+from jaxmpi.comm import exchange_watch
 from jaxmpi.comm.control import SoloProcesses, processes
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.sampler import Sampler
@@ -87,6 +90,17 @@ def test_keys_differ_and_rank_0_alone_acts(capsys):
     if RANK == 0:
         with pytest.raises(jaxmpi.UsageError, match=r"on_rank0.*jaxmpi.exchange on rank 0 alone.*call it on all ranks"):
             jaxmpi.on_rank0(lambda: jaxmpi.exchange(jnp.ones(2)))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+def test_a_rank_that_is_waited_for_is_named_with_its_line(monkeypatch, capfd):
+    monkeypatch.setattr(exchange_watch, "SAID_AFTER_S", 0.6)
+    last, line = SIZE - 1, r"test_own_loop_over_mpi.py:\d+ in test_a_rank_that_is_waited_for_is_named_with_its_line"
+    if RANK == last:
+        time.sleep(3)
+    jaxmpi.metrics.sum(1)
+    late = rf"waits in jaxmpi.metrics.sum, {line} for rank {last}, for 0.6 s now; all ranks must call it"
+    assert len(re.findall(rf"{late}; rank {last} is at {line}\n", capfd.readouterr().err)) == (RANK != last)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
