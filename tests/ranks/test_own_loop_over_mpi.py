@@ -183,3 +183,35 @@ def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
         assert (alone.own["debt"] == (SIZE - 1) / 2).all()
         assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
     processes().barrier()
+
+
+# ---------------------------------------------------------------- docs/porting.md
+
+MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Loops of one's own")[2]
+ELSEWHERE = ("mpirun", "jaxmpi.Trainer(", 'jaxmpi.exchange(x, comm=jaxmpi.AxisComm("i", n))')  # other tests have these
+
+
+def lines_of_ours() -> list[str]:
+    """What the tables of moves have in their second column, as code."""
+    cells = [row.split(" | ")[-1] for row in MOVES.splitlines() if row.startswith("| ")]
+    spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
+    parts = {".split(color, key)": "comm.split(color, key)", "jaxmpi.wait(h)": "", "optimizer.stateless_apply": ""}
+    lines = [parts.get(span, re.sub("^(exchange_g)", r"jaxmpi.\1", span)) for span in spans]
+    return [line for line in dict.fromkeys(lines) if line and not line.startswith(ELSEWHERE)]
+
+
+def test_every_line_of_ours_in_the_table_of_moves_runs(tmp_path_factory):
+    folder = processes().bcast_object(str(tmp_path_factory.mktemp("moves")))
+    params, x = {"w": jnp.ones(2)}, jnp.arange(2.0 * SIZE).reshape(SIZE, 2)
+    known: dict[str, Any] = {"jaxmpi": jaxmpi, "mpi": jaxmpi.collectives, "optax": optax, "comm": COMM, "x": x, "y": x}
+    known |= {"a": RANK, "b": RANK, "color": 0, "key": -RANK, "ranks": [0], "params": params, "grads": params, "k": 2}
+    known |= {"opt": optax.sgd(0.1), "chain": optax.sgd(0.1), "batches": [1, 2], "data": x, "effective_batch": SIZE}
+    known |= {"folder": folder, "step": 1, "shared": params, "own": params, "value": 1.5, "count": 3}
+    lines = lines_of_ours()
+    assert len(lines) > 35
+    for line in lines:
+        if line.startswith("h = "):
+            started = f"def program(x):\n    {line}\n    return jaxmpi.wait(h)"
+            exec(f"import jax\n{started}\njax.jit(program)(x)", known)
+        else:
+            exec(f"{line}: pass" if line.startswith("for ") else line, known)
