@@ -58,15 +58,15 @@ MISTAKES = {  # what ranks run, and what the error says
     ),
     "one rank is missing": (
         "if rank == 0: f(x).block_until_ready()\nelse: time.sleep(60)",
-        r"rank 0 waited \d s in exchange 1 of the job \(allreduce.* for rank 1;.*; rank 1 is at <string>:14 in ",
+        r"rank 0 waited \d s in exchange 1 of the job \(allreduce.* for rank 1;.*; rank 1 is at <string>:12 in ",
     ),
     "one rank alone makes a first call": (
         "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)\nelse: time.sleep(60)",
-        r"rank \[1\] did not answer in time; all ranks must call it; rank 1 is at <string>:14 in <module>",
+        r"rank \[1\] did not answer in time; all ranks must call it; rank 1 is at <string>:12 in <module>",
     ),
     "one rank is missing at a started operation": (
         STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()\nelse: time.sleep(60)",
-        r"comparison of allreduce.* has waited \d s for rank \[1\];.*; rank 1 is at <string>:20 in <module>",
+        r"comparison of allreduce.* has waited \d s for rank \[1\];.*; rank 1 is at <string>:18 in <module>",
     ),
     "one rank waits in another way": (
         "if rank == 0: f(x).block_until_ready()\nelse: mpi.recv(x, 0)",
@@ -78,7 +78,7 @@ MISTAKES = {  # what ranks run, and what the error says
     ),
     "the script of one rank has ended before a first call": (
         "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)",
-        r"rank 0 waits in allreduce, <string>:13 in <lambda>.* for rank 1, whose script has ended;",
+        r"rank 0 waits in allreduce, <string>:11 in <lambda>.* for rank 1, whose script has ended;",
     ),
     "the script of one rank has ended before a started operation": (
         STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()",
@@ -106,7 +106,7 @@ MISTAKES = {  # what ranks run, and what the error says
     ),
     "a receive without a send": (
         "if rank == 1: mpi.recv(x, 0)\nelse: time.sleep(60)",
-        r"recv\(float32\[3\], source=0\), <string>:\d+ in <module> has waited 5 s;.*; rank 0 is at <string>:14 in ",
+        r"recv\(float32\[3\], source=0\), <string>:\d+ in <module> has waited 5 s;.*; rank 0 is at <string>:12 in ",
     ),
     "a message of another shape": (
         "mpi.send(jnp.ones(4), 1) if rank == 0 else mpi.recv(x, 0)",

@@ -145,7 +145,7 @@ def check_all_received() -> None:
             is_received = wait(request, limit_s)
         if not is_received:
             expected = "nobody has received it; expected a recv of that rank, source and tag"
-            where = comm.processes.roll.where([dest])
+            where = comm.processes.roll.where([comm.processes.numbers[dest]])
             failures.fail(TrainingError(f"rank {comm.rank}: {what}: {expected}{where}"), None)
 
 
@@ -154,11 +154,12 @@ def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], comm:
     for requests in steps(_comms[comm], operands, results, **options):
         for request in requests:
             if not wait(request, TIMEOUT_S):
-                partners = sorted({options["source"], options["dest"]} - {ANY, NOBODY})
+                processes = _comms[comm].processes
+                partners = [processes.numbers[r] for r in sorted({options["source"], options["dest"]} - {ANY, NOBODY})]
                 raise TrainingError(
                     f"{options['line']} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must "
                     "call its part (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
-                    f"{_comms[comm].processes.roll.where(partners)}"
+                    f"{processes.roll.where(partners)}"
                 )
 
 

@@ -207,7 +207,8 @@ class Lane:
             self._jobs.append(job)
             begins, self._is_busy = not self._is_busy, True
         if begins:
-            self.thread.hand_over(Job(f"the comparison of {job.label}", np.empty(0), iter([self._compared()])))
+            steps, roll = iter([self._compared()]), self.comm.processes.roll
+            self.thread.hand_over(Job(f"the comparison of {job.label}", np.empty(0), steps, roll=roll))
 
     def _next(self) -> Job | None:
         with self._lock:

@@ -490,8 +490,9 @@ class MpiProcesses:
                 return
             late = self.late()
         if not (failures.go_on_without(late) and wait(request, 4 * LATE_S)):
-            where = self.roll.where(late)
-            raise TrainingError(f"{what}: rank {late} did not answer in time; all ranks must call it{where}")
+            named = [self.numbers[rank] for rank in late]
+            where = self.roll.where(named)
+            raise TrainingError(f"{what}: rank {named} did not answer in time; all ranks must call it{where}")
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the largest over ranks of i64[n]; it is there when asked for.

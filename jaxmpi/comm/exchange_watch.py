@@ -64,7 +64,7 @@ class Wait:
     def text(self) -> str:
         """Describe it, with the line of the user's that waits, if Python does."""
         at = line_of_thread(self.thread) if self.thread else ""
-        return f"{self.what}, {at}" if at and at not in self.what else self.what
+        return f"{self.what}, {at}" if at and at.partition(" in ")[0] not in self.what else self.what
 
 
 class Turn(Protocol):
@@ -124,10 +124,10 @@ class Roll:
         finally:
             self.waits.discard(wait)
 
-    def where(self, ranks: Sequence[int]) -> str:
-        """Say where ranks were when they were asked, as the end of a message; empty if nobody has asked."""
-        told = [f"rank {self.numbers[rank]} {self.places[rank]}" for rank in ranks[:NAMED] if rank in self.places]
-        return "".join(f"; {place}" for place in told)
+    def where(self, numbers: Sequence[int]) -> str:
+        """Say where ranks, by their numbers in the job, were when they were asked; empty if nobody has asked."""
+        told = {self.numbers[rank]: place for rank, place in self.places.items()}
+        return "".join(f"; rank {number} {told[number]}" for number in numbers[:NAMED] if number in told)
 
     # ------------------------------------------------------------ the thread's own
 
@@ -177,7 +177,7 @@ class Roll:
             self._check_time(wait, absent, waited_s)
         is_answered = all(self.places.get(rank) != "does not answer" for rank in absent)
         if waited_s > SAID_AFTER_S and (is_answered or waited_s > wait.asked_s + ANSWER_S):
-            self._say(wait, self._late(wait, absent), self.where(absent))
+            self._say(wait, self._late(wait, absent), self.where(self._job_numbers(absent)))
             self._say(wait, self._check_turn(wait, waited_s))
 
     def _waits_too(self, rank: int, wait: Wait) -> bool:
@@ -205,9 +205,10 @@ class Roll:
     def _check_time(self, wait: Wait, absent: Sequence[int], waited_s: float) -> None:
         """Raise `TrainingError` with who has not come to an exchange of a program within the time limit."""
         if absent and waited_s > wait.limit_s:
+            where = self.where(self._job_numbers(absent))
             raise TrainingError(
                 f"rank {self.numbers[self.rank]} waited {waited_s:.0f} s in {wait.what} for rank {self._named(absent)};"
-                f" all ranks must come to it as often ({EXCHANGE_TIMEOUT} sets the time){self.where(absent)}"
+                f" all ranks must come to it as often ({EXCHANGE_TIMEOUT} sets the time){where}"
             )
 
     def _late(self, wait: Wait, absent: Sequence[int]) -> str:
@@ -239,8 +240,11 @@ class Roll:
             print(f"jaxmpi: {failures.who()}: {late}{where}", file=sys.stderr, flush=True)
             wait.said.add(late)
 
+    def _job_numbers(self, ranks: Sequence[int]) -> list[int]:
+        return [self.numbers[rank] for rank in ranks]
+
     def _named(self, ranks: Sequence[int]) -> str:
-        return ", ".join(str(self.numbers[rank]) for rank in ranks)
+        return ", ".join(map(str, self._job_numbers(ranks)))
 
     def _send(self, rank: int, tag: int, message: np.ndarray) -> None:
         self._sent.append((self.comm.Isend(message, rank, tag), message))
