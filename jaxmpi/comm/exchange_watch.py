@@ -46,7 +46,7 @@ class Call(NamedTuple):
     count: int  # how many of its way this process has begun
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True, slots=True)
 class Wait:
     """A wait of this rank for others, as long as it lasts."""
 
