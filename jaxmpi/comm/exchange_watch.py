@@ -67,6 +67,10 @@ class Wait:
         return f"{self.what}, {at}" if at and at.partition(" in ")[0] not in self.what else self.what
 
 
+def _must(wait: Wait) -> str:
+    return "the other rank must call its part" if wait.way == PARTNER else "all ranks must call it as often"
+
+
 class Turn(Protocol):
     """Where this process's programs are, as far as they leave messages to their own process."""
 
@@ -199,7 +203,7 @@ class Roll:
         if gone and (not is_message or gone == [*wait.partners]):
             raise TrainingError(
                 f"rank {self.numbers[self.rank]} waits in {wait.text()} for rank {self._named(gone)}, whose script has "
-                "ended; all ranks must come to it as often"
+                f"ended; {_must(wait)}"
             )
 
     def _check_time(self, wait: Wait, absent: Sequence[int], waited_s: float) -> None:
@@ -215,8 +219,7 @@ class Roll:
         """Who has not come to a wait for SAID_AFTER_S, in a sentence; empty if all have, or another will say it."""
         if not absent or (wait.way == CONTROL and failures.is_at_work()):  # the trainer's watchdog says it
             return ""
-        must = "all ranks must call it" if wait.way != PARTNER else "it must call its part"
-        late = f"for rank {self._named(absent)}, for {SAID_AFTER_S:g} s now; {must}"
+        late = f"for rank {self._named(absent)}, for {SAID_AFTER_S:g} s now; {_must(wait)}"
         return f"waits in {wait.text()} {late}"
 
     def _check_turn(self, wait: Wait, waited_s: float) -> str:

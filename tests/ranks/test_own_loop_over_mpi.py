@@ -99,7 +99,7 @@ def test_a_rank_that_is_waited_for_is_named_with_its_line(monkeypatch, capfd):
     if RANK == last:
         time.sleep(3)
     jaxmpi.metrics.sum(1)
-    late = rf"waits in jaxmpi.metrics.sum, {line} for rank {last}, for 0.6 s now; all ranks must call it"
+    late = rf"waits in jaxmpi.metrics.sum, {line} for rank {last}, for 0.6 s now; all ranks must call it as often"
     assert len(re.findall(rf"{late}; rank {last} is at {line}\n", capfd.readouterr().err)) == (RANK != last)
 
 
