@@ -21,7 +21,7 @@ from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.own_loop import checkpoints
 
-COMM = jaxmpi.world()
+COMM: Any = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
 
 
@@ -95,12 +95,19 @@ def test_keys_differ_and_rank_0_alone_acts(capsys):
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
 def test_a_rank_that_is_waited_for_is_named_with_its_line(monkeypatch, capfd):
     monkeypatch.setattr(exchange_watch, "SAID_AFTER_S", 0.6)
-    last, line = SIZE - 1, r"test_own_loop_over_mpi.py:\d+ in test_a_rank_that_is_waited_for_is_named_with_its_line"
-    if RANK == last:
-        time.sleep(3)
-    jaxmpi.metrics.sum(1)
-    late = rf"waits in jaxmpi.metrics.sum, {line} for rank {last}, for 0.6 s now; all ranks must call it as often"
-    assert len(re.findall(rf"{late}; rank {last} is at {line}\n", capfd.readouterr().err)) == (RANK != last)
+    roll, last, said, deadline_s = COMM.processes.roll, SIZE - 1, "", time.monotonic() + 60
+    line = r"test_own_loop_over_mpi.py:\d+ in test_a_rank_that_is_waited_for_is_named_with_its_line"
+    late = f"waits in a call for rank {last}, for 0.6 s now; all ranks must call it as often; rank {last}"
+    if RANK != last:
+        with roll.waiting(exchange_watch.BESIDE, "a call"):
+            while late not in said and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+                said += capfd.readouterr().err
+        assert re.search(rf"{late} waits in a barrier, {line}\n", said), said
+    COMM.processes.barrier()
+    if RANK == last:  # has called it as often now, for tests to come
+        with roll.waiting(exchange_watch.BESIDE, "a call"):
+            pass
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
