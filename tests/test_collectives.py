@@ -26,6 +26,7 @@ print("begun", flush=True)
 """
 LIMITS = {"JAXMPI_EXCHANGE_TIMEOUT_S": "5", "JAXMPI_AGREE_TIMEOUT_S": "5", "JAXMPI_EXIT_TIMEOUT_S": "5"}
 PART = "part = jaxmpi.world().split(0)\na = jax.jit(lambda x: mpi.allreduce(x, comm=part))\n"
+STARTED = "@jax.jit\ndef s(x):\n    h = jaxmpi.start(mpi.allreduce, x)\n    y = x + 1\n    return y * jaxmpi.wait(h)\n"
 MISTAKES = {  # what ranks run, and what the error says
     "another shape": (
         "mpi.allreduce(jnp.ones(3 + rank))",
@@ -57,20 +58,55 @@ MISTAKES = {  # what ranks run, and what the error says
     ),
     "one rank is missing": (
         "if rank == 0: f(x).block_until_ready()\nelse: time.sleep(60)",
-        r"rank 0 waited \d s in exchange 1 of the job \(allreduce.* for rank 1;",
+        r"rank 0 waited \d s in exchange 1 of the job \(allreduce.* for rank 1;.*; rank 1 is at <string>:12 in ",
+    ),
+    "one rank alone makes a first call": (
+        "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)\nelse: time.sleep(60)",
+        r"rank \[1\] did not answer in time; all ranks must call it; rank 1 is at <string>:12 in <module>",
+    ),
+    "one rank is missing at a started operation": (
+        STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()\nelse: time.sleep(60)",
+        r"comparison of allreduce.* has waited \d s for rank \[1\];.*; rank 1 is at <string>:18 in <module>",
+    ),
+    "one rank waits in another way": (
+        "if rank == 0: f(x).block_until_ready()\nelse: mpi.recv(x, 0)",
+        r"for rank 1;.*; rank 1 waits in recv\(float32|recv.* has waited 5 s;.*; rank 0 waits in exchange 1 of the job",
+    ),
+    "the script of one rank has ended": (
+        "if rank == 0: f(x).block_until_ready()",
+        r"rank 0 waits in exchange 1 of the job \(allreduce.* for rank 1, whose script has ended;",
+    ),
+    "the script of one rank has ended before a first call": (
+        "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)",
+        r"rank 0 waits in allreduce, <string>:11 in <lambda>.* for rank 1, whose script has ended;",
+    ),
+    "the script of one rank has ended before a started operation": (
+        STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()",
+        r"rank 0 waits in allreduce\(float32\[3\], op=sum\), <string>:\d+ in s for rank 1, whose script has ended;",
+    ),
+    "the script of one rank has ended before it sends": (
+        "if rank == 1: mpi.recv(x, 0)",
+        r"rank 1 waits in recv\(float32\[3\], source=0\), <string>:\d+ in <module> for rank 0, whose script has ended;",
     ),
     "one rank is missing on a part of the ranks": (
         PART + "a(x).block_until_ready()\nif rank == 0: a(x).block_until_ready()\nelse: time.sleep(60)",
         r"rank 0 waited \d s in exchange 1 of a communicator of 2 ranks \(allreduce.* for rank 1;",
     ),
-    "a send without a receive": ("if rank == 0: mpi.send(x, 1)", r"rank 0: send\(float32\[3\], dest=1, tag=0\), "),
+    "a send without a receive": (
+        "if rank == 0: mpi.send(x, 1)\nelse: time.sleep(60)",
+        r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;.*; rank 1 is at <string>",
+    ),
+    "a send without a receive until the script ends": (
+        "if rank == 0: mpi.send(x, 1)",
+        r"rank 0 waits in send\(float32\[3\], dest=1, tag=0\), .* for rank 1, whose script has ended;",
+    ),
     "a large send without a receive": (
         "if rank == 0: mpi.send(jnp.ones(10**6), 1)\nelse: time.sleep(60)",
         r"send\(float32\[1000000\], dest=1, tag=0\), <string>:\d+ in <module> has waited 5 s",
     ),
     "a receive without a send": (
         "if rank == 1: mpi.recv(x, 0)\nelse: time.sleep(60)",
-        r"recv\(float32\[3\], source=0\), <string>:\d+ in <module> has waited 5 s",
+        r"recv\(float32\[3\], source=0\), <string>:\d+ in <module> has waited 5 s;.*; rank 0 is at <string>:12 in ",
     ),
     "a message of another shape": (
         "mpi.send(jnp.ones(4), 1) if rank == 0 else mpi.recv(x, 0)",

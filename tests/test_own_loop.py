@@ -1,5 +1,7 @@
 """Parts of a loop of one's own that need a job by themselves."""
 
+import re
+
 import pytest
 
 from launching import mpirun
@@ -19,3 +21,41 @@ def test_a_world_after_the_first_array_warns_at_its_line():
     assert ended.code == 0, ended.out
     assert ended.out.count("<string>:5: UserWarning: JAX's device started before jaxmpi.world()") == 2, ended.out
     assert ended.out.count("sum 2") == 1
+
+
+FAILS = """
+import sys
+from mpi4py import MPI
+def load():
+    raise ValueError("no data here")
+sys.excepthook = lambda *error: print("a library's own words", flush=True)
+if MPI.COMM_WORLD.rank == 1:
+    {}
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("mistake", "code", "said"),
+    [
+        ("load()", 1, r"jaxmpi: rank 1/2 on \S+:\nTraceback.*\n.*fails.py\", line 8, in <module>\n.*\n.*in load"),
+        ("sys.exit(3)", 3, r"jaxmpi: rank 1/2 on \S+ has left with exit code 3; ending the job\n"),
+    ],
+)
+def test_jaxmpi_run_ends_the_job_with_the_rank_whose_script_fails_without_jaxmpi(mistake, code, said, tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS.format(mistake))
+    run = ("-c", "from jaxmpi.tools.cli import main; main()", "run", str(tmp_path / "fails.py"))
+    ended = mpirun(2, *run, timeout_s=60)
+    assert not ended.timed_out, ended.out
+    assert ended.code == code, ended.out
+    assert re.search(said, ended.out), ended.out
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_any_script_from_the_world_on():
+    script = "import time, jaxmpi\nrank = jaxmpi.world().rank\nif rank: raise ValueError('no data')\ntime.sleep(60)\n"
+    ended = mpirun(2, "-c", script, timeout_s=50)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 1, ended.out
+    assert re.search(r"jaxmpi: rank 1/2 on \S+ \(start\):\nTraceback.*\n.*line 3.*\nValueError: no data", ended.out)

@@ -57,7 +57,8 @@ def exchange(
     mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
 
     Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size, and keeps their
-    dtypes and shapes.
+    dtypes and shapes. Numbers of Python and NumPy may be among them, as metrics are, and float64: each such leaf that
+    is no float of 16 or 32 bits for JAX is summed in its own type, whatever the strategy; means of integers are floats.
 
     Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
     in 32 bits.
@@ -79,16 +80,16 @@ def exchange(
 
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
-            16- or 32-bit float (by path); ranks whose trees or options differ (rank, path, got, expected); a call by
+            float (by path); ranks whose trees or options differ (rank, path, got, expected); a call by
             one thread while another is in one; over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
     """
     check_op(op)
     check_bucket_bytes(bucket_bytes)
     check_strategy(strategy)
-    check_leaves(tree)
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = as_numbers(tree), jax.tree.structure(tree)
     if not leaves:
         return tree
+    tree = jax.tree.unflatten(structure, leaves)
     comm = workers_of(comm)
     if not isinstance(comm, AxisComm):
         check_may_send("jaxmpi.exchange")
@@ -166,7 +167,8 @@ class Choice(NamedTuple):
     def in_f32(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """The mean or sum by the comm's own allreduce, for the derivative along an axis."""
         divisor = self.comm.size if self.op == "mean" else 1
-        return [(self.comm.allreduce(leaf.astype(jnp.float32)) / divisor).astype(leaf.dtype) for leaf in leaves]
+        wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+        return [(self.comm.allreduce(x) / divisor).astype(leaf.dtype) for x, leaf in zip(wide, leaves, strict=True)]
 
     def held(self, leaves: list[jax.Array], tree: PyTree, is_part: bool) -> list[jax.Array]:
         """The exchange of a tree's leaves, inside or outside jit, without a derivative.
@@ -200,22 +202,42 @@ class Choice(NamedTuple):
         return self.order.leaves(count) if self.order else None
 
     def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
-        """Which leaves travel together; a strategy that takes all leaves at once gains nothing from fusing them."""
+        """Which leaves travel together; a strategy that takes all leaves at once gains nothing from fusing them.
+
+        Leaves that are summed in their own type are in none.
+        """
         bucket_bytes = 0 if parse(self.strategy).spec.means else self.bucket_bytes
-        return plan([leaf.size for leaf in leaves], bucket_bytes, self.ready(len(leaves)))
+        sizes = [leaf.size if leaf.dtype in FLOATS else 0 for leaf in leaves]
+        return plan(sizes, bucket_bytes, self.ready(len(leaves)))
 
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""
         if self.comm.size == 1:
-            return leaves
-        buckets = self.buckets(leaves)
-        return split_all(self.exchanged([fuse([leaves[i] for i in bucket]) for bucket in buckets]), leaves, buckets)
+            return [self.alone(leaf) for leaf in leaves]
+        buckets, own = self.buckets(leaves), in_own_type(leaves)
+        vectors = self.exchanged(
+            [*(fuse([leaves[i] for i in bucket]) for bucket in buckets), *(leaves[i] for i in own)]
+        )
+        out = split_all(vectors[: len(buckets)], leaves, buckets)
+        for i, total in zip(own, vectors[len(buckets) :], strict=True):
+            out[i] = total
+        return out
+
+    def alone(self, leaf: jax.Array) -> jax.Array:
+        """What one worker has of a leaf."""
+        return leaf if leaf.dtype in FLOATS or self.op == "sum" else leaf / 1
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
-        """The mean or sum of every vector over workers, in its shape and dtype."""
+        """The mean or sum of every vector over workers, in its shape and dtype; a mean of integers is a float."""
         divisor = self.comm.size if self.op == "mean" else 1
-        totals = sums([x.astype(jnp.float32) for x in vectors], self.strategy, self.comm, divisor)
-        return [total.astype(x.dtype) for x, total in zip(vectors, totals, strict=True)]
+        short = [x.astype(jnp.float32) for x in vectors if x.dtype in FLOATS]
+        totals = iter(sums(short, self.strategy, self.comm, divisor) if short else [])
+        return [next(totals).astype(x.dtype) if x.dtype in FLOATS else self.exact(x) for x in vectors]
+
+    def exact(self, x: jax.Array) -> jax.Array:
+        """The mean or sum of an array over workers, summed in its own type."""
+        total = self.comm.allreduce(x)
+        return total / self.comm.size if self.op == "mean" else total
 
 
 @functools.cache
@@ -225,7 +247,7 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
 
     def call(tree: PyTree) -> PyTree:
         if choice.comm.size == 1:
-            return jax.tree.map(jnp.asarray, tree)
+            return jax.tree.map(lambda leaf: choice.alone(jnp.asarray(leaf)), tree)
         leaves, structure = jax.tree.flatten(tree)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         agreed = programs[key][0] if key in programs else choice.fingerprint(tree)
@@ -246,6 +268,7 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
     """
     buckets = choice.buckets(like)
     alone = [bucket[0] for bucket in buckets if len(bucket) == 1]
+    alone += in_own_type(like)
     fused = [bucket for bucket in buckets if len(bucket) > 1]
     groups = [[like[i] for i in bucket] for bucket in fused]
     fuse_each = choice.comm.jit(lambda groups: [fuse(group) for group in groups])
@@ -273,15 +296,39 @@ def check_op(op: str) -> None:
     lookup({"mean": 0, "sum": 0}, op, "op")
 
 
+def in_own_type(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[int]:
+    """Which leaves no strategy sums, since 32 bits would falsify them."""
+    return [i for i, leaf in enumerate(leaves) if leaf.dtype not in FLOATS]
+
+
+def as_numbers(tree: PyTree) -> list[Any]:
+    """The leaves as arrays that `exchange` takes.
+
+    Raises:
+        UsageError: one is neither an array of floats nor a number (path). Arrays of integers are counters or keys more
+            often than what a mean is meant of.
+    """
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_number = isinstance(leaf, (int, float, np.integer, np.bool_))
+        if is_number or getattr(leaf, "dtype", None) == np.float64:
+            leaf = jnp.asarray(leaf, jnp.int32 if isinstance(leaf, (bool, np.bool_)) else None)
+        elif getattr(leaf, "dtype", None) not in FLOATS:
+            raise _not_taken(path, leaf, "floats: cast it, leave it out, or take jaxmpi.collectives.allreduce")
+        leaves.append(leaf)
+    return leaves
+
+
+def _not_taken(path: Any, leaf: Any, expected: str) -> UsageError:
+    where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)"
+    return UsageError(f"exchange: leaf {where!r} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected {expected}")
+
+
 def check_leaves(tree: PyTree) -> None:
     """Refuse leaves that a 32-bit sum would falsify."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype not in FLOATS:
-            raise UsageError(
-                f"exchange: leaf {jax.tree_util.keystr(path, simple=True, separator='/') or '(the tree itself)'!r} is "
-                f"{dtype or type(leaf).__name__}; expected float32, bfloat16 or float16: cast it, or leave it out"
-            )
+        if getattr(leaf, "dtype", None) not in FLOATS:
+            raise _not_taken(path, leaf, "float32, bfloat16 or float16: cast it, or leave it out")
 
 
 @jax.custom_jvp

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,11 +18,9 @@ from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.frames import LIBRARIES, is_users, line_of, module_of
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import host_callbacks
-
-LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools", "contextlib", "threading")
-
 
 # ---------------------------------------------------------------- in a program
 
@@ -93,30 +90,12 @@ def users_frames() -> list[FrameType]:
     return [frame for frame in stack[traced[0] if traced else 0 :] if is_users(frame)]
 
 
-def module_of(frame: FrameType) -> str:
-    """Name of the module whose code a frame runs."""
-    return frame.f_globals.get("__name__", "")
-
-
-def is_users(frame: FrameType) -> bool:
-    """Return True if a frame runs neither a library nor code without a file."""
-    name = frame.f_code.co_filename
-    is_made = name.startswith("<") and not name.startswith(("<string>", "<stdin>", "<ipython"))
-    is_installed = bool({"site-packages", "dist-packages"} & set(Path(name).parts))
-    return not (is_made or is_installed or module_of(frame).partition(".")[0] in LIBRARIES)
-
-
 def caller() -> str:
     """The line of the user's that is being run, as `train.py:12 in step`."""
     frame: Any = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         frame = frame.f_back
     return line_of(frame)
-
-
-def line_of(frame: FrameType) -> str:
-    """Describe a frame as `train.py:12 in step`."""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 # ---------------------------------------------------------------- threads

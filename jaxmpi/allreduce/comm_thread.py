@@ -30,6 +30,7 @@ from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.host_comm import HostComm, Requests, some_are_complete
 from jaxmpi.comm.agreement import different_calls, fingerprint
 from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.exchange_watch import BESIDE, Roll
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core import scheduling
@@ -58,6 +59,7 @@ class Job:
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
     waiting: Iterator[Iterator[Requests]]  # segments not yet begun
     opening: "Opening | None" = None  # the exchange's, if ranks compare which it is
+    roll: Roll | None = None  # of a comparison: where other ranks are
     under_way: int = 0  # segments
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
@@ -139,7 +141,8 @@ class CommThread:
         if what:  # first: ranks at different exchanges may have plans that some of them know already
             opening = Opening(what)
             self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
-            self.hand_over(Job(f"the comparison of {what}", np.empty(0), iter([self._compared(opening)])))
+            steps = iter([self._compared(opening)])
+            self.hand_over(Job(f"the comparison of {what}", np.empty(0), steps, roll=self.control.roll))
         if plan not in self._agreed:
             self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
             self._agreed.add(plan)
@@ -238,7 +241,8 @@ class CommThread:
         what = opening.what.encode()
         mine = hashlib.sha256(what).digest() + what[-WHAT_BYTES:].ljust(WHAT_BYTES)  # the innermost lines come last
         rows = np.empty((self.comm.size, len(mine)), np.uint8)
-        yield [self._openings_comm.Iallgather(np.frombuffer(mine, np.uint8), rows)]
+        with self.control.roll.waiting(BESIDE, opening.what):
+            yield [self._openings_comm.Iallgather(np.frombuffer(mine, np.uint8), rows)]
         if (rows != rows[0]).any():
             whats = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
             digests = [row[:4].tobytes().hex() for row in rows]
@@ -286,10 +290,10 @@ class CommThread:
         """Give up on ranks that do not come; those that do ask each other who is not there."""
         waited_s = self._waited.look()
         if self._segments and (waited_s > TIMEOUT_S or (waited_s > PATIENT_S and self.control.is_asked())):
-            late = self.control.in_job(self.control.late())
+            late, job = self.control.in_job(self.control.late()), self._segments[0].job
             raise TrainingError(
-                f"{self._segments[0].job.label} has waited {waited_s:.0f} s for rank {late}; all ranks "
-                "must exchange as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                f"{job.label} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange "
+                f"as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time){job.roll.where(late) if job.roll else ''}"
             )
 
 

@@ -80,9 +80,16 @@ batching.primitive_batchers[_exchange_p] = _refuse_to_map
 
 
 def differentiable(exchange: Exchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
-    """`run(leaves)`, with the derivative of an exchange; `run` itself sees nothing to differentiate."""
-    held = [jax.lax.stop_gradient(leaf) for leaf in leaves]
-    return _with_tangents(exchange, leaves, run(held))
+    """`run(leaves)`, with the derivative of an exchange; `run` itself sees nothing to differentiate.
+
+    Integers have none.
+    """
+    results = run([jax.lax.stop_gradient(leaf) for leaf in leaves])
+    smooth = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    given = _with_tangents(exchange, [leaves[i] for i in smooth], [results[i] for i in smooth])
+    for i, result in zip(smooth, given, strict=True):
+        results[i] = result
+    return results
 
 
 def _take_results(exchange: Exchange, leaves: list[jax.Array], results: list[jax.Array]) -> list[jax.Array]:

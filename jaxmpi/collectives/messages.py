@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, Call, like, type_of
+from jaxmpi.comm.exchange_watch import PARTNER
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
@@ -120,6 +121,8 @@ class Unreceived(NamedTuple):
 
     request: Any
     what: str
+    comm: MpiComm
+    dest: int
 
 
 _unreceived: list[Unreceived] = []
@@ -136,11 +139,15 @@ def _registered() -> str:
 def check_all_received() -> None:
     """Wait for receivers of what this process has sent, and end the job if there is none within the time limit."""
     jax.effects_barrier()
-    for request, what in _unreceived:
-        if not wait(request, min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)):
-            failures.fail(
-                TrainingError(f"{what}: nobody has received it; expected a recv of that rank, source and tag"), None
-            )
+    limit_s = min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
+    for request, what, comm, dest in _unreceived:
+        with comm.processes.roll.waiting(PARTNER, what, limit_s, dest):
+            is_received = wait(request, limit_s)
+        if not is_received:
+            expected = "nobody has received it; expected a recv of that rank, source and tag"
+            rank, partner = comm.processes.in_job([comm.rank, dest])
+            where = comm.processes.roll.where([partner])
+            failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
 
 
 def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], comm: int, **options: Any) -> None:
@@ -148,9 +155,12 @@ def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], comm:
     for requests in steps(_comms[comm], operands, results, **options):
         for request in requests:
             if not wait(request, TIMEOUT_S):
+                processes = _comms[comm].processes
+                partners = [processes.numbers[r] for r in sorted({options["source"], options["dest"]} - {ANY, NOBODY})]
                 raise TrainingError(
                     f"{options['line']} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must "
                     "call its part (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
+                    f"{processes.roll.where(partners)}"
                 )
 
 
@@ -167,27 +177,24 @@ def steps(
 ) -> Iterator[Requests]:
     """Send the first operand, if there is somebody to send to, and fill the result, in steps that wait for requests."""
     sending = _sent(comm, operands[0], dest, sendtag, line) if dest != NOBODY else []
-    if not results:
-        yield sending
-    elif source == NOBODY:
+    if results and source == NOBODY:
         np.copyto(results[0], operands[-1])
-        yield sending
-    else:
-        yield from _received(comm, results[0], source, recvtag, status, line, sending)
+    elif results:
+        yield from _received(comm, results[0], source, recvtag, status, line)
+    if sending:
+        with comm.processes.roll.waiting(PARTNER, line, partner=dest):
+            yield sending
 
 
 def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
     """Begin to send a header and an array."""
     _unreceived[:] = [sent for sent in _unreceived if not sent.request.Test()]
     header = np.frombuffer(HEADER.pack(comm.rank, tag, type_of(x).encode(), line.encode()), np.uint8)
-    me = comm.processes.numbers[comm.rank]
-    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), f"rank {me}: {line}"))
+    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), line, comm, dest))
     return [comm.messages.Isend(part, dest, tag) for part in _parts(x)]
 
 
-def _received(
-    comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str, sending: Requests
-) -> Iterator[Requests]:
+def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
     """Receive a header, compare it, and receive the array that it announces.
 
     Raises:
@@ -197,7 +204,8 @@ def _received(
 
     header = np.empty(HEADER.size, np.uint8)
     ranks, tags = MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag
-    yield [comm.messages.Irecv(header, ranks, tags)]
+    with comm.processes.roll.waiting(PARTNER, line, partner=None if source == ANY else source):
+        yield [comm.messages.Irecv(header, ranks, tags)]
     rank, its_tag, *texts = HEADER.unpack(header.tobytes())
     theirs, call = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     numbers = comm.processes.numbers
@@ -206,7 +214,7 @@ def _received(
         f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
         f"{call}; give both the same shape and dtype, or tell the messages apart by tags",
     )
-    yield [*(comm.messages.Irecv(part, rank, its_tag) for part in _parts(y)), *sending]
+    yield [comm.messages.Irecv(part, rank, its_tag) for part in _parts(y)]
     if status:
         given = _statuses[status]
         given.Set_source(rank)

@@ -38,6 +38,7 @@ from jaxmpi.collectives.call import Call, like
 from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
 from jaxmpi.collectives.table import as_sent, as_was, mpi_op, neutral
 from jaxmpi.comm.agreement import different_calls
+from jaxmpi.comm.exchange_watch import BESIDE
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
@@ -206,7 +207,8 @@ class Lane:
             self._jobs.append(job)
             begins, self._is_busy = not self._is_busy, True
         if begins:
-            self.thread.hand_over(Job(f"the comparison of {job.label}", np.empty(0), iter([self._compared()])))
+            steps, roll = iter([self._compared()]), self.comm.processes.roll
+            self.thread.hand_over(Job(f"the comparison of {job.label}", np.empty(0), steps, roll=roll))
 
     def _next(self) -> Job | None:
         with self._lock:
@@ -223,7 +225,8 @@ class Lane:
             what = job.label.encode()
             mine = hashlib.sha256(what).digest() + what[-WHAT_BYTES:].ljust(WHAT_BYTES)
             rows = np.empty((self.comm.size, len(mine)), np.uint8)
-            yield [self.openings.Iallgather(np.frombuffer(mine, np.uint8), rows)]
+            with self.comm.processes.roll.waiting(BESIDE, job.label):
+                yield [self.openings.Iallgather(np.frombuffer(mine, np.uint8), rows)]
             if (rows != rows[0]).any():
                 calls = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
                 raise UsageError(different_calls(dict(enumerate(calls))))

@@ -24,6 +24,8 @@ the turn, and sends it again at the end. Else two programs that two threads have
 one's messages meet the other's: JAX orders the programs of one thread only.
 """
 
+import atexit
+import contextlib
 import functools
 import itertools
 import sys
@@ -36,7 +38,7 @@ import numpy as np
 from jax import lax
 
 from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.exchange_watch import FREE, HELD, PROBES, WAITS, ExchangeWatch
+from jaxmpi.comm.exchange_watch import FREE, HELD, PROBES, WAITS, Call
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import wait
 from jaxmpi.core.errors import UsageError
@@ -71,7 +73,8 @@ class CallComparison:
         host_callbacks.register(self._name, self._differs, ends_job=True)
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
-        self._watch = ExchangeWatch(comm.processes, self._turn, self.text)
+        comm.processes.roll.turn = self
+        atexit.register(_let_programs_end)
 
     def _give_first_turn(self) -> bool:
         """Leave the message that is the turn; False, on all ranks alike, if MPI keeps none for a process itself."""
@@ -131,6 +134,16 @@ class CallComparison:
         lax.cond((theirs == number).all(), lambda: None, differs)
         self._to_self(held, sendtag=FREE, recvtag=HELD)
 
+    def peek(self, tag: int) -> Call | None:
+        """The message that this process has left itself under a tag, which stays where it is."""
+        for _ in range(PROBES):
+            if (found := self._turn.Improbe(self._comm.rank, tag)) is not None:
+                message = np.zeros(2, np.int32)
+                found.Recv(message)
+                self._turn.Send(message, self._comm.rank, tag)
+                return Call(int(message[0]), int(message[1]))
+        return None
+
     def _to_self(self, message: jax.Array, sendtag: int, recvtag: int) -> jax.Array:
         import mpi4jax
 
@@ -155,7 +168,7 @@ class CallComparison:
         """Handler that MPI calls in an exchange; after it mpi4jax ends the job, with a message of its own."""
         from mpi4py import MPI
 
-        if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self._watch.held()):
+        if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self.peek(HELD)):
             return
         theirs = {rank: number for rank in self._heard() if (number := self._number_of(rank))}
         try:
@@ -174,6 +187,12 @@ class CallComparison:
         if any(self._others.Iprobe(rank) for _ in range(PROBES)):
             self._others.Recv(theirs, rank)
         return int(theirs[0])
+
+
+def _let_programs_end() -> None:
+    """Wait at exit for programs that still exchange; if they never end, the thread that looks for them ends the job."""
+    with contextlib.suppress(Exception):  # of a program: mpi4jax's hook raises it again
+        jax.effects_barrier()
 
 
 def distances(ranks: int) -> list[int]:

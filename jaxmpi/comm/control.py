@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
+from jaxmpi.comm.exchange_watch import CONTROL, Roll, watch
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
@@ -134,9 +135,11 @@ class MpiProcesses:
         self._votes = self.clone(MPI.COMM_WORLD)
         self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
         self._meet()
+        self.roll = self._new_roll()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
+        mpi_end.before_mpi_ends(watch().stop)  # runs when all ranks have come to their end, or time is up
         failures.install_hooks(failures.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
@@ -155,6 +158,10 @@ class MpiProcesses:
         self._local = self.world.Split_type(self._on_host, key=self.rank)
         self._own.append(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
+
+    def _new_roll(self) -> Roll:
+        """Where these ranks wait for each other; all of them come here together."""
+        return Roll(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
 
     def outlive(self) -> None:
         """From now on a rank that fails by itself goes alone, and those that live can `shrink`. For ranks of one host.
@@ -255,6 +262,7 @@ class MpiProcesses:
         """The same over a communicator of its own, for another thread; all ranks come here together."""
         other = copy.copy(self)
         other.world = self.clone()
+        other.roll = other._new_roll()
         return other
 
     def over(self, world: Any) -> "MpiProcesses":
@@ -277,6 +285,7 @@ class MpiProcesses:
         other._local = other.world.Split_type(self._on_host, key=other.rank)
         self._own.append(other._local)
         other.local_rank, other.local_size = other._local.rank, other._local.size
+        other.roll = other._new_roll()
         return other
 
     def leave(self, code: int = 0) -> None:
@@ -401,6 +410,7 @@ class MpiProcesses:
             jax.effects_barrier()
 
     def _wait_at_exit(self, timeout_s: float) -> bool:
+        watch().has_ended = True
         return wait(self._exit.Ibarrier(), timeout_s)
 
     def barrier(self) -> None:
@@ -476,12 +486,15 @@ class MpiProcesses:
         Raises:
             TrainingError: who did not come within AGREE_TIMEOUT_S.
         """
-        if wait(request, timeout_s or AGREE_TIMEOUT_S, self.is_asked):
-            return
-        late = self.late()
+        limit_s = timeout_s or AGREE_TIMEOUT_S
+        with self.roll.waiting(CONTROL, what, limit_s):
+            if wait(request, limit_s, self.is_asked):
+                return
+            late = self.late()
         if not (failures.go_on_without(late) and wait(request, 4 * LATE_S)):
             absent = self.in_job(late)
-            raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it")
+            where = self.roll.where(absent)
+            raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
         """Begin the largest over ranks of i64[n]; it is there when asked for.

@@ -1,156 +1,347 @@
-"""Who is absent from an exchange: a thread of each rank that looks at where its own programs are, and asks the others.
+"""Who is absent: a thread of each rank that looks where its own process waits for others, and asks them.
+
+A rank waits in a program that exchanges, in a comparison outside jit or while programs are traced, in an operation
+beside a program, or for a message. If the thread finds the same wait in two looks it tells the other ranks, so that
+each knows who waits with it; those who say nothing are absent. After `SAID_AFTER_S` it asks them where they are, and
+prints a line. A rank that has come to the end of its script answers with how often it has come to each kind of wait: if
+that is less often, it never will, and the job ends at once. Ranks in step send nothing here.
 
 A program leaves a message to its own process while it is in an exchange (see `call_order`). The thread takes that
-message, reads it and puts it back. If it finds the same exchange twice it tells the other ranks, so that each knows who
-waits with it; those who say nothing within the time limit are absent. Ranks in step never send anything here.
+message, reads it and puts it back. Python's waits are noted in a `Roll`.
 """
 
-import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.frames import is_users, line_of, module_of
 from jaxmpi.runtime import failures
-from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 FREE, WAITS, HELD = range(3)  # tags: nobody has the turn; an exchange waits for it; an exchange has it
+TELL, ASK, PLACE, ENDED = range(4)  # tags of what watching threads send each other
+COMPARED, CONTROL, BESIDE, PARTNER = WAYS = range(4)  # ways in which a rank waits
 LOOK_S = 0.5  # between looks
 PROBES = 3  # MPICH fetches a message in the first, and finds it in the next
 SAID_AFTER_S = 20.0  # that an exchange waits for other ranks, or for another one of its process
-Call = tuple[int, int]  # number of an exchange, and how many this process has begun
+ANSWER_S = 2.5  # after which a rank that was asked where it is does not answer
+PLACE_BYTES = 256  # of a rank's answer
+NAMED = 8  # absent ranks whose places are said
+EXCHANGE_TIMEOUT = "JAXMPI_EXCHANGE_TIMEOUT_S"
 
 
-class ExchangeWatch:
-    """The thread, and what it knows."""
+class Call(NamedTuple):
+    """A call that ranks make together."""
 
-    def __init__(self, processes: MpiProcesses, turn: Any, text: Callable[[int], str]) -> None:
-        """Start it; all ranks come here together.
+    number: int  # of an exchange in programs, else 0
+    count: int  # how many of its way this process has begun
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Wait:
+    """A wait of this rank for others, as long as it lasts."""
+
+    way: int
+    call: Call
+    what: str
+    limit_s: float
+    partners: tuple[int, ...]
+    thread: int | None = None  # of Python, that waits
+    seconds: WaitClock | None = None  # since the thread has found it first
+    is_told: bool = False
+    asked_s: float = 0.0  # after so many seconds of it
+    said: set[str] = field(default_factory=set)
+
+    def text(self) -> str:
+        """Describe it, with the line of the user's that waits, if Python does."""
+        at = line_of_thread(self.thread) if self.thread else ""
+        return f"{self.what}, {at}" if at and at.partition(" in ")[0] not in self.what else self.what
+
+
+def _must(wait: Wait) -> str:
+    return "the other rank must call its part" if wait.way == PARTNER else "all ranks must call it as often"
+
+
+class Turn(Protocol):
+    """Where this process's programs are, as far as they leave messages to their own process."""
+
+    def peek(self, tag: int) -> Call | None:
+        """The message under a tag, which stays where it is."""
+        ...
+
+    def text(self, number: int) -> str:
+        """Describe an exchange by its number."""
+        ...
+
+
+class Roll:
+    """Where the ranks of a communicator wait for each other, as far as this one knows."""
+
+    def __init__(self, comm: Any, numbers: Sequence[int], may_watch: bool) -> None:
+        """Have the thread look at it; all ranks come here together.
 
         Args:
-            processes: who exchanges.
-            turn: communicator of these processes, on which each one's programs leave it messages.
-            text: describes an exchange by its number.
+            comm: of mpi4py, the thread's alone.
+            numbers: of its ranks in the job, for messages.
+            may_watch: MPI may be called beside a program that exchanges; else waits are noted and nobody looks.
         """
-        self._rank, self._size, self._turn, self._text = processes.rank, processes.size, turn, text
-        self._numbers = processes.numbers  # of the job's ranks, for messages: these may be a part of them
-        self._others = processes.clone()
-        self._heard: dict[int, Call] = {}  # by rank, where it last said that it waits
+        self.comm, self.numbers = comm, tuple(numbers)
+        self.rank, self.others = comm.rank, tuple(sorted({*range(comm.size)} - {comm.rank}))
+        self.counts = [0] * len(WAYS)
+        self.waits: set[Wait] = set()  # of Python
+        self.turn: Turn | None = None
+        self.held: Wait | None = None  # of a program
+        self.heard: dict[tuple[int, int], Call] = {}  # by way and rank, where it last said that it waits
+        self.places: dict[int, str] = {}  # by rank, where it said that it is
+        self.ended: dict[int, list[int]] = {}  # by rank, how many it had begun of each way when its script ended
+        self._to_answer: set[int] = set()  # ranks that wait, and are to hear if this one ends
         self._sent: list[tuple[Any, np.ndarray]] = []  # requests, and what they send
-        self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
-        if processes.may_overlap:  # else MPI may not be called beside a program that exchanges
-            self._thread.start()
-            before_mpi_ends(self._stop)
+        if may_watch:
+            watch().add(self)
 
-    def held(self) -> Call | None:
-        """The exchange that this process is in; None if it is in none."""
-        return self._peek(HELD)
+    @contextmanager
+    def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S, partner: int | None = None) -> Iterator[None]:
+        """Note that this rank waits until the block ends; the waiter itself ends it after `limit_s`.
 
-    def _peek(self, tag: int) -> Call | None:
-        """The message under a tag, which stays where it is."""
-        for _ in range(PROBES):
-            if (found := self._turn.Improbe(self._rank, tag)) is not None:
-                message = np.zeros(2, np.int32)
-                found.Recv(message)
-                self._turn.Send(message, self._rank, tag)
-                return int(message[0]), int(message[1])
-        return None
+        Args:
+            way: CONTROL or BESIDE, in which all ranks make the same calls in the same order; or PARTNER.
+            what: it waits in, for messages.
+            limit_s: after which the waiter gives up.
+            partner: the rank that a message is from or to; None for any, and for what all take part in.
+        """
+        self.counts[way] += 1
+        partners = self.others if partner is None else (partner,)
+        call, thread = Call(0, self.counts[way]), threading.get_ident() if way == CONTROL else None
+        wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=partners, thread=thread)
+        self.waits.add(wait)
+        try:
+            yield
+        finally:
+            self.waits.discard(wait)
 
-    def _stop(self) -> None:
-        """End the thread at exit, once programs that still exchange have ended; if they never do, it ends the job."""
-        with contextlib.suppress(Exception):  # of a program: mpi4jax's hook raises it again
-            jax.effects_barrier()
-        self._is_ending.set()
-        self._thread.join()
+    def where(self, numbers: Sequence[int]) -> str:
+        """Say where ranks, by their numbers in the job, were when they were asked; empty if nobody has asked."""
+        told = {self.numbers[rank]: place for rank, place in self.places.items()}
+        return "".join(f"; rank {number} {told[number]}" for number in numbers[:NAMED] if number in told)
 
-    def _run(self) -> None:
-        """Look now and then; an error ends the job."""
-        seen, waited, has_told = None, WaitClock(), False
-        said: set[str] = set()
-        while not self._is_ending.wait(LOOK_S):
-            held = self.held()
-            self._listen()  # also while this rank waits for nobody, or what others say would pile up
-            if held is None or held != seen:
-                seen, has_told, said = held, False, set()
-                waited.restart()
-                continue
-            waited_s = waited.look()
-            try:
-                if not has_told:
-                    self._tell(held)
-                    has_told = True
-                self._check_same(held)
-                for late in filter(None, (self._check_absent(held, waited_s), self._check_turn(held, waited_s))):
-                    if late not in said:
-                        print(f"jaxmpi: {failures.who()}: {late}", file=sys.stderr, flush=True)
-                    said.add(late)
-            except (UsageError, TrainingError) as error:
-                failures.fail(error, None)
+    # ------------------------------------------------------------ the thread's own
 
-    def _tell(self, held: Call) -> None:
-        """Let the others know where this rank waits."""
-        message = np.array(held, np.int32)
-        self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
-        for rank in set(range(self._size)) - {self._rank}:
-            self._sent.append((self._others.Isend(message, rank), message))
-
-    def _listen(self) -> None:
-        """Hear where the others wait."""
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        while (found := self._others.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
-            message = np.zeros(2, np.int32)
-            found.Recv(message)
-            self._heard[status.Get_source()] = int(message[0]), int(message[1])
-
-    def _check_same(self, held: Call) -> None:
-        """Raise `UsageError` if another rank waits in another exchange."""
-        calls = {self._rank: held, **{rank: call for rank, call in self._heard.items() if call[1] == held[1]}}
-        if len(set(calls.values())) > 1:
-            named = {self._numbers[rank]: self._text(number) for rank, (number, _) in calls.items()}
-            raise UsageError(different_calls(named))
-
-    def _check_absent(self, held: Call, waited_s: float) -> str:
-        """Who has not come to this exchange for SAID_AFTER_S, in a sentence; empty if all have.
+    def look(self, has_ended: bool) -> None:
+        """Listen, answer and judge, once a look.
 
         Raises:
-            TrainingError: they have not come within the time limit.
+            UsageError: ranks wait in different exchanges.
+            TrainingError: a rank that is waited for has ended, or has not come within the time limit.
         """
-        others = set(range(self._size)) - {self._rank}
-        absent = [self._numbers[rank] for rank in sorted(others) if self._heard.get(rank) != held]
-        if absent and waited_s > TIMEOUT_S:
-            raise TrainingError(
-                f"rank {self._numbers[self._rank]} waited {waited_s:.0f} s in {self._text(held[0])} for rank "
-                f"{', '.join(map(str, absent))}; all ranks must come to it as often (JAXMPI_EXCHANGE_TIMEOUT_S sets "
-                "the time)"
-            )
-        if not absent or waited_s < SAID_AFTER_S:
-            return ""
-        late = ", ".join(map(str, absent))
-        return f"waits in {self._text(held[0])} for rank {late}, for {SAID_AFTER_S:g} s now; all ranks must call it"
+        self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+        self._listen()
+        if has_ended:
+            return self._say_ended()
+        self.held = self._held()
+        for wait in [*self.waits, *([self.held] if self.held else [])]:
+            if wait.seconds is None:
+                wait.seconds = WaitClock()
+                continue
+            self._judge(wait, wait.seconds.look())
 
-    def _check_turn(self, held: Call, waited_s: float) -> str:
+    def _held(self) -> Wait | None:
+        """The wait in which this process's program is; the same one as long as it is in that."""
+        call = self.turn.peek(HELD) if self.turn else None
+        if call is None or self.turn is None:
+            return None
+        if self.held and self.held.call == call:
+            return self.held
+        what = self.turn.text(call.number)
+        return Wait(way=COMPARED, call=call, what=what, limit_s=TIMEOUT_S, partners=self.others)
+
+    def _judge(self, wait: Wait, waited_s: float) -> None:
+        if not wait.is_told:
+            for rank in wait.partners:
+                self._send(rank, TELL, np.array([wait.way, *wait.call], np.int32))
+            wait.is_told = True
+        if wait.way == COMPARED:
+            self._check_same(wait)
+        absent = [rank for rank in wait.partners if not self._waits_too(rank, wait)]
+        self._check_ended(wait, absent)
+        if not wait.asked_s and waited_s > min(SAID_AFTER_S, wait.limit_s / 2):
+            wait.asked_s = waited_s
+            for rank in absent:
+                self.places[rank] = "does not answer"
+                self._send(rank, ASK, np.zeros(1, np.uint8))
+        if wait.way == COMPARED:
+            self._check_time(wait, absent, waited_s)
+        is_answered = all(self.places.get(rank) != "does not answer" for rank in absent)
+        if waited_s > SAID_AFTER_S and (is_answered or waited_s > wait.asked_s + ANSWER_S):
+            self._say(wait, self._late(wait, absent), self.where(self._job_numbers(absent)))
+            self._say(wait, self._check_turn(wait, waited_s))
+
+    def _waits_too(self, rank: int, wait: Wait) -> bool:
+        """Return True if a rank has come to the same call; a message needs another call of it."""
+        return wait.way != PARTNER and self.heard.get((wait.way, rank)) == wait.call
+
+    def _check_same(self, wait: Wait) -> None:
+        """Raise `UsageError` if another rank waits in another exchange."""
+        others = {rank: self.heard.get((COMPARED, rank)) for rank in self.others}
+        calls = {self.rank: wait.call} | {r: call for r, call in others.items() if call and call[1] == wait.call.count}
+        if self.turn and len(set(calls.values())) > 1:
+            named = {self.numbers[rank]: self.turn.text(call.number) for rank, call in calls.items()}
+            raise UsageError(different_calls(named))
+
+    def _check_ended(self, wait: Wait, absent: Sequence[int]) -> None:
+        """Raise `TrainingError` if nobody is left who could come, or one is missing of those that all must."""
+        is_message = wait.way == PARTNER
+        gone = [r for r in absent if r in self.ended and (is_message or self.ended[r][wait.way] < wait.call.count)]
+        if gone and (not is_message or gone == [*wait.partners]):
+            raise TrainingError(
+                f"rank {self.numbers[self.rank]} waits in {wait.text()} for rank {self._named(gone)}, whose script has "
+                f"ended; {_must(wait)}"
+            )
+
+    def _check_time(self, wait: Wait, absent: Sequence[int], waited_s: float) -> None:
+        """Raise `TrainingError` with who has not come to an exchange of a program within the time limit."""
+        if absent and waited_s > wait.limit_s:
+            where = self.where(self._job_numbers(absent))
+            raise TrainingError(
+                f"rank {self.numbers[self.rank]} waited {waited_s:.0f} s in {wait.what} for rank {self._named(absent)};"
+                f" all ranks must come to it as often ({EXCHANGE_TIMEOUT} sets the time){where}"
+            )
+
+    def _late(self, wait: Wait, absent: Sequence[int]) -> str:
+        """Who has not come to a wait for SAID_AFTER_S, in a sentence; empty if all have, or another will say it."""
+        if not absent or (wait.way == CONTROL and failures.is_at_work()):  # the trainer's watchdog says it
+            return ""
+        late = f"for rank {self._named(absent)}, for {SAID_AFTER_S:g} s now; {_must(wait)}"
+        return f"waits in {wait.text()} {late}"
+
+    def _check_turn(self, wait: Wait, waited_s: float) -> str:
         """Which exchange of this process waits for this one for SAID_AFTER_S, in a sentence; empty if none does.
 
         Raises:
             TrainingError: the other exchange has not ended within the time limit.
         """
-        if waited_s < SAID_AFTER_S or not (waits := self._peek(WAITS)):
+        if wait.way != COMPARED or not self.turn or not (waits := self.turn.peek(WAITS)):
             return ""
         why = (
-            f"{self._text(waits[0])} waits for {self._text(held[0])}, which has begun in this process and not ended; "
+            f"{self.turn.text(waits.number)} waits for {wait.what}, which has begun in this process and not ended; "
             "if its program has failed, or a callback in it exchanges, it never will"
         )
         if waited_s > SAID_AFTER_S + TIMEOUT_S:
-            raise TrainingError(f"{why} (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)")
+            raise TrainingError(f"{why} ({EXCHANGE_TIMEOUT} sets the time)")
         return why
+
+    def _say(self, wait: Wait, late: str, where: str = "") -> None:
+        if late and late not in wait.said:
+            print(f"jaxmpi: {failures.who()}: {late}{where}", file=sys.stderr, flush=True)
+            wait.said.add(late)
+
+    def _job_numbers(self, ranks: Sequence[int]) -> list[int]:
+        return [self.numbers[rank] for rank in ranks]
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(map(str, self._job_numbers(ranks)))
+
+    def _send(self, rank: int, tag: int, message: np.ndarray) -> None:
+        self._sent.append((self.comm.Isend(message, rank, tag), message))
+
+    def _listen(self) -> None:
+        """Hear where the others wait, and tell where this rank is if one asks."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while (found := self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            message = np.zeros(status.Get_count(), np.uint8)
+            found.Recv(message)
+            rank, tag = status.Get_source(), status.Get_tag()
+            if tag == TELL:
+                way, number, count = message.view(np.int32).tolist()
+                self.heard[way, rank] = Call(number, count)
+                self._to_answer.add(rank)
+            elif tag == ASK:
+                self._send(rank, PLACE, np.frombuffer(watch().place().encode()[:PLACE_BYTES], np.uint8))
+            elif tag == PLACE:
+                self.places[rank] = message.tobytes().decode(errors="replace")
+            else:
+                self.ended[rank] = message.view(np.int32).tolist()
+
+    def _say_ended(self) -> None:
+        """Tell those that wait how often this rank has come to each way."""
+        if self._to_answer and self.turn:
+            calls = [call for tag in (FREE, HELD) if (call := self.turn.peek(tag))]
+            self.counts[COMPARED] = max((call.count for call in calls), default=np.iinfo(np.int32).max)
+        for rank in self._to_answer:
+            self._send(rank, ENDED, np.array(self.counts, np.int32))
+        self._to_answer = set()
+
+
+class Watch:
+    """The thread, which looks at all communicators of this process."""
+
+    def __init__(self) -> None:
+        """Nothing to look at yet."""
+        self.has_ended = False  # the script
+        self._rolls: list[Roll] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
+
+    def add(self, roll: Roll) -> None:
+        """Look at this communicator, too."""
+        self._rolls.append(roll)
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, before MPI ends."""
+        self._is_over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def place(self) -> str:
+        """Where this rank is, to be said behind its name."""
+        waits = [wait for roll in self._rolls for wait in (*roll.waits, *([roll.held] if roll.held else []))]
+        waits = [wait for wait in waits if wait.seconds is not None]
+        if waits:
+            return f"waits in {waits[0].text()}"
+        at = line_of_thread(threading.main_thread().ident)
+        return f"{'compiles' if _compiles() else 'is'} at {at}" if at else "runs no line of a script"
+
+    def _run(self) -> None:
+        """Look now and then; an error ends the job."""
+        while not self._is_over.wait(LOOK_S):
+            try:
+                for roll in list(self._rolls):
+                    roll.look(self.has_ended)
+            except (UsageError, TrainingError) as error:
+                failures.fail(error, None)
+
+
+@functools.cache
+def watch() -> Watch:
+    """This process's."""
+    return Watch()
+
+
+def _frames_of(thread: int | None) -> Iterator[Any]:
+    """Frames of a thread, the innermost first."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame:
+        yield frame
+        frame = frame.f_back
+
+
+def line_of_thread(thread: int | None) -> str:
+    """The line of the user's that a thread runs; empty if it runs none."""
+    return next(map(line_of, filter(is_users, _frames_of(thread))), "")
+
+
+def _compiles() -> bool:
+    frames = _frames_of(threading.main_thread().ident)
+    return any(module_of(frame) == "jax._src.compiler" for frame in frames)

@@ -318,6 +318,17 @@ def exit_code(error: BaseException | None) -> int:
     return next((code for kind, code in codes if isinstance(error, kind)), 1)
 
 
+def leave_with(code: object) -> None:
+    """End the job if a rank leaves by `sys.exit` with what is no success; nothing otherwise."""
+    if code in (0, None):
+        return
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+    number = code if isinstance(code, int) else 1
+    sys.stderr.write(f"jaxmpi: {who()} has left with exit code {number}; ending the job\n")
+    end_job(number)
+
+
 def end_job(code: int) -> NoReturn:
     """End all ranks with `code`, from any thread; by SIGKILL if a launcher might take that for 0."""
     sys.stdout.flush()
@@ -360,6 +371,11 @@ def unread(fd: int) -> int:
         return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
     except OSError:  # closed
         return 0
+
+
+def is_at_work() -> bool:
+    """Return True within `at_work`."""
+    return _job is not None and _job.working
 
 
 def leave() -> None:

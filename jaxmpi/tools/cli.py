@@ -8,6 +8,7 @@ from jaxmpi.runtime import failures, interrupts
 
 COMMANDS = {  # name: (description, function)
     "train": ("train an experiment with N workers; prints the launcher's line", "launch.command:main"),
+    "run": ("a script of your own under mpirun: an error on one rank ends the job, named", "launch.script:main"),
     "bench": ("time exchanges beside other libraries' and the bound", "bench.__main__:main"),
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", "tools.scaling_forecast:main"),
     "report": ("one HTML page, and pictures, of one run or several", "observe.report:main"),

@@ -49,6 +49,22 @@ def test_sum_equals_numpy_and_is_bitwise_equal_on_all_ranks(strategy):
     assert np.isnan(np.asarray(jaxmpi.exchange([row[RANK] for row in rows], strategy, op="sum")[-1])[7])
 
 
+@pytest.mark.parametrize("way", [lambda f: f, lambda f: jax.jit(lambda: f())], ids=["now", "in jit"])
+def test_numbers_of_python_and_float64_are_exchanged_beside_gradients(way):
+    with jax.enable_x64(True):
+        tree = {"loss": 1.5 * RANK, "n": 2**30 + 1, "ok": RANK == 0, "mean": np.mean([1.0, 1.0 + 2.0**-39 * RANK])}
+        tree["grads"] = jnp.full((2, 2), RANK, jnp.float32)
+        total, mean = way(lambda: [jaxmpi.exchange(tree, "ring16", op) for op in ("sum", "mean")])()
+        among = sum(range(SIZE))
+        expected = {"loss": 1.5 * among, "n": SIZE * (2**30 + 1), "ok": 1, "mean": SIZE + 2.0**-40 * among}
+        assert {name: total[name].item() for name in expected} == expected
+        assert {name: mean[name].item() for name in expected} == {name: x / SIZE for name, x in expected.items()}
+        assert total["grads"].dtype == mean["grads"].dtype == jnp.float32
+        assert total["grads"].tolist() == [[among, among]] * 2
+        slope = jax.grad(lambda x: jaxmpi.exchange({"x": x, "n": 3}, op="sum")["x"] * RANK)(jnp.float64(1))
+        assert (slope.item(), slope.dtype) == (among, jnp.float64)
+
+
 @pytest.mark.parametrize("strategy", ["pipering:32", "color4:32", "topk1"])
 def test_a_program_takes_two_and_a_half_times_the_gradients(strategy):
     tx = jaxmpi.exchange_gradients(strategy)

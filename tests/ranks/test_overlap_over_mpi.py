@@ -82,6 +82,27 @@ def test_a_tree_keeps_shapes_and_dtypes_and_a_mean_divides():
     assert float(mean["b"][0]) == (SIZE - 1) / 2
 
 
+def test_gradients_of_several_batches_travel_once_beside_the_last_backward_pass():
+    order, batches = Order(), jnp.asarray(vectors(24).reshape(SIZE, 3, 4, 2))
+    loss = lambda w, x: (jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]), x[0, 0])  # noqa: E731
+    gradient, last_gradient = jax.grad(loss, has_aux=True), order.of(jax.grad(loss, has_aux=True))
+    add = partial(jax.tree.map, jnp.add)
+
+    @jax.jit
+    def step(w, batches):
+        zeros = jax.tree.map(jnp.zeros_like, w)
+        total, _ = jax.lax.scan(lambda total, x: (add(total, gradient(w, x)[0]), None), zeros, batches[:-1])
+        grads = last_gradient(w, batches[-1])[0]
+        return overlap.exchange(jax.tree.map(lambda t, g: (t + g) / 3, total, grads), "ring32", order=order)
+
+    w = {"a": jnp.array([[0.5, -1.0], [2.0, 0.1]]), "b": jnp.array([1.0, -2.0])}
+    courier().events.clear()
+    means = step(w, batches[RANK])
+    expected = jax.jit(gradient)(w, batches.reshape(-1, 2))[0]
+    assert all(np.allclose(means[name], expected[name], rtol=1e-5, atol=1e-6) for name in w)
+    assert [event.what for event in courier().events].count("open") == 1
+
+
 def test_what_is_used_elsewhere_too_is_not_touched():
     x = jnp.arange(1000.0) + RANK
     for step in (jax.jit(lambda v: (overlap.exchange(v, op="sum"), v)), jax.jit(lambda v: late_use(v * 1))):

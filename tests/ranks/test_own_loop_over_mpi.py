@@ -1,6 +1,8 @@
 """Parts around the exchange of a loop of one's own, for any number of ranks, each of which knows what all hold."""
 
 import math
+import re
+import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ import pytest
 from flax import nnx
 
 import jaxmpi
+from jaxmpi.comm import exchange_watch
 from jaxmpi.comm.control import SoloProcesses, processes
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.own_loop import checkpoints
 
-COMM = jaxmpi.world()
+COMM: Any = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
 
 
@@ -87,6 +90,24 @@ def test_keys_differ_and_rank_0_alone_acts(capsys):
     if RANK == 0:
         with pytest.raises(jaxmpi.UsageError, match=r"on_rank0.*jaxmpi.exchange on rank 0 alone.*call it on all ranks"):
             jaxmpi.on_rank0(lambda: jaxmpi.exchange(jnp.ones(2)))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+def test_a_rank_that_is_waited_for_is_named_with_its_line(monkeypatch, capfd):
+    monkeypatch.setattr(exchange_watch, "SAID_AFTER_S", 0.6)
+    roll, last, said, deadline_s = COMM.processes.roll, SIZE - 1, "", time.monotonic() + 60
+    line = r"test_own_loop_over_mpi.py:\d+ in test_a_rank_that_is_waited_for_is_named_with_its_line"
+    late = f"waits in a call for rank {last}, for 0.6 s now; all ranks must call it as often; rank {last}"
+    if RANK != last:
+        with roll.waiting(exchange_watch.BESIDE, "a call"):
+            while late not in said and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+                said += capfd.readouterr().err
+        assert re.search(rf"{late} waits in a barrier, {line}\n", said), said
+    COMM.processes.barrier()
+    if RANK == last:  # has called it as often now, for tests to come
+        with roll.waiting(exchange_watch.BESIDE, "a call"):
+            pass
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
@@ -169,3 +190,35 @@ def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
         assert (alone.own["debt"] == (SIZE - 1) / 2).all()
         assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
     processes().barrier()
+
+
+# ---------------------------------------------------------------- docs/porting.md
+
+MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Loops of one's own")[2]
+ELSEWHERE = ("mpirun", "jaxmpi.Trainer(", 'jaxmpi.exchange(x, comm=jaxmpi.AxisComm("i", n))')  # other tests have these
+
+
+def lines_of_ours() -> list[str]:
+    """What the tables of moves have in their second column, as code."""
+    cells = [row.split(" | ")[-1] for row in MOVES.splitlines() if row.startswith("| ")]
+    spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
+    parts = {".split(color, key)": "comm.split(color, key)", "jaxmpi.wait(h)": "", "optimizer.stateless_apply": ""}
+    lines = [parts.get(span, re.sub("^(exchange_g)", r"jaxmpi.\1", span)) for span in spans]
+    return [line for line in dict.fromkeys(lines) if line and not line.startswith(ELSEWHERE)]
+
+
+def test_every_line_of_ours_in_the_table_of_moves_runs(tmp_path_factory):
+    folder = processes().bcast_object(str(tmp_path_factory.mktemp("moves")))
+    params, x = {"w": jnp.ones(2)}, jnp.arange(2.0 * SIZE).reshape(SIZE, 2)
+    known: dict[str, Any] = {"jaxmpi": jaxmpi, "mpi": jaxmpi.collectives, "optax": optax, "comm": COMM, "x": x, "y": x}
+    known |= {"a": RANK, "b": RANK, "color": 0, "key": -RANK, "ranks": [0], "params": params, "grads": params, "k": 2}
+    known |= {"opt": optax.sgd(0.1), "chain": optax.sgd(0.1), "batches": [1, 2], "data": x, "effective_batch": SIZE}
+    known |= {"folder": folder, "step": 1, "shared": params, "own": params, "value": 1.5, "count": 3}
+    lines = lines_of_ours()
+    assert len(lines) > 35
+    for line in lines:
+        if line.startswith("h = "):
+            started = f"def program(x):\n    {line}\n    return jaxmpi.wait(h)"
+            exec(f"import jax\n{started}\njax.jit(program)(x)", known)
+        else:
+            exec(f"{line}: pass" if line.startswith("for ") else line, known)
