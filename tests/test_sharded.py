@@ -22,9 +22,9 @@ from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.optim import Optim
+from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.slices import Entries, cut_for, mixed, slices_of
 from jaxmpi.core.train_state import create
 from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, muon_cost, optimizer
@@ -143,6 +143,11 @@ def trained(rule: base.Rule, begin: tuple[Any, Any], span: range = range(STEPS),
     return params, state
 
 
+def averages_of(rule: base.Rule, params: Any, state: Any) -> Any:
+    assert rule.eval_params
+    return rule.eval_params(params, state)
+
+
 # ---------------------------------------------------------------- two halves
 
 
@@ -188,7 +193,7 @@ def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts,
     rules = [averaged(rule, 0.9, program, "gradients") for rule in rules]
     (whole, all_of_it), (params, state) = (trained(rule, begun(rule, workers)) for rule in rules)
     assert is_same(params, whole)
-    average, gathered = (rule.eval_params(params, of) for rule, of in zip(rules, (all_of_it, state), strict=True))
+    average, gathered = (averages_of(rule, params, of) for rule, of in zip(rules, (all_of_it, state), strict=True))
     assert is_same(gathered, average)
     assert not is_same(average, params)
     assert not is_same(params, tiled(PARAMS, workers))
@@ -475,7 +480,16 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 def test_a_run_has_the_bits_of_workers_that_update_all_and_goes_on_without_them(tmp_path):
     experiment = str(ROOT / "experiments" / "digits.py")
     options = ["--optim.name", "adamw", "--optim.weight-decay", "0.01", "--effective-batch", "48", "--seed", "3"]
-    options += ["--optim.ema", "0.9", "--exchange.strategy", "asa32", "--checkpoint-every", "10st", "--eval-every", "40st"]
+    options += [
+        "--optim.ema",
+        "0.9",
+        "--exchange.strategy",
+        "asa32",
+        "--checkpoint-every",
+        "10st",
+        "--eval-every",
+        "40st",
+    ]
     for word in ("on", "off"):
         where = ["--run-dir", str(tmp_path / word), "--train-for", "20st", "--exchange.shard-update", word]
         ended = train(2, experiment, *options, *where, env={"XLA_FLAGS": ""})  # bits are those of users' programs

@@ -332,8 +332,9 @@ def sharded(
         mean, _ = of.scatter(updates)
         own = of.own(params)
         if not of.keeps_masters:
-            made, state = of.cut.step(tx, tx.update, of.chunk(), mean, state, own)
-            return of.gather(made, updates), state
+            made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, own)
+            return of.gather(made, updates), of_tx
+        assert isinstance(state, MasteredState)
         made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, state.masters)
         masters = jax.tree.map(jnp.add, state.masters, made)
         changes = jax.tree.map(jnp.subtract, masters, own)

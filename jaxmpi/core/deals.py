@@ -191,9 +191,7 @@ class StateLayout(NamedTuple):
     def whole(self, held: RowState, row: int) -> PyTree:
         """The whole state's structure, with those leaves that this worker holds."""
         found = self.by_place(held, row)
-        return jax.tree.unflatten(
-            self.structure, [found.get(i, optax.MaskedNode()) for i in range(len(self.owners))]
-        )
+        return jax.tree.unflatten(self.structure, [found.get(i, optax.MaskedNode()) for i in range(len(self.owners))])
 
 
 @functools.cache
@@ -209,7 +207,9 @@ def layout_of(tx: Any, given: Deal) -> StateLayout:
     of_parts, owners = [dict(named_leaves(part)) for part in parts], []
     for name, leaf in named_leaves(whole):
         having = [row for row, part in enumerate(of_parts) if name in part]
-        is_same = all((of_parts[row][name].shape, of_parts[row][name].dtype) == (leaf.shape, leaf.dtype) for row in having)
+        is_same = all(
+            (of_parts[row][name].shape, of_parts[row][name].dtype) == (leaf.shape, leaf.dtype) for row in having
+        )
         if not is_same or len(having) not in (1, given.workers):
             raise UsageError(
                 f"sharded: {name} of the optimizer's state is {list(leaf.shape)}, but not with some leaves alone; "

@@ -119,9 +119,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, cut="entries"),
     "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries"),
     "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, cut="entries"),
-    "adamw": OptimizerSpec(
-        lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, cut="entries"
-    ),
+    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, cut="entries"),
     "nadamw": OptimizerSpec(
         lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, cut="entries"
     ),

@@ -546,8 +546,8 @@ def memory_words(plan: TrainingPlan, rule: Rule) -> str:
     dealt = rule.sharding.shards.cut
     rows = f", whole tensors in rows that {dealt.deal.padding:.1%} fill up" if isinstance(dealt, Leaves) else ""
     return (
-        f"updates sharded over {workers} workers{rows}: each holds {held / 1e6:.3g} MB of params, as much of gradients, and "
-        f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
+        f"updates sharded over {workers} workers{rows}: each holds {held / 1e6:.3g} MB of params, as much of "
+        f"gradients, and {own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
     )
 
 
