@@ -384,7 +384,7 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
         SoloProcesses(),
         workers=len(wanted),
         replicated=not after,
-        slicing=format.Slicing(shapes, after, functools.partial(Entries(len(after)).restored, TX)),
+        slicing=format.Slicing(shapes, after, functools.partial(Entries(len(after)).restored, TX) if after else None),
         say=pytest.fail,
     )
     assert saved
