@@ -71,7 +71,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("exchange.strategy: got lowrank4 with --on-rank-loss", {"exchange": ExchangeConfig("lowrank4"), **SHRINK}),
     ("exchange.strategy: got none with --on-rank-loss shrink", {"exchange": ExchangeConfig("none"), **SHRINK}),
     ("rule.name: got subgd with exchange.shard_update on", {"rule": RuleConfig("subgd"), **SHARDED}),
-    ("optim.ema: got 0.9 with exchange.shard_update on", {"optim": Optim(ema=0.9), **SHARDED}),
     ("devices: got 2 with exchange.shard_update on.*comm xla", {**SEVERAL, **SHARDED}),
     ("exchange.shard_update: got on with --on-rank-loss shrink; a dead", {**SHARDED, **SHRINK}),
     (

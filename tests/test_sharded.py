@@ -17,19 +17,22 @@ from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.sharded import Shards, shards_of
 from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint.orbax_export import model_of
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.optim import Optim
+from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.slices import mixed, slices_of
+from jaxmpi.core.slices import Entries, cut_for, mixed, slices_of
 from jaxmpi.core.train_state import create
-from jaxmpi.optim.optimizers import OPTIMIZERS, check_splits, optimizer
+from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, muon_cost, optimizer
 from jaxmpi.rules import base
+from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
 from launching import ROOT, train, train_here
-from tolerances import U
+from tolerances import USUAL_EMITTERS, WIRE, U
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -39,7 +42,12 @@ PARAMS = {
     "big": RNG.standard_normal((3, 40, 2)).astype(np.float32),
     "empty": np.zeros((0, 4), np.float32),
 }
-STEPS = 200
+PAIRS = {
+    name: RNG.standard_normal(shape).astype(np.float32)
+    for name, shape in {"a": (7, 5), "b": (5, 7), "bias": (5,), "c": (6, 6), "d": (4, 9), "other_bias": (6,)}.items()
+}
+FEW = {name: PARAMS[name] for name in ("kernel", "bias", "big")}
+STEPS, BUCKET_BYTES = 200, 4 << 20
 LAYOUTS = [(2, None), (3, None), (4, (0, 1, 0, 1)), (8, (0, 0, 1, 1, 0, 0, 1, 1))]
 # Decay of some tensors and a rate of its own for others: both go by the number of axes.
 ADAMW = Optim("adamw", weight_decay=0.1, decay_bias=False, bias_lr_factor=2.0)
@@ -65,34 +73,79 @@ def program(function: Any, **_: Any) -> Any:
     return jax.jit(jax.vmap(function, axis_name="w"))
 
 
+def on_devices(function: Any, **_: Any) -> Any:
+    """`program` on two devices, where a branch is one: under vmap all of them run, and are fused."""
+
+    def of_one(*args: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
+
+    spec = jax.sharding.PartitionSpec("w")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("w",))
+    spread = jax.shard_map(of_one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(spread, compiler_options=USUAL_EMITTERS)
+
+
 class SplitShards:
     """Halves that are programs of their own, as the trainer has them: XLA fuses nothing across."""
 
-    def __init__(self, shards: Shards) -> None:
-        self.chunks, self.size, self.gives_square = shards.chunks, shards.size, shards.gives_square
-        self.scatter, self.gather = program(shards.scatter), program(shards.gather)
+    def __init__(self, shards: Shards, program: Any) -> None:
+        self.chunks, self.size, self.cut = shards.chunks, shards.size, shards.cut
+        self.gives_square, self.keeps_masters, self.gather_wire = (
+            shards.gives_square,
+            shards.keeps_masters,
+            shards.gather_wire,
+        )
+        self.scatter = program(shards.scatter)
+        self.gathers = {wire: program(functools.partial(shards.gather, wire=wire)) for wire in ("32", "16", "8")}
+
+    def gather(self, slices: Any, like: Any, wire: str = "32") -> Any:
+        return self.gathers[wire](slices, like)
 
     def chunk(self) -> jax.Array:
         return jnp.asarray(self.chunks)
 
 
-def trained(tx: Any, strategy: str, comm: AxisComm, *, is_sharded: bool, clip_norm: float = 0.0) -> tuple[Any, Any]:
-    """Params [workers, ...] and the rule's state after STEPS."""
+def rule_of(
+    tx: Any,
+    strategy: str,
+    comm: AxisComm,
+    *,
+    is_sharded: bool,
+    clip_norm: float = 0.0,
+    dealt: Deal | None = None,
+    wire: str = "32",
+    program: Any = program,
+) -> base.Rule:
+    """Rule `gradients` over all workers of one process."""
     mean = program(functools.partial(exchange, strategy=strategy, comm=comm, bucket_bytes=4))
-    shards = SplitShards(shards_of(strategy, "mean", comm, 4 << 20, clip_norm)) if is_sharded else None
-    rule = gradients(tx, base.Exchange(mean, mean, program, shards=shards))
-    params = tiled(PARAMS, comm.size)
+    halves = shards_of(strategy, "mean", comm, BUCKET_BYTES, clip_norm, deal=dealt, gather_wire=wire)
+    shards = SplitShards(halves, program) if is_sharded else None
+    return gradients(tx, base.Exchange(mean, mean, program, shards=shards))
+
+
+def begun(rule: base.Rule, workers: int, weights: Any = PARAMS, program: Any = program) -> tuple[Any, Any]:
+    """Params and the rule's state 0 of all workers."""
+    params = tiled(weights, workers)
     if rule.sharding:
-        state = program(rule.sharding.init)(params, jnp.asarray(rule.sharding.chunks))
-    else:
-        state = program(rule.init)(params)
-    rng = np.random.default_rng(1)
-    curvature = jax.tree.map(lambda x: rng.uniform(0.5, 2, (comm.size, *x.shape)).astype(np.float32), PARAMS)
+        return params, program(rule.sharding.init)(params, jnp.asarray(rule.sharding.chunks))
+    return params, program(rule.init)(params)
+
+
+def trained(rule: base.Rule, begin: tuple[Any, Any], span: range = range(STEPS), program: Any = program) -> Any:
+    """Params [workers, ...] and the rule's state after some steps."""
+    params, state = begin
+    workers, rng = len(jax.tree.leaves(params)[0]), np.random.default_rng(1)
+    curvature = jax.tree.map(lambda x: rng.uniform(0.5, 2, x.shape).astype(np.float32), params)
     gradient = program(lambda p, c, t: jax.tree.map(lambda w, a: a * (w - 0.3 * jnp.sin(a * t)), p, c))
-    for t in range(STEPS):
-        grads = gradient(params, curvature, jnp.full(comm.size, t, jnp.float32))
+    for t in span:
+        grads = gradient(params, curvature, jnp.full(workers, t, jnp.float32))
         params, state = rule.update(grads, state, params)
     return params, state
+
+
+def averages_of(rule: base.Rule, params: Any, state: Any) -> Any:
+    assert rule.eval_params
+    return rule.eval_params(params, state)
 
 
 # ---------------------------------------------------------------- two halves
@@ -136,9 +189,13 @@ def test_a_strategy_without_halves_is_refused_with_those_that_have(strategy):
 )
 def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts, strategy, config):
     comm, tx = AxisComm("w", workers, hosts), optimizer(config, lambda step: jnp.float32(0.01))
-    whole, all_of_it = trained(tx, strategy, comm, is_sharded=False)
-    params, state = trained(tx, strategy, comm, is_sharded=True)
+    rules = [rule_of(tx, strategy, comm, is_sharded=flag) for flag in (False, True)]
+    rules = [averaged(rule, 0.9, program, "gradients") for rule in rules]
+    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, workers)) for rule in rules)
     assert is_same(params, whole)
+    average, gathered = (averages_of(rule, params, of) for rule, of in zip(rules, (all_of_it, state), strict=True))
+    assert is_same(gathered, average)
+    assert not is_same(average, params)
     assert not is_same(params, tiled(PARAMS, workers))
     # Each worker's share of the state: a slice of every leaf that is one of params', rounded up to whole entries.
     floats = lambda tree: sum(x[0].nbytes for x in jax.tree.leaves(tree) if x.dtype == jnp.float32)  # noqa: E731
@@ -146,13 +203,65 @@ def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts,
     assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(PARAMS)
 
 
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.cut == "leaves"])
+def test_whole_leaves_are_updated_as_by_workers_that_update_all_bit_for_bit(name):
+    # XLA divides by a number that one tensor alone is divided by in another way, so each worker has two of a kind.
+    comm, dealt = AxisComm("w", 2), deal(PAIRS, 2)._replace(owners=(0, 0, 1, 1, 1, 1))
+    tx = optimizer(Optim(name, weight_decay=0.01, decay_bias=False, bias_lr_factor=2.0), lambda step: jnp.float32(0.01))
+    rules = [rule_of(tx, "asa32", comm, is_sharded=flag, dealt=dealt, program=on_devices) for flag in (False, True)]
+    begin = (begun(rule, 2, PAIRS, on_devices) for rule in rules)
+    both = [trained(*each, range(50), on_devices) for each in zip(rules, begin, strict=True)]
+    (whole, all_of_it), (params, state) = jax.device_get(both)
+    assert is_same(params, whole)
+    assert not is_same(params, tiled(PAIRS, 2))
+    # Each worker has the state of its own leaves, and only that.
+    held = [Leaves(dealt).saved(tx, jax.tree.map(lambda x, w=w: x[w], state), w) for w in range(2)]
+    every = [dict(named_leaves(each)) for each in held]
+    assert is_same(every[0] | every[1], dict(named_leaves(jax.tree.map(lambda x: x[0], all_of_it))))
+    assert not any("bias" in leaf for leaf in every[0])
+
+
+def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_masters():
+    comm = AxisComm("w", 2)
+    for name, wire, dealt in (("adam", "16", None), ("lars", "8", deal(FEW, 2))):
+        tx = optimizer(Optim(name), lambda step: jnp.float32(0.01))
+        rule = rule_of(tx, "asa32", comm, is_sharded=True, wire=wire, dealt=dealt)
+        then = trained(rule, begun(rule, 2, FEW), range(20))
+        before = jax.tree.map(np.array, then[0])
+        params, state = trained(rule, then, range(20, 21))
+        assert is_same(*(jax.tree.map(lambda x, w=w: x[w], params) for w in range(2)))
+        assert rule.sharding
+        masters = rule.sharding.shards.gather(state["masters"], params)
+        relative, of_largest = WIRE[wire]
+        changes = {leaf: np.abs(masters[leaf] - before[leaf]) for leaf in FEW}
+        largest, off = max(change.max() for change in changes.values()), 0.0
+        for leaf, change in changes.items():
+            apart = np.abs(np.asarray(masters[leaf] - params[leaf], np.float64))
+            bound = (relative + U) * change + of_largest * largest + U * np.abs(params[leaf])
+            assert (apart <= bound).all()
+            off = max(off, apart.max())
+        assert off > 0
+        assert np.abs(masters["big"] - FEW["big"]).max() > 10 * off
+
+
+def test_leaves_are_dealt_by_cost():
+    """Of w workers none has more than the costliest leaf above an equal share. Graham 1969: 4/3 of the best deal."""
+    rng = np.random.default_rng(0)
+    params = {str(i): np.zeros(rng.integers(1, 400, rng.integers(1, 4)), np.float32) for i in range(40)}
+    for workers in (2, 3, 8):
+        dealt = deal(params, workers, muon_cost)
+        costs = [muon_cost(shape) for shape in dealt.shapes]
+        loads = np.bincount(dealt.owners, costs, minlength=workers)
+        assert loads.max() <= max(max(costs), sum(costs) / workers * 4 / 3)
+
+
 def test_clipping_by_the_global_norm_is_that_of_the_whole_gradient():
     comm = AxisComm("w", 3)
     one = optimizer(Optim("sgd", clip_norm=0.5), lambda step: jnp.float32(0.01))
     bare = optimizer(Optim("sgd"), lambda step: jnp.float32(0.01))
-    whole, _ = trained(one, "asa32", comm, is_sharded=False)
-    params, _ = trained(bare, "asa32", comm, is_sharded=True, clip_norm=0.5)
-    unclipped, _ = trained(bare, "asa32", comm, is_sharded=True)
+    whole, _ = trained(rule := rule_of(one, "asa32", comm, is_sharded=False), begun(rule, 3))
+    params, _ = trained(rule := rule_of(bare, "asa32", comm, is_sharded=True, clip_norm=0.5), begun(rule, 3))
+    unclipped, _ = trained(rule := rule_of(bare, "asa32", comm, is_sharded=True), begun(rule, 3))
     # A norm is a sum of 281 squares and a root; a step is at most lr * 0.5, so each is off by that times (281 + 4) u.
     off = STEPS * 0.01 * 0.5 * (281 + 4) * U
     for name in ("kernel", "bias", "scale", "big"):
@@ -194,29 +303,37 @@ def test_one_worker_runs_the_optimizer_itself():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_table_knows_which_optimizers_can_be_cut(name):
+def test_the_table_knows_how_optimizers_can_be_cut(name):
     tx = optimizer(Optim(name), lambda step: jnp.float32(0.01))
-    if OPTIMIZERS[name].elementwise:
-        check_splits(Optim(name), tx, PARAMS)
-        assert mixed(tx, PARAMS) == ""
+    if cut := OPTIMIZERS[name].cut:
+        weights = PARAMS if cut == "entries" else FEW
+        assert cut_of(Optim(name), tx, weights) == cut == cut_for(tx, weights)
         return
     # Schedule-free ones could be cut, but what they evaluate is made of all of z.
-    assert mixed(tx, PARAMS) or OPTIMIZERS[name].averages
-    with pytest.raises(UsageError, match=rf"shard_update: got on with optimizer {name},.*expected sgd, .*adamw"):
-        check_splits(Optim(name), tx, PARAMS)
+    with pytest.raises(UsageError, match=rf"shard_update: got on with optimizer {name},.*expected sgd, .*adamw.*muon"):
+        cut_of(Optim(name), tx, PARAMS)
 
 
 @pytest.mark.parametrize(
     "tx",
     [
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
-        optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose slice is finite would go on alone
-        optax.add_noise(0.1, 0.5, 0),  # equal noise for all slices
+        optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose leaves are finite would go on alone
+        optax.add_noise(0.1, 0.5, 0),  # its noise goes by the number of leaves
     ],
 )
-def test_what_mixes_entries_is_found_by_trying(tx):
-    with pytest.raises(UsageError, match=r"sharded: the update of .* mixes entries"):
-        check_splits(Optim("mine", transform=tx), tx, PARAMS)
+def test_what_mixes_tensors_is_found_by_trying(tx):
+    with pytest.raises(UsageError, match=r"sharded: the update of .* depends on other tensors"):
+        cut_of(Optim("mine", transform=tx), tx, FEW)
+
+
+def test_an_optimizer_of_one_s_own_that_mixes_entries_gets_whole_leaves():
+    tx = optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-3))
+    assert cut_of(Optim("mine", transform=tx), tx, FEW) == "leaves"
+    # Small tensors are not factored, so only the sizes of the model's own show it.
+    factored = optax.scale_by_factored_rms()
+    assert mixed(factored, FEW) == ""
+    assert cut_for(factored, {"kernel": np.zeros((128, 256), np.float32)}) == "leaves"
 
 
 def test_params_of_other_types_and_no_params_are_refused():
@@ -267,7 +384,7 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
         SoloProcesses(),
         workers=len(wanted),
         replicated=not after,
-        slicing=format.Slicing(shapes, after),
+        slicing=format.Slicing(shapes, after, functools.partial(Entries(len(after)).restored, TX) if after else None),
         say=pytest.fail,
     )
     assert saved
@@ -278,6 +395,78 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
             if want.size > 1 or owner.get(worker, 0) == 0:
                 assert is_same(got, want), name
         assert is_same(state.params, PARAMS)
+
+
+LAMB = optax.lamb(1e-2)
+FORMS = ["whole", "entries 2", "leaves 2", "leaves 3", "masters, entries 3", "masters, leaves 2"]
+
+
+def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict[str, Any]]:
+    """States of workers that hold a whole state of LAMB with an average of params in some form, and masters or none."""
+    words = form.replace("masters, ", "").split()
+    has_masters, workers = form.startswith("masters"), int(words[-1]) if words[1:] else 2
+    if not has_masters:
+        whole = whole | {"of_rule": whole["of_rule"]["of_tx"]}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), whole)
+    if form == "whole":
+        states = [whole] * workers
+        return made_of(states, whole), format.Slicing(shapes), {}
+    cut = Leaves(deal(FEW, workers)) if words[0] == "leaves" else Entries(workers)
+    chunks = tuple(range(workers))[::-1]
+    leaves = {name: np.asarray(leaf) for name, leaf in named(whole)}
+
+    def like(chunk: int) -> Any:
+        own = lambda tree: jax.eval_shape(cut.own, tree, chunk)  # noqa: E731
+        of_tx = jax.eval_shape(functools.partial(cut.init, LAMB), FEW, chunk)
+        return whole | {
+            "average": own(FEW),
+            "of_rule": {"of_tx": of_tx, "masters": own(FEW)} if has_masters else of_tx,
+        }
+
+    states = [cut.restored(LAMB, like(chunk), chunk, leaves.__getitem__) for chunk in chunks]
+    return (
+        made_of(states, whole),
+        format.Slicing(shapes, chunks, functools.partial(cut.restored, LAMB)),
+        {"chunks": list(chunks), "cut": cut.name, "saved": functools.partial(cut.saved, LAMB)},
+    )
+
+
+def made_of(states: list[Any], whole: Any) -> dict[int, Any]:
+    return {
+        worker: create(FEW, {}, jax.tree.map(np.asarray, each), seed=1, worker=worker)
+        for worker, each in enumerate(states)
+    }
+
+
+@pytest.mark.parametrize("before", FORMS)
+def test_whole_leaves_and_masters_are_taken_up_in_any_other_form(tmp_path, before):
+    noise = lambda x: RNG.standard_normal(np.shape(x)).astype(np.float32) if x.dtype == jnp.float32 else x + 7  # noqa: E731
+    noisy = functools.partial(jax.tree.map, noise)
+    masters = noisy(FEW)
+    whole = {"of_rule": {"of_tx": noisy(LAMB.init(FEW)), "masters": masters}, "average": noisy(FEW)}
+    whole = jax.tree.map(np.asarray, whole | {"averaged": np.int32(3)})
+    kept, _, extra = held_by(before, whole)
+    if extra:
+        saved = extra.pop("saved")
+        kept = {w: each._replace(rule_state=saved(each.rule_state, extra["chunks"][w])) for w, each in kept.items()}
+    facts = {"step": 0, "workers": len(kept), "extra": extra, "keep": format.Retention(1)}
+    where = format.save(tmp_path, format.files_of(kept, not extra), SoloProcesses(), **facts)
+    exported = model_of(where)
+    assert is_same([exported[f"params/{name}"] for name in FEW], [whole["average"][name] for name in FEW])
+    had = before.startswith("masters")
+    for after in FORMS:
+        has = after.startswith("masters")
+        # Masters that are dropped become the params; those that begin are the params.
+        truth = whole if had else whole | {"of_rule": whole["of_rule"] | {"masters": FEW}}
+        wanted, slicing, _ = held_by(after, truth)
+        like = {worker: jax.tree.map(np.zeros_like, state) for worker, state in wanted.items()}
+        found = format.restore(
+            tmp_path, like, SoloProcesses(), workers=len(wanted), replicated=after == "whole", slicing=slicing
+        )
+        assert found, (before, after)
+        for worker, state in found.states.items():
+            assert is_same(state.rule_state, wanted[worker].rule_state), (before, after)
+            assert is_same(state.params, masters if had and not has else FEW), (before, after)
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
@@ -291,7 +480,16 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 def test_a_run_has_the_bits_of_workers_that_update_all_and_goes_on_without_them(tmp_path):
     experiment = str(ROOT / "experiments" / "digits.py")
     options = ["--optim.name", "adamw", "--optim.weight-decay", "0.01", "--effective-batch", "48", "--seed", "3"]
-    options += ["--exchange.strategy", "asa32", "--checkpoint-every", "10st", "--eval-every", "40st"]
+    options += [
+        "--optim.ema",
+        "0.9",
+        "--exchange.strategy",
+        "asa32",
+        "--checkpoint-every",
+        "10st",
+        "--eval-every",
+        "40st",
+    ]
     for word in ("on", "off"):
         where = ["--run-dir", str(tmp_path / word), "--train-for", "20st", "--exchange.shard-update", word]
         ended = train(2, experiment, *options, *where, env={"XLA_FLAGS": ""})  # bits are those of users' programs

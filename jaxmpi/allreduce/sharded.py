@@ -6,6 +6,15 @@ As many bytes travel as in an allreduce. A bucket is w rows, row c with slice c 
 entry is summed by the worker, and in the order, as if its leaf travelled alone: over wire 32 these are the bits of
 `exchange` with `bucket_bytes=4`. With asa and hier-asa, which add in rank order everywhere, they are those of any
 buckets. A coarser wire carries gradients only, and rounds once less than in `exchange`.
+
+Optimizers that mix the entries of a leaf step whole leaves, dealt to workers (`core.deals`). A bucket then is some
+columns of the matrix of all rows, so that only rows' ends are padded. asa and hier-asa keep the bits here, too.
+
+With a coarse wire for the second half a worker keeps its slice in 32 bits, the masters m, and sends what params lack:
+
+    m <- m + tx(g) ;  params <- params + wire(m - params)
+
+So what a message rounds off is in the next one (error feedback), and params are off m by one rounding of a message.
 """
 
 import functools
@@ -36,20 +45,14 @@ from jaxmpi.allreduce.buckets import plan
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts
-from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.allreduce.wires import WIRES, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.deals import Deal, Leaves, Row, RowState, deal
+from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.core.slices import (
-    check_elementwise,
-    check_state_of_slices,
-    rows_of,
-    shape_of_slice,
-    slices_of,
-    whole_of,
-)
+from jaxmpi.core.slices import Entries, cut_for, rows_of, shape_of_slice, whole_of
 
 
 class Shards(NamedTuple):
@@ -61,6 +64,8 @@ class Shards(NamedTuple):
     choice: Choice
     clip_norm: float = 0.0  # largest norm of the whole mean gradient; 0: no clipping
     gives_square: bool = False  # whether `scatter` is to give |g|^2 of the whole mean gradient g, before clipping
+    deal: Deal | None = None  # which worker has which leaves; None: each a slice of every leaf
+    gather_wire: str = "32"  # of new params; with a coarser one, of their changes
 
     @property
     def comm(self) -> Comm:
@@ -88,9 +93,19 @@ class Shards(NamedTuple):
         """i32[]: the number of this worker's slice."""
         return jnp.asarray(self.chunks, jnp.int32)[self.comm.rank]
 
+    @property
+    def cut(self) -> Entries | Leaves:
+        """How trees are cut over workers."""
+        return Leaves(self.deal) if self.deal else Entries(self.comm.size)
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Return True if changes of params travel, rounded, so that workers keep their slices in 32 bits."""
+        return self.gather_wire != "32" and self.comm.size > 1
+
     def own(self, tree: PyTree) -> PyTree:
         """This worker's slices of a tree that it holds whole; no communication."""
-        return slices_of(tree, self.chunk(), self.comm.size)
+        return self.cut.own(tree, self.chunk())
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         """This worker's slices of the mean (or sum) over workers, and |mean|^2, f32[], if it is asked for; else 0.
@@ -98,15 +113,22 @@ class Shards(NamedTuple):
         Communicates: the strategy's first half once a bucket; with `clip_norm` or `gives_square` w floats as well.
         """
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads)
-        return self._run("reduce-scatter", grads, like, self._scattered)
+        return self._run("reduce-scatter", grads, like, self._half("reduce-scatter", like))
 
-    def gather(self, slices: PyTree, like: PyTree) -> PyTree:
-        """The whole tree of all workers' slices, in the shapes of `like`; at 32 bits.
+    def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
+        """The whole tree of all workers' slices, in the shapes of `like`, with the same bits on all workers.
 
         Communicates: the strategy's second half once a bucket.
         """
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-        return self._run("allgather", slices, like, functools.partial(self._gathered, like=like))
+        half = f"allgather:{wire}"
+        return self._run(half, slices, like, self._half(half, like))
+
+    def _half(self, half: str, like: PyTree) -> Callable[[PyTree], Any]:
+        name, _, wire = half.partition(":")
+        if name == "reduce-scatter":
+            return self._dealt if self.deal else self._scattered
+        return functools.partial(self._collected if self.deal else self._gathered, like=like, wire=WIRES[wire])
 
     def _run(self, half: str, tree: PyTree, like: PyTree, program: Callable[[PyTree], Any]) -> Any:
         leaves, comm = jax.tree.leaves(tree), self.comm
@@ -137,15 +159,19 @@ class Shards(NamedTuple):
             mine = self.halves.scatter(flat, comm, wire)
             for i, part in zip(bucket, cut(mine, [row.shape[1] for row in rows]), strict=True):
                 slices[i] = (part / divisor).reshape(shape_of_slice(leaves[i].shape, comm.size))
+        slices, square = self._clipped(slices)
+        return jax.tree.unflatten(structure, slices), square
+
+    def _clipped(self, slices: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         square = jnp.zeros(())
         if self.clip_norm or self.gives_square:
             own = sum((jnp.square(x).sum() for x in slices), jnp.zeros(()))
-            square = comm.allgather(own).sum()  # in one order on all workers
+            square = self.comm.allgather(own).sum()  # in one order on all workers
         if self.clip_norm:
             slices = [clipped(x, jnp.sqrt(square), self.clip_norm) for x in slices]
-        return jax.tree.unflatten(structure, slices), square
+        return slices, square
 
-    def _gathered(self, slices: PyTree, like: PyTree) -> PyTree:
+    def _gathered(self, slices: PyTree, like: PyTree, wire: Wire) -> PyTree:
         if self.comm.size == 1:
             return slices
         leaves, structure = jax.tree.flatten(like)
@@ -154,17 +180,39 @@ class Shards(NamedTuple):
         for bucket in self._buckets(leaves):
             flats = [parts[i].reshape(-1) for i in bucket]
             mine = flats[0] if len(flats) == 1 else jnp.concatenate(flats)
-            rows = self.halves.gather(mine, comm, WIRES["32"]).reshape(comm.size, -1)
+            rows = self.halves.gather(mine, comm, wire).reshape(comm.size, -1)
             for i, part in zip(bucket, cut(rows, [flat.size for flat in flats]), strict=True):
                 out[i] = whole_of(part, leaves[i])
         return jax.tree.unflatten(structure, out)
+
+    def _columns(self, given: Deal) -> list[tuple[int, int]]:
+        width = given.width if self.choice.bucket_bytes is None else self.choice.bucket_bytes // (4 * given.workers)
+        starts = range(0, given.width, max(1, width))
+        return [(start, min(start + max(1, width), given.width)) for start in starts]
+
+    def _dealt(self, grads: PyTree) -> tuple[Row, jax.Array]:
+        assert self.deal
+        leaves, comm, wire = jax.tree.leaves(grads), self.comm, parse(self.choice.strategy).wire
+        divisor, pieces = comm.size if self.choice.op == "mean" else 1, []
+        for start, stop in self._columns(self.deal):
+            flat = self.deal.columns(leaves, start, stop).reshape(-1)
+            check_counts([flat], self.choice.strategy, comm)
+            pieces.append(self.halves.scatter(flat, comm, wire) / divisor)
+        [row], square = self._clipped([jnp.concatenate(pieces)])
+        return Row(row), square
+
+    def _collected(self, row: Row, like: PyTree, wire: Wire) -> PyTree:
+        assert self.deal
+        spans = self._columns(self.deal)
+        columns = [self.halves.gather(row.entries[a:b], self.comm, wire).reshape(-1, b - a) for a, b in spans]
+        return self.deal.whole_of(jnp.concatenate(columns, 1))
 
 
 @functools.cache
 def outside_jit(shards: Shards, half: str, structure: Any, shapes: tuple) -> Callable[[PyTree], Any]:
     """A half as a program of its own."""
     like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
-    return in_turn(shards._scattered if half == "reduce-scatter" else functools.partial(shards._gathered, like=like))
+    return in_turn(shards._half(half, like))
 
 
 def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
@@ -179,15 +227,23 @@ def clipped(x: jax.Array, norm: jax.Array, largest: float) -> jax.Array:
 
 
 def shards_of(
-    strategy: str, op: Op, comm: Comm, bucket_bytes: int | None, clip_norm: float = 0.0, gives_square: bool = False
+    strategy: str,
+    op: Op,
+    comm: Comm,
+    bucket_bytes: int | None,
+    clip_norm: float = 0.0,
+    gives_square: bool = False,
+    deal: Deal | None = None,
+    gather_wire: str = "32",
 ) -> Shards:
     """The halves of a strategy's exchange over these workers.
 
     Raises:
-        UsageError: a strategy without halves, with those that have.
+        UsageError: a strategy without halves, with those that have; an unknown wire.
     """
     check_op(op)
     check_bucket_bytes(bucket_bytes)
+    lookup(WIRES, gather_wire, "wire")
     able = with_halves(comm.hosts)
     halves = None if is_compressor(strategy) else parse(strategy).spec.halves
     check(
@@ -195,7 +251,8 @@ def shards_of(
         f"got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
         f"{', '.join(able)}, or auto",
     )
-    return Shards(Choice(parse(strategy).name, op, comm, bucket_bytes), clip_norm, gives_square)
+    choice = Choice(parse(strategy).name, op, comm, bucket_bytes)
+    return Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire)
 
 
 def check_floats(params: PyTree) -> None:
@@ -208,6 +265,13 @@ def check_floats(params: PyTree) -> None:
             )
 
 
+class MasteredState(NamedTuple):
+    """State of `sharded` with a coarse wire of changes."""
+
+    of_tx: PyTree
+    masters: PyTree  # this worker's slice of params in 32 bits
+
+
 def sharded(
     tx: optax.GradientTransformation,
     strategy: str = "asa32",
@@ -215,54 +279,65 @@ def sharded(
     comm: Comm | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
     clip_norm: float = 0.0,
+    gather_wire: str = "32",
 ) -> optax.GradientTransformation:
     """An Optax optimizer whose state is cut over workers, with the exchange around it.
 
     u <- allgather(tx(slice of (1/w) sum_i g_i)), in place of `optax.chain(exchange_gradients(strategy), tx)`. Each of w
     workers holds a w-th of tx's state. Updates are whole and the same bits on all workers; those of the chain if the
-    wire is 32 (`jaxmpi.allreduce.sharded`). With one worker it is tx itself.
+    wires are 32 (`jaxmpi.allreduce.sharded`). With one worker it is tx itself.
 
     Args:
-        tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do. It may go by the
-            names and the number of axes of tensors, not by their shapes. This is tried out when the state is made.
+        tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do, and may go by the
+            names and the number of axes of tensors, not by their shapes. Or it treats every tensor by itself, as LARS,
+            LAMB, Adafactor and Muon: then each worker updates whole tensors. Which, is tried out in `init`.
         strategy: asa, ring or hier-<one of them>, with any wire, which gradients take; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
         bucket_bytes: as of `exchange`.
         clip_norm: largest global norm of the mean gradient, as `optax.clip_by_global_norm` before tx; 0: any.
+        gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
+            updates bring params to within a rounding of it. Params must then be changed by these updates alone.
 
-    State: tx's for this worker's slices, its own. `init` and `update` need params. Communicates: as much as `exchange`,
-    and one float with `clip_norm`.
+    State: tx's for this worker's share, its own. `init` and `update` need params. Communicates: as much as `exchange`,
+    and one float with `clip_norm`; for whole tensors rows are padded to the longest.
 
     Raises:
         UsageError: as `exchange`; a strategy without halves; params that are not float32; an optimizer that mixes
-            entries, as LARS, LAMB, Adafactor and Muon.
+            tensors.
     """
     check_op(op)
     if not is_compressor(strategy):
         check_strategy(strategy)
 
-    def shards(params: PyTree) -> Shards:
+    def shards(params: PyTree, cut: str) -> Shards:
         workers, name, size_bytes = workers_of(comm), strategy, bucket_bytes
         if not is_compressor(name) and is_auto(name):
             sizes = [leaf.size for leaf in jax.tree.leaves(params)]
             name, size_bytes, *_ = settle(workers, name, size_bytes, sizes, with_halves(workers.hosts))
-        return shards_of(name, op, workers, size_bytes, clip_norm)
+        dealt = deal(params, workers.size) if cut == "leaves" else None
+        return shards_of(name, op, workers, size_bytes, clip_norm, deal=dealt, gather_wire=gather_wire)
 
     def init(params: PyTree) -> PyTree:
-        of = shards(params)
         check_floats(params)
-        check_elementwise(tx, params)
-        state = tx.init(of.own(params))
-        check_state_of_slices(jax.eval_shape(tx.init, params), state, of.comm.size)
-        return state
+        of = shards(params, cut_for(tx, params))
+        state = of.cut.init(tx, params, of.chunk())
+        return MasteredState(state, of.own(params)) if of.keeps_masters else state
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
-        of = shards(updates)
+        of_tx = state.of_tx if isinstance(state, MasteredState) else state
+        of = shards(updates, "leaves" if isinstance(of_tx, RowState) else "entries")
         mean, _ = of.scatter(updates)
-        made, state = tx.update(mean, state, of.own(params))
-        return of.gather(made, updates), state
+        own = of.own(params)
+        if not of.keeps_masters:
+            made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, own)
+            return of.gather(made, updates), of_tx
+        assert isinstance(state, MasteredState)
+        made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, state.masters)
+        masters = jax.tree.map(jnp.add, state.masters, made)
+        changes = jax.tree.map(jnp.subtract, masters, own)
+        return of.gather(changes, updates, gather_wire), MasteredState(of_tx, masters)
 
     return optax.GradientTransformation(init, update)

@@ -16,7 +16,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ import numpy as np
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.core.slices import shape_of_slice
+from jaxmpi.core.slices import MASTERS, OF_TX, shape_of_slice
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import fault_injection
 
@@ -58,6 +58,8 @@ class Slicing(NamedTuple):
 
     whole: PyTree  # its shapes
     chunks: tuple[int, ...] = ()  # by worker: the number of its slice; none: it is whole
+    # (state of the same form, number of the slice, name -> leaf of the whole state) -> the state of that slice
+    held: Callable[[PyTree, int, Callable[[str], np.ndarray]], PyTree] | None = None
 
 
 class Retention(NamedTuple):
@@ -294,7 +296,7 @@ def restore(
 
     def read(path: Path) -> Saved:
         manifest = read_manifest(path)
-        if slicing and tuple(manifest["extra"].get("chunks", ())) != slicing.chunks:
+        if slicing and is_cut_otherwise(manifest, next(iter(like.values())), slicing):
             states = {
                 worker: cut_anew(path, manifest, worker, state, slicing, workers) for worker, state in like.items()
             }
@@ -376,6 +378,7 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which 
     "elapsed_s": lambda got: is_count(got) or (type(got) is float and 0 <= got < COUNT),
     "skipped": lambda got: is_count(got),
     "chunks": lambda got: isinstance(got, list) and all(map(is_count, got)) and sorted(got) == [*range(len(got))],
+    "cut": lambda got: got in ("entries", "leaves"),
     "experiment": lambda got: isinstance(got, dict),
     "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
 }
@@ -469,48 +472,96 @@ def mean_worker_of(
 RULE_STATE = "rule_state"
 
 
+def masters_in(names: Iterable[str]) -> str:
+    """Where a rule's state has masters: the path of the field above; empty if it has none."""
+    fields = (RULE_STATE, f"{RULE_STATE}/of_rule")  # the second beside an average
+    names = list(names)
+    return next((at for at in fields if any(is_at(name, f"{at}/{MASTERS}") for name in names)), "")
+
+
+def renamed(name: str, here: str, there: str) -> str:
+    """The path of a leaf in a checkpoint, by that in a run."""
+    if bool(here) == bool(there):
+        return name
+    if there:
+        at = there
+        return f"{at}/{OF_TX}{name.removeprefix(at)}" if is_at(name, at) else name
+    if is_at(name, f"{here}/{MASTERS}"):
+        return f"params{name.removeprefix(f'{here}/{MASTERS}')}"
+    return f"{here}{name.removeprefix(f'{here}/{OF_TX}')}" if is_at(name, f"{here}/{OF_TX}") else name
+
+
+def is_at(name: str, where: str) -> bool:
+    """Return True if a path is this field, or below it."""
+    return name == where or name.startswith(f"{where}/")
+
+
+def is_cut_otherwise(manifest: dict, like: TrainState, slicing: Slicing) -> bool:
+    """Return True if workers' files hold the rule's state in another form than the run does."""
+    by_leaves = manifest["extra"].get("cut") == "leaves"
+    own = {row["path"] for row in manifest["files"][own_file(0) if slicing.chunks else "common.bin"]}
+    names = {f"{RULE_STATE}/{name}" for name, _ in named_leaves(like.rule_state)}
+    return (
+        by_leaves
+        or tuple(manifest["extra"].get("chunks", ())) != slicing.chunks
+        or masters_in(own) != masters_in(names)
+        or not names <= own
+    )
+
+
 def cut_anew(path: Path, manifest: dict, worker: int, like: TrainState, slicing: Slicing, workers: int) -> TrainState:
     """Read the state of a worker from a checkpoint that holds the rule's state in other slices, or whole.
 
-    All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`.
+    All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`. If the run has masters and
+    the checkpoint none, or the other way round, these are the params.
     """
     rest = {name: [row for row in rows if not is_below(row, RULE_STATE)] for name, rows in manifest["files"].items()}
     one = worker_of if manifest["workers"] == workers else mean_worker_of
     common, own = halves(like._replace(rule_state=()), False)
     state = one(path, {**manifest, "files": rest}, worker, like, common, own)
-    leaves = []
-    for (name, leaf), (_, mine) in zip(named_leaves(slicing.whole), named_leaves(like.rule_state), strict=True):
-        whole = read_whole(path, manifest, f"{RULE_STATE}/{name}", leaf)
-        is_cut = slicing.chunks and mine.shape != leaf.shape
-        leaves.append(slice_of(whole, slicing.chunks[worker], len(slicing.chunks)) if is_cut else whole)
+    named = [(f"{RULE_STATE}/{name}", leaf) for name, leaf in named_leaves(slicing.whole)]
+    here = masters_in(name for name, _ in named)
+    there = masters_in(row["path"] for rows in manifest["files"].values() for row in rows)
+    params = {f"params/{name}" if name else "params": leaf for name, leaf in named_leaves(state.params)}
+
+    def read(name: str, leaf: Any) -> np.ndarray:
+        return params[name] if name in params else read_whole(path, manifest, name, leaf)
+
+    if there and not here:
+        names = [name.replace("params", f"{there}/{MASTERS}", 1) for name in params]
+        masters = [read_whole(path, manifest, *each) for each in zip(names, params.values(), strict=True)]
+        state = state._replace(params=jax.tree.unflatten(jax.tree.structure(state.params), masters))
+    whole = {name: (renamed(name, here, there), leaf) for name, leaf in named}
+    if slicing.held:
+        get = lambda name: read(*whole[f"{RULE_STATE}/{name}"])  # noqa: E731
+        return state._replace(rule_state=slicing.held(like.rule_state, slicing.chunks[worker], get))
+    leaves = [read(*each) for each in whole.values()]
     return state._replace(rule_state=jax.tree.unflatten(jax.tree.structure(like.rule_state), leaves))
 
 
 def is_below(row: dict[str, Any], where: str) -> bool:
     """Return True if a leaf is in this field of the state."""
-    return row["path"] == where or row["path"].startswith(f"{where}/")
+    return is_at(row["path"], where)
 
 
 def read_whole(path: Path, manifest: dict, name: str, like: Any) -> np.ndarray:
-    """Read a leaf of the rule's state: from common.bin, or from the slices of all workers."""
+    """Read a leaf of the rule's state: from common.bin, the slices of all workers, or the worker that has it whole."""
     chunks = manifest["extra"].get("chunks", [])
+    if manifest["extra"].get("cut") == "leaves":
+        files = (file for file, rows in manifest["files"].items() if any(row["path"] == name for row in rows))
+        return read_one(path, manifest, next(files, own_file(0)), name, like)
     files = [own_file(worker) for worker in np.argsort(chunks)] if chunks else ["common.bin"]
     shape = shape_of_slice(like.shape, len(files))
     files = files[:1] if shape == tuple(like.shape) else files  # the same for all, or the first slice has all of it
-    rows = []
-    for file in files:
-        row = next((row for row in manifest["files"].get(file, ()) if row["path"] == name), None)
-        with open_regular(path / file) as opened:
-            rows.append(read_leaf(path / file, opened, name, row, jax.ShapeDtypeStruct(shape, like.dtype)))
+    rows = [read_one(path, manifest, file, name, jax.ShapeDtypeStruct(shape, like.dtype)) for file in files]
     return np.concatenate([row.reshape(-1) for row in rows])[: math.prod(like.shape)].reshape(like.shape)
 
 
-def slice_of(leaf: np.ndarray, chunk: int, workers: int) -> np.ndarray:
-    """One slice of a whole leaf, on the host."""
-    shape = shape_of_slice(leaf.shape, workers)
-    width = math.prod(shape)
-    mine = leaf.reshape(-1)[chunk * width : (chunk + 1) * width]
-    return np.pad(mine, (0, width - mine.size)).reshape(shape)
+def read_one(path: Path, manifest: dict, file: str, name: str, like: Any) -> np.ndarray:
+    """Read a leaf of one file by its path."""
+    row = next((row for row in manifest["files"].get(file, ()) if row["path"] == name), None)
+    with open_regular(path / file) as opened:
+        return read_leaf(path / file, opened, name, row, like)
 
 
 def is_float(leaf: np.ndarray) -> bool:

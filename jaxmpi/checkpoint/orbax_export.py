@@ -81,10 +81,14 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
     Raises:
         UsageError: it is damaged, or a leaf's dtype is not known.
     """
-    files = read_manifest(path)["files"]
+    manifest = read_manifest(path)
+    files = manifest["files"]
     centers = ((where, name) for where in CENTERS for name in files if rows_below(files[name], where))
     where, name = next(centers, ("params", ""))
-    params = leaves_of(path, name, files[name], where) if name else averages_of(path, files)
+    if name and name != "common.bin" and manifest["extra"].get("chunks"):
+        params = whole_average(path, manifest, where)
+    else:
+        params = leaves_of(path, name, files[name], where) if name else averages_of(path, files)
     first = {name: files[name] for name in sorted(files) if rows_below(files[name], "model_state")}
     if where == "center":
         first = dict([*first.items()][:1])
@@ -92,6 +96,14 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
     return {f"params{rest}": leaf for rest, leaf in params.items()} | {
         f"model_state{rest}": leaf for rest, leaf in state.items()
     }
+
+
+def whole_average(path: Path, manifest: dict[str, Any], where: str) -> dict[str, np.ndarray]:
+    """The average of params, of which each worker has a share: their names and shapes are those of params."""
+    with format.open_regular(path / "common.bin") as file:
+        rows = rows_below(manifest["files"]["common.bin"], "params")
+        likes = {row["path"].removeprefix("params"): format.described(path, file, row) for row in rows}
+    return {rest: format.read_whole(path, manifest, where + rest, like) for rest, like in likes.items()}
 
 
 def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:

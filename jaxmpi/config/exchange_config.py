@@ -41,7 +41,14 @@ class ExchangeConfig:
     overlap: Annotated[str, OneOf(*OVERLAPS)] = "auto"
     # each worker updates a slice of the params and holds that slice of the optimizer's state
     shard_update: Annotated[str, OneOf(*SHARD_UPDATES)] = "off"
+    # wire of new params under shard_update; with a coarser one than 32 their changes travel, by 32-bit masters
+    gather_wire: str = "32"
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
         check_choices(self, "exchange.")
+        check(
+            self.gather_wire == "32" or self.shard_update == "on",
+            f"exchange.gather_wire: got {self.gather_wire} with shard_update {self.shard_update}, which gathers no "
+            "params; add shard_update on, or leave it out",
+        )

@@ -9,16 +9,18 @@ The last slices are filled up with zeros. A single entry is worker 0's, and of o
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 
+OF_TX, MASTERS = "of_tx", "masters"  # fields of a rule's state with slices of params in 32 bits
 TRIED_STEPS = 8  # RAdam begins as momentum, for five
 TRIED_WORKERS = 3
 
@@ -52,78 +54,139 @@ def whole_of(rows: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Arr
     return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
+class Entries(NamedTuple):
+    """The cut into slices of every leaf; `core.deals.Leaves` is that into whole leaves. Nothing communicates."""
+
+    workers: int
+
+    @property
+    def name(self) -> str:
+        """As a checkpoint has it."""
+        return "entries"
+
+    def own(self, tree: PyTree, chunk: Any) -> PyTree:
+        """Slice number `chunk`, i32[], of every leaf."""
+        return slices_of(tree, chunk, self.workers)
+
+    def init(self, tx: Any, params: PyTree, chunk: Any) -> PyTree:
+        """The optimizer's state 0 for these slices of params, whole."""
+        return tx.init(self.own(params, chunk))
+
+    def step(
+        self, tx: Any, step: Callable[..., tuple[PyTree, PyTree]], chunk: Any, grads: PyTree, state: PyTree, own: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """`step(grads, state, params) -> (tree like params, state)` on slices."""
+        return step(grads, state, own)
+
+    def saved(self, tx: Any, state: PyTree, chunk: int) -> PyTree:
+        """A rule's state as a checkpoint has it: as it is."""
+        return state
+
+    def restored(self, tx: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+        """A rule's state as this worker holds it, of whole leaves that `read(name)` gives from a checkpoint."""
+
+        def one(name: str, mine: Any) -> np.ndarray:
+            whole = read(name)
+            if whole.shape == mine.shape:
+                return whole
+            flat = whole.reshape(-1)[chunk * mine.size : (chunk + 1) * mine.size]
+            return np.pad(flat, (0, mine.size - flat.size)).reshape(mine.shape)
+
+        leaves = [one(*named) for named in named_leaves(like)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
 # ---------------------------------------------------------------- what can be cut
 
 
-def check_state_of_slices(whole: PyTree, sliced: PyTree, workers: int) -> None:
-    """Refuse an optimizer whose state of slices is no slices of its state.
+def cut_for(tx: Any, params: PyTree) -> str:
+    """How an Optax transformation can be cut: `entries` if that leaves its updates what they are, else `leaves`.
 
-    Args:
-        whole: its state, or the shapes of it.
-        sliced: the same of a worker's slices.
-
-    Raises:
-        UsageError: the leaf: got, expected.
-    """
-    rows = dict(named_leaves(sliced))
-    for name, leaf in named_leaves(whole):
-        got, able = tuple(np.shape(rows.get(name, ()))), shape_of_slice(leaf.shape, workers)
-        if name not in rows or got not in (able, tuple(leaf.shape)):
-            raise UsageError(
-                f"sharded: {name} of the optimizer's state is {list(leaf.shape)}, of slices {list(got)}; expected "
-                f"{list(able)}, a slice of it: an optimizer that mixes entries cannot be cut"
-            )
-
-
-def check_elementwise(tx: Any, params: PyTree) -> None:
-    """Refuse an Optax transformation that mixes entries of a tensor, or of several; it is tried out.
-
-    Steps from random params with the axes of the model's and at most five entries along each, whole and in slices; at
-    last with a gradient that is not finite.
+    It is tried out.
 
     Args:
         params: arrays or their shapes.
 
     Raises:
-        UsageError: the tensor whose update differs.
+        UsageError: neither; the tensor whose update differs.
     """
     with jax.ensure_compile_time_eval():
-        name = mixed(tx, params)
+        by_entry = mixed(tx, params) or misshaped(tx, params)
+        name = mixed(tx, params, "leaves") if by_entry else ""
+    if not by_entry:
+        return "entries"
     if name:
         raise UsageError(
-            f"sharded: the update of {name} by this optimizer is not that of its slices, so it mixes entries of a "
-            "tensor (as LARS, LAMB, Adafactor, Muon, clipping by a norm) or of several; leave it unsharded, or give "
-            "clip_norm to jaxmpi.sharded in place of a clipping in the chain"
+            f"sharded: the update of {name} by this optimizer depends on other tensors (as with clipping by a global "
+            "norm), or on how many there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a "
+            "clipping in the chain"
         )
+    return "leaves"
 
 
-def mixed(tx: Any, params: PyTree) -> str:
-    """Name of the first tensor whose update is not that of its slices; empty if there is none."""
+def misshaped(tx: Any, params: PyTree) -> str:
+    """Name of the first leaf of an optimizer's state of slices that is no slice of its state; empty if there is none.
+
+    Some optimizers go by sizes, which small tensors do not show.
+    """
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
+    slices = jax.eval_shape(lambda tree: slices_of(tree, 0, TRIED_WORKERS), like)
+    rows = dict(named_leaves(jax.eval_shape(tx.init, slices)))
+    for name, leaf in named_leaves(jax.eval_shape(tx.init, like)):
+        able = (shape_of_slice(leaf.shape, TRIED_WORKERS), leaf.shape)
+        if name not in rows or rows[name].shape not in able:
+            return name
+    return ""
+
+
+def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
+    """Name of the first tensor whose update is not that of its slices, or of it alone; empty if there is none.
+
+    Steps from random params with the axes of the model's and at most five entries along each, whole and cut; at last
+    with a gradient that is not finite.
+
+    Args:
+        params: arrays or their shapes.
+        cut: `entries`, or `leaves` to let each of three workers have some tensors.
+    """
     rng = np.random.default_rng(0)
     like = jax.tree.map(lambda leaf: np.zeros([min(max(n, 1), 5) for n in leaf.shape], leaf.dtype), params)
     noise = lambda scale: jax.tree.map(  # noqa: E731
         lambda leaf: np.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype), like
     )
     weights, names = noise(1.0), [name for name, _ in named_leaves(like)]
-    parts = [slices_of(weights, c, TRIED_WORKERS) for c in range(TRIED_WORKERS)]
+    structure = jax.tree.structure(like)
+
+    def part(tree: PyTree, worker: int) -> PyTree:
+        if cut == "entries":
+            return slices_of(tree, worker, TRIED_WORKERS)
+        leaves = enumerate(jax.tree.leaves(tree))
+        return jax.tree.unflatten(
+            structure, [x if i % TRIED_WORKERS == worker else optax.MaskedNode() for i, x in leaves]
+        )
+
+    def joined(parts: list[PyTree]) -> list[jax.Array]:
+        leaves = [jax.tree.leaves(each) for each in parts]
+        if cut == "leaves":
+            return [leaves[i % TRIED_WORKERS][i // TRIED_WORKERS] for i in range(len(names))]
+        rows = [jnp.stack([leaf.reshape(-1) for leaf in each]) for each in zip(*leaves, strict=True)]
+        return [whole_of(row, leaf) for row, leaf in zip(rows, jax.tree.leaves(like), strict=True)]
 
     @jax.jit
     def step(grads: PyTree, state: PyTree, states: list[PyTree]) -> tuple[PyTree, list[PyTree], jax.Array]:
         whole, state = tx.update(grads, state, weights)
-        made = [
-            tx.update(slices_of(grads, c, TRIED_WORKERS), s, parts[c]) for c, s in zip(range(3), states, strict=True)
-        ]
-        rows = jax.tree.map(lambda *leaves: jnp.stack([leaf.reshape(-1) for leaf in leaves]), *[u for u, _ in made])
-        apart = jax.tree.map(lambda u, row: distance(u, whole_of(row, u)), whole, rows)
-        return state, [s for _, s in made], jnp.stack(jax.tree.leaves(apart))
+        made = [tx.update(part(grads, c), s, part(weights, c)) for c, s in enumerate(states)]
+        rows = joined([update for update, _ in made])
+        apart = [distance(u, row) for u, row in zip(jax.tree.leaves(whole), rows, strict=True)]
+        return state, [s for _, s in made], jnp.stack(apart)
 
-    state, states = tx.init(weights), [tx.init(part) for part in parts]
+    state, states = tx.init(weights), [tx.init(part(weights, c)) for c in range(TRIED_WORKERS)]
     for scale in [1e-3, 1.0, 1e3] * (TRIED_STEPS // 3) + [math.nan]:
         grads = noise(1.0 if math.isnan(scale) else scale)
         if math.isnan(scale):
             first, *rest = jax.tree.leaves(grads)
             first.reshape(-1)[:1] = scale
-            grads = jax.tree.unflatten(jax.tree.structure(grads), [first, *rest])
+            grads = jax.tree.unflatten(structure, [first, *rest])
         state, states, apart = step(grads, state, states)
         odd = np.flatnonzero(np.asarray(apart) > 1e-4)  # rounding is below 1e-6, what mixes is off by tenths
         if odd.size:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import optax.contrib
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.core.slices import check_elementwise
+from jaxmpi.core.slices import cut_for
 
 ScheduleFreeState = optax.contrib.ScheduleFreeState
 Transform = optax.GradientTransformation
@@ -32,7 +33,9 @@ class OptimizerSpec(NamedTuple):
     decays_after: bool = False  # decay is decoupled: added to the direction, not to the gradient
     averages: bool = False  # schedule-free: all of the chain but clipping moves z, from which Optax makes y and x
     takes: tuple[str, ...] = ()  # of SETTINGS
-    elementwise: bool = False  # each entry of a tensor goes its own way, so workers can each update a slice
+    # what workers can each update a share of: "entries" of every tensor, whole "leaves"; empty: neither
+    cut: str = ""
+    cost: Callable[[Sequence[int]], float] = math.prod  # of the update of a tensor, by its shape
 
 
 def changed(config: Optim, names: Sequence[str]) -> list[str]:
@@ -75,6 +78,14 @@ def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **own)
 
 
+def muon_cost(shape: Sequence[int]) -> float:
+    """Multiplications of Muon's update of a tensor: of a matrix, 5 steps of x <- a x + (b A + c A A) x, A = x x^T."""
+    if len(shape) != 2:
+        return math.prod(shape)
+    short, long = sorted(shape)
+    return 5 * (2 * short**2 * long + short**3) + math.prod(shape)
+
+
 def velocity(config: Optim, *, nesterov: bool = False) -> Transform:
     """Momentum, v <- mu v + g; Optax has no default of mu."""
     return optax.trace(MOMENTUM if config.momentum is None else config.momentum, nesterov=nesterov)
@@ -104,56 +115,55 @@ VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
 TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, elementwise=True),
-    "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, elementwise=True),
-    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY, elementwise=True),
-    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, elementwise=True),
-    "adamw": OptimizerSpec(
-        lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, elementwise=True
-    ),
+    "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
+    "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, cut="entries"),
+    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries"),
+    "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, cut="entries"),
+    "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, cut="entries"),
     "nadamw": OptimizerSpec(
-        lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, elementwise=True
+        lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, cut="entries"
     ),
-    "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS, elementwise=True),
-    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, elementwise=True),
-    "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, elementwise=True),
+    "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS, cut="entries"),
+    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, cut="entries"),
+    "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, cut="entries"),
     "lion": OptimizerSpec(
         lambda c: optax.scale_by_lion(**given(c, b1="b1", b2="b2")),
         decays_after=True,
         takes=("b1", "b2"),
-        elementwise=True,
+        cut="entries",
     ),
     "rmsprop": OptimizerSpec(
-        lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps"), elementwise=True
+        lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps"), cut="entries"
     ),
-    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",), elementwise=True),
-    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS),
-    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum")),
-    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",)),
-    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum")),
+    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",), cut="entries"),
+    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, cut="leaves"),
+    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), cut="leaves"),
+    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), cut="leaves"),
+    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum"), cut="leaves", cost=muon_cost),
     "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",)),
     "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS),
 }
 
 
-def check_splits(config: Optim, tx: Transform, params: PyTree) -> None:
-    """Refuse an optimizer that cannot update a slice; for the table's it is known, the user's is tried out.
+def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:
+    """`entries` or `leaves`, of which workers can each update a share; of the user's optimizer it is tried out.
 
     Args:
         tx: what `optimizer` has made of the configuration, without clipping.
         params: their shapes.
 
     Raises:
-        UsageError: the optimizer, and those that can.
+        UsageError: an optimizer that can be cut in neither way, and those that can.
     """
     if config.transform is not None:
-        return check_elementwise(tx, params)
-    able = [name for name, row in OPTIMIZERS.items() if row.elementwise]
+        return cut_for(tx, params)
+    able = [name for name, row in OPTIMIZERS.items() if row.cut]
     check(
         config.name in able,
-        f"exchange.shard_update: got on with optimizer {config.name}, whose update of an entry depends on others of "
-        f"its tensor, or which evaluates an average; expected {', '.join(able)}, or off",
+        f"exchange.shard_update: got on with optimizer {config.name}, which evaluates an average of its own; expected "
+        f"{', '.join(able)}, or off",
     )
+    return OPTIMIZERS[config.name].cut
 
 
 def optimizer(config: Optim, lr: optax.Schedule) -> Transform:

@@ -19,7 +19,8 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
     a_t = ((1 - d) / (1 - d^t)) sum_{s <= t} d^(t - s) w_s ;  kept as a <- a + (1 - d) / (1 - d^t) (w - a).
 
-    So it has no memory of the initial params. Communicates nothing more: params are equal on all workers.
+    So it has no memory of the initial params. Communicates nothing more: params are equal on all workers. If updates
+    are sharded each worker holds its slice of a; `eval_params` then gathers it, in 32 bits.
 
     Args:
         rule: whose params are equal on all workers after each step.
@@ -37,27 +38,42 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
         "gradients, subgd or awagd",
     )
 
-    def moved(average: PyTree, steps: jax.Array, params: PyTree) -> tuple[PyTree, jax.Array]:
+    sharding = rule.sharding
+
+    def moved(average: PyTree, steps: jax.Array, params: PyTree, *chunk: jax.Array) -> tuple[PyTree, jax.Array]:
         steps = steps + 1
         share = (1 - decay) / (1 - jnp.float32(decay) ** steps.astype(jnp.float32))
-        return jax.tree.map(lambda a, w: a + share.astype(a.dtype) * (w - a), average, params), steps
+        own = sharding.shards.cut.own(params, *chunk) if sharding else params
+        return jax.tree.map(lambda a, w: a + share.astype(a.dtype) * (w - a), average, own), steps
 
     move = jit(moved, donate_argnums=(0, 1))
 
+    def with_average(of_rule: PyTree, average: PyTree) -> PyTree:
+        return {"of_rule": of_rule, AVERAGE: average, "averaged": jnp.zeros((), jnp.int32)}
+
     def init(params: PyTree) -> PyTree:
-        return {"of_rule": rule.init(params), AVERAGE: params, "averaged": jnp.zeros((), jnp.int32)}
+        return with_average(rule.init(params), params)
 
     def after(update: Callable, grads: PyTree, state: PyTree, params: PyTree) -> tuple:
         params, of_rule, *more = update(grads, state["of_rule"], params)
-        average, steps = move(state[AVERAGE], state["averaged"], params)
+        chunk = [sharding.shards.chunk()] if sharding else []
+        average, steps = move(state[AVERAGE], state["averaged"], params, *chunk)
         return params, {"of_rule": of_rule, AVERAGE: average, "averaged": steps}, *more
+
+    def eval_params(params: PyTree, state: PyTree) -> PyTree:
+        return sharding.shards.gather(state[AVERAGE], params) if sharding else state[AVERAGE]
+
+    def init_slice(params: PyTree, chunk: jax.Array) -> PyTree:
+        assert sharding
+        return with_average(sharding.init(params, chunk), sharding.shards.cut.own(params, chunk))
 
     return rule._replace(
         init=init,
         update=partial(after, rule.update),
         measured=partial(after, rule.measured) if rule.measured else None,
-        eval_params=lambda params, state: state[AVERAGE],
+        eval_params=eval_params,
         distance=(lambda state, of=rule.distance: of(state["of_rule"])) if rule.distance else None,
+        sharding=sharding and sharding._replace(init=init_slice),
     )
 
 

@@ -10,7 +10,6 @@ random schedules without MPI (docs/decisions/0009).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,8 +18,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from jaxmpi.core.deals import Leaves
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.core.slices import slices_of
+from jaxmpi.core.slices import Entries
 
 
 class Halves(Protocol):
@@ -40,8 +40,23 @@ class Halves(Protocol):
         ...
 
     @property
+    def cut(self) -> Entries | Leaves:
+        """How trees are cut over workers."""
+        ...
+
+    @property
     def gives_square(self) -> bool:
         """Return True if `scatter` gives |g|^2 of the whole mean gradient g."""
+        ...
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Return True if changes of params travel, over `gather_wire`, and workers keep their slices in 32 bits."""
+        ...
+
+    @property
+    def gather_wire(self) -> str:
+        """The wire of new params, or of their changes."""
         ...
 
     def chunk(self) -> jax.Array:
@@ -52,7 +67,7 @@ class Halves(Protocol):
         """This worker's slices of the mean over workers; |g|^2, or 0."""
         ...
 
-    def gather(self, slices: PyTree, like: PyTree) -> PyTree:
+    def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
         """The whole tree of all workers' slices, in the shapes of `like`."""
         ...
 
@@ -88,7 +103,7 @@ class NoExchange:
 
             own = optax.GradientTransformation(own.init, update)
         halves = exchange.shards
-        shards = halves and OwnShards(halves, self, jax.jit(partial(slices_of, workers=halves.size)))
+        shards = halves and OwnShards(halves, self, jax.jit(halves.cut.own))
         return exchange._replace(
             mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own, shards=shards
         )
@@ -111,7 +126,7 @@ class OwnShards(NamedTuple):
 
     given: Halves
     switch: NoExchange
-    cut: Callable[[PyTree, jax.Array], PyTree]  # (tree, number of a slice) -> its slices
+    own: Callable[[PyTree, jax.Array], PyTree]  # (tree, number of a slice) -> its slices
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -124,9 +139,24 @@ class OwnShards(NamedTuple):
         return self.given.size
 
     @property
+    def cut(self) -> Entries | Leaves:
+        """How trees are cut over workers."""
+        return self.given.cut
+
+    @property
     def gives_square(self) -> bool:
         """Return True if `scatter` gives |g|^2."""
         return self.given.gives_square
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Return True if changes of params travel."""
+        return self.given.keeps_masters
+
+    @property
+    def gather_wire(self) -> str:
+        """The wire of new params, or of their changes."""
+        return self.given.gather_wire
 
     def chunk(self) -> jax.Array:
         """i32[]: the number of this worker's slice."""
@@ -136,18 +166,26 @@ class OwnShards(NamedTuple):
         """This worker's slices of its own gradients."""
         if not self.switch.is_on:
             return self.given.scatter(grads)
-        return self.cut(grads, self.chunk()), jnp.zeros(())
+        return self.own(grads, self.chunk()), jnp.zeros(())
 
-    def gather(self, slices: PyTree, like: PyTree) -> PyTree:
-        """Params as they were."""
-        return like if self.switch.is_on else self.given.gather(slices, like)
+    def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
+        """Params as they were; of changes, none."""
+        if not self.switch.is_on:
+            return self.given.gather(slices, like, wire)
+        return jax.tree.map(jnp.zeros_like, like) if self.keeps_masters else like
 
 
 class Sharding(NamedTuple):
-    """How the state of a rule is cut over workers: each leaf as in `core.slices`."""
+    """How the state of a rule is cut over workers: as `core.slices` or `core.deals` have it."""
 
-    chunks: tuple[int, ...]  # by worker: the number of its slice
+    shards: Halves
+    tx: optax.GradientTransformation  # whose state it is
     init: Callable[[PyTree, Any], PyTree]  # (params, number of a slice) -> the state of that slice
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """By worker: the number of its slice."""
+        return self.shards.chunks
 
 
 class Rule(NamedTuple):

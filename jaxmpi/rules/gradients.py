@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.core.slices import slices_of
+from jaxmpi.core.slices import MASTERS, OF_TX
 from jaxmpi.rules.base import Exchange, Halves, Rule, Sharding, descend
 
 
@@ -19,7 +19,7 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
     Args: noise: measure |g|^2 as well, in the program that steps.
     State: tx's, equal on all workers; with `exchange.gradients` also that one's, of which a part is each worker's.
     With `exchange.shards` each worker steps its slices of params and holds that slice of tx's state:
-    w_c <- w_c + tx_c(g_c) ;  w = all w_c ;  tx treats each entry by itself.
+    w_c <- w_c + tx_c(g_c) ;  w = all w_c ;  tx treats each entry, or each tensor, by itself.
     Communicates: one mean of the gradients a step. Learning rate: that of one worker on the effective batch.
     """
     if exchange.shards:
@@ -47,32 +47,50 @@ def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
 
 
 def sharded(tx: optax.GradientTransformation, shards: Halves, jit: Callable[..., Callable]) -> Rule:
-    """The same with the optimizer between the halves of the exchange."""
+    """The same with the optimizer between the halves of the exchange.
 
-    def of_slice(mean: PyTree, state: PyTree, params: PyTree, chunk: jax.Array) -> tuple[PyTree, PyTree]:
-        own = slices_of(params, chunk, shards.size)
-        updates, state = tx.update(mean, state, own)
+    With masters m, which stay in 32 bits: m_c <- m_c + tx_c(g_c) ;  w <- w + wire(all m_c - w_c).
+    """
+    cut = shards.cut
+
+    def descended(grads: PyTree, state: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = tx.update(grads, state, own)
         return optax.apply_updates(own, updates), state
 
-    step = jit(of_slice, donate_argnums=(0, 1))
+    def of_slice(mean: PyTree, state: PyTree, params: PyTree, chunk: jax.Array) -> tuple[PyTree, PyTree]:
+        if not shards.keeps_masters:
+            return cut.step(tx, descended, chunk, mean, state, cut.own(params, chunk))
+        masters, of_tx = cut.step(tx, descended, chunk, mean, state[OF_TX], state[MASTERS])
+        return jax.tree.map(jnp.subtract, masters, cut.own(params, chunk)), {OF_TX: of_tx, MASTERS: masters}
+
+    def added(params: PyTree, changes: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, params, changes)
+
+    step, add = jit(of_slice, donate_argnums=(0, 1)), jit(added, donate_argnums=(0,))
 
     def measured(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
         mean, squares = shards.scatter(grads)
         own, state = step(mean, state, params, shards.chunk())
+        if shards.keeps_masters:
+            return add(params, shards.gather(own, params, shards.gather_wire)), state, squares
         return shards.gather(own, params), state, squares
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return measured(grads, state, params)[:2]
 
+    def init(params: PyTree) -> PyTree:
+        return {OF_TX: tx.init(params), MASTERS: params} if shards.keeps_masters else tx.init(params)
+
     def init_slice(params: PyTree, chunk: jax.Array) -> PyTree:
-        return tx.init(slices_of(params, chunk, shards.size))
+        of_tx = cut.init(tx, params, chunk)
+        return {OF_TX: of_tx, MASTERS: cut.own(params, chunk)} if shards.keeps_masters else of_tx
 
     return Rule(
-        tx.init,
+        init,
         update,
         state_is_replicated=False,
         measured=measured if shards.gives_square else None,
-        sharding=Sharding(shards.chunks, init_slice),
+        sharding=Sharding(shards, tx, init_slice),
     )
 
 

@@ -8,6 +8,7 @@ default. Every rank must compile a program that holds a communicator, so that on
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ from jaxmpi.config import durations, exchange_config, schema
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
+from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
@@ -391,6 +393,7 @@ def exchange_for(
     """The exchange of this run, beside the program or in it."""
     size_bytes = experiment.exchange.bucket_bytes
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
+    dealt = deal_of(experiment, plan, workers) if experiment.exchange.shard_update == "on" else None
     if experiment.exchange.shard_update == "on" and workers.size > 1:
         shards = shards_of(
             strategy,
@@ -399,6 +402,8 @@ def exchange_for(
             size_bytes,
             clip_norm=experiment.optim.clip_norm,
             gives_square=sees_noise(experiment, plan, workers),
+            deal=dealt,
+            gather_wire=experiment.exchange.gather_wire,
         )
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
     if compression.is_compressor(strategy):
@@ -418,6 +423,21 @@ def exchange_for(
         partial(share, op="sum", **options),
         gradients=overlap.delayed_gradients(**options, **alone) if is_late else None,
     )
+
+
+def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:
+    """Which worker updates which leaves, if the optimizer needs whole ones; None if it can update slices of all.
+
+    Raises:
+        UsageError: it can do neither, or params are not float32.
+    """
+    optim, params = experiment.optim, plan.params()
+    check_floats(params)
+    tx = optimizers.optimizer(dataclasses.replace(optim, clip_norm=0.0), plan.lr)
+    if optimizers.cut_of(optim, tx, params) == "entries":
+        return None
+    row = optimizers.OPTIMIZERS.get(optim.name)
+    return deal(params, workers.size, row.cost if row else math.prod)
 
 
 def exchange_of_devices(
@@ -510,9 +530,6 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     )
     if scalers:
         tx = optax.chain(tx, optimizers.by_rate_factor())
-    if experiment.exchange.shard_update == "on":
-        check_floats(params)
-        optimizers.check_splits(optim, tx, params)
     rule = registry.build(
         dataclasses.replace(asked, noise_scale=sees_noise(experiment, plan, workers)),
         tx,
@@ -533,9 +550,11 @@ def memory_words(plan: TrainingPlan, rule: Rule) -> str:
     params, workers = plan.params(), len(rule.sharding.chunks)
     of_slice = jax.eval_shape(rule.sharding.init, params, jax.ShapeDtypeStruct((), np.int32))
     held, own, whole = map(size_bytes, (params, of_slice, jax.eval_shape(rule.init, params)))
+    dealt = rule.sharding.shards.cut
+    rows = f", whole tensors in rows that {dealt.deal.padding:.1%} fill up" if isinstance(dealt, Leaves) else ""
     return (
-        f"updates sharded over {workers} workers: each holds {held / 1e6:.3g} MB of params, as much of gradients, and "
-        f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
+        f"updates sharded over {workers} workers{rows}: each holds {held / 1e6:.3g} MB of params, as much of "
+        f"gradients, and {own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
     )
 
 

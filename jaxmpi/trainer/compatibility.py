@@ -119,14 +119,6 @@ REFUSALS = (
         "use auto or off",
     ),
     Refusal(
-        "optim.ema",
-        "above 0",
-        bool,
-        shards_updates,
-        f"{SHARDED}: every worker would hold the whole average",
-        "leave one of them out",
-    ),
-    Refusal(
         "devices",
         "more than 1",
         (1).__ne__,

@@ -9,6 +9,7 @@ batch. A run directory that has gone is not made anew, since another job may be 
 elsewhere and ends (docs/decisions/0010).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, e
             "overlap": experiment.exchange.overlap,
         },
         "experiment": identity(experiment, plan),
-        **({"chunks": list(sharding.chunks)} if sharding else {}),
+        **({"chunks": list(sharding.chunks), "cut": sharding.shards.cut.name} if sharding else {}),
         "settings": run_directory.settings(experiment),
     }
 
@@ -96,7 +97,8 @@ def restored(
 def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
     """How workers hold the state of this rule; None if parts of it are each worker's own."""
     if rule.sharding:
-        return format.Slicing(jax.eval_shape(rule.init, state.params), rule.sharding.chunks)
+        held = functools.partial(rule.sharding.shards.cut.restored, rule.sharding.tx)
+        return format.Slicing(jax.eval_shape(rule.init, state.params), rule.sharding.chunks, held)
     return format.Slicing(state.rule_state) if rule.state_is_replicated else None
 
 
@@ -219,7 +221,7 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
     note_saved(run)
     if not run.functions.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    run.saver.save(take(state, run.workers), extra_to_save(run, step), score)
+    run.saver.save(states_to_save(run, state), extra_to_save(run, step), score)
 
 
 def note_saved(run: Run) -> None:
@@ -227,6 +229,18 @@ def note_saved(run: Run) -> None:
     if (step := run.saver.taken()) is not None:
         run.recorder.write("checkpoint", step=step)
         callbacks.each(run.callbacks, "after_checkpoint", step, run.folder / "checkpoints" / f"step_{step:08d}")
+
+
+def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:
+    """States of this process's workers as a checkpoint has them, in host memory."""
+    states, sharding = take(state, run.workers), run.functions.rule.sharding
+    if sharding is None:
+        return states
+    saved = functools.partial(sharding.shards.cut.saved, sharding.tx)
+    return {
+        worker: each._replace(rule_state=saved(each.rule_state, sharding.chunks[worker]))
+        for worker, each in states.items()
+    }
 
 
 def extra_to_save(run: Run, step: int) -> dict[str, Any]:
@@ -255,5 +269,5 @@ def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn
     text = f"run directory {str(run.folder)!r} {fate}"
     if not run.functions.exchanges:
         raise AgreedError(f"{text}; strategy none saves nothing")
-    place = run.saver.save_elsewhere(take(state, run.workers), extra_to_save(run, step), run.recorder.copy_to)
+    place = run.saver.save_elsewhere(states_to_save(run, state), extra_to_save(run, step), run.recorder.copy_to)
     raise AgreedError(f"{text}; saved at step {step} in {str(place)!r}: go on with --resume --run-dir {place}")

@@ -1,0 +1,296 @@
+"""Whole leaves dealt to workers: each of w workers updates some leaves, for optimizers that mix the entries of one.
+
+LARS, LAMB, Adafactor and Muon take leaves one by one, but not entries: a slice has another norm than its leaf, and
+Newton-Schulz needs a whole matrix. So a deal gives each leaf to one worker, the costliest first, each to the worker
+with the least to do (Graham 1969). Then Newton-Schulz is divided by w as well.
+
+One program serves all workers, as with slices. Therefore what a worker holds has one shape on all of them: a row, its
+leaves one after another, filled up with zeros to the longest row. Which leaves these are is a branch of the program.
+Other workers' leaves are `optax.MaskedNode` inside a branch, so masks and labels by name stay what they are.
+
+Tried and dropped: programs of each worker's own, which a mapped axis cannot have and which every rank of a host would
+compile for itself.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.pytrees import PyTree, named_leaves
+
+SHARED = -1  # owner of what all workers hold, such as counts of steps
+
+
+class Row(NamedTuple):
+    """A worker's leaves of a tree like params."""
+
+    entries: jax.Array  # f32[longest row]
+
+
+class RowState(NamedTuple):
+    """An optimizer's state for a worker's leaves."""
+
+    shared: PyTree  # the structure of the whole state, with those leaves only that no leaf of params has to itself
+    rows: dict[str, jax.Array]  # all others, by dtype
+
+
+class Deal(NamedTuple):
+    """Which worker updates which leaf."""
+
+    structure: Any  # of params
+    shapes: tuple[tuple[int, ...], ...]  # by leaf
+    owners: tuple[int, ...]  # by leaf: the number of the row that has it
+    workers: int
+
+    def sizes(self) -> list[int]:
+        """Entries of each row, without what fills it up."""
+        sizes = [0] * self.workers
+        for owner, shape in zip(self.owners, self.shapes, strict=True):
+            sizes[owner] += math.prod(shape)
+        return sizes
+
+    @property
+    def width(self) -> int:
+        """Entries of the longest row."""
+        return max(1, *self.sizes())
+
+    @property
+    def padding(self) -> float:
+        """What fills rows up, as a share of params: so much more travels and is held."""
+        return self.workers * self.width / max(1, sum(self.sizes())) - 1
+
+    def like(self) -> PyTree:
+        """Shapes of params."""
+        return jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(s, jnp.float32) for s in self.shapes])
+
+    def part(self, tree: PyTree, row: int) -> PyTree:
+        """The leaves of one row; `optax.MaskedNode` for all others."""
+        leaves = zip(self.owners, jax.tree.leaves(tree), strict=True)
+        return jax.tree.unflatten(self.structure, [x if owner == row else optax.MaskedNode() for owner, x in leaves])
+
+    def row_of(self, part: PyTree) -> Row:
+        """A part as a row."""
+        return Row(joined(jax.tree.leaves(part), self.width, jnp.float32))
+
+    def part_of(self, row: Row, number: int) -> PyTree:
+        """The inverse of `row_of`."""
+        shapes = [shape for owner, shape in zip(self.owners, self.shapes, strict=True) if owner == number]
+        leaves = cut_up(row.entries, shapes)
+        return jax.tree.unflatten(
+            self.structure, [next(leaves) if owner == number else optax.MaskedNode() for owner in self.owners]
+        )
+
+    def columns(self, leaves: Sequence[jax.Array], start: int, stop: int) -> jax.Array:
+        """[w, stop - start]: these columns of all rows of a tree."""
+        rows, ends = [[] for _ in range(self.workers)], [0] * self.workers
+        for owner, leaf in zip(self.owners, leaves, strict=True):
+            begin, ends[owner] = ends[owner], ends[owner] + leaf.size
+            low, high = max(start, begin), min(stop, ends[owner])
+            if low < high:
+                rows[owner].append(leaf.reshape(-1)[low - begin : high - begin])
+        return jnp.stack([joined(pieces, stop - start, jnp.float32) for pieces in rows])
+
+    def whole_of(self, rows: jax.Array) -> PyTree:
+        """The tree of all rows, [w, longest]."""
+        out, ends = [], [0] * self.workers
+        for owner, shape in zip(self.owners, self.shapes, strict=True):
+            begin, ends[owner] = ends[owner], ends[owner] + math.prod(shape)
+            out.append(rows[owner, begin : ends[owner]].reshape(shape))
+        return jax.tree.unflatten(self.structure, out)
+
+
+def deal(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> Deal:
+    """Deal leaves to workers: the costliest first, each to the worker with the least cost so far, then least entries.
+
+    Args:
+        params: arrays or their shapes.
+        cost: of the update of a leaf, by its shape.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    owners, loads = [0] * len(shapes), [(0.0, 0, row) for row in range(workers)]
+    for i in sorted(range(len(shapes)), key=lambda i: -cost(shapes[i])):
+        load, entries, row = min(loads)
+        owners[i], loads[row] = row, (load + cost(shapes[i]), entries + math.prod(shapes[i]), row)
+    return Deal(structure, shapes, tuple(owners), workers)
+
+
+def joined(leaves: Sequence[jax.Array], width: int, dtype: Any) -> jax.Array:
+    """[width]: flat leaves one after another, then zeros."""
+    missing = width - sum(leaf.size for leaf in leaves)
+    return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), jnp.zeros(missing, dtype)])
+
+
+def cut_up(row: Any, shapes: Sequence[Sequence[int]]) -> Iterator[Any]:
+    """The inverse of `joined`."""
+    ends = np.cumsum([0, *map(math.prod, shapes)])
+    return iter([row[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)])
+
+
+# ---------------------------------------------------------------- an optimizer's state
+
+
+class StateLayout(NamedTuple):
+    """Where each leaf of an optimizer's state is."""
+
+    names: tuple[str, ...]  # of the whole state
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    structure: Any
+    owners: tuple[int, ...]  # by leaf: the row that has it, or SHARED
+    structures: tuple[Any, ...]  # by row: of the state of its part
+
+    def own(self, row: int, dtype: str) -> list[int]:
+        """Leaves of a row of this type."""
+        return [i for i, owner in enumerate(self.owners) if owner == row and str(self.leaves[i].dtype) == dtype]
+
+    def width(self, dtype: str) -> int:
+        """Entries of the longest row of this type."""
+        sizes = [sum(self.leaves[i].size for i in self.own(row, dtype)) for row in range(len(self.structures))]
+        return max(sizes)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Types of what is not shared."""
+        return sorted({str(x.dtype) for x, owner in zip(self.leaves, self.owners, strict=True) if owner != SHARED})
+
+    def held(self, state: PyTree, row: int) -> RowState:
+        """The state of a part as a row."""
+        by_name = dict(named_leaves(state))
+        shared = [
+            by_name[name] if owner == SHARED else optax.MaskedNode()
+            for name, owner in zip(self.names, self.owners, strict=True)
+        ]
+        rows = {
+            dtype: joined([by_name[self.names[i]] for i in self.own(row, dtype)], self.width(dtype), dtype)
+            for dtype in self.dtypes
+        }
+        return RowState(jax.tree.unflatten(self.structure, shared), rows)
+
+    def by_place(self, held: RowState, row: int) -> dict[int, Any]:
+        """Leaves that a worker holds, by their place in the whole state."""
+        shared = iter(jax.tree.leaves(held.shared))
+        found = {i: next(shared) for i, owner in enumerate(self.owners) if owner == SHARED}
+        for dtype in self.dtypes:
+            places = self.own(row, dtype)
+            found |= zip(places, cut_up(held.rows[dtype], [self.leaves[i].shape for i in places]), strict=True)
+        return found
+
+    def part(self, held: RowState, row: int) -> PyTree:
+        """The inverse of `held`."""
+        found = self.by_place(held, row)
+        return jax.tree.unflatten(self.structures[row], [found[i] for i in sorted(found)])
+
+    def whole(self, held: RowState, row: int) -> PyTree:
+        """The whole state's structure, with those leaves that this worker holds."""
+        found = self.by_place(held, row)
+        return jax.tree.unflatten(self.structure, [found.get(i, optax.MaskedNode()) for i in range(len(self.owners))])
+
+
+@functools.cache
+def layout_of(tx: Any, given: Deal) -> StateLayout:
+    """Where an optimizer's state goes: a leaf that the state of one part alone has is that part's, others are shared.
+
+    Raises:
+        UsageError: a leaf of the state that is neither.
+    """
+    like = given.like()
+    whole = jax.eval_shape(tx.init, like)
+    parts = [jax.eval_shape(tx.init, given.part(like, row)) for row in range(given.workers)]
+    of_parts, owners = [dict(named_leaves(part)) for part in parts], []
+    for name, leaf in named_leaves(whole):
+        having = [row for row, part in enumerate(of_parts) if name in part]
+        is_same = all(
+            (of_parts[row][name].shape, of_parts[row][name].dtype) == (leaf.shape, leaf.dtype) for row in having
+        )
+        if not is_same or len(having) not in (1, given.workers):
+            raise UsageError(
+                f"sharded: {name} of the optimizer's state is {list(leaf.shape)}, but not with some leaves alone; "
+                "expected a state of each leaf by itself, or one that all have: leave the optimizer unsharded"
+            )
+        owners.append(SHARED if len(having) == given.workers else having[0])
+    return StateLayout(
+        tuple(name for name, _ in named_leaves(whole)),
+        tuple(jax.tree.leaves(whole)),
+        jax.tree.structure(whole),
+        tuple(owners),
+        tuple(map(jax.tree.structure, parts)),
+    )
+
+
+# ---------------------------------------------------------------- the two ways of a cut
+
+
+class Leaves(NamedTuple):
+    """The cut into whole leaves; `core.slices.Entries` is that into slices of every leaf. Nothing communicates."""
+
+    deal: Deal
+
+    @property
+    def name(self) -> str:
+        """As a checkpoint has it."""
+        return "leaves"
+
+    def own(self, tree: PyTree, chunk: Any) -> Row:
+        """Row number `chunk`, i32[], of a whole tree."""
+        branches = [lambda t, row=row: self.deal.row_of(self.deal.part(t, row)) for row in range(self.deal.workers)]
+        return lax.switch(chunk, branches, tree)
+
+    def init(self, tx: Any, params: PyTree, chunk: Any) -> RowState:
+        """The optimizer's state 0 for the leaves of a row of params, whole."""
+        layout = layout_of(tx, self.deal)
+        branches = [
+            lambda p, row=row: layout.held(tx.init(self.deal.part(p, row)), row) for row in range(self.deal.workers)
+        ]
+        return lax.switch(chunk, branches, params)
+
+    def step(
+        self, tx: Any, step: Callable[..., tuple[PyTree, PyTree]], chunk: Any, grads: Row, state: RowState, own: Row
+    ) -> tuple[Row, RowState]:
+        """`step(grads, state, params) -> (tree like params, state)` on the leaves of a row.
+
+        It is a branch of its own, since XLA fuses nothing across. In one program with the cutting it would add up norms
+        in another order than in a program of whole leaves.
+        """
+        layout, given = layout_of(tx, self.deal), self.deal
+
+        def branch(row: int) -> Callable[[Row, RowState, Row], tuple[Row, RowState]]:
+            def run(grads: Row, state: RowState, own: Row) -> tuple[Row, RowState]:
+                parts = given.part_of(grads, row), layout.part(state, row), given.part_of(own, row)
+                made, after = lax.cond(chunk == row, lambda g, s, p: step(g, s, p), lambda g, s, p: (p, s), *parts)
+                return given.row_of(made), layout.held(after, row)
+
+            return run
+
+        return lax.switch(chunk, [branch(row) for row in range(given.workers)], grads, state, own)
+
+    def saved(self, tx: Any, state: PyTree, chunk: int) -> PyTree:
+        """A rule's state as a checkpoint has it: whole leaves by their names in the whole state, on the host."""
+
+        def one(part: Any) -> Any:
+            if isinstance(part, RowState):
+                return layout_of(tx, self.deal).whole(part, chunk)
+            return self.deal.part_of(part, chunk) if isinstance(part, Row) else part
+
+        return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, (Row, RowState)))
+
+    def restored(self, tx: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+        """A rule's state as this worker holds it, of whole leaves that `read(name)` gives from a checkpoint."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), like)
+        saved = jax.eval_shape(lambda state: self.saved(tx, state, chunk), shapes)
+        filled = jax.tree.unflatten(jax.tree.structure(saved), [read(name) for name, _ in named_leaves(saved)])
+
+        def one(part: Any, own: PyTree) -> Any:
+            if isinstance(part, RowState):
+                return layout_of(tx, self.deal).held(own, chunk)
+            return self.deal.row_of(own) if isinstance(part, Row) else own
+
+        made = jax.tree.map(one, like, filled, is_leaf=lambda part: isinstance(part, (Row, RowState)))
+        return jax.tree.map(np.asarray, made)
