@@ -134,9 +134,9 @@ class Shards(NamedTuple):
             rows = [rows_of(leaves[i], comm.size) for i in bucket]
             flat = (rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)).reshape(-1)
             check_counts([flat], self.choice.strategy, comm)
-            mine = self.halves.scatter(flat, comm, wire)
+            mine = self.halves.scattered(flat, comm, wire, divisor)
             for i, part in zip(bucket, cut(mine, [row.shape[1] for row in rows]), strict=True):
-                slices[i] = (part / divisor).reshape(shape_of_slice(leaves[i].shape, comm.size))
+                slices[i] = part.reshape(shape_of_slice(leaves[i].shape, comm.size))
         square = jnp.zeros(())
         if self.clip_norm or self.gives_square:
             own = sum((jnp.square(x).sum() for x in slices), jnp.zeros(()))
