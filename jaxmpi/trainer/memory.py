@@ -1,7 +1,7 @@
 """Memory that a worker holds in a step, part by part, before the first one.
 
-Shapes say what params, gradients and the optimizer's state take. An exchange's arrays are bounded by what was measured
-of its strategy. XLA says what it allots for activations: the program of the first step is asked before it runs, which
+Shapes say what params, gradients and the optimizer's state take. An exchange's arrays are as many as were
+measured of its strategy. XLA says what it allots for activations: the program of the first step is asked before it runs, which
 costs no compilation, for the step runs that program. So a run is checked twice: before a state is made, by what its
 shapes need, and before the first step.
 """
@@ -32,7 +32,7 @@ class Held:
     sliced_moments: int | None  # and with them; None if updates cannot be sharded, or a trial only would tell
     before: int  # of params and state as they were, if the step keeps them until it counts
     gradients: int
-    exchange: int  # what an exchange between programs has beside gradients, at most
+    exchange: int  # what an exchange between programs has beside gradients, about
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
 
@@ -84,7 +84,7 @@ def held(
         sliced_moments=moments if rule.sharding else sliced_moments(experiment, workers, plan),
         before=keeps * (params + model_state + moments),
         gradients=params,
-        exchange=exchanges * at_work(strategy) * params,
+        exchange=exchanges * at_work(strategy, is_sharded=bool(rule.sharding)) * params,
         is_whole=is_whole,
     )
 
@@ -122,7 +122,7 @@ def parts(of: Held) -> dict[str, int]:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
     else:
         named |= {"gradients": of.gradients, "activations": of.activations or 0}
-    named["buckets at most"] = of.exchange
+    named["buckets"] = of.exchange
     return {name: size for name, size in named.items() if size or name in ("params", "optimizer's state")}
 
 
