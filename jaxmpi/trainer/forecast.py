@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         usage="jaxmpi forecast EXPERIMENT [-n WORKERS] [--slots RANKS] [--field value ...]",
         description="Forecast the memory of each worker, part by part, with sharded updates and without. Fields are "
         "those of the experiment, as of `jaxmpi train`.",
-        epilog="example: jaxmpi forecast lm300m -n 8 --optim.name adam",
+        epilog="example: jaxmpi forecast googlenet -n 8 --slots 4",
     )
     made.add_argument("-n", type=int, default=1, metavar="WORKERS", help="ranks in all (default 1)")
     made.add_argument("--slots", type=int, default=0, metavar="RANKS", help="ranks of a host (default: all of them)")

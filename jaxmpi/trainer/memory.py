@@ -1,7 +1,7 @@
 """Memory that a worker holds in a step, part by part, before the first one.
 
-Shapes say what params, gradients and the optimizer's state take. An exchange's arrays are as many as were
-measured of its strategy. XLA says what it allots for activations: the program of the first step is asked before it runs, which
+Shapes say what params, gradients and the optimizer's state take. An exchange's arrays are as many as were measured of
+its strategy. XLA says what it allots for activations: the program of the first step is asked before it runs, which
 costs no compilation, for the step runs that program. So a run is checked twice: before a state is made, by what its
 shapes need, and before the first step.
 """
