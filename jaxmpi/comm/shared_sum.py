@@ -169,8 +169,11 @@ class SharedSum:
                 vectors, totals = [*vectors[0].reshape(self.size, -1)], self._of_this_rank(totals[0])
             elif half == "gather":
                 vectors, totals = self._of_this_rank(vectors[0]), [*totals[0].reshape(self.size, -1)]
-            sizes = tuple(own.size for own in (totals if half == "gather" else vectors))
-            is_fit = all(x is None or x.size == size for x, size in zip((*vectors, *totals), 2 * sizes, strict=True))
+            whole = totals if half == "gather" else vectors  # of which each has a size
+            sizes = tuple(x.size for x in whole if x is not None)
+            is_fit = len(vectors) == len(totals) and all(
+                x is None or x.size == size for x, size in zip((*vectors, *totals), 2 * sizes, strict=True)
+            )
             check(is_fit, f"operands have sizes {[x.size for x in operands]}, results {[x.size for x in results]}")
             # NaN and infinity pass through to all ranks.
             with spans.span("wait", f"{half or 'sum'} in shared memory"), self.lock, np.errstate(all="ignore"):
