@@ -4,8 +4,8 @@
     python scripts/bench_sharded.py --ranks 4 --rate 200mbit --trees googlenet
 
 Each rank has a tree's params and gradients, and Adam's moments: whole, exchanged by `asa32` and by `shm`, and a slice,
-by `--exchange.shard-update on` over `asa32`. A turn is the rule's update as the trainer calls it between jits:
-exchange, Adam, new params. A round counts as long as its slowest rank takes. Ratios are round by round, with 95 %
+by `--exchange.shard-update on` over `asa32` and `shm`. A turn is the rule's update as the trainer calls it between
+jits: exchange, Adam, new params. A round counts as long as its slowest rank takes. Ratios are round by round, with 95 %
 intervals.
 """
 
@@ -36,10 +36,10 @@ class Contender:
     """A rule with its params and state, of which each turn is an update."""
 
     def __init__(self, name: str, shapes: list[tuple[int, ...]], grads: list[jax.Array]) -> None:
-        """Make state 0 of `asa32`, `shm`, or `sharded asa32`."""
+        """Make state 0 of `asa32`, `shm`, or one of them behind `sharded`."""
         comm, strategy = jaxmpi.world(), name.rpartition(" ")[2]
         mean = partial(exchange, strategy=strategy, comm=comm)
-        shards = shards_of(strategy, "mean", comm, BUCKET_BYTES) if name == SHARDED else None
+        shards = shards_of(strategy, "mean", comm, BUCKET_BYTES) if name.startswith("sharded ") else None
         self.rule = gradients(optax.adam(1e-3), base.Exchange(mean, mean, comm.jit, shards=shards))
         self.params: Any = [jnp.ones(shape) for shape in shapes]
         self.grads, sharding = grads, self.rule.sharding
@@ -84,9 +84,9 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    names = ["asa32", *([] if options.rate else ["shm"]), SHARDED]
+    names = ["asa32", *([] if options.rate else ["shm", "sharded shm"]), SHARDED]
     print(f"{options.ranks} ranks{f' over {options.rate}' * bool(options.rate)}, Adam; {options.rounds} rounds\n")
-    print(harness.table(("tree", "update", "s", "ratio of sharded to it", "MB of moments", "of the whole")))
+    print(harness.table(("tree", "update", "s", "ratio of sharded asa32 to it", "MB of moments", "of the whole")))
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
     for tree in options.trees:
         arguments = (tree, names, options.rounds)

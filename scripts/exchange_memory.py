@@ -2,11 +2,13 @@
 
 python scripts/exchange_memory.py --ranks 4 --tree alexnet
 python scripts/cluster.py --hosts 4 -- python scripts/exchange_memory.py --ranks 4 --strategies ring32 lowrank4
+python scripts/exchange_memory.py --ranks 4 --strategies "sharded asa32" "sharded ring32"
 
 Each strategy has a job of its own. A rank holds the gradients and a compressor's residual, and exchanges them in one
 jit. The kernel counts the peak growth of its memory: means, copies, MPI's buffers. Calls under `used` begin with a heap
 that has returned freed memory; `kept` is after as many calls without that, with holes in the heap. Compiling and a
 first exchange of single numbers (connections, code) do not count. The figure is that of the rank that grows most.
+`sharded <strategy>` is an update by sgd with `--exchange.shard-update on`, beside gradients and params.
 """
 
 import ctypes
@@ -17,12 +19,16 @@ from pathlib import Path
 import harness
 import jax
 import jax.numpy as jnp
+import optax
 
 import jaxmpi
 from jaxmpi.allreduce import compression
-from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.allreduce.api import BUCKET_BYTES, exchange, exchange_gradients
+from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.bench.options import trees
 from jaxmpi.comm.control import processes
+from jaxmpi.rules import base
+from jaxmpi.rules.gradients import gradients
 
 STRATEGIES = (
     *("shm", "ar", "asa32", "asa16", "asa8", "ring32", "ring16", "ring:8", "tree:32", "hier-ring32", "hier-ring16"),
@@ -48,6 +54,8 @@ def count_anew() -> int:
 
 def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """Peak growth of this rank's memory, in bytes: used, and kept."""
+    if name.startswith("sharded "):
+        return grown_sharded(name.removeprefix("sharded "), shapes)
     tx = exchange_gradients(name) if compression.is_compressor(name) else None
     step = jax.jit(tx.update if tx else lambda grads, state: (exchange(grads, name), state))
     used = kept = 0
@@ -61,6 +69,26 @@ def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
             if call < CALLS:
                 count_anew()
         used, kept = min(peaks[1 : 1 + CALLS]), peaks[-1]  # at times JAX releases the means too late
+    return used, kept
+
+
+def grown_sharded(strategy: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+    """The same of an update in slices, in the programs of the trainer's split form."""
+    comm = jaxmpi.world()
+    mean = lambda tree: exchange(tree, strategy)  # noqa: E731
+    halves = shards_of(strategy, "mean", comm, BUCKET_BYTES)
+    rule = gradients(optax.sgd(0.1), base.Exchange(mean, mean, comm.jit, shards=halves))
+    used = kept = 0
+    for exchanged in ([(1,)] * 2, shapes):
+        grads, params = ([jnp.ones(shape) for shape in exchanged] for _ in range(2))
+        jax.block_until_ready(rule.update(grads, rule.init(grads), params))  # compiles
+        before, peaks = count_anew(), []
+        for call in range(2 * CALLS):
+            params, _ = jax.block_until_ready(rule.update(grads, rule.init(grads), params))
+            peaks.append(held_bytes("VmHWM") - before)
+            if call < CALLS:
+                count_anew()
+        used, kept = min(peaks[:CALLS]), peaks[-1]
     return used, kept
 
 

@@ -153,6 +153,42 @@ def test_any_calls_one_after_another(tiny):
     holds()
 
 
+halves = st.lists(st.tuples(st.sampled_from(["", "scatter", "gather"]), st.integers(0, 40) | st.just(900)), max_size=6)
+
+
+def test_any_sums_and_halves_one_after_another(tiny):
+    """A scatter gives each rank its slice of the sum, a gather all ranks' slices; ranks leave a scatter at once."""
+
+    @given(st.integers(1, 6), halves)
+    def holds(size: int, order: list[tuple[str, int]]) -> None:
+        given = [random_vectors(size, [width * (1 if half == "gather" else size)], width) for half, width in order]
+
+        def work(engine: SharedSum, rank: int) -> list[np.ndarray]:
+            made = []
+            for (half, width), rows in zip(order, given, strict=True):
+                made.append(np.full(width * (1 if half == "scatter" else size), 77, np.float32))
+                engine.add(rows[rank], made[-1:], half=half)
+            return made
+
+        for rank, made in enumerate(together(size, work)):
+            for (half, _), rows, got in zip(order, given, made, strict=True):
+                each = [row[0] for row in rows]
+                want = np.concatenate(each) if half == "gather" else in_rank_order(each)
+                want = want.reshape(size, -1)[rank] if half == "scatter" else want
+                assert got.tobytes() == want.tobytes()
+
+    holds()
+
+
+def test_ranks_in_different_halves_are_refused(tiny):
+    def work(engine: SharedSum, rank: int) -> None:
+        half, sizes = [("scatter", (60, 30)), ("gather", (30, 60))][rank]
+        engine.add([np.ones(sizes[0], np.float32)], [np.ones(sizes[1], np.float32)], half=half)
+
+    came = together(2, work)
+    assert any("another divisor or half" in str(error) for error in came), came
+
+
 def test_results_may_be_the_operands_and_have_any_shape(tiny):
     vectors = random_vectors(3, [(), (4, 50), (0, 3), (500,)])
     expected = [in_rank_order([vectors[rank][i].copy() for rank in range(3)]) for i in range(4)]

@@ -26,7 +26,7 @@ from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import fault_injection
 from jaxmpi.tools import cli, experiments, scaling_forecast
-from jaxmpi.trainer import exported, finished
+from jaxmpi.trainer import exported, finished, forecast
 from launching import ROOT, run
 
 DOCS = ROOT / "docs"
@@ -305,6 +305,7 @@ def test_every_flag_exists(capsys):
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
     known |= flags(scaling_forecast.parser().format_help()) | flags(exported.parser().format_help())
     known |= flags(finished.predict_parser().format_help()) | flags(experiments.parser().format_help())
+    known |= flags(forecast.parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}
     scripts = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "experiments" / "functions").glob("*.py")]
     scripts += [ROOT / "jaxmpi" / "bench" / "options.py"]

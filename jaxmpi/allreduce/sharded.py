@@ -156,9 +156,9 @@ class Shards(NamedTuple):
             rows = [rows_of(leaves[i], comm.size) for i in bucket]
             flat = (rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)).reshape(-1)
             check_counts([flat], self.choice.strategy, comm)
-            mine = self.halves.scatter(flat, comm, wire)
+            mine = self.halves.scattered(flat, comm, wire, divisor)
             for i, part in zip(bucket, cut(mine, [row.shape[1] for row in rows]), strict=True):
-                slices[i] = (part / divisor).reshape(shape_of_slice(leaves[i].shape, comm.size))
+                slices[i] = part.reshape(shape_of_slice(leaves[i].shape, comm.size))
         slices, square = self._clipped(slices)
         return jax.tree.unflatten(structure, slices), square
 
@@ -197,7 +197,7 @@ class Shards(NamedTuple):
         for start, stop in self._columns(self.deal):
             flat = self.deal.columns(leaves, start, stop).reshape(-1)
             check_counts([flat], self.choice.strategy, comm)
-            pieces.append(self.halves.scatter(flat, comm, wire) / divisor)
+            pieces.append(self.halves.scattered(flat, comm, wire, divisor))
         [row], square = self._clipped([jnp.concatenate(pieces)])
         return Row(row), square
 

@@ -2,18 +2,13 @@
 
 from collections.abc import Sequence
 
-from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.bench.baselines import PEERS
 from jaxmpi.bench.options import Case
 from jaxmpi.core.shared_memory import available_bytes as free_bytes
 
 BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # of a process, without any case
-# Arrays as big as a case that a contender has beside its operands while it works, results included; as measured, see
-# docs/exchange.md.
-AT_WORK = {"shm": 1, "asa": 3, "none": 1}
-AT_WORK_OTHERS, AT_WORK_COMPRESSORS, AT_WORK_PEERS = 4, 6, 1
+AT_WORK_PEERS = 1  # arrays as big as a case that a peer has beside its operands
 Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
 
 
@@ -24,13 +19,6 @@ def rank_bytes(floats: int, job: Job) -> int:
     kept = (bool(strategies) or "mean" in kinds) + ("sum" in kinds) + any(PEERS[name].receives for name in peers)
     busiest = max([*map(at_work, strategies), *(AT_WORK_PEERS for _ in peers)], default=0)
     return BASE_BYTES + TORCH_BYTES * ("torch" in peers) + (kept + busiest) * 4 * floats
-
-
-def at_work(strategy: str) -> int:
-    """Working arrays of a strategy, by its spelling."""
-    if is_compressor(strategy):
-        return AT_WORK_COMPRESSORS
-    return AT_WORK_OTHERS if is_auto(strategy) else AT_WORK.get(parse(strategy).name.partition(":")[0], AT_WORK_OTHERS)
 
 
 def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:

@@ -68,6 +68,16 @@ class AxisComm:
         check_one_host(self.hosts)
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
+    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+        """Columns of an all-to-all, added one after another."""
+        check_one_host(self.hosts)
+        return add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor
+
+    def gather_on_host(self, x: jax.Array) -> jax.Array:
+        """Rows of an all-gather."""
+        check_one_host(self.hosts)
+        return self.allgather(x).reshape(-1)
+
     def assert_same(self, mine: Fingerprint) -> None:
         """One program for all workers: nothing can differ, but there may be others than are counted on.
 

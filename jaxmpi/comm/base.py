@@ -73,6 +73,14 @@ class Comm(Protocol):
         """
         ...
 
+    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+        """f32[size m] -> f32[m]: this worker's slice of the sum that `sum_on_host` gives, in the same bits."""
+        ...
+
+    def gather_on_host(self, x: jax.Array) -> jax.Array:
+        """f32[m] -> f32[size m]: the slices of all workers, which share one host."""
+        ...
+
     def assert_same(self, mine: Fingerprint) -> None:
         """Refuse to go on if the fingerprint differs between ranks; all of them must call it."""
         ...
@@ -122,6 +130,14 @@ class SoloComm:
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The vectors over `divisor`."""
         return [vector / divisor for vector in vectors]
+
+    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+        """X over `divisor`."""
+        return x / divisor
+
+    def gather_on_host(self, x: jax.Array) -> jax.Array:
+        """X itself."""
+        return x
 
     def assert_same(self, mine: Fingerprint) -> None:
         """One rank agrees with itself."""

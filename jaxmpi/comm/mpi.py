@@ -51,6 +51,16 @@ class RankComm:
         check_one_host(self.hosts)
         return self._shared_sum.sum(vectors, divisor)
 
+    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+        """Through shared memory."""
+        check_one_host(self.hosts)
+        return self._shared_sum.scatter(x, divisor)
+
+    def gather_on_host(self, x: jax.Array) -> jax.Array:
+        """Through shared memory."""
+        check_one_host(self.hosts)
+        return self._shared_sum.gather(x)
+
     def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The same outside jit, done when it returns."""
         check_one_host(self.hosts)

@@ -4,6 +4,7 @@ Eight ranks that trace and compile the same step on two cores take eight times a
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -34,20 +35,45 @@ class Host(Protocol):
         ...
 
 
-def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: Host) -> Callable:
+class Made(NamedTuple):
+    """What a function is for arguments of one kind."""
+
+    run: Callable[[tuple], PyTree]  # of the arguments
+    compiled: Callable[[], jax.stages.Compiled]
+
+
+@dataclass(frozen=True)
+class CompiledTogether:
+    """A function whose programs the ranks of a host get together, one for each kind of arguments."""
+
+    make: Callable[[tuple], Made]
+    programs: dict[Any, Made] = field(default_factory=dict)
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Run it."""
+        return self.made(args).run(args)
+
+    def made(self, args: tuple) -> Made:
+        """The program for arguments of these shapes and types; ranks come here together for the first time."""
+        key = kind_of(args)
+        if key not in self.programs:
+            self.programs[key] = self.make(args)
+        return self.programs[key]
+
+
+def compiled_for(function: Any, args: tuple) -> jax.stages.Compiled:
+    """The program that a jit, one of JAX's or of this module, runs for arguments of these shapes; it is kept."""
+    if isinstance(function, CompiledTogether):
+        return function.made(args).compiled()
+    return function.lower(*args).compile()
+
+
+def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: Host) -> CompiledTogether:
     """`jax.jit` whose program the host's first rank traces and compiles; the others read it from the cache.
 
     Ranks must call the function together for the first time.
     """
-    programs: dict[Any, Callable] = {}
-
-    def call(*args: PyTree) -> PyTree:
-        key = kind_of(args)
-        if key not in programs:
-            programs[key] = compile_together(function, args, donate_argnums, control)
-        return programs[key](jax.tree.leaves(args))
-
-    return call
+    return CompiledTogether(lambda args: compile_together(function, args, donate_argnums, control))
 
 
 def kind_of(args: PyTree) -> Any:
@@ -63,10 +89,8 @@ class Program(NamedTuple):
     structure: Any  # of the result
 
 
-def compile_together(
-    function: Callable, args: tuple, donate_argnums: tuple[int, ...], control: Host
-) -> Callable[[list[Any]], PyTree]:
-    """The compiled function of args' leaves."""
+def compile_together(function: Callable, args: tuple, donate_argnums: tuple[int, ...], control: Host) -> Made:
+    """The compiled function for arguments of this kind."""
     leaves, structure = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
     argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
@@ -77,7 +101,7 @@ def compile_together(
         program = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
     if not program.exported:
         jitted = jax.jit(function, donate_argnums=donate_argnums)
-        return lambda leaves: jitted(*jax.tree.unflatten(structure, leaves))
+        return Made(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
     # The first rank too compiles what it has sent, so that all look for one cache key.
     exported = jax.export.deserialize(bytearray(program.exported))
     # Results of a program with effects are bound to their device, unlike its first arguments: one program for both.
@@ -93,7 +117,7 @@ def compile_together(
             control.host_barrier()
     # JAX leaves out the tokens of ordered effects if the compiled program is called by itself.
     run = jitted if exported.ordered_effects else compiled
-    return lambda leaves: jax.tree.unflatten(program.structure, run(*leaves))
+    return Made(lambda args: jax.tree.unflatten(program.structure, run(*jax.tree.leaves(args))), lambda: compiled)
 
 
 def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> Program:
@@ -128,27 +152,24 @@ def stablehlo(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], disabled_chec
 OWN_KEY = {"xla_embed_ir_in_executable": False}
 
 
-def loaded_jit(jitted: Any, devices: Sequence[Any], control: Host) -> Callable:
+def loaded_jit(jitted: Any, devices: Sequence[Any], control: Host) -> CompiledTogether:
     """A `jax.jit` over the devices of several processes, which the host's first rank compiles and the others load.
 
     The cache does not help there: a process's place among the others is part of its keys. Ranks must call the function
     together for the first time. For CPUs only: compilers for GPUs may talk to each other.
     """
-    programs: dict[Any, Callable] = {}
 
-    def call(*args: PyTree) -> PyTree:
-        key = kind_of(args)
-        if key not in programs:
-            programs[key] = compile_or_load(jitted, args, devices, control)
-        return programs[key](*args)
+    def make(args: tuple) -> Made:
+        if not jax.tree.leaves(args):  # then nothing says which devices
+            return Made(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
+        compiled = compile_or_load(jitted, args, devices, control)
+        return Made(lambda args: compiled(*args), lambda: compiled)
 
-    return call
+    return CompiledTogether(make)
 
 
-def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: Host) -> Callable:
+def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: Host) -> jax.stages.Compiled:
     """The compiled function; the machine code travels, between ranks of one host and job only."""
-    if not jax.tree.leaves(args):  # then nothing says which devices
-        return jitted
     lowered = jitted.lower(*args)  # on all ranks: it also loads what a program calls, such as LAPACK
     own = []
 

@@ -5,6 +5,9 @@ chunk into a slot of shared memory, rank 1 adds its own, and so on to the last r
 out, divided if a mean is asked for. All work at once, each on another chunk. So a rank reads its operands from
 memory once and writes its results once, in two passes; slices that are copied in, summed and copied out take three.
 The order of additions is that of the ranks, however the vectors are cut: the same bits on all ranks and in every run.
+
+A sum has two halves as well. `scatter` is the chain in which a rank copies out its own slice only. `gather` has each
+rank copy its slice into the slots, from which the others copy it. So a slice may be updated once, between them.
 """
 
 import functools
@@ -108,6 +111,27 @@ class SharedSum:
         pairs = [(i, i) for i in range(len(like))] if in_place else []
         return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor))
 
+    def scatter(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+        """f32[w m] -> f32[m]: slice r of the sum over the w ranks of this host, on rank r; inside or outside jit.
+
+        The bits of `sum` with the same divisor. Communicates: one call, through shared memory. Raises, if results are
+        waited for: as `add`.
+        """
+        check(x.size % self.size == 0, f"a scatter over {self.size} ranks got {x.size} floats; expected a multiple")
+        return self._half("scatter", x, x.size // self.size, divisor)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """f32[m] -> f32[w m]: the slices of all ranks of this host, in their order; inside or outside jit.
+
+        Communicates: one call, through shared memory. Raises, if results are waited for: as `add`.
+        """
+        return self._half("gather", x, x.size * self.size)
+
+    def _half(self, half: str, x: jax.Array, floats: int, divisor: float = 1) -> jax.Array:
+        check(x.dtype == np.float32, f"a {half} over this host got {x.dtype}{list(x.shape)}; expected float32")
+        like = [jax.ShapeDtypeStruct((floats,), x.dtype)]
+        return host_callbacks.call(self.name, [x], like, [], self.effect, divisor=float(divisor), half=half)[0]
+
     def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """`sum` outside jit, without a program: done when it returns, in order behind the programs begun before.
 
@@ -124,36 +148,74 @@ class SharedSum:
         self.add(operands, results, divisor)
         return jax.device_put(results, [x.sharding for x in arrays])
 
-    def add(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], divisor: float = 1) -> None:
+    def add(
+        self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], divisor: float = 1, half: str = ""
+    ) -> None:
         """results[i] <- (sum_r operands[i] of rank r) / divisor; a result may be its operand.
 
         f32, C-contiguous, any shape, any number of floats. All ranks must call it, in the same order. Waits without
         spinning.
 
+        Args:
+            half: scatter or gather, of one vector, instead of a sum.
+
         Raises:
-            UsageError: no f32, or ranks gave different sizes or divisors.
+            UsageError: no f32, or ranks gave different sizes or divisors, or came to different halves.
             TrainingError: a rank has ended, failed, or not moved within the time limit; it is named.
         """
         try:
             vectors, totals = [flat(x) for x in operands], [flat(x) for x in results]
-            sizes = tuple(vector.size for vector in vectors)
-            check(sizes == tuple(total.size for total in totals), f"operands have sizes {sizes}, results others")
+            if half == "scatter":
+                vectors, totals = [*vectors[0].reshape(self.size, -1)], self._of_this_rank(totals[0])
+            elif half == "gather":
+                vectors, totals = self._of_this_rank(vectors[0]), [*totals[0].reshape(self.size, -1)]
+            whole = totals if half == "gather" else vectors  # of which each has a size
+            sizes = tuple(x.size for x in whole if x is not None)
+            is_fit = len(vectors) == len(totals) and all(
+                x is None or x.size == size for x, size in zip((*vectors, *totals), 2 * sizes, strict=True)
+            )
+            check(is_fit, f"operands have sizes {[x.size for x in operands]}, results {[x.size for x in results]}")
             # NaN and infinity pass through to all ranks.
-            with spans.span("wait", "sum in shared memory"), self.lock, np.errstate(all="ignore"):
-                self.board.begin((digest(sizes, float(divisor)), len(sizes), sum(sizes)))
-                self._run(vectors, totals, sizes, np.float32(divisor))
+            with spans.span("wait", f"{half or 'sum'} in shared memory"), self.lock, np.errstate(all="ignore"):
+                self.board.begin((digest(sizes, float(divisor), half), len(sizes), sum(sizes)))
+                self._run(vectors, totals, sizes, np.float32(divisor), is_gather=half == "gather")
         except BaseException:
             self.board.fail()
             raise
 
-    def _run(self, vectors: list, totals: list, sizes: tuple[int, ...], divisor: np.float32) -> None:
-        if sum(sizes) <= self.small and len(chunks := cut(sizes, self.small)) <= 1:
-            return self._together(vectors, totals, chunks[0] if chunks else Chunk((), 0), divisor)
-        four_a_rank = -(-sum(sizes) // (4 * self.size * LEAST)) * LEAST
-        return self._chain(vectors, totals, cut(sizes, min(self.chunk, max(four_a_rank, SHORT))), divisor)
+    def _of_this_rank(self, vector: np.ndarray) -> "Vectors":
+        """A vector a rank, of which this one has its own."""
+        return [vector if rank == self.rank else None for rank in range(self.size)]
 
-    def _together(self, vectors: list, totals: list, chunk: "Chunk", divisor: np.float32) -> None:
-        """Every rank sums all ranks' rows. They are free: all have come to a call since their last use."""
+    def _run(
+        self, vectors: "Vectors", totals: "Vectors", sizes: tuple[int, ...], divisor: np.float32, is_gather: bool
+    ) -> None:
+        if sum(sizes) <= self.small and len(chunks := cut(sizes, self.small)) <= 1:
+            move = self._gather_together if is_gather else self._together
+            return move(vectors, totals, chunks[0] if chunks else Chunk((), 0), divisor)
+        four_a_rank = -(-sum(sizes) // (4 * self.size * LEAST)) * LEAST
+        move = self._gather_chunks if is_gather else self._chain
+        return move(vectors, totals, cut(sizes, min(self.chunk, max(four_a_rank, SHORT))), divisor)
+
+    def _together(self, vectors: "Vectors", totals: "Vectors", chunk: "Chunk", divisor: np.float32) -> None:
+        """Every rank sums all ranks' rows, where it wants the sum."""
+        rows = self._rows_of_all(vectors, chunk)
+        wanted = [piece.place for piece in chunk.pieces if totals[piece.vector] is not None]
+        columns = slice(wanted[0].start, wanted[-1].stop) if wanted else slice(0)
+        total = np.empty_like(rows[0])
+        np.copyto(total[columns], rows[0][columns])
+        for row in rows[1:]:
+            total[columns] += row[columns]
+        copy_out(total, chunk, totals, divisor)
+
+    def _gather_together(self, vectors: "Vectors", totals: "Vectors", chunk: "Chunk", divisor: np.float32) -> None:
+        """Every rank copies all ranks' rows."""
+        rows = self._rows_of_all(vectors, chunk)
+        for piece in chunk.pieces:
+            copy_out(rows[piece.vector], Chunk((piece,), chunk.floats), totals, divisor)
+
+    def _rows_of_all(self, vectors: "Vectors", chunk: "Chunk") -> np.ndarray:
+        """f32[w, n]: a chunk of every rank. Rows are free: all have come to a call since their last use."""
         call = self.board.call
         rows = self.rows[call % 2, :, : chunk.floats]
         copy_in(vectors, chunk, rows[self.rank])
@@ -161,31 +223,28 @@ class SharedSum:
         for rank in range(self.size):
             self.board.wait(rank, ARRIVED, call)
             self.board.check_same(rank)
-        total = rows[0].copy()
-        for row in rows[1:]:
-            total += row
-        copy_out(total, chunk, totals, divisor)
+        return rows
 
-    def _chain(self, vectors: list, totals: list, chunks: tuple["Chunk", ...], divisor: np.float32) -> None:
-        """Add to chunk j, copy out chunk j - size, which the last rank has by then."""
+    def _chain(self, vectors: "Vectors", totals: "Vectors", chunks: tuple["Chunk", ...], divisor: np.float32) -> None:
+        """Add to chunk j, copy out chunk j - size, which the last rank has by then; no rank waits for what it drops."""
         self.board.post(ARRIVED, self.board.call)
         first, lag = self.summed, self.size
         for j in range(len(chunks) + lag):
             if j >= lag:
-                slot = self.ring[(first + j - lag) % self.slots]
-                self.board.wait(self.size - 1, SUMMED, first + j - lag + 1)
-                copy_out(slot, chunks[j - lag], totals, divisor if self.each_divides else None)
-                self.board.post(COPIED, first + j - lag + 1)
+                chunk, k = chunks[j - lag], first + j - lag
+                if any(totals[piece.vector] is not None for piece in chunk.pieces):
+                    self.board.wait(self.size - 1, SUMMED, k + 1)
+                    copy_out(self.ring[k % self.slots], chunk, totals, divisor if self.each_divides else None)
+                self.board.post(COPIED, k + 1)
             if j < len(chunks):
                 self._add_mine(first + j, chunks[j], vectors, divisor)
         self.summed += len(chunks)
 
-    def _add_mine(self, k: int, chunk: "Chunk", vectors: list, divisor: np.float32) -> None:
+    def _add_mine(self, k: int, chunk: "Chunk", vectors: "Vectors", divisor: np.float32) -> None:
         """The link of the chain that is this rank's, for the k-th chunk of all."""
         slot = self.ring[k % self.slots]
         if self.rank == 0:
-            if k >= self.free:
-                self.free = self.slots + self.board.wait_for_all(COPIED, k + 1 - self.slots)
+            self._wait_for_slot(k)
             copy_in(vectors, chunk, slot)
         else:
             self.board.wait(self.rank - 1, SUMMED, k + 1)
@@ -196,6 +255,36 @@ class SharedSum:
             divide, number = division(float(divisor))
             divide(slot[: chunk.floats], number, slot[: chunk.floats])
         self.board.post(SUMMED, k + 1)
+
+    def _wait_for_slot(self, k: int) -> None:
+        """Return when all ranks have left the chunk that was in the slot of the k-th before."""
+        if k >= self.free:
+            self.free = self.slots + self.board.wait_for_all(COPIED, k + 1 - self.slots)
+
+    def _gather_chunks(
+        self, vectors: "Vectors", totals: "Vectors", chunks: tuple["Chunk", ...], divisor: np.float32
+    ) -> None:
+        """Copy in what is this rank's of chunk j, copy out chunk j - size, which its ranks have by then."""
+        self.board.post(ARRIVED, self.board.call)
+        first, lag, seen = self.summed, self.size, {self.rank}
+        for j in range(len(chunks) + lag):
+            if j < len(chunks) and any(vectors[piece.vector] is not None for piece in chunks[j].pieces):
+                self._wait_for_slot(first + j)
+                copy_in(vectors, chunks[j], self.ring[(first + j) % self.slots])
+                self.board.post(SUMMED, first + j + 1)
+            if j >= lag:
+                k = first + j - lag
+                for rank in {piece.vector for piece in chunks[j - lag].pieces}:
+                    self.board.wait(rank, SUMMED, k + 1)
+                    if rank not in seen:
+                        self.board.check_same(rank)
+                        seen.add(rank)
+                copy_out(self.ring[k % self.slots], chunks[j - lag], totals, divisor)
+                self.board.post(COPIED, k + 1)
+        self.summed += len(chunks)
+
+
+Vectors = Sequence[np.ndarray | None]  # None: another rank's, or not wanted here
 
 
 def all_is_done() -> bool:
@@ -244,28 +333,30 @@ def cut(sizes: tuple[int, ...], chunk: int) -> tuple[Chunk, ...]:
     return (*chunks, Chunk(tuple(pieces), used)) if pieces else tuple(chunks)
 
 
-def copy_in(vectors: Sequence[np.ndarray], chunk: Chunk, slot: np.ndarray) -> None:
+def copy_in(vectors: Vectors, chunk: Chunk, slot: np.ndarray) -> None:
     """A chunk of the vectors to the slot."""
-    for vector, part, place in chunk.pieces:
-        np.copyto(slot[place], vectors[vector][part])
+    for number, part, place in chunk.pieces:
+        if (vector := vectors[number]) is not None:
+            np.copyto(slot[place], vector[part])
 
 
-def add_to(slot: np.ndarray, chunk: Chunk, vectors: Sequence[np.ndarray]) -> None:
+def add_to(slot: np.ndarray, chunk: Chunk, vectors: Vectors) -> None:
     """Add a chunk of the vectors to the slot."""
-    for vector, part, place in chunk.pieces:
-        there = slot[place]
-        np.add(there, vectors[vector][part], there)
+    for number, part, place in chunk.pieces:
+        if (vector := vectors[number]) is not None:
+            np.add(slot[place], vector[part], slot[place])
 
 
-def copy_out(slot: np.ndarray, chunk: Chunk, totals: Sequence[np.ndarray], divisor: np.float32 | None) -> None:
+def copy_out(slot: np.ndarray, chunk: Chunk, totals: Vectors, divisor: np.float32 | None) -> None:
     """The slot, divided if there is a divisor, to its places in the results."""
-    if divisor is None or divisor == 1:
-        for vector, part, place in chunk.pieces:
-            np.copyto(totals[vector][part], slot[place])
-        return
-    divide, number = division(float(divisor))
+    divide, number = division(float(divisor or 1))
     for vector, part, place in chunk.pieces:
-        divide(slot[place], number, totals[vector][part])
+        if (total := totals[vector]) is None:
+            continue
+        if divisor is None or divisor == 1:
+            np.copyto(total[part], slot[place])
+        else:
+            divide(slot[place], number, total[part])
 
 
 @functools.lru_cache(maxsize=64)

@@ -100,11 +100,11 @@ class Board:
     def check_same(self, rank: int) -> None:
         """Refuse a rank that has come to this call with something else."""
         mine, theirs = self.header(self.rank), self.header(rank)
+        odd = " in other parts or with another divisor or half" * (mine[1:] == theirs[1:])
         check(
             mine == theirs,
             f"local rank {rank} sums {theirs[1]} vectors of {theirs[2]} floats in all, local rank {self.rank} "
-            f"{mine[1]} of {mine[2]}{' in other parts or with another divisor' * (mine[1:] == theirs[1:])}; "
-            "all ranks must sum the same list",
+            f"{mine[1]} of {mine[2]}{odd}; all ranks must sum the same list",
         )
 
     def post(self, kind: int, value: int) -> None:
@@ -189,9 +189,9 @@ class Board:
 
 
 @functools.lru_cache(maxsize=64)
-def digest(sizes: tuple[int, ...], divisor: float) -> int:
-    """Digest of the sizes, which must be equal on all ranks, in 63 bits."""
-    return int.from_bytes(hashlib.sha256(repr((sizes, divisor)).encode()).digest()[:8]) >> 1
+def digest(sizes: tuple[int, ...], divisor: float, half: str = "") -> int:
+    """Digest of what must be equal on all ranks, in 63 bits."""
+    return int.from_bytes(hashlib.sha256(repr((sizes, divisor, half)).encode()).digest()[:8]) >> 1
 
 
 # ---------------------------------------------------------------- memory

@@ -28,6 +28,7 @@ OVERLAPS = {
 SHARD_UPDATES = {
     "off": "all of them, with all of the optimizer's state",
     "on": "a slice, with that slice of the optimizer's state: between the two halves of the exchange",
+    "auto": "a slice where that can be and saves memory, else all of them; the run says which, and why",
 }
 
 

@@ -55,6 +55,14 @@ class ForkComm(SoloComm):
         """The sum in rank order, over `divisor`."""
         return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
 
+    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+        """This worker's slice of the sum."""
+        return self.shared.scatter(x, divisor) if self.size > 1 else super().scatter_on_host(x, divisor)
+
+    def gather_on_host(self, x: jax.Array) -> jax.Array:
+        """Every worker's slice."""
+        return self.shared.gather(x) if self.size > 1 else x
+
     def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The same outside jit, done when it returns."""
         return self.shared.sum_now(arrays, divisor)

@@ -32,13 +32,13 @@ from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses, Processes
-from jaxmpi.comm.shared_compile import loaded_jit
+from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
 from jaxmpi.comm.topology import Workers, alone
 from jaxmpi.config import durations, exchange_config, schema
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
-from jaxmpi.core.deals import Deal, Leaves, deal
+from jaxmpi.core.deals import Deal, deal
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
@@ -52,6 +52,7 @@ from jaxmpi.rules.base import Rule
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import step as steps
+from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.timetable import Timetable
 
 # ---------------------------------------------------------------- its plan
@@ -216,6 +217,15 @@ def slice_of(local_batch: int, before: int) -> int:
 
 # ---------------------------------------------------------------- its functions
 
+SAVED_BYTES = BUCKET_BYTES  # of the optimizer's state a worker, from which `auto` shards updates
+
+
+class Ahead(NamedTuple):
+    """The largest program of a step, before it runs: it is compiled once, here or with the step."""
+
+    compiled: Callable[[TrainState, train_state.Batch], jax.stages.Compiled]
+    is_whole: bool  # of the whole step; else of its gradients
+
 
 class Functions(NamedTuple):
     """The compiled pieces of a run."""
@@ -232,6 +242,7 @@ class Functions(NamedTuple):
     strategy: str
     form: str  # which jits the step is made of, for the log
     flops: StepFlops  # of a worker's gradients
+    ahead: Ahead
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # what `auto` came to, for the log
     lone: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
@@ -270,6 +281,63 @@ def settle_exchange(
     exchange, why = probed(asked, workers.comm, sizes, is_beside)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
     return dataclasses.replace(experiment, exchange=exchange), gone + why
+
+
+def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> tuple[Experiment, str]:
+    """`--exchange.shard-update auto` as on or off, and a line that says why; empty if it was not left open.
+
+    On if it can be and each worker holds at least SAVED_BYTES less. Communicates nothing: all ranks know the same.
+    """
+    if experiment.exchange.shard_update != "auto":
+        return experiment, ""
+    on, off = (with_shards(experiment, word) for word in ("on", "off"))
+    if not (why := why_whole(on, plan, workers)):
+        whole, own = (state_bytes(each, plan, workers) for each in (off, on))
+        if whole - own >= SAVED_BYTES:
+            of = f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
+            return on, f"exchange.shard_update auto: on, each of {workers.size} workers holds {of}"
+        saved = f"{(whole - own) / 1e6:.3g} MB of the optimizer's state"
+        why = f"each worker would hold {saved} less, which is less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+    return off, f"exchange.shard_update auto: off, {why}"
+
+
+def with_shards(experiment: Experiment, word: str) -> Experiment:
+    """The experiment with sharded updates on or off."""
+    return dataclasses.replace(experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word))
+
+
+def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
+    """Why each worker updates all params; empty if updates can be sharded.
+
+    Args:
+        on: the experiment with sharded updates, its strategy chosen.
+    """
+    if workers.size == 1:
+        return "there is one worker"
+    off, strategy = with_shards(on, "off"), on.exchange.strategy
+    is_beside, _ = overlap.chosen(on.exchange.overlap, strategy, workers.comm, unfit_for_overlap(off, workers, plan))
+    if is_beside:
+        return "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
+    try:
+        check_compatible(on)
+        build_rule(on, plan, workers, exchange_for(on, plan, workers, strategy, Order(), False))
+    except errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def state_bytes(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> int:
+    """Bytes of the rule's state that one worker holds."""
+    exchange = exchange_for(experiment, plan, workers, experiment.exchange.strategy, Order(), False)
+    state = rule_state(build_rule(experiment, plan, workers, exchange), plan.params())
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def rule_state(rule: Rule, params: PyTree) -> PyTree:
+    """Shapes of the rule's state of one worker."""
+    if rule.sharding:
+        return jax.eval_shape(rule.sharding.init, params, jax.ShapeDtypeStruct((), np.int32))
+    return jax.eval_shape(rule.init, params)
 
 
 def probed(
@@ -339,7 +407,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = base.NoExchange()
         rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
-        compiled = order.shared(to_share(order.of(gradients, flops.count)), workers.processes)
+        differentiated = to_share(order.of(gradients, flops.count))
+        compiled = order.shared(differentiated, workers.processes)
+        ahead = Ahead(partial(compiled_gradients, differentiated), False)
         checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         each = f", of {workers.devices} devices of each process" * (workers.devices > 1)
@@ -347,7 +417,18 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         eval_params, lone = rule.eval_params or own_params, ComputeOnlyStep(mute.during(step), True)
         hashed = fingerprints_by(once, workers)
         return Functions(
-            rule, step, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, flops, lone=lone
+            rule,
+            step,
+            once(evaluate),
+            mean_state,
+            eval_params,
+            hashed,
+            predict,
+            strategy,
+            form,
+            flops,
+            ahead,
+            lone=lone,
         )
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
@@ -362,14 +443,37 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         )
         form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
         hashed = fingerprints_by(once, workers)
+        ahead, once_evaluate = Ahead(partial(compiled_step, jitted), True), once(evaluate)
         return Functions(
-            rule, jitted, once(evaluate), mean_state, eval_params, hashed, predict, strategy, form, flops, lone=lone
+            rule,
+            jitted,
+            once_evaluate,
+            mean_state,
+            eval_params,
+            hashed,
+            predict,
+            strategy,
+            form,
+            flops,
+            ahead,
+            lone=lone,
         )
     form = f"fused form: one jit over {workers.size} devices; {why}"
     evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
     hashed = fingerprints_by(over, workers)
     train_step, lone = over(step, donate_argnums=(0,)), ComputeOnlyStep(over(quiet), False)
-    return Functions(rule, train_step, evaluate, mean, params, hashed, predict, strategy, form, flops, lone=lone)
+    ahead = Ahead(partial(compiled_step, train_step), True)
+    return Functions(rule, train_step, evaluate, mean, params, hashed, predict, strategy, form, flops, ahead, lone=lone)
+
+
+def compiled_gradients(gradients: Callable, state: TrainState, batch: train_state.Batch) -> jax.stages.Compiled:
+    """The program of the split form's gradients."""
+    return compiled_for(gradients, (state.params, state.model_state, batch, state.key, state.step))
+
+
+def compiled_step(step: Callable, state: TrainState, batch: train_state.Batch) -> jax.stages.Compiled:
+    """The program of the fused form."""
+    return compiled_for(step, (state, batch))
 
 
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
@@ -541,26 +645,6 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
         exchanges_gradients = registry.RULES[asked.name].takes_compressors
         return schedule_free(rule, exchange.jit, asked.name, exchanges_gradients=exchanges_gradients)
     return averaged(rule, ema, exchange.jit, asked.name) if ema else rule
-
-
-def memory_words(plan: TrainingPlan, rule: Rule) -> str:
-    """Bytes that each worker holds, if it has a slice of the optimizer's state; else empty."""
-    if rule.sharding is None:
-        return ""
-    params, workers = plan.params(), len(rule.sharding.chunks)
-    of_slice = jax.eval_shape(rule.sharding.init, params, jax.ShapeDtypeStruct((), np.int32))
-    held, own, whole = map(size_bytes, (params, of_slice, jax.eval_shape(rule.init, params)))
-    dealt = rule.sharding.shards.cut
-    rows = f", whole tensors in rows that {dealt.deal.padding:.1%} fill up" if isinstance(dealt, Leaves) else ""
-    return (
-        f"updates sharded over {workers} workers{rows}: each holds {held / 1e6:.3g} MB of params, as much of "
-        f"gradients, and {own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
-    )
-
-
-def size_bytes(tree: PyTree) -> int:
-    """Bytes of arrays, or of the shapes of some."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def rate_words(experiment: Experiment, factor: float, scaling: str) -> str:

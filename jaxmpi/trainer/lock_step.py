@@ -13,12 +13,14 @@ import numpy as np
 
 from jaxmpi.comm.topology import to_device
 from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import phases
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
 from jaxmpi.trainer.loop import Position, Progress
+from jaxmpi.trainer.memory import Held, check_room, measured, words_of_step, workers_here
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.resume import note_saved, save
 from jaxmpi.trainer.run import Run
@@ -45,6 +47,7 @@ class LockStep:
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # the step of it
         self._batch: Batch | None = None  # of the last step
+        self._held = run.held
 
     def begin(self, position: Position) -> TrainState:
         """Hold the state, compare it over workers as it came to the devices, and start the clock."""
@@ -72,7 +75,18 @@ class LockStep:
         note_saved(run)
         if step in run.guard.recovery.left_out:
             return state._replace(step=state.step + 1), None
+        if self._held:
+            self._measure(self._held, state, batch)
         return run.functions.train_step(state, batch)
+
+    def _measure(self, held: Held, state: TrainState, batch: Batch) -> None:
+        """Say what the first step will hold, and refuse it if memory has no room for that."""
+        run, self._held = self.run, None
+        held = measured(held, run.functions.ahead.compiled(state, batch))
+        here = workers_here(run.workers)
+        free_bytes = available_bytes() + here * held.kept  # that is there already
+        run.recorder.say(words_of_step(held, here, free_bytes))
+        check_room(held, run.workers, run.plan, free_bytes)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
         """Read the metrics of the step before, or of all steps if something is due."""

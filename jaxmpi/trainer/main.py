@@ -26,6 +26,7 @@ from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import HeldFolder, write_whole
+from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
 from jaxmpi.observe.flops import peak_of_all
@@ -40,10 +41,10 @@ from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, phases, prepare, provenance
 from jaxmpi.tasks.check import check_task, metric_names
 from jaxmpi.tasks.registry import spec_of
-from jaxmpi.trainer import callbacks
+from jaxmpi.trainer import callbacks, memory
 from jaxmpi.trainer.async_start import Start
 from jaxmpi.trainer.asynchronous import run_asynchronously
-from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, memory_words, settle_exchange
+from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange, settle_shards
 from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
@@ -155,6 +156,7 @@ def train_until(
     asked = experiment.exchange.strategy
     with phases.phase("choosing the exchange"):
         experiment, why = settle_exchange(experiment, plan, workers, kept)
+        experiment, why_shards = settle_shards(experiment, plan, workers)
     with phases.phase("building the step"):
         functions = build_functions(experiment, workers, plan)._replace(asked=asked)
     registry.check_wire(experiment.rule, functions.strategy)
@@ -170,7 +172,7 @@ def train_until(
     ):
         starting.close()
         experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
-        functions = functions._replace(why="\n".join(filter(None, (why, unwatched))))
+        functions = functions._replace(why="\n".join(filter(None, (why, why_shards, unwatched))))
         fault_injection.order(experiment.inject, max(begun, workers.size), workers.mine, home.path)
         result = run_in(home, experiment, workers, plan, functions, root, digest, notice)
         for text in fault_injection.missed():
@@ -231,6 +233,11 @@ def run_in(
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
     is_first, folder = workers.processes.rank == 0, home.path
+    held = None
+    if not workers.apart:
+        facts = (functions.rule, functions.strategy)
+        held = memory.held(experiment, workers, plan, *facts, is_whole=functions.ahead.is_whole)
+        memory.check_room(held, workers, plan, available_bytes())
     with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
     start = saved.step if saved else 0
@@ -266,8 +273,8 @@ def run_in(
         say_changes(recorder, saved.extra, experiment, plan, start)
     if functions.why:
         recorder.say(functions.why)
-    if held := memory_words(plan, functions.rule):
-        recorder.say(held)
+    if held:
+        recorder.say(memory.words(held, workers.size))
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     recovery = decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit)
@@ -275,7 +282,20 @@ def run_in(
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
     run = assembled(
-        home, experiment, workers, plan, functions, recorder, states, notice, recovery, profiler, pact, peak, at_start
+        home,
+        experiment,
+        workers,
+        plan,
+        functions,
+        recorder,
+        states,
+        notice,
+        recovery,
+        profiler,
+        pact,
+        peak,
+        at_start,
+        held,
     )
     if isinstance(saved, Start):
         with recorder:

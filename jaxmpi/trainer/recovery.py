@@ -76,6 +76,7 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
+    run = dataclasses.replace(run, held=None)  # it has been measured
     return LockStep(run), Position(start, put(states, run.workers))
 
 

@@ -25,6 +25,7 @@ from jaxmpi.recover.watchdog import watching
 from jaxmpi.trainer import callbacks, guard
 from jaxmpi.trainer.build import Functions, TrainingPlan
 from jaxmpi.trainer.callbacks import Callback, InjectFaults, Profile
+from jaxmpi.trainer.memory import Held
 from jaxmpi.trainer.progress import ProgressLog
 
 
@@ -74,6 +75,7 @@ def assembled(
     pact: shrink.ShrinkCoordinator | None,
     peak: Peak | None,
     at_start: Sequence[Sequence[Any]],
+    held: Held | None = None,
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks call it together."""
     control = workers.processes
@@ -107,6 +109,7 @@ def assembled(
         pact=pact,
         callbacks=[InjectFaults(), Profile(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
         at_start=at_start,
+        held=held,
     )
 
 
@@ -128,3 +131,4 @@ class Run:
     pact: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
     callbacks: Sequence[Callback]
     at_start: Sequence[Sequence[Any]]  # the states of the user's own
+    held: Held | None  # what a worker holds, to be measured before the first step

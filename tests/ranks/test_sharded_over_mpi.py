@@ -2,7 +2,11 @@
 `mpirun -n 3 python -m pytest tests/ranks`.
 """
 
+import ctypes
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,7 +50,9 @@ def stepped(tx: optax.GradientTransformation, jit: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "jit"), [("asa32", jax.jit), ("ring32", lambda function: function)], ids=["in jit", "outside"]
+    ("strategy", "jit"),
+    [("asa32", jax.jit), ("ring32", lambda function: function), ("shm", lambda function: function)],
+    ids=["in jit", "outside", "in shared memory"],
 )
 def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
     chain = optax.chain(jaxmpi.exchange_gradients(strategy, bucket_bytes=4), optax.adam(1e-2))
@@ -71,6 +77,26 @@ def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
     own = dealt.row_of(dealt.part(params, [*next_chunks(COMM)][RANK])).entries
     apart = np.abs(np.asarray(own - state.masters.entries))
     assert 0 < apart.max() < 1e-2 * 2.0**-10
+
+
+def resident_bytes() -> int:
+    """Memory of this process by the kernel, with freed memory returned."""
+    ctypes.CDLL(None).malloc_trim(0)
+    found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found
+    return int(found[1]) << 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's memory is Linux's")
+def test_the_process_grows_by_a_slice_of_the_moments():
+    params = {"big": jnp.ones((2048, 2048)), "odd": jnp.ones((97, 31))}
+    init = jaxmpi.sharded(optax.adam(1e-2)).init
+    jax.block_until_ready(init(params))  # tries the optimizer out, and compiles
+    before = resident_bytes()
+    state = jax.block_until_ready(init(params))
+    grown, whole = resident_bytes() - before, MOMENTS * sum(leaf.nbytes for leaf in params.values())
+    assert 0.95 * whole / SIZE <= grown <= 1.05 * whole / SIZE + (1 << 20)  # and pages that others share
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) <= 1.05 * whole / SIZE
 
 
 def test_the_bytes_of_the_moments_are_those_of_a_slice():

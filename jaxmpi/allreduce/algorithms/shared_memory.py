@@ -2,7 +2,7 @@
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import StrategySpec, is_one
+from jaxmpi.allreduce.algorithms.spec import Halves, StrategySpec, is_one, own_chunks
 from jaxmpi.allreduce.prices import Net, add, wire_format
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm
@@ -20,6 +20,23 @@ def shared_memory_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> 
     return comm.sum_on_host(leaves, divisor)
 
 
+def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The first half: f32[n] -> f32[n / w], the slice that this rank takes of the sum."""
+    del wire
+    return comm.scatter_on_host(x)
+
+
+def mean_slice(x: jax.Array, comm: Comm, divisor: float) -> jax.Array:
+    """The first half over a divisor."""
+    return comm.scatter_on_host(x, divisor)
+
+
+def gathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The second half: f32[n / w] -> f32[n], through the same memory."""
+    del wire
+    return comm.gather_on_host(mine)
+
+
 def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
     """A chain over chunks: every rank adds n floats and copies n out, as a message inside moves n; one wait a link.
 
@@ -34,6 +51,7 @@ SHARED_MEMORY = StrategySpec(
     shared_memory,
     ("32",),
     means=shared_memory_means,
+    halves=Halves(summed_slice, gathered, own_chunks, means=mean_slice),
     fits=is_one,
     seconds=shared_memory_seconds,
     is_candidate=lambda net: net.hosts == 1,

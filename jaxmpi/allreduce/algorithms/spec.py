@@ -41,6 +41,14 @@ class Halves(NamedTuple):
     scatter: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n / w], the sum over workers of this one's chunk
     gather: Callable[..., jax.Array]  # (f32[n / w], comm, wire) -> f32[n]
     chunks: Callable[..., tuple[int, ...]]  # (comm) -> by rank, which chunk is its own
+    means: Callable[..., jax.Array] | None = None  # (f32[n], comm, divisor): the first half, as of StrategySpec.means
+
+    def scattered(self, x: jax.Array, comm: Comm, wire: Wire, divisor: float) -> jax.Array:
+        """f32[n] -> f32[n / w]: this worker's chunk of the sum over `divisor`, as it is divided without halves.
+
+        XLA may divide by a constant as the product with its inverse, which rounds otherwise.
+        """
+        return self.means(x, comm, divisor) if self.means else self.scatter(x, comm, wire) / divisor
 
     def across(self, cross: "Halves") -> "Halves":
         """Those of `hier-<cross>`, with the halves between hosts filled in."""

@@ -1,0 +1,20 @@
+"""Memory of an exchange beside the gradients: arrays as big as these, results included, as measured.
+
+`python scripts/exchange_memory.py` measures them; docs/exchange.md has its figures.
+"""
+
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.autotune import is_auto
+from jaxmpi.allreduce.compression import is_compressor
+
+AT_WORK = {"shm": 1, "asa": 3, "none": 1}
+OTHERS, COMPRESSORS = 4, 6
+SHARDED = 2  # at least: rows of a bucket, and new params
+
+
+def at_work(strategy: str, *, is_sharded: bool = False) -> int:
+    """Working arrays of a strategy, by its spelling; with sharded updates new params are among them."""
+    if is_compressor(strategy):
+        return COMPRESSORS
+    arrays = OTHERS if is_auto(strategy) else AT_WORK.get(parse(strategy).name.partition(":")[0], OTHERS)
+    return max(arrays, SHARDED) if is_sharded else arrays

@@ -1,0 +1,137 @@
+"""`jaxmpi forecast`: memory of a run's workers, with and without sharded updates, before any of them is started.
+
+One process opens the data, makes a batch, and compiles the gradients of one worker; no step is made.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.allreduce.autotune import is_auto
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config import experiment_file
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import check
+from jaxmpi.core.shared_memory import available_bytes
+from jaxmpi.core.train_state import worker_key
+from jaxmpi.rules import registry
+from jaxmpi.runtime import prepare
+from jaxmpi.trainer.build import (
+    TrainingPlan,
+    build_rule,
+    exchange_for,
+    make_plan,
+    pieces,
+    why_whole,
+    with_shards,
+)
+from jaxmpi.trainer.memory import Held, check_fits, held, mb, parts
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options."""
+    made = argparse.ArgumentParser(
+        prog="jaxmpi forecast",
+        usage="jaxmpi forecast EXPERIMENT [-n WORKERS] [--slots RANKS] [--field value ...]",
+        description="Forecast the memory of each worker, part by part, with sharded updates and without. Fields are "
+        "those of the experiment, as of `jaxmpi train`.",
+        epilog="example: jaxmpi forecast googlenet -n 8 --slots 4",
+    )
+    made.add_argument("-n", type=int, default=1, metavar="WORKERS", help="ranks in all (default 1)")
+    made.add_argument("--slots", type=int, default=0, metavar="RANKS", help="ranks of a host (default: all of them)")
+    return made
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the table.
+
+    Raises:
+        UsageError: the workers of one host do not fit into the memory of this one.
+    """
+    options, rest = parser().parse_known_args(list(argv))
+    prepare.prepare()
+    experiment, _ = experiment_file.parse(rest)
+    slots = options.slots or options.n
+    check(options.n >= 1, f"-n: got {options.n}; expected 1 or more workers")
+    check(1 <= slots <= options.n, f"--slots: got {slots}; expected 1 to {options.n} ranks a host")
+    check(
+        not registry.is_asynchronous(experiment.rule),
+        f"rule: got {experiment.rule.name}, whose workers are not alike; expected a synchronous rule",
+    )
+    hosts = tuple(worker // slots for worker in range(options.n))
+    workers = Workers(AxisComm("workers", options.n, hosts), SoloProcesses(), (0,), None)
+    found, free_bytes = forecast(experiment, workers), available_bytes()
+    print("\n".join(table(found, workers, slots, free_bytes)), flush=True)
+    asked = found.on if found.on and experiment.exchange.shard_update == "on" else found.off
+    check_fits(asked, slots, found.local_batch, free_bytes)
+
+
+class Forecast(NamedTuple):
+    """What a worker will hold."""
+
+    local_batch: int
+    off: Held
+    on: Held | None  # with sharded updates; None if they cannot be
+    notes: list[str]
+
+
+def forecast(experiment: Experiment, workers: Workers) -> Forecast:
+    """The memory of one worker whose step has the split form.
+
+    Raises:
+        UsageError: as a run of this experiment.
+    """
+    data = dataclasses.replace(experiment.data, memory="none")  # records kept in memory are not counted
+    plan = make_plan(dataclasses.replace(experiment, data=data), workers)
+    experiment, notes = dataclasses.replace(experiment, model=plan.feed.model), []
+    if is_auto(experiment.exchange.strategy):
+        name = "asa:" + (experiment.exchange.strategy.partition(":")[2] or "32")
+        notes.append(f"strategy auto, which takes what a probe of the ranks finds fastest, is counted as {name}")
+        exchange = dataclasses.replace(experiment.exchange, strategy=name)
+        experiment = dataclasses.replace(experiment, exchange=exchange)
+    off, on = (with_shards(experiment, word) for word in ("off", "on"))
+    if why := why_whole(on, plan, workers):
+        notes.append(f"no sharded updates: {why}")
+    temp_bytes = activations(experiment, workers, plan)
+    each = [forecast_of(asked, workers, plan, temp_bytes) for asked in ([off] if why else [off, on])]
+    return Forecast(plan.feed.samplers[0].local_batch, each[0], each[1] if len(each) > 1 else None, notes)
+
+
+def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, temp_bytes: int) -> Held:
+    """With the experiment's strategy and sharding."""
+    strategy = experiment.exchange.strategy
+    rule = build_rule(experiment, plan, workers, exchange_for(experiment, plan, workers, strategy, Order(), False))
+    found = held(experiment, workers, plan, rule, strategy, is_whole=False)
+    return dataclasses.replace(found, activations=temp_bytes)
+
+
+def activations(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> int:
+    """Bytes that XLA allots to the gradients of one worker's batch beside arguments and results."""
+    with plan.feed.crew, contextlib.closing(plan.feed.batches()) as batches:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches))
+    state = (*jax.eval_shape(plan.init, jax.random.key(0)), shapes, worker_key(experiment.seed, 0), np.int32(0))
+    analysis = jax.jit(pieces(experiment, workers, plan)[0]).lower(*state).compile().memory_analysis()
+    return analysis.temp_size_in_bytes if analysis else 0
+
+
+def table(found: Forecast, workers: Workers, slots: int, free_bytes: int) -> list[str]:
+    """Lines for the terminal."""
+    columns = {"off": found.off} | ({"on": found.on} if found.on else {})
+    named = {word: parts(of) for word, of in columns.items()}
+    lines = [
+        f"{workers.size} workers x local batch {found.local_batch}, {slots} on a host; MB a worker",
+        f"{'--exchange.shard-update':28}" + "".join(f"{word:>10}" for word in columns),
+    ]
+    for name in named["off"]:
+        lines.append(f"{name:28}" + "".join(f"{mb(each[name]):>10}" for each in named.values()))
+    lines.append(f"{'at once':28}" + "".join(f"{mb(of.at_once):>10}" for of in columns.values()))
+    lines.append(f"{'all on a host':28}" + "".join(f"{mb(slots * of.at_once):>10}" for of in columns.values()))
+    return [*lines, f"{'free on this host':28}{mb(free_bytes):>10}", *found.notes]
