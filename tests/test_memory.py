@@ -11,7 +11,7 @@ from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.optim import Optim
+from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
@@ -158,9 +158,13 @@ def workers(size: int) -> Workers:
         (4, {}, "on, each of 4 workers holds 0.106 of 0.424 MB"),
         (1, {}, "off, there is one worker"),
         (4, {"exchange": ExchangeConfig("tree:32")}, "off, got strategy 'tree:32' for sharded updates; expected"),
-        (4, {"optim": Optim("lamb")}, "off, exchange.shard_update: got on with optimizer lamb"),
+        (
+            4,
+            {"optim": Optim("schedule_free_sgd"), "schedule": Schedule("constant")},
+            "off, exchange.shard_update: got on with optimizer schedule_free_sgd",
+        ),
         (4, {"optim": Optim("sgd")}, "off, each worker would hold 0 MB of the optimizer's state less"),
-        (4, {"optim": Optim("adam", ema=0.9)}, "off, optim.ema: got 0.9 with exchange.shard_update on"),
+        (4, {"optim": Optim("adam", ema=0.9)}, "on, each of 4 workers holds 0.159 of 0.636 MB"),
         (4, {"rule": RuleConfig("subgd")}, "off, rule.name: got subgd with exchange.shard_update on"),
     ],
 )

@@ -204,7 +204,11 @@ def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts,
     assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(PARAMS)
 
 
-@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if row.cut == "leaves"])
+SLOW = ("lamb", "adafactor")  # compiles for five seconds each
+LEAFWISE = [name for name, row in OPTIMIZERS.items() if row.cut == "leaves"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LEAFWISE])
 def test_whole_leaves_are_updated_as_by_workers_that_update_all_bit_for_bit(name):
     # XLA divides by a number that one tensor alone is divided by in another way, so each worker has two of a kind.
     comm, dealt = AxisComm("w", 2), deal(PAIRS, 2)._replace(owners=(0, 0, 1, 1, 1, 1))
