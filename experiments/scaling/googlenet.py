@@ -2,9 +2,9 @@
 
 jaxmpi train -n 8 scaling/googlenet
 
-SUBGD with momentum, biases at twice the rate and without decay, in epoch e the rate times (1 - e / 40)^0.5. Changed: data
-(`jaxmpi[animals]`), a sixteenth of the channels, four blocks and their initialisation, 32 px, 12 epochs instead of 70.
-A quarter of the paper's batch, 8 images a worker for 32, as an epoch has 7,769 images. Figures: docs/papers.md.
+SUBGD with momentum, biases at twice the rate and without decay, the rate times (1 - e / 40)^0.5 in epoch e. Changed:
+data (`jaxmpi[animals]`), a sixteenth of the channels, four blocks and their initialisation, 32 px, 12 epochs instead of
+70. A quarter of the paper's batch, 8 images a worker for 32, as an epoch has 7,769 images. Figures: docs/papers.md.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule
