@@ -83,9 +83,8 @@ def trainings(options: argparse.Namespace) -> list[list[str]]:
 
 def accuracies(options: argparse.Namespace) -> list[list[str]]:
     """Train at each number of workers, and with 16 bits; recorded runs are not repeated."""
-    short = ["--set", "train-for=1ep"] if options.quick else []
-    names = [[name, "--seeds", str(options.seeds), *short, "--out", "{kept}"] for name in FIGURES]
-    return [script("study", *args) for args in names]
+    more = ["--set", "train-for=60st", "--out", "{out}"] if options.quick else ["--out", "{kept}"]
+    return [script("study", name, "--seeds", str(options.seeds), *more) for name in FIGURES]
 
 
 def costs(options: argparse.Namespace) -> list[list[str]]:
@@ -235,7 +234,12 @@ def cells_of(text: str, model: str, factor: int) -> dict[str, dict[int, dict[str
         cell, batch = row["cell"], factor * int(row["cell"].get("local-batch", 8))
         workers = f"{cell['workers']} worker{'s' * (cell['workers'] != '1')} of {batch}"
         wire = ", 16 bits" * (cell.get("exchange.strategy") == "asa16")
-        of_cell = found.setdefault(f"{model}, {workers}{wire}", {})
+        name = f"{model}, {workers}{wire}"
+        of_cell = found.setdefault(name, {})
+        check(
+            all(run["cell"] == cell for run in of_cell.values()),
+            f"{name}: got runs of several settings; remove the file of earlier ones, kept_*.jsonl in --out",
+        )
         if "failed" not in row:
             of_cell[row["seed"]] = row
     return found
@@ -291,12 +295,12 @@ def curves(printed: list[str], files: list[str]) -> list[Panel]:
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
         cells = {name: runs for name, runs in cells_of(text, model, factor).items() if runs}
         series = {name.removeprefix(f"{model}, "): mean_curve([*runs.values()]) for name, runs in cells.items()}
-        panels.append(Lines(f"{model}, ours; images a worker as the paper counts them", epochs, error, series))
+        if series:  # else all runs diverged
+            panels.append(Lines(f"{model}, ours; images a worker as the paper counts them", epochs, error, series))
     by_workers = {
-        f"{model}, {who}": [
-            (float(n), values.get(f"{model}, {n} workers of {batch}, over 1 worker", 1.0)) for n in (1, 2, 4, 8)
-        ]
+        f"{model}, {who}": [(1.0, 1.0)] + [(float(n), values[name]) for n, name in names.items() if name in values]
         for model, batch in (("AlexNet", 128), ("GoogLeNet", 32))
+        for names in [{n: f"{model}, {n} workers of {batch}, over 1 worker" for n in (2, 4, 8)}]
         for who, values in (("the paper", theirs), ("ours", ours))
     }
     over = Quantity("top-5 error over one worker's", base=None)
