@@ -81,7 +81,7 @@ def runs_of(batch: str, errors: dict[tuple[str, str], list[float]]) -> str:
     return "\n".join(
         json.dumps(
             {
-                "cell": {"workers": workers, "local-batch": batch, "exchange.strategy": strategy},
+                "cell": {"workers": workers, "local-batch": batch, "optim.lr": "0.01", "exchange.strategy": strategy},
                 "seed": seed,
                 "eval_top5": 1 - error / 100,
                 "eval_top1": 0.9,
@@ -100,14 +100,14 @@ def test_errors_by_workers_and_points_lost():
     googlenet = runs_of("8", {("1", "asa32"): [10.0]})
     files = [f"{alexnet}\n{small}", googlenet]
     ours = reproduce.JOBS["table1"].read([], files)
-    assert ours["AlexNet, 2 workers of 128, top-5 error %"] == 4.5
-    assert ours["AlexNet, 2 workers of 128, over 1 worker"] == 1.5
+    assert ours["AlexNet, 2 workers of 128 at 0.01, top-5 error %"] == 4.5
+    assert ours["AlexNet, 2 workers of 128 at 0.01, over 1 worker"] == 1.5
     assert ours["AlexNet, points of top-5 lost by 16 bits"] == pytest.approx(2.0)
     assert ours["AlexNet, points of top-5 lost by 16 bits, standard error"] == pytest.approx(1.0)
-    assert ours["GoogLeNet, 1 worker of 32, top-5 error %"] == 10.0
+    assert ours["GoogLeNet, 1 worker of 32 at 0.01, top-5 error %"] == 10.0
     assert {name for name in theirs("table1") if name.startswith("AlexNet, 2 workers")} <= set(ours)
     figure4, _, by_workers = reproduce.JOBS["table1"].panels([], files)
-    assert figure4.series["1 worker of 128"] == [(1.0, 50.0), (2.0, 3.0)]
+    assert figure4.series["1 worker of 128 at 0.01"] == [(1.0, 50.0), (2.0, 3.0)]
     assert by_workers.series["AlexNet, ours"][:2] == [(1.0, 1.0), (2.0, 1.5)]
     assert by_workers.series["AlexNet, the paper"][3] == (8.0, pytest.approx(20.7 / 19.8))
 
