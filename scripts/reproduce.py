@@ -304,7 +304,7 @@ def curves(printed: list[str], files: list[str]) -> list[Panel]:
         for who, values in (("the paper", theirs), ("ours", ours)):
             known = [(n, values[name]) for n, name in names.items() if name in values]
             by_workers |= {f"{model}, {who}": [(1.0, 1.0), *known]} if known else {}
-    over = Quantity("top-5 error over one worker's", base=None)
+    over = Quantity("top-5 error over one worker's", base=None, low=None)
     return [*panels, Lines("error by workers", Quantity("workers", base=None), over, by_workers)]
 
 
