@@ -5,6 +5,7 @@ jaxmpi plan --experiment experiments/lm300m.py --step-s 1.0
 mpirun -n 2 python -m jaxmpi.train experiments/lm300m.py --train-for 10st --eval-every 0st --checkpoint-every 0st
 
 Data are bytes, and the vocabulary has more entries than there are bytes: exchange and step cost as much as over words.
+With words: `jaxmpi data words stdlib words.json`, and `--data.tokenizer words.json`.
 Plain SGD: params and gradients are 2.4 GB. A rank takes 7 to 9 GB at its peak, so two fit into 20. Not trained
 to an end here.
 """

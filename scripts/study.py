@@ -141,6 +141,25 @@ STUDIES = {
             Grid({"train-for": ("225st", "150st")}, ONE | {"optim.name": "muon", "optim.lr": "0.04"}),
         ],
     ),
+    "figure4": Study(
+        "Ma et al. 2016, figure 4 and table 1: what do more workers and 16 bits cost AlexNet, at the paper's rates?",
+        "experiments/scaling/alexnet.py",
+        [
+            Grid({"workers": ("1", "2", "4")}, {"local-batch": "16", "optim.lr": "0.01"}),
+            Grid({}, {"workers": "8", "local-batch": "16", "optim.lr": "0.005"}),
+            Grid({"exchange.strategy": ("asa32", "asa16")}, {"workers": "8", "local-batch": "4", "optim.lr": "0.005"}),
+        ],
+    ),
+    "figure5": Study(
+        "Ma et al. 2016, figure 5 and table 1: what do more workers and 16 bits cost GoogLeNet, at the paper's rates?",
+        "experiments/scaling/googlenet.py",
+        [
+            Grid({}, {"workers": "1", "optim.lr": "0.01"}),
+            Grid({}, {"workers": "2", "optim.lr": "0.007"}),
+            Grid({}, {"workers": "4", "optim.lr": "0.005"}),
+            Grid({"exchange.strategy": ("asa32", "asa16")}, {"workers": "8", "optim.lr": "0.005"}),
+        ],
+    ),
     "alexnet": Study(
         "Does the paper's AlexNet learn? In pixels, and divided by their standard deviation.",
         "experiments/papers/alexnet.py",
@@ -223,6 +242,8 @@ def outcome(folder: Path) -> dict[str, Any]:
         return {"failed": "the held-out loss is not finite"}
     curve = [[row["epoch"], row["eval_loss"]] for row in evaluations]
     kept = {name: value for name, value in evaluations[-1].items() if name.startswith("eval_")}
+    if "eval_top5" in kept:
+        kept["top5_curve"] = [[row["epoch"], 100 * (1 - row["eval_top5"])] for row in evaluations]
     apart = [row for row in rows if row["kind"] == "workers"]
     if apart:
         kept["worker_steps"] = apart[-1]["worker_steps"]
@@ -440,6 +461,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experiment", help=f"of a grid (default: {DIGITS})")
     parser.add_argument("--workers", nargs="+", help="of a grid (default: 8)")
     parser.add_argument("--vary", nargs="+", metavar="FLAG=VALUE,...", help="of a grid")
+    parser.add_argument("--set", nargs="+", default=[], metavar="FLAG=VALUE", help="in every cell, as train-for=2ep")
     parser.add_argument("--seeds", type=int, default=5, help="how many of every cell, one after another")
     parser.add_argument("--first-seed", type=int, default=0, help="another one to tune with than to report")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
@@ -462,6 +484,8 @@ OWN = ("seed", "run-dir", "resume", "devices")  # flags that a study sets itself
 def refused(options: argparse.Namespace) -> str:
     """The error in the command line, above all options without effect; empty if there is none."""
     of_grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
+    if options.set and not options.studies:
+        return "--set: it is of a study by name; a grid has --vary"
     if options.studies and of_grid:
         return f"--{of_grid[0]}: it is of a grid, and {options.studies[0]} is one of its own; leave one of them out"
     for text in options.vary or ():
@@ -470,6 +494,10 @@ def refused(options: argparse.Namespace) -> str:
             return f"--vary: got {text!r}; expected FLAG=VALUE or FLAG=VALUE,VALUE"
         if name in OWN:
             return f"--vary: got {name}, which the study sets; --seeds and --workers are its own options"
+    for text in options.set:
+        name, _, value = text.partition("=")
+        if not value or name in (*OWN, "workers"):
+            return f"--set: got {text!r}; expected FLAG=VALUE of a flag that the study does not set"
     for number in options.workers or ():
         if not number.isdecimal() or int(number) < 1:
             return f"--workers: got {number}; expected whole numbers >= 1"
@@ -480,10 +508,20 @@ def refused(options: argparse.Namespace) -> str:
     return f"--seeds: got {options.seeds}; expected >= 1" if options.seeds < 1 else ""
 
 
+def with_settings(study: Study, settings: Mapping[str, str]) -> Study:
+    """The study with these values in every cell, instead of its own."""
+    grids = [
+        Grid({name: values for name, values in grid.vary.items() if name not in settings}, {**grid.common, **settings})
+        for grid in study.grids
+    ]
+    return study._replace(grids=grids)
+
+
 def asked(options: argparse.Namespace) -> list[Study]:
     """The named studies, or a grid."""
     if options.studies:
-        return [STUDIES[name] for name in options.studies]
+        settings = dict(text.split("=", 1) for text in options.set)
+        return [with_settings(STUDIES[name], settings) for name in options.studies]
     pairs = (text.partition("=")[::2] for text in options.vary or ())
     vary = {"workers": options.workers or ["8"]} | {name: values.split(",") for name, values in pairs}
     return [Study("A grid.", options.experiment or DIGITS, [Grid(vary, {})])]

@@ -202,14 +202,23 @@ def test_more_loaders_than_a_machine_can_start_are_refused():
         Data(loaders=2147483648)
 
 
-def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean_and_std():
+def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean():
     own = experiment_file.parse([str(ROOT / "experiments/digits.py")])[0].data
     assert (own.mean, own.std, own.mean_image) == ((0.305,), (0.376,), "")
     for flag in (["--data.mean-image", "m.npy"], ["--data.mean-image=m.npy"], ["--data.mean_image", "m.npy"]):
         data = experiment_file.parse([str(ROOT / "experiments/digits.py"), *flag])[0].data
-        assert (data.mean, data.std, data.mean_image) == ((), (), "m.npy")
+        assert (data.mean, data.std, data.mean_image) == ((), (0.376,), "m.npy")
     with pytest.raises(UsageError, match=r"data\.mean and data\.mean_image: give one of the two"):
         Data(mean=(0.5,), mean_image="m.npy")
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg16", "googlenet", "resnet50", "googlenetbn"])
+def test_a_mean_image_goes_with_every_shipped_recipe_by_one_flag(name, tmp_path, capsys):
+    own = experiment_file.parse([name, "--data.dir", str(tmp_path)])[0].data
+    data = experiment_file.parse([name, "--data.dir", str(tmp_path), "--data.mean-image", "m.npy"])[0].data
+    assert data == dataclasses.replace(own, mean=(), mean_image="m.npy", crop_area=())
+    said = "training takes crops of 224 px, not scaled ones of area (0.08, 1.0)"
+    assert (said in capsys.readouterr().err) == bool(own.crop_area)
 
 
 # ---------------------------------------------------------------- names of 0.1

@@ -1,5 +1,6 @@
 import contextlib
 import ctypes
+import gzip
 import importlib
 import io
 import os
@@ -39,6 +40,7 @@ from jaxmpi.data.augment import Augment
 from jaxmpi.data.decode import _check_scans as check_scans
 from jaxmpi.data.decode import _without_rows_below as without_rows_below
 from jaxmpi.data.decode import decoded, encoded_again, opened, resized, stretched, window
+from jaxmpi.data.sources import animals
 from jaxmpi.data.sources.batch_files import _names as file_names
 from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.models.cnn import digits_cnn_tiny
@@ -71,6 +73,7 @@ def test_every_source_is_in_the_table():
         "mixture",
         "text",
         "stdlib",
+        "animals",
     }
     with pytest.raises(UsageError, match="did you mean 'digits'"):
         open_source(Data(source="digit"), "train")
@@ -119,6 +122,40 @@ class TestDigits:
         small = open_source(Data(), "validation")[5][0]
         assert np.array_equal(source[5][0], resized(small, 64))
         assert abs(source[5][0].mean() - small.mean()) < 6
+
+
+class TestAnimals:
+    def test_the_held_out_fifth_repeats_no_image_of_training(self):
+        train, held_out = (open_source(Data("animals", resize=32), split) for split in ("train", "validation"))
+        assert (len(train), len(held_out), train.classes) == (7769, 1947, 10)
+        assert train[0][0].shape == (32, 32, 1)
+        seen = {train[i][0].tobytes() for i in range(len(train))}
+        assert not [i for i in range(len(held_out)) if held_out[i][0].tobytes() in seen]
+        per_class = np.bincount([held_out[i][1] for i in range(len(held_out))])
+        assert (per_class.min(), per_class.max()) == (163, 200)
+
+    def test_a_file_that_calls_anything_is_refused(self, tmp_path, monkeypatch):
+        class Calls:
+            def __reduce__(self):
+                return print, ("called",)
+
+        bad = tmp_path / animals.FILES[0]
+        bad.write_bytes(gzip.compress(pickle.dumps(Calls())))
+        installed = tmp_path / "animal_shape_mnist-0.39.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text("Name: animal-shape-mnist\nVersion: 0.39\n")
+        (installed / "RECORD").write_text(f"{bad.name},,\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(UsageError, match=r"builtins\.print is no part of an array; install animal-shape-mnist"):
+            open_source(Data("animals"), "train")
+        bad.write_bytes(b"no gzip")
+        with pytest.raises(UsageError, match="Not a gzipped file"):
+            open_source(Data("animals"), "train")
+
+    def test_without_the_package_the_error_says_how_to_get_it(self, monkeypatch):
+        monkeypatch.setattr(animals, "PACKAGE", "no-such-package")
+        with pytest.raises(UsageError, match=r"install it with .*pip install 'jaxmpi\[animals\]'"):
+            open_source(Data("animals"), "train")
 
 
 class TestSynthetic:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data import Loader, Sampler, open_source, packing, write_words
 from jaxmpi.data.group_cache import MemorySource
 from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, module_of, names
 
@@ -157,3 +157,18 @@ def test_a_file_with_holes_larger_than_memory_is_refused(tmp_path):
         file.truncate(200 << 30)
     with pytest.raises(UsageError, match=r"GB of memory are needed to read these 1 files, and .* are left"):
         open_source(Data("text", dir=str(tmp_path)), "train")
+
+
+def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folder, tmp_path, capsys):
+    """`b b a c d`: of three words the first are white space and b; a, c and d are equally frequent."""
+    for file in ("b.txt", "a/x"):
+        (folder / "train" / file).write_text("b b a c d ")
+    (folder / "validation" / "c").write_text("a b ?")
+    packing.main(["words", str(folder), str(tmp_path / "words.json"), "--words", "4"])
+    assert "words.json: 4 words; 80.0 % of the held-out ones are among them" in capsys.readouterr().out
+    data = Data("text", dir=str(folder), window=1, tokenizer=str(tmp_path / "words.json"))
+    source = open_source(data, "validation")
+    assert isinstance(source, TextSource)
+    assert (source.classes, source.text.tolist()) == (4, [3, 1, 2, 1, 0])
+    with pytest.raises(UsageError, match="got source digits; expected stdlib or text"):
+        write_words(Data("digits"), tmp_path / "words.json")

@@ -19,6 +19,7 @@ from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.bench.baselines import PEERS
 from jaxmpi.config import experiment_file, schema
 from jaxmpi.data import SOURCES, packing
+from jaxmpi.data.sources import vocabulary
 from jaxmpi.launch import command
 from jaxmpi.observe import report
 from jaxmpi.observe.sinks.registry import SINKS
@@ -303,6 +304,7 @@ def test_every_flag_exists(capsys):
         experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(command.USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
+    known |= flags(vocabulary.words_parser().format_help())
     known |= flags(scaling_forecast.parser().format_help()) | flags(exported.parser().format_help())
     known |= flags(finished.predict_parser().format_help()) | flags(experiments.parser().format_help())
     known |= flags(forecast.parser().format_help())

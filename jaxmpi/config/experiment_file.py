@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxmpi.config import flags
-from jaxmpi.config.data import data_dir
+from jaxmpi.config.data import Data, data_dir
 from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
@@ -52,8 +52,8 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
     names = {arg.split("=")[0] for arg in argv}
-    if path and "--data.mean-image" in names:  # the flag replaces the experiment's numbers for each channel
-        base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean=(), std=()))
+    if path and "--data.mean-image" in names:
+        base = dataclasses.replace(base, data=for_mean_image(base.data, names))
     elif path and "--data.mean" in names:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
     for name in flags.unknown_flags(argv, base):
@@ -62,6 +62,19 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
     return experiment, path
+
+
+def for_mean_image(data: Data, names: set[str]) -> Data:
+    """The experiment's data without all that `--data.mean-image` replaces.
+
+    These are its mean of each channel, and crops that are scaled, as a mean has its pixels in one place. Crops then
+    have one size, as in Theano-MPI (Ma et al. 2016, algorithm 1). Its `std` stays: initialisations go by it.
+    """
+    area = data.crop_area
+    if area and "--data.crop-area" not in names:
+        say_once(f"--data.mean-image: training takes crops of {data.crop} px, not scaled ones of area {area}")
+        area = ()
+    return dataclasses.replace(data, mean=(), crop_area=area)
 
 
 def refuse_unknown(argv: Sequence[str]) -> None:

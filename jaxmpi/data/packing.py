@@ -46,6 +46,7 @@ from jaxmpi.data.sources.packed import (
     write_manifest,
 )
 from jaxmpi.data.sources.registry import SOURCES, open_source
+from jaxmpi.data.sources.vocabulary import words_main
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -552,7 +553,9 @@ def pack_parser() -> argparse.ArgumentParser:
         description="Pack SRC into DST/<split>/; run again to go on.",
         epilog="example: jaxmpi data pack /data/imagenet /data/packed --resize 256",
     )
-    parser.add_argument("src", metavar="SRC", help="folder of the source; or digits or synthetic, which need none")
+    parser.add_argument(
+        "src", metavar="SRC", help=f"folder of the source; or {', '.join(NEED_NO_FOLDER)}, which need none"
+    )
     parser.add_argument("dst", metavar="DST", type=Path, help="folder for the packed splits")
     parser.add_argument("--source", help=f"what SRC holds: {', '.join(SOURCES)} (default: imagefolder)")
     parser.add_argument("--name", default="", help="tfds: data set, such as imagenet2012")
@@ -572,6 +575,7 @@ def pack_parser() -> argparse.ArgumentParser:
     return parser
 
 
+NEED_NO_FOLDER = ("digits", "animals", "synthetic")
 # What messages of sources call an option, and what `jaxmpi data pack` calls it.
 FLAGS = {
     "--data.columns": "--columns",
@@ -602,7 +606,7 @@ def pack_main(argv: list[str]) -> None:
     """`jaxmpi data pack SRC DST`."""
     options = pack_parser().parse_args(argv)
     check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
-    needs_none = options.source is None and options.src in ("digits", "synthetic")
+    needs_none = options.source is None and options.src in NEED_NO_FOLDER
     data = Data(
         source=options.src if needs_none else options.source or "imagefolder",
         dir="" if needs_none else options.src,
@@ -651,19 +655,21 @@ def check_main(argv: list[str]) -> None:
         sys.exit(1)
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main, "words": words_main}
 
 
 USAGE = """usage: jaxmpi data pack SRC DST [options]
        jaxmpi data check DST [options]
+       jaxmpi data words SRC FILE [options]
 
-Pack a source into few files that are read fast, and check them. `--help` after `pack` or `check` lists its options.
+Pack a source into few files that are read fast, and check them; make a vocabulary of a text. `--help` after the command
+lists its options.
 
 example: jaxmpi data pack /data/imagenet /data/packed"""
 
 
 def main(argv: list[str]) -> None:
-    """`jaxmpi data pack SRC DST` and `jaxmpi data check DST`."""
+    """`jaxmpi data pack SRC DST`, `jaxmpi data check DST`, `jaxmpi data words SRC FILE`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return

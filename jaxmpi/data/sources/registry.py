@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import check, lookup
+from jaxmpi.data.sources.animals import animals
 from jaxmpi.data.sources.arrays import array, digits, synthetic
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
@@ -40,6 +41,7 @@ def open_source(config: Data, split: str) -> Source:
 
 SOURCES: dict[str, Callable[[Data, str], Source]] = {
     "digits": digits,
+    "animals": animals,
     "synthetic": synthetic,
     "array": array,
     "imagefolder": imagefolder,
