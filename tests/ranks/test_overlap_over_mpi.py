@@ -27,6 +27,7 @@ from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.runtime import host_callbacks, spans
 
 COMM = jaxmpi.world()
+pytestmark = pytest.mark.e2e  # programs of many steps
 if COMM.size == 1:
     pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes

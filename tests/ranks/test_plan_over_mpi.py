@@ -18,7 +18,10 @@ from jaxmpi.comm.mpi import MpiComm
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
-pytestmark = pytest.mark.skipif(not isinstance(COMM, MpiComm), reason="one rank has nothing to choose")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not isinstance(COMM, MpiComm), reason="one rank has nothing to choose"),
+]
 SIZES = [3000, 5, 700]
 
 

@@ -22,6 +22,7 @@ from jaxmpi.core.deals import deal
 from jaxmpi.core.pytrees import tree_digest
 
 COMM = jaxmpi.world()
+pytestmark = pytest.mark.e2e  # optimizers are tried out, and take seconds to compile
 SIZE, RANK = COMM.size, int(COMM.rank)
 SHAPES = {"kernel": (97, 31), "bias": (31,), "scale": (), "big": (3, 3, 64, 64)}
 MOMENTS = 2  # of Adam
