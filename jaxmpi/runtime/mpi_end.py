@@ -20,7 +20,12 @@ def before_mpi_ends(hook: Callable[[], object]) -> None:
 
 
 def run_hooks() -> None:
-    """Call those that have not been called; MPI can still be used in them."""
-    while _hooks:
+    """Wait for programs that still exchange, then call those that have not been called; they may use MPI."""
+    if _hooks:
+        import jax  # the launcher has hooks without it
+
         with suppress(Exception):  # of a program that failed: mpi4jax's hook raises it again at exit
+            jax.effects_barrier()
+    while _hooks:
+        with suppress(Exception):
             _hooks[-1]()
