@@ -87,7 +87,7 @@ def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
     assert "evaluation on 360" in ended.out
     said = r"training data in memory, 0\.\d MB a worker: groups of 2 workers .*, shuffled in pieces of 8 steps"
     assert re.search(said, ended.out), ended.out
-    assert re.search(r"step \d+/50 .* shuffles? [\d.e-]+ s [\d.]+ MB", ended.out), ended.out
+    assert re.search(r"step \d+/50 .* shuffles? [\d.e-]+ s [\d.]+ [kM]B", ended.out), ended.out
     [loaded] = records(tmp_path / "memory", "memory")
     assert (loaded["group_size"], loaded["examples"]) == (2, 1437)
     assert 0 < loaded["worker_bytes"] < 400_000

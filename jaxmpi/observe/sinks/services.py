@@ -125,9 +125,12 @@ class Trackio:
         return run
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left; once more if it fails, which it did once, on a dictionary that another thread changed."""
         if self.run is not None:
-            self.trackio.finish()
+            try:
+                self.trackio.finish()
+            except RuntimeError:
+                self.trackio.finish()
 
 
 class Mlflow:
