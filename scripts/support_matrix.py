@@ -203,9 +203,13 @@ def shown(place: Place, text: str) -> str:
 
 
 def uv_settings(mpi: Mpi) -> str:
-    """uv.toml of a cell: mpi4jax is built with the cell's mpicc, as pyproject.toml does for the project's own."""
+    """uv.toml of a cell: mpi4jax is built with the cell's mpicc, as pyproject.toml does for the project's own.
+
+    uv keeps builds by these settings, so that an MPI of Debian has builds of its own in the cache.
+    """
     if not mpi.wheel:
-        return ""
+        own = f'{{ BUILT_FOR = "{mpi.title}" }}'
+        return f"[extra-build-variables]\nmpi4jax = {own}\nmpi4py = {own}\n"
     variables = f'CUDA_PATH = "/usr/local/cuda", {mpi.compiler} = "python -m ziglang c++ -mcpu=baseline"'
     return (
         f'[extra-build-dependencies]\nmpi4jax = ["{mpi.wheel}", "ziglang==0.17.1"]\n'
@@ -247,7 +251,7 @@ def install(mpi: Mpi, place: Place) -> list[str]:
     """The line that installs jaxmpi with its tests' needs."""
     options = ["--config-file", str(place.folder / "uv.toml"), "--python", str(place.env / "bin" / "python")]
     # An MPI of the machine's own: docs/launching.md.
-    built = [] if mpi.wheel else ["--no-binary", "mpi4py", "--no-cache"]
+    built = [] if mpi.wheel else ["--no-binary", "mpi4py"]
     wheel = [mpi.wheel] if mpi.wheel else []
     # Of what mpi4jax is built with, too: an older jax refuses what a newer one's headers say.
     held = [
