@@ -1,8 +1,10 @@
 """`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
 
+import importlib
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ import pytest
 
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.comm.axis import after
+from jaxmpi.comm.xla_mesh import take_mpi
 from jaxmpi.config.schema import COMMS
+from jaxmpi.core.errors import UsageError
 from launching import ROOT, Ended, mpirun, train
 from tolerances import WIRE, U
+
+sys.path.insert(0, str(ROOT / "scripts"))
+mpiwrapper = importlib.import_module("mpiwrapper")
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
 A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
@@ -231,3 +238,47 @@ def test_a_start_that_cannot_be_is_named(start, folder):
     ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
     assert message in ended.out, ended.out[-3000:]
     assert "Traceback" not in ended.out
+
+
+OVER_MPI = """
+import jax, jax.numpy as jnp, numpy as np, jaxmpi
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxmpi.comm.xla_mesh import global_mesh
+
+mesh, comm = global_mesh("workers")
+rows = NamedSharding(mesh, P("workers"))
+mine = jax.make_array_from_process_local_data(rows, np.full((1, 257, 257), jax.process_index() + 1, np.float32))
+
+def share(x):  # enough work for XLA's own threads, in which it makes no communicator
+    y = jnp.tanh(x[0] @ x[0])[:1, :7] * x[0, :1, :7]
+    return {name: jaxmpi.exchange(y, name, comm=comm) for name in ("ar", "ring32", "asa16")}
+
+mean = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P("workers"), out_specs=P("workers"), check_vma=False))(mine)
+for name, row in mean.items():
+    assert (np.asarray(row.addressable_data(0)) == 1.5).all(), (name, row.addressable_data(0))
+jaxmpi.comm.control.processes().barrier()
+print("summed", flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_xlas_collectives_go_over_the_mpi_that_runs_already(tmp_path):
+    mpicc = Path(sys.executable).parent / "mpicc"
+    if not mpicc.exists() or not shutil.which("cc"):
+        pytest.skip("a wrapper of MPI needs its mpicc and a C compiler")
+    (tmp_path / "over_mpi.py").write_text(OVER_MPI)
+    mpiwrapper.build(tmp_path / "libmpiwrapper.so", str(mpicc))
+    by_mpi = ON_CPU | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}
+    found = by_mpi | {"MPITRAMPOLINE_LIB": str(tmp_path / "libmpiwrapper.so")}
+    ended = mpirun(2, str(tmp_path / "over_mpi.py"), timeout_s=100, env=found)
+    assert ended.code == 0, ended.out[-3000:]
+    assert ended.out.count("summed") == 2
+
+
+def test_a_wrapper_that_is_missing_or_no_wrapper_is_named(monkeypatch):
+    monkeypatch.delenv("MPITRAMPOLINE_LIB", raising=False)
+    with pytest.raises(UsageError, match="got JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi; MPITRAMPOLINE_LIB is not set"):
+        take_mpi(devices=1)
+    monkeypatch.setenv("MPITRAMPOLINE_LIB", "libc.so.6")
+    with pytest.raises(UsageError, match=r"MPITRAMPOLINE_LIB=libc\.so\.6 is no MPIwrapper"):
+        take_mpi(devices=1)

@@ -500,3 +500,11 @@ def test_help_may_be_read_to_its_first_line():
     line = f"{sys.executable} -m jaxmpi.train experiments/digits.py --help"
     job = subprocess.run(["bash", "-c", f"({line}; echo code $? >&2) | true"], capture_output=True, text=True, cwd=ROOT)
     assert job.stderr == "code 0\n"
+
+
+def test_an_mpi4jax_of_another_jaxlib_is_named_and_not_the_platform():
+    told = (
+        "Unable to initialize backend 'cpu': INVALID_ARGUMENT: XLA FFI handler registration for mpi_barrier_ffi failed"
+    )
+    with pytest.raises(UsageError, match="JAX refuses mpi4jax, which was built with another jaxlib"):
+        raise failures.no_device(RuntimeError(told))

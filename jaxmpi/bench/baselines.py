@@ -18,7 +18,8 @@ from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, of_several
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
-from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.comm.xla_mesh import cpu_collectives, make_communicator, take_mpi
+from jaxmpi.core.errors import UsageError, check, lookup
 
 
 class Peer(NamedTuple):
@@ -72,16 +73,24 @@ def by_mpi4py(strategy: str) -> Callable[[Inputs], Run]:
     return start
 
 
-def connect_jax(control: MpiProcesses) -> None:
-    """`jax.distributed`, whose CPU collectives are gloo's."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(meeting_point(control), control.size, control.rank)
+def connect_jax(collectives: str) -> Callable[[MpiProcesses], None]:
+    """`jax.distributed`, whose CPU collectives are gloo's or MPI's."""
+
+    def connect(control: MpiProcesses) -> None:
+        jax.config.update("jax_cpu_collectives_implementation", collectives)
+        if collectives == "mpi":
+            take_mpi(devices=1)
+        jax.distributed.initialize(meeting_point(control), control.size, control.rank)
+
+    return connect
 
 
 def psum(inputs: Inputs) -> Run:
     """`lax.psum` of the tree over all processes' devices, mean: JAX's own method."""
     control, axis = of_several(inputs), PartitionSpec("workers")
     mesh = Mesh(np.array(jax.devices()), ("workers",))
+    if cpu_collectives() == "mpi":
+        make_communicator(mesh)
     spread = NamedSharding(mesh, axis)
 
     def whole(leaf: jax.Array) -> jax.Array:
@@ -129,7 +138,8 @@ PEERS = {
     "mpi4jax-flat": Peer("mpi4jax", "sum", nothing_to_connect, mpi4jax_flat),
     "asa32-by-mpi4py": Peer("mpi4py", "mean", nothing_to_connect, by_mpi4py("asa32"), is_other=False),
     "ring32-by-mpi4py": Peer("mpi4py", "mean", nothing_to_connect, by_mpi4py("ring32"), is_other=False),
-    "psum": Peer("jax", "mean", connect_jax, psum),
+    "psum": Peer("jax", "mean", connect_jax("gloo"), psum),
+    "psum-over-mpi": Peer("jax", "mean", connect_jax("mpi"), psum, is_other=False),
     "torch": Peer("torch", "sum", connect_torch, torch_allreduce, receives=True),
 }
 
@@ -138,7 +148,7 @@ def importable(names: Sequence[str]) -> tuple[str, ...]:
     """The peers of these names; `all`: other libraries that are installed; `none`: none.
 
     Raises:
-        UsageError: an unknown name, or one whose package is not installed.
+        UsageError: an unknown name, one whose package is not installed, or two that rule each other out.
     """
     if tuple(names) in (("all",), ("none",)):
         return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and installed(name))
@@ -146,6 +156,10 @@ def importable(names: Sequence[str]) -> tuple[str, ...]:
         package = lookup(PEERS, name, "peer (all and none stand alone)").package
         if not installed(name):
             raise UsageError(f"peer {name!r} needs {package}, which is not installed: install it, or leave {name} out")
+    both = [name for name in names if name.startswith("psum")]
+    check(
+        len(set(both)) < 2, f"peers {' and '.join(both)}: a process has one kind of collectives; take them one by one"
+    )
     return tuple(dict.fromkeys(names))
 
 

@@ -172,3 +172,20 @@ def complete(pairs: Pairs, size: int) -> list[tuple[int, int]]:
     sources = sorted(set(range(size)) - {source for source, _ in pairs})
     destinations = sorted(set(range(size)) - {destination for _, destination in pairs})
     return [*pairs, *zip(sources, destinations, strict=True)]
+
+
+class XlaMpiComm(GlooComm):
+    """The same over XLA's MPI collectives, which gather no floats of 16 and 8 bits: these travel as integers."""
+
+    def allgather(self, x: PyTree) -> PyTree:
+        """`lax.all_gather`, of the bits of short floats."""
+        as_bits = jax.tree.map(lambda leaf: lax.bitcast_convert_type(leaf, travels_as(leaf.dtype)), x)
+        return jax.tree.map(
+            lambda bits, leaf: lax.bitcast_convert_type(bits, leaf.dtype), super().allgather(as_bits), x
+        )
+
+
+def travels_as(dtype: jnp.dtype) -> jnp.dtype:
+    """The unsigned integer of a short float's size; any other type is its own."""
+    short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(f"uint{8 * dtype.itemsize}") if short else dtype

@@ -12,7 +12,7 @@ from jaxmpi.comm.base import Comm, SoloComm
 from jaxmpi.comm.control import MpiProcesses, Processes, SoloProcesses, processes
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
-from jaxmpi.comm.xla_mesh import global_mesh, local_mesh
+from jaxmpi.comm.xla_mesh import cpu_collectives, global_mesh, local_mesh
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
@@ -156,7 +156,7 @@ def between_processes(workers: Workers, algorithm: str, on_gpu: bool) -> str:
     """Name the way of what processes exchange, or devices of a single one."""
     over_axis = workers.mesh is not None and workers.devices == 1
     if over_axis and workers.processes.size > 1:
-        return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
+        return f"XLA collectives between processes, {'NCCL' if on_gpu else cpu_collectives()}"
     if over_axis:
         return "XLA collectives between devices of one process"
     if algorithm == "shm":

@@ -1,20 +1,22 @@
 """A `jax.distributed` job that MPI sets up, and the mesh of its devices: XLA exchanges there, not MPI.
 
-NCCL carries it between GPUs, gloo over TCP between CPUs.
+NCCL carries it between GPUs, gloo over TCP between CPUs; MPI between CPUs, if JAX is set so.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi.comm.axis import AxisComm, GlooComm
+from jaxmpi.comm.axis import AxisComm, GlooComm, XlaMpiComm
 from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses, processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.runtime import device_setup
@@ -38,20 +40,29 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
 
     Raises:
         UsageError: the device has started, or there are too few; ranks that are absent, ask for something else, or do
-            not reach rank 0; a host's name that gloo cannot use.
+            not reach rank 0; a host's name that gloo cannot use; MPI collectives that cannot be.
     """
     control = processes()
     device_setup.make_cpu_devices(devices)
     if isinstance(control, MpiProcesses):
-        control.assert_same("the mesh of all devices", {"axis": axis, "devices": devices})
+        asked = {"axis": axis, "devices": devices, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": cpu_collectives()}
+        control.assert_same("the mesh of all devices", asked)
+        if cpu_collectives() == "mpi":
+            take_mpi(devices)
         start(control)
-        check_gloo(control)
+        if cpu_collectives() == "gloo":
+            check_gloo(control)
     by_rank = [sorted(jax.local_devices(rank), key=lambda device: device.id) for rank in range(control.size)]
     check_devices([len(row) for row in by_rank], devices)
     chosen = np.array([row[:devices] for row in by_rank]).reshape(-1)
     hosts = tuple(host for host in control.hosts for _ in range(devices))
-    over_gloo = control.size > 1 and jax.default_backend() == "cpu"
-    return Mesh(chosen, (axis,)), (GlooComm if over_gloo else AxisComm)(axis, len(chosen), hosts)
+    mesh = Mesh(chosen, (axis,))
+    if control.size == 1 or jax.default_backend() != "cpu":
+        return mesh, AxisComm(axis, len(chosen), hosts)
+    if cpu_collectives() == "mpi":
+        make_communicator(mesh)
+        return mesh, XlaMpiComm(axis, len(chosen), hosts)
+    return mesh, GlooComm(axis, len(chosen), hosts)
 
 
 def local_mesh(axis: str, devices: int) -> Mesh:
@@ -156,6 +167,69 @@ def own_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
+
+
+def cpu_collectives() -> str:
+    """What carries XLA's collectives between CPUs, by JAX's own setting: `gloo` or `mpi`."""
+    return getattr(jax.config, "jax_cpu_collectives_implementation", None) or "gloo"
+
+
+def take_mpi(devices: int) -> None:
+    """Give the CPU client that is to start MPI's collectives, over the MPI that mpi4py has started.
+
+    XLA calls MPI through MPItrampoline, which loads the wrapper of an MPI. JAX would start and end MPI a second time.
+
+    Args:
+        devices: of each process: XLA takes one.
+
+    Raises:
+        UsageError: no wrapper, one of another MPI, or several devices a process.
+    """
+    from jax._src import xla_bridge  # nothing public gives a client its collectives
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] # it has no stub
+
+    if trouble := mpi_trouble():
+        raise UsageError(f"got JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi; {trouble}; or unset it, for gloo")
+    check(devices == 1, f"XLA's MPI collectives take one device a process; got --devices {devices}; take gloo")
+
+    def client() -> Any:
+        made = xla_bridge.make_cpu_client(collectives=_jax.make_mpi_collectives())
+        # XLA frees communicators with the client, at whose end mpi4py has ended MPI: it is kept for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+        return made
+
+    xla_bridge.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
+
+
+def make_communicator(mesh: Mesh) -> None:
+    """Have XLA make its communicator of all devices of a mesh; called by the thread that has started MPI.
+
+    XLA makes it in the first program that needs it, and refuses to in any other thread. One that only adds runs in the
+    thread that calls it, larger ones run in XLA's own.
+
+    Communicates: a sum of one number a device, by MPI.
+    """
+    [axis] = mesh.axis_names
+    add = jax.shard_map(
+        lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=PartitionSpec(axis), out_specs=PartitionSpec()
+    )
+    ones = np.ones(mesh.local_mesh.size, np.float32)
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(axis)), ones)
+    jax.block_until_ready(jax.jit(add)(rows))
+
+
+def mpi_trouble() -> str:
+    """Why XLA's MPI collectives cannot be had in this process, in which MPI has started; empty if they can."""
+    library = os.environ.get("MPITRAMPOLINE_LIB", "")
+    if not library:
+        return "MPITRAMPOLINE_LIB is not set; set it to the libmpiwrapper.so of this MPI (docs/launching.md)"
+    try:
+        initialized = ctypes.CDLL(library).MPIABI_Initialized
+    except (OSError, AttributeError) as error:  # jaxlib would have ended the process at its start
+        return f"MPITRAMPOLINE_LIB={library} is no MPIwrapper ({error})"
+    flag = ctypes.c_int(0)
+    initialized(ctypes.byref(flag))
+    return "" if flag.value else f"MPITRAMPOLINE_LIB={library} is of another MPI than mpi4py's; build it with that one"
 
 
 def check_gloo(control: MpiProcesses) -> None:

@@ -267,8 +267,14 @@ def as_sentence(error: Exception) -> Exception:
 
 def no_device(error: BaseException | None) -> UsageError:
     """The error of JAX that it could not start a backend, with a way out."""
+    said = (str(error) or "none of that platform").splitlines()[0]
+    if "FFI handler registration for mpi_" in said:
+        return UsageError(
+            "JAX refuses mpi4jax, which was built with another jaxlib, as an isolated build takes the newest; build it "
+            f"with the one that is installed: docs/launching.md#troubleshooting. JAX: {said}"
+        )
     return UsageError(
-        f"JAX finds no device: {(str(error) or 'none of that platform').splitlines()[0]}; JAX_PLATFORMS is "
+        f"JAX finds no device: {said}; JAX_PLATFORMS is "
         f"{os.environ.get('JAX_PLATFORMS', '')!r}: unset it, or name one that is installed, such as cpu"
     )
 

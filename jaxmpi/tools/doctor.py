@@ -22,6 +22,7 @@ from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.control import MpiProcesses, Processes, processes
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
+from jaxmpi.comm.xla_mesh import mpi_trouble
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.launch import command
 from jaxmpi.recover.watchdog import watching
@@ -339,6 +340,7 @@ def examine() -> None:
     mpi = mpi_facts()
     if control.size > 1:
         mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
+        mpi["XLA's collectives over it"] = mpi_trouble() or "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"
     ranks = control.allgather_object(mine())
     trips_s = [trip_s for trip_s, _ in control.pings()]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):

