@@ -291,7 +291,8 @@ OTHERS_FLAGS = {
     "mpirun": {"--bind-to", "--host", "--hostfile", "--map-by", "--mca", "--oversubscribe", "--with-ft"},
     "Slurm": {"--mpi", "--nodes", "--ntasks-per-node", "--time", "--job-name", "--requeue", "--signal"},
     "uv": {"--extra", "--group", "--no-config", "--no-group", "--no-sync", "--refresh-package", "--with", "--wheel"}
-    | {"--no-binary", "--no-cache-dir", "--reinstall-package"},
+    | {"--no-binary", "--no-cache-dir", "--reinstall-package", "--force-reinstall", "--no-deps"}
+    | {"--build-constraint", "--build-constraints"},
     "ruff": {"--check"},
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
