@@ -169,7 +169,7 @@ def with_psum(batch: int) -> Timed:
     """JAX's own method: psum over a mesh of all processes, with gloo below."""
     control = harness.control()
     if not jax.distributed.is_initialized():
-        connect_jax(control)
+        connect_jax("gloo")(control)
     mesh = jax.make_mesh((control.size,), ("workers",))
     gradients, descend, init = in_jax()
 
