@@ -398,8 +398,8 @@ def newest_python() -> str:
     return ""
 
 
-def in_ci() -> int:
-    """Run a loop of one's own with the newest Python and the newest versions; CI's own environment is the oldest."""
+def short_tier() -> int:
+    """Run a loop of one's own with the newest Python and the newest versions; CI's environment is the oldest."""
     python = newest_python()
     if not python:
         print("support: this machine has no Python above 3.11, so the newest versions are not tried out")
@@ -424,10 +424,10 @@ def main() -> int:
     parser.add_argument("--steps", nargs="*", default=[], help="of the tier; default: all")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--page", type=Path, nargs="+", help="files of figures: write docs/support.md, without a run")
-    parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier, as .ci/run does")
+    parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier")
     asked = parser.parse_args()
     if asked.ci:
-        return in_ci()
+        return short_tier()
     if asked.page:
         by_cell = {tuple(cell[k] for k in ("python", "jax", "mpi")): cell for f in asked.page for cell in loaded(f)}
         order = [dataclasses.astuple(cell) for cell in CELLS]

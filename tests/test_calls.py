@@ -392,7 +392,7 @@ time.sleep(60)
     assert re.search(r"rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for rank 1;", ended.out)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # ten seconds; tests/ranks/test_own_loop_over_mpi.py has the line itself
 def test_ranks_that_others_wait_for_are_said_once_before_the_time_limit():
     script = """
 import time

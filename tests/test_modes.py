@@ -106,7 +106,9 @@ def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
     lines, evaluations = ([line for line in rows if line["kind"] == kind] for kind in ("train", "eval"))
     assert all(math.isfinite(line["loss"]) for line in lines)
     assert lines[-1]["epoch"] > 4
-    assert row.times_exchanges in {line["exchange_time"] for line in lines}  # `estimated` after a compute-only step
+    # `estimated` after a compute-only step; `unknown` if steps of 1 ms took another time than those beside it.
+    known = {row.times_exchanges} | ({"unknown"} if row.times_exchanges == "estimated" else set())
+    assert known & {line["exchange_time"] for line in lines}
     if row.steps_together:
         last = {line["step"] for line in evaluations}
         assert last == {*range(EVAL_EVERY, STEPS, EVAL_EVERY), STEPS}

@@ -204,7 +204,7 @@ def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts,
     assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(PARAMS)
 
 
-SLOW = ("lamb", "adafactor")  # compiles for five seconds each
+SLOW = ("lamb", "adafactor", "muon")  # compiles for five seconds each
 LEAFWISE = [name for name, row in OPTIMIZERS.items() if row.cut == "leaves"]
 
 
@@ -481,7 +481,7 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 # ---------------------------------------------------------------- the trainer
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # five runs, 25 s; bits and checkpoints are proven in one process above
 def test_a_run_has_the_bits_of_workers_that_update_all_and_goes_on_without_them(tmp_path):
     experiment = str(ROOT / "experiments" / "digits.py")
     options = ["--optim.name", "adamw", "--optim.weight-decay", "0.01", "--effective-batch", "48", "--seed", "3"]

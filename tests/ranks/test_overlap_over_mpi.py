@@ -184,6 +184,7 @@ def test_an_exported_program_runs_on_all_ranks():
         assert np.asarray(total).tolist() == (np.arange(1000.0) * SIZE * (SIZE + 1) / 2).tolist()
 
 
+@pytest.mark.slow  # hundreds of exchanges
 def test_many_exchanges_leave_nothing():
     step = jax.jit(lambda v: overlap.exchange([v * 1, v[:3] * 1], "ring32", "sum", bucket_bytes=16))
     rounds, x = 1000 if SIZE == 2 else 20, jnp.ones(100)

@@ -113,6 +113,7 @@ def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):
     assert [path.stat().st_mtime_ns for path in probes(cache)] == kept
 
 
+@pytest.mark.slow  # measures with time to spare
 def test_with_time_several_strategies_are_measured_and_the_fastest_is_taken(cache, monkeypatch):
     if SIZE > 4:
         pytest.skip("8 ranks compile for long")
