@@ -364,7 +364,7 @@ def page(cells: Sequence[Mapping[str, Any]]) -> str:
         wrong = [step for step in cell["steps"] if step["code"]]
         failed += [(title(cell), f"`{step['line']}`", f"code {step['code']}: {step['reason']}") for step in wrong]
         states = [state(by_name.get(name)) for name in names]
-        is_made = "no" if any(step["code"] for step in made) else "yes"
+        is_made = "" if not made else "no" if any(step["code"] for step in made) else "yes"
         packages = cell["versions"]
         rows.append((cell["python"], packages.get("jax", cell["jax"]), MPIS[cell["mpi"]].title, is_made, *states))
     text = harness.table(("Python", "jax", "MPI", "installs", *names), rows)
@@ -430,8 +430,9 @@ def main() -> int:
         return short_tier()
     if asked.page:
         by_cell = {tuple(cell[k] for k in ("python", "jax", "mpi")): cell for f in asked.page for cell in loaded(f)}
-        order = [dataclasses.astuple(cell) for cell in CELLS]
-        PAGE.write_text(filled(PAGE.read_text(), page([by_cell[key] for key in order if key in by_cell])))
+        not_run = {"versions": {}, "steps": []}
+        cells = [by_cell.get(dataclasses.astuple(cell), {**dataclasses.asdict(cell), **not_run}) for cell in CELLS]
+        PAGE.write_text(filled(PAGE.read_text(), page(cells)))
         return 0
     cells = [cell for cell in CELLS if not asked.cells or any(part in cell.name for part in asked.cells)]
     found = []
