@@ -253,7 +253,7 @@ def install(mpi: Mpi, place: Place) -> list[str]:
     # An MPI of the machine's own: docs/launching.md.
     built = [] if mpi.wheel else ["--no-binary", "mpi4py"]
     wheel = [mpi.wheel] if mpi.wheel else []
-    # Of what mpi4jax is built with, too: an older jax refuses what a newer one's headers say.
+    # It holds for the build of mpi4jax, too: an older jax refuses what is built with a newer one's headers.
     held = [
         word for option in ("--constraints", "--build-constraints") for word in (option, str(place.folder / "held.txt"))
     ]
@@ -270,7 +270,7 @@ exec "$@"
 
 
 def place_of(cell: Cell, folder: Path) -> Place:
-    """Where a cell runs: as it is, or in a mount namespace with Debian's packages."""
+    """A place that a cell runs in: the machine as it is, or in a mount namespace with Debian's packages."""
     if not MPIS[cell.mpi].packages:
         return Place(folder)
     return Place(folder, ("unshare", "--mount", "sh", "-c", OVERLAYS, str(folder / "system")))

@@ -250,7 +250,7 @@ def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_mas
 
 
 def test_leaves_are_dealt_by_cost():
-    """Of w workers none has more than the costliest leaf above an equal share. Graham 1969: 4/3 of the best deal."""
+    """No worker has more than the costliest leaf above an equal share. Graham 1969: 4/3 of the best deal."""
     rng = np.random.default_rng(0)
     params = {str(i): np.zeros(rng.integers(1, 400, rng.integers(1, 4)), np.float32) for i in range(40)}
     for workers in (2, 3, 8):

@@ -224,7 +224,7 @@ class Choice(NamedTuple):
         return out
 
     def alone(self, leaf: jax.Array) -> jax.Array:
-        """What one worker has of a leaf."""
+        """One worker's part of a leaf."""
         return leaf if leaf.dtype in FLOATS or self.op == "sum" else leaf / 1
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:

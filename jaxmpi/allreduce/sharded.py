@@ -49,7 +49,7 @@ from jaxmpi.allreduce.wires import WIRES, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
-from jaxmpi.core.deals import Deal, Leaves, Row, RowState, deal
+from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import Entries, cut_for, rows_of, shape_of_slice, whole_of
@@ -190,7 +190,7 @@ class Shards(NamedTuple):
         starts = range(0, given.width, max(1, width))
         return [(start, min(start + max(1, width), given.width)) for start in starts]
 
-    def _dealt(self, grads: PyTree) -> tuple[Row, jax.Array]:
+    def _dealt(self, grads: PyTree) -> tuple[DealtLeaves, jax.Array]:
         assert self.deal
         leaves, comm, wire = jax.tree.leaves(grads), self.comm, parse(self.choice.strategy).wire
         divisor, pieces = comm.size if self.choice.op == "mean" else 1, []
@@ -199,9 +199,9 @@ class Shards(NamedTuple):
             check_counts([flat], self.choice.strategy, comm)
             pieces.append(self.halves.scattered(flat, comm, wire, divisor))
         [row], square = self._clipped([jnp.concatenate(pieces)])
-        return Row(row), square
+        return DealtLeaves(row), square
 
-    def _collected(self, row: Row, like: PyTree, wire: Wire) -> PyTree:
+    def _collected(self, row: DealtLeaves, like: PyTree, wire: Wire) -> PyTree:
         assert self.deal
         spans = self._columns(self.deal)
         columns = [self.halves.gather(row.entries[a:b], self.comm, wire).reshape(-1, b - a) for a, b in spans]
@@ -328,7 +328,7 @@ def sharded(
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
         of_tx = state.of_tx if isinstance(state, MasteredState) else state
-        of = shards(updates, "leaves" if isinstance(of_tx, RowState) else "entries")
+        of = shards(updates, "leaves" if isinstance(of_tx, DealtState) else "entries")
         mean, _ = of.scatter(updates)
         own = of.own(params)
         if not of.keeps_masters:

@@ -473,7 +473,7 @@ RULE_STATE = "rule_state"
 
 
 def masters_in(names: Iterable[str]) -> str:
-    """Where a rule's state has masters: the path of the field above; empty if it has none."""
+    """Place of the masters in a rule's state: the path of the field above; empty if it has none."""
     fields = (RULE_STATE, f"{RULE_STATE}/of_rule")  # the second beside an average
     names = list(names)
     return next((at for at in fields if any(is_at(name, f"{at}/{MASTERS}") for name in names)), "")

@@ -160,7 +160,7 @@ class MpiProcesses:
         self.local_rank, self.local_size = self._local.rank, self._local.size
 
     def _new_roll(self) -> Roll:
-        """Where these ranks wait for each other; all of them come here together."""
+        """Make the record of this communicator's waits; all its ranks call it together."""
         return Roll(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
 
     def outlive(self) -> None:

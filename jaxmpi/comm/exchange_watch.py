@@ -1,10 +1,10 @@
-"""Who is absent: a thread of each rank that looks where its own process waits for others, and asks them.
+"""Absent ranks by name: a thread of each rank finds what its process waits for, and asks the others where they are.
 
 A rank waits in a program that exchanges, in a comparison outside jit or while programs are traced, in an operation
-beside a program, or for a message. If the thread finds the same wait in two looks it tells the other ranks, so that
-each knows who waits with it; those who say nothing are absent. After `SAID_AFTER_S` it asks them where they are, and
-prints a line. A rank that has come to the end of its script answers with how often it has come to each kind of wait: if
-that is less often, it never will, and the job ends at once. Ranks in step send nothing here.
+beside a program, or for a message. If the thread finds the same wait in two looks it sends it to the other ranks, so
+that each knows who waits with it; those who say nothing are absent. After `SAID_AFTER_S` it asks them where they are,
+and prints a line. A rank that has come to the end of its script answers with how often it has come to each kind of
+wait: if that is less often, it never will, and the job ends at once. Ranks in step send nothing here.
 
 A program leaves a message to its own process while it is in an exchange (see `call_order`). The thread takes that
 message, reads it and puts it back. Python's waits are noted in a `Roll`.
@@ -57,7 +57,7 @@ class Wait:
     partners: tuple[int, ...]
     thread: int | None = None  # of Python, that waits
     seconds: WaitClock | None = None  # since the thread has found it first
-    is_told: bool = False
+    is_sent: bool = False
     asked_s: float = 0.0  # after so many seconds of it
     said: set[str] = field(default_factory=set)
 
@@ -72,7 +72,7 @@ def _must(wait: Wait) -> str:
 
 
 class Turn(Protocol):
-    """Where this process's programs are, as far as they leave messages to their own process."""
+    """Exchange that this process's programs are in, as far as they leave messages to their own process."""
 
     def peek(self, tag: int) -> Call | None:
         """The message under a tag, which stays where it is."""
@@ -84,7 +84,7 @@ class Turn(Protocol):
 
 
 class Roll:
-    """Where the ranks of a communicator wait for each other, as far as this one knows."""
+    """Record of the waits of a communicator's ranks for each other, as far as this one knows."""
 
     def __init__(self, comm: Any, numbers: Sequence[int], may_watch: bool) -> None:
         """Have the thread look at it; all ranks come here together.
@@ -100,10 +100,10 @@ class Roll:
         self.waits: set[Wait] = set()  # of Python
         self.turn: Turn | None = None
         self.held: Wait | None = None  # of a program
-        self.heard: dict[tuple[int, int], Call] = {}  # by way and rank, where it last said that it waits
+        self.waiting_ranks: dict[tuple[int, int], Call] = {}  # by way and rank, where it last said that it waits
         self.places: dict[int, str] = {}  # by rank, where it said that it is
         self.ended: dict[int, list[int]] = {}  # by rank, how many it had begun of each way when its script ended
-        self._to_answer: set[int] = set()  # ranks that wait, and are to hear if this one ends
+        self._to_answer: set[int] = set()  # ranks that wait, and get a message if this one ends
         self._sent: list[tuple[Any, np.ndarray]] = []  # requests, and what they send
         if may_watch:
             watch().add(self)
@@ -164,10 +164,10 @@ class Roll:
         return Wait(way=COMPARED, call=call, what=what, limit_s=TIMEOUT_S, partners=self.others)
 
     def _judge(self, wait: Wait, waited_s: float) -> None:
-        if not wait.is_told:
+        if not wait.is_sent:
             for rank in wait.partners:
                 self._send(rank, TELL, np.array([wait.way, *wait.call], np.int32))
-            wait.is_told = True
+            wait.is_sent = True
         if wait.way == COMPARED:
             self._check_same(wait)
         absent = [rank for rank in wait.partners if not self._waits_too(rank, wait)]
@@ -186,11 +186,11 @@ class Roll:
 
     def _waits_too(self, rank: int, wait: Wait) -> bool:
         """Return True if a rank has come to the same call; a message needs another call of it."""
-        return wait.way != PARTNER and self.heard.get((wait.way, rank)) == wait.call
+        return wait.way != PARTNER and self.waiting_ranks.get((wait.way, rank)) == wait.call
 
     def _check_same(self, wait: Wait) -> None:
         """Raise `UsageError` if another rank waits in another exchange."""
-        others = {rank: self.heard.get((COMPARED, rank)) for rank in self.others}
+        others = {rank: self.waiting_ranks.get((COMPARED, rank)) for rank in self.others}
         calls = {self.rank: wait.call} | {r: call for r, call in others.items() if call and call[1] == wait.call.count}
         if self.turn and len(set(calls.values())) > 1:
             named = {self.numbers[rank]: self.turn.text(call.number) for rank, call in calls.items()}
@@ -253,7 +253,7 @@ class Roll:
         self._sent.append((self.comm.Isend(message, rank, tag), message))
 
     def _listen(self) -> None:
-        """Hear where the others wait, and tell where this rank is if one asks."""
+        """Receive where the others wait; send this rank's place to those that ask."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -263,7 +263,7 @@ class Roll:
             rank, tag = status.Get_source(), status.Get_tag()
             if tag == TELL:
                 way, number, count = message.view(np.int32).tolist()
-                self.heard[way, rank] = Call(number, count)
+                self.waiting_ranks[way, rank] = Call(number, count)
                 self._to_answer.add(rank)
             elif tag == ASK:
                 self._send(rank, PLACE, np.frombuffer(watch().place().encode()[:PLACE_BYTES], np.uint8))
@@ -305,7 +305,7 @@ class Watch:
             self._thread.join()
 
     def place(self) -> str:
-        """Where this rank is, to be said behind its name."""
+        """This rank's place in its script, for messages of other ranks."""
         waits = [wait for roll in self._rolls for wait in (*roll.waits, *([roll.held] if roll.held else []))]
         waits = [wait for wait in waits if wait.seconds is not None]
         if waits:

@@ -36,7 +36,7 @@ class Host(Protocol):
 
 
 class Made(NamedTuple):
-    """What a function is for arguments of one kind."""
+    """A function compiled for arguments of one kind."""
 
     run: Callable[[tuple], PyTree]  # of the arguments
     compiled: Callable[[], jax.stages.Compiled]

@@ -170,7 +170,7 @@ def own_address() -> str:
 
 
 def cpu_collectives() -> str:
-    """What carries XLA's collectives between CPUs, by JAX's own setting: `gloo` or `mpi`."""
+    """Library of XLA's collectives between CPUs, by JAX's own setting: `gloo` or `mpi`."""
     return getattr(jax.config, "jax_cpu_collectives_implementation", None) or "gloo"
 
 

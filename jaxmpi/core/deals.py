@@ -29,13 +29,13 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 SHARED = -1  # owner of what all workers hold, such as counts of steps
 
 
-class Row(NamedTuple):
+class DealtLeaves(NamedTuple):
     """A worker's leaves of a tree like params."""
 
     entries: jax.Array  # f32[longest row]
 
 
-class RowState(NamedTuple):
+class DealtState(NamedTuple):
     """An optimizer's state for a worker's leaves."""
 
     shared: PyTree  # the structure of the whole state, with those leaves only that no leaf of params has to itself
@@ -64,7 +64,7 @@ class Deal(NamedTuple):
 
     @property
     def padding(self) -> float:
-        """What fills rows up, as a share of params: so much more travels and is held."""
+        """Padding of all rows, as a share of params: so much more travels and is held."""
         return self.workers * self.width / max(1, sum(self.sizes())) - 1
 
     def like(self) -> PyTree:
@@ -76,11 +76,11 @@ class Deal(NamedTuple):
         leaves = zip(self.owners, jax.tree.leaves(tree), strict=True)
         return jax.tree.unflatten(self.structure, [x if owner == row else optax.MaskedNode() for owner, x in leaves])
 
-    def row_of(self, part: PyTree) -> Row:
+    def row_of(self, part: PyTree) -> DealtLeaves:
         """A part as a row."""
-        return Row(joined(jax.tree.leaves(part), self.width, jnp.float32))
+        return DealtLeaves(joined(jax.tree.leaves(part), self.width, jnp.float32))
 
-    def part_of(self, row: Row, number: int) -> PyTree:
+    def part_of(self, row: DealtLeaves, number: int) -> PyTree:
         """The inverse of `row_of`."""
         shapes = [shape for owner, shape in zip(self.owners, self.shapes, strict=True) if owner == number]
         leaves = cut_up(row.entries, shapes)
@@ -139,7 +139,7 @@ def cut_up(row: Any, shapes: Sequence[Sequence[int]]) -> Iterator[Any]:
 
 
 class StateLayout(NamedTuple):
-    """Where each leaf of an optimizer's state is."""
+    """Place of each leaf of an optimizer's state."""
 
     names: tuple[str, ...]  # of the whole state
     leaves: tuple[jax.ShapeDtypeStruct, ...]
@@ -161,7 +161,7 @@ class StateLayout(NamedTuple):
         """Types of what is not shared."""
         return sorted({str(x.dtype) for x, owner in zip(self.leaves, self.owners, strict=True) if owner != SHARED})
 
-    def held(self, state: PyTree, row: int) -> RowState:
+    def held(self, state: PyTree, row: int) -> DealtState:
         """The state of a part as a row."""
         by_name = dict(named_leaves(state))
         shared = [
@@ -172,9 +172,9 @@ class StateLayout(NamedTuple):
             dtype: joined([by_name[self.names[i]] for i in self.own(row, dtype)], self.width(dtype), dtype)
             for dtype in self.dtypes
         }
-        return RowState(jax.tree.unflatten(self.structure, shared), rows)
+        return DealtState(jax.tree.unflatten(self.structure, shared), rows)
 
-    def by_place(self, held: RowState, row: int) -> dict[int, Any]:
+    def by_place(self, held: DealtState, row: int) -> dict[int, Any]:
         """Leaves that a worker holds, by their place in the whole state."""
         shared = iter(jax.tree.leaves(held.shared))
         found = {i: next(shared) for i, owner in enumerate(self.owners) if owner == SHARED}
@@ -183,12 +183,12 @@ class StateLayout(NamedTuple):
             found |= zip(places, cut_up(held.rows[dtype], [self.leaves[i].shape for i in places]), strict=True)
         return found
 
-    def part(self, held: RowState, row: int) -> PyTree:
+    def part(self, held: DealtState, row: int) -> PyTree:
         """The inverse of `held`."""
         found = self.by_place(held, row)
         return jax.tree.unflatten(self.structures[row], [found[i] for i in sorted(found)])
 
-    def whole(self, held: RowState, row: int) -> PyTree:
+    def whole(self, held: DealtState, row: int) -> PyTree:
         """The whole state's structure, with those leaves that this worker holds."""
         found = self.by_place(held, row)
         return jax.tree.unflatten(self.structure, [found.get(i, optax.MaskedNode()) for i in range(len(self.owners))])
@@ -196,7 +196,7 @@ class StateLayout(NamedTuple):
 
 @functools.cache
 def layout_of(tx: Any, given: Deal) -> StateLayout:
-    """Where an optimizer's state goes: a leaf that the state of one part alone has is that part's, others are shared.
+    """Owners of an optimizer's state: a leaf that the state of one part alone has is that part's, others are shared.
 
     Raises:
         UsageError: a leaf of the state that is neither.
@@ -235,15 +235,15 @@ class Leaves(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As a checkpoint has it."""
+        """Name of this cut in a checkpoint."""
         return "leaves"
 
-    def own(self, tree: PyTree, chunk: Any) -> Row:
+    def own(self, tree: PyTree, chunk: Any) -> DealtLeaves:
         """Row number `chunk`, i32[], of a whole tree."""
         branches = [lambda t, row=row: self.deal.row_of(self.deal.part(t, row)) for row in range(self.deal.workers)]
         return lax.switch(chunk, branches, tree)
 
-    def init(self, tx: Any, params: PyTree, chunk: Any) -> RowState:
+    def init(self, tx: Any, params: PyTree, chunk: Any) -> DealtState:
         """The optimizer's state 0 for the leaves of a row of params, whole."""
         layout = layout_of(tx, self.deal)
         branches = [
@@ -252,8 +252,14 @@ class Leaves(NamedTuple):
         return lax.switch(chunk, branches, params)
 
     def step(
-        self, tx: Any, step: Callable[..., tuple[PyTree, PyTree]], chunk: Any, grads: Row, state: RowState, own: Row
-    ) -> tuple[Row, RowState]:
+        self,
+        tx: Any,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        chunk: Any,
+        grads: DealtLeaves,
+        state: DealtState,
+        own: DealtLeaves,
+    ) -> tuple[DealtLeaves, DealtState]:
         """`step(grads, state, params) -> (tree like params, state)` on the leaves of a row.
 
         It is a branch of its own, since XLA fuses nothing across. In one program with the cutting it would add up norms
@@ -261,8 +267,8 @@ class Leaves(NamedTuple):
         """
         layout, given = layout_of(tx, self.deal), self.deal
 
-        def branch(row: int) -> Callable[[Row, RowState, Row], tuple[Row, RowState]]:
-            def run(grads: Row, state: RowState, own: Row) -> tuple[Row, RowState]:
+        def branch(row: int) -> Callable[[DealtLeaves, DealtState, DealtLeaves], tuple[DealtLeaves, DealtState]]:
+            def run(grads: DealtLeaves, state: DealtState, own: DealtLeaves) -> tuple[DealtLeaves, DealtState]:
                 parts = given.part_of(grads, row), layout.part(state, row), given.part_of(own, row)
                 made, after = lax.cond(chunk == row, lambda g, s, p: step(g, s, p), lambda g, s, p: (p, s), *parts)
                 return given.row_of(made), layout.held(after, row)
@@ -275,11 +281,11 @@ class Leaves(NamedTuple):
         """A rule's state as a checkpoint has it: whole leaves by their names in the whole state, on the host."""
 
         def one(part: Any) -> Any:
-            if isinstance(part, RowState):
+            if isinstance(part, DealtState):
                 return layout_of(tx, self.deal).whole(part, chunk)
-            return self.deal.part_of(part, chunk) if isinstance(part, Row) else part
+            return self.deal.part_of(part, chunk) if isinstance(part, DealtLeaves) else part
 
-        return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, (Row, RowState)))
+        return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, (DealtLeaves, DealtState)))
 
     def restored(self, tx: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
         """A rule's state as this worker holds it, of whole leaves that `read(name)` gives from a checkpoint."""
@@ -288,9 +294,9 @@ class Leaves(NamedTuple):
         filled = jax.tree.unflatten(jax.tree.structure(saved), [read(name) for name, _ in named_leaves(saved)])
 
         def one(part: Any, own: PyTree) -> Any:
-            if isinstance(part, RowState):
+            if isinstance(part, DealtState):
                 return layout_of(tx, self.deal).held(own, chunk)
-            return self.deal.row_of(own) if isinstance(part, Row) else own
+            return self.deal.row_of(own) if isinstance(part, DealtLeaves) else own
 
-        made = jax.tree.map(one, like, filled, is_leaf=lambda part: isinstance(part, (Row, RowState)))
+        made = jax.tree.map(one, like, filled, is_leaf=lambda part: isinstance(part, (DealtLeaves, DealtState)))
         return jax.tree.map(np.asarray, made)

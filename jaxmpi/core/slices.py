@@ -61,7 +61,7 @@ class Entries(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As a checkpoint has it."""
+        """Name of this cut in a checkpoint."""
         return "entries"
 
     def own(self, tree: PyTree, chunk: Any) -> PyTree:

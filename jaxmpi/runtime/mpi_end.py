@@ -1,4 +1,4 @@
-"""What must be done before MPI ends: at exit, or in an `MPI.Finalize()` of the script's own."""
+"""Hooks that run before MPI ends: at exit, or in an `MPI.Finalize()` of the script's own."""
 
 import atexit
 from collections.abc import Callable

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 class Forecast(NamedTuple):
-    """What a worker will hold."""
+    """Memory of a worker, with and without sharded updates."""
 
     local_batch: int
     off: Held

@@ -30,7 +30,7 @@ class Held:
     model_state: int
     moments: int  # of the rule's state, which the optimizer's is
     whole_moments: int  # the same without sharded updates
-    sliced_moments: int | None  # and with them; None if updates cannot be sharded, or a trial only would tell
+    sliced_moments: int | None  # and with them; None if updates cannot be sharded, or only a trial shows it
     before: int  # of params and state as they were, if the step keeps them until it counts
     gradients: int
     exchange: int  # what an exchange between programs has beside gradients, about
@@ -67,7 +67,7 @@ class Held:
 def held(
     experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule, strategy: str, *, is_whole: bool
 ) -> Held:
-    """What each worker will hold, as far as shapes say it.
+    """Memory of each worker, as far as shapes say it.
 
     Args:
         rule, strategy: of the run.

@@ -199,7 +199,7 @@ ELSEWHERE = ("mpirun", "jaxmpi.Trainer(", 'jaxmpi.exchange(x, comm=jaxmpi.AxisCo
 
 
 def lines_of_ours() -> list[str]:
-    """What the tables of moves have in their second column, as code."""
+    """Second column of the tables of moves, as code."""
     cells = [row.split(" | ")[-1] for row in MOVES.splitlines() if row.startswith("| ")]
     spans = [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
     parts = {".split(color, key)": "comm.split(color, key)", "jaxmpi.wait(h)": "", "optimizer.stateless_apply": ""}
