@@ -24,7 +24,6 @@ the turn, and sends it again at the end. Else two programs that two threads have
 one's messages meet the other's: JAX orders the programs of one thread only.
 """
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -43,6 +42,7 @@ from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import wait
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures, host_callbacks
+from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
 ALL_BELOW = 17  # ranks: of more, each hears those at distances 1, 2, 4, ...
@@ -74,7 +74,7 @@ class CallComparison:
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
         comm.processes.roll.turn = self
-        atexit.register(_let_programs_end)
+        before_mpi_ends(_let_programs_end)
 
     def _give_first_turn(self) -> bool:
         """Leave the message that is the turn; False, on all ranks alike, if MPI keeps none for a process itself."""

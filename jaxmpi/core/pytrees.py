@@ -83,3 +83,8 @@ def tree_digest(tree: PyTree) -> str:
     for leaf in jax.tree.leaves(tree):
         digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
+
+
+def size_bytes(tree: PyTree) -> int:
+    """Bytes of arrays, or of the shapes of some."""
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

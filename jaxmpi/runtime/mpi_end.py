@@ -20,12 +20,7 @@ def before_mpi_ends(hook: Callable[[], object]) -> None:
 
 
 def run_hooks() -> None:
-    """Wait for programs that still exchange, then call those that have not been called; they may use MPI."""
-    if _hooks:
-        import jax  # loaded already if a program runs
-
-        with suppress(Exception):  # of a program that failed: mpi4jax's hook raises it again at exit
-            jax.effects_barrier()
+    """Call those that have not been called; MPI can still be used in them."""
     while _hooks:
-        with suppress(Exception):
+        with suppress(Exception):  # of a program that failed: mpi4jax's hook raises it again at exit
             _hooks[-1]()

@@ -39,7 +39,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
 from jaxmpi.core.deals import Deal, deal
-from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest
+from jaxmpi.core.pytrees import PyTree, mean_of_floats, size_bytes, tree_digest
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
 from jaxmpi.observe.flops import StepFlops
@@ -330,7 +330,7 @@ def state_bytes(experiment: Experiment, plan: TrainingPlan, workers: Workers) ->
     """Bytes of the rule's state that one worker holds."""
     exchange = exchange_for(experiment, plan, workers, experiment.exchange.strategy, Order(), False)
     state = rule_state(build_rule(experiment, plan, workers, exchange), plan.params())
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return size_bytes(state)
 
 
 def rule_state(rule: Rule, params: PyTree) -> PyTree:

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import check
-from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.rules.base import Rule
 from jaxmpi.trainer.build import TrainingPlan, rule_state, state_bytes, why_whole, with_shards
 
@@ -110,11 +109,6 @@ def measured(of: Held, program: jax.stages.Compiled) -> Held:
     """The same with what XLA allots to the program; as it was if XLA does not say."""
     analysis = program.memory_analysis()
     return of if analysis is None else replace(of, activations=analysis.temp_size_in_bytes)
-
-
-def size_bytes(tree: PyTree) -> int:
-    """Bytes of arrays, or of the shapes of some."""
-    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 # ---------------------------------------------------------------- in words
