@@ -90,7 +90,9 @@ CARRIED = """
 import jax, numpy as np
 import jaxmpi
 from jaxmpi.allreduce import comm_thread_calls
+from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm.control import processes
+from jaxmpi.core.deals import deal
 
 comm = jaxmpi.world()
 x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
@@ -105,6 +107,14 @@ for is_carried in (True, False):
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
         processes().assert_same(strategy, bits.hex())
         assert carried.setdefault(strategy, bits) == bits, strategy
+    for strategy, wire in (("asa32", "32"), ("asa16", "8"), ("ring32", "16"), ("ring:8", "32")):
+        for dealt in (None, deal({"a": x, "b": x[:7]}, comm.size)):
+            halves = shards_of(strategy, "mean", comm, 32 << 10, deal=dealt, gather_wire=wire)
+            put_together = lambda tree: halves.gather(halves.scatter(tree)[0], tree, wire)
+            whole = jax.jit(put_together)({"a": x, "b": x[:7]})
+            bits = b"".join(np.asarray(leaf).tobytes() for leaf in whole.values())
+            processes().assert_same(strategy, bits.hex())
+            assert carried.setdefault((strategy, bool(dealt)), bits) == bits, strategy
 if comm.rank == 0:
     print("hosts", comm.hosts, "the same bits")
 """

@@ -25,6 +25,7 @@ APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
 SEVERAL = {"devices": 2}  # of each of two ranks
 SHARDED = {"exchange": ExchangeConfig(shard_update="on")}
+BUDDY = {"exchange": ExchangeConfig(shard_update="on", buddy=1)}
 # Message and options; one for each line of the table at least.
 MADE = Optim("mine", transform=optax.sgd(0.1))  # with its rate
 STREAM = Data("grain", train=lambda worker, workers: iter([]))
@@ -72,7 +73,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("exchange.strategy: got none with --on-rank-loss shrink", {"exchange": ExchangeConfig("none"), **SHRINK}),
     ("rule.name: got subgd with exchange.shard_update on", {"rule": RuleConfig("subgd"), **SHARDED}),
     ("devices: got 2 with exchange.shard_update on.*comm xla", {**SEVERAL, **SHARDED}),
-    ("exchange.shard_update: got on with --on-rank-loss shrink; a dead", {**SHARDED, **SHRINK}),
+    ("exchange.shard_update: got on with --on-rank-loss shrink without.*add --exchange.buddy 1", {**SHARDED, **SHRINK}),
+    ("exchange.buddy: got 1 with --on-rank-loss end", BUDDY),
     (
         "exchange.overlap: got delayed with exchange.shard_update on",
         {"exchange": ExchangeConfig(overlap="delayed", shard_update="on")},
@@ -107,6 +109,7 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
         {"on_nonfinite": "skip"},
         SEVERAL,
         {"comm": "xla", **SEVERAL, **SHARDED},
+        {**BUDDY, **SHRINK},
         {"batch_statistics": "synchronised", "comm": "xla", **SEVERAL},
         {"exchange": ExchangeConfig(overlap="delayed"), "on_nonfinite": "rollback"},
     ],

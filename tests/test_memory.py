@@ -102,6 +102,7 @@ HELD = Held(
     moments=200 * MB,
     whole_moments=200 * MB,
     sliced_moments=50 * MB,
+    copies=0,
     before=0,
     gradients=100 * MB,
     exchange=300 * MB,

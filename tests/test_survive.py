@@ -72,6 +72,7 @@ class Built(NamedTuple):
 
     asked: str = ""
     form: str = ""
+    rule: Any = SimpleNamespace(sharding=None)
 
 
 STATE = TrainState(np.int32(7), (), (), (), np.zeros(2, np.uint32))
@@ -197,22 +198,28 @@ def reference(model, tmp_path_factory):
     """(parts of a run) -> what is equal on all workers in the end, if each part is resumed from the one before."""
 
     @functools.cache
-    def made(*parts: Part) -> bytes:
+    def made(*parts: Part, args: tuple[str, ...] = ()) -> dict[tuple[str, str], tuple[list[int], int]]:
         folder = tmp_path_factory.mktemp("reference") / "run"
         for part in parts:
             resume = ["--resume"] * (part is not parts[0])
-            args = ["--train-for", f"{part.upto}st", "--checkpoint-every", "0st", *resume]
-            job = start(trainer(model, folder, *args, ranks=part.workers))
+            steps = ["--train-for", f"{part.upto}st", "--checkpoint-every", "0st", *resume]
+            job = start(trainer(model, folder, *steps, *args, ranks=part.workers))
             assert job.end() == 0, job.out
-        return common(folder)
+        return saved_state(folder)
 
     return made
 
 
-def common(run_dir: Path) -> bytes:
-    """Step, params and optimizer of the last checkpoint."""
+def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
+    """Shapes and checksums of the last checkpoint: step, params and optimizer, slices included; no batch statistics."""
     [last] = [path for path in format.found(run_dir / "checkpoints") if format.step_of(path) == STEPS]
-    return (last / "common.bin").read_bytes()
+    files = format.read_manifest(last)["files"]
+    return {
+        (file, row["path"]): (row["shape"], row["crc32"])
+        for file, rows in files.items()
+        for row in rows
+        if file == "common.bin" or format.is_below(row, format.RULE_STATE)
+    }
 
 
 class Row(NamedTuple):
@@ -224,6 +231,8 @@ class Row(NamedTuple):
     within_s: float = NOTICED_S
 
 
+SHARDED = ("--exchange.shard-update", "on")
+COPIED = (*SHARDED, "--exchange.buddy", "1")
 ROWS = {
     "kill_2": Row(inject("kill:rank=2,step=25"), [2]),
     "kill_0": Row(inject("kill:rank=0,step=25"), [0]),
@@ -244,14 +253,20 @@ ROWS = {
     "exit_0": Row(inject("exit:rank=2,step=25,code=0"), [2]),
     "stop": Row((*inject("stop:rank=2,step=25"), "--stall-timeout-s", "8"), [2], within_s=60),
     "shm": Row((*inject("kill:rank=1,step=25"), "--exchange.strategy", "shm"), [1]),
+    "sharded": Row((*inject("kill:rank=2,step=25", "kill:rank=0,step=33"), *COPIED), [2, 0]),
+    "sharded_two_at_once": Row((*inject("kill:rank=0,step=25", "kill:rank=2,step=25"), *COPIED), [0, 2]),
+    "sharded_to_one": Row((*inject("kill:rank=0,step=25"), *COPIED), [0], ranks=2),
 }
 
 
 @pytest.mark.e2e
 def test_a_worker_goes_on_alone(model, tmp_path):
-    """Rank 0, which keeps the record, dies at step 4 of 6; rank 1 does that step by itself."""
+    """Rank 0, which keeps the record, dies at step 4 of 6; rank 1 does that step by itself.
+
+    It has the copy of rank 0's slice of the optimizer's state, and puts the whole together.
+    """
     folder = tmp_path / "run"
-    args = ("--on-rank-loss", "shrink", "--train-for", "6st", *inject("kill:rank=0,step=4"))
+    args = ("--on-rank-loss", "shrink", "--train-for", "6st", *inject("kill:rank=0,step=4"), *COPIED)
     job = start(trainer(model, folder, *args, ranks=2))
     assert job.end() == 0, job.out
     assert lines(folder, "lost") == [{"kind": "lost", "after": 3, "ranks": [0], "workers": 1}]
@@ -280,7 +295,24 @@ def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path
     told_times(job, row, lost)
     # 64 examples do not divide by 3 when a run begins, and shared memory adds in another order than the ring.
     if lost[0]["after"] and "shm" not in name:
-        assert common(folder) == reference(*parts_of(row.ranks, lost))
+        args = SHARDED if name.startswith("sharded") else ()
+        assert saved_state(folder) == reference(*parts_of(row.ranks, lost), args=args)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_slice_that_dies_with_its_copy_ends_the_run_and_the_last_checkpoint_is_good(model, tmp_path):
+    folder, before = tmp_path / "run", shared_memory()
+    faults = inject("kill:rank=1,step=25", "kill:rank=2,step=25")
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *faults, *COPIED))
+    assert job.end() == 1, job.out
+    assert "every copy of 1 of 4 slices of the optimizer's state; go on from the last checkpoint" in job.out
+    assert left_behind(folder) == []
+    assert leaked(before) == set()
+    last = max(map(format.step_of, format.found(folder / "checkpoints")))
+    job = start(trainer(model, folder, "--resume", *SHARDED, ranks=2))
+    assert job.end() == 0, job.out
+    assert f"resumed at step {last}" in job.out
 
 
 @pytest.mark.faults

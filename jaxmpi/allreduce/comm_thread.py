@@ -180,9 +180,9 @@ class CommThread:
         np.copyto(results[0], self.wait(key).bucket)
 
     def _carry(
-        self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, first: int, label: str
+        self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, half: str, first: int, label: str
     ) -> None:
-        total = HostSum.named(strategy, self.comm)
+        total = HostSum.named(strategy, self.comm, half)
         tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
         job = self.jobs[key] = Job(label, x, total.of(x, tags), self._openings.get(number))
         self._note("start", label)

@@ -46,7 +46,7 @@ class Calls(NamedTuple):
 
     plan: str  # JSON: what must be the same on all ranks
     what: str  # this exchange's name, which ranks compare whenever a program comes to it; empty: they do not
-    buckets: list[dict[str, Any]]  # of each: strategy, number of its first segment, label
+    buckets: list[dict[str, Any]]  # of each: strategy, half of it or all, number of its first segment, label
     segments: int  # of all buckets
     effect: Any  # what orders exchanges among other calls
 
@@ -60,6 +60,7 @@ class Calls(NamedTuple):
         labels: Sequence[str],
         portable: bool,
         what: str = "",
+        half: str = "",
     ) -> "Calls":
         """Calls for vectors; the effect is that of mpi4jax, so that none of its calls waits for one behind it.
 
@@ -69,13 +70,14 @@ class Calls(NamedTuple):
             labels: of the vectors, for messages.
             portable: the program can be exported.
             what: the exchange's name, for ranks to compare at each run.
+            half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
         """
-        total = HostSum.named(strategy, courier().comm)
+        total = HostSum.named(strategy, courier().comm, half)
         ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
         most = courier().control.tags // 2  # a resumed exchange has the upper half
         check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
         each = zip(ends[:-1], labels, strict=True)
-        buckets = [{"strategy": strategy, "first": first, "label": label} for first, label in each]
+        buckets = [{"strategy": strategy, "half": half, "first": first, "label": label} for first, label in each]
         effect = host_callbacks.ORDERED if portable or not isinstance(comm, MpiComm) else comm.effect
         return cls(json.dumps(plan), what, buckets, ends[-1], effect)
 

@@ -42,10 +42,12 @@ from jaxmpi.allreduce.api import (
 )
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import plan
+from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.compression import is_compressor
-from jaxmpi.allreduce.dispatch import check_counts
-from jaxmpi.allreduce.wires import WIRES, Wire
+from jaxmpi.allreduce.dispatch import check_counts, is_carried
+from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
@@ -128,7 +130,7 @@ class Shards(NamedTuple):
         name, _, wire = half.partition(":")
         if name == "reduce-scatter":
             return self._dealt if self.deal else self._scattered
-        return functools.partial(self._collected if self.deal else self._gathered, like=like, wire=WIRES[wire])
+        return functools.partial(self._collected if self.deal else self._gathered, like=like, wire=wire)
 
     def _run(self, half: str, tree: PyTree, like: PyTree, program: Callable[[PyTree], Any]) -> Any:
         leaves, comm = jax.tree.leaves(tree), self.comm
@@ -148,19 +150,45 @@ class Shards(NamedTuple):
         return plan([leaf.size for leaf in leaves], self.choice.bucket_bytes) if self.comm.size > 1 else []
 
     def _scattered(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
-        leaves, structure = jax.tree.flatten(grads)
-        comm, wire = self.comm, parse(self.choice.strategy).wire
-        divisor = comm.size if self.choice.op == "mean" else 1
-        slices = [leaf.reshape(shape_of_slice(leaf.shape, comm.size)) if not leaf.size else leaf for leaf in leaves]
-        for bucket in self._buckets(leaves):
-            rows = [rows_of(leaves[i], comm.size) for i in bucket]
-            flat = (rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)).reshape(-1)
-            check_counts([flat], self.choice.strategy, comm)
-            mine = self.halves.scattered(flat, comm, wire, divisor)
-            for i, part in zip(bucket, cut(mine, [row.shape[1] for row in rows]), strict=True):
-                slices[i] = part.reshape(shape_of_slice(leaves[i].shape, comm.size))
+        (leaves, structure), size = jax.tree.flatten(grads), self.size
+        shapes = [shape_of_slice(leaf.shape, size) for leaf in leaves]
+        slices = [leaf if leaf.size else leaf.reshape(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+        buckets, rows = self._buckets(leaves), [rows_of(leaf, size) for leaf in leaves]
+        flats = [joined_rows([rows[i] for i in bucket]).reshape(-1) for bucket in buckets]
+        for bucket, mine in zip(buckets, self._chunks_of_sums(flats), strict=True):
+            for i, part in zip(bucket, cut(mine, [rows[i].shape[1] for i in bucket]), strict=True):
+                slices[i] = part.reshape(shapes[i])
         slices, square = self._clipped(slices)
         return jax.tree.unflatten(structure, slices), square
+
+    def _chunks_of_sums(self, flats: list[jax.Array]) -> list[jax.Array]:
+        """f32[n] -> f32[n / w] each: this worker's chunk of the mean, or sum, over workers."""
+        comm, strategy = self.comm, self.choice.strategy
+        divisor = comm.size if self.choice.op == "mean" else 1
+        if self._is_carried(strategy):
+            sums = self._carried(strategy, "scatter", flats)
+            return [total.reshape(comm.size, -1)[self.chunk()] / divisor for total in sums]
+        check_counts(flats, strategy, comm)
+        return [self.halves.scattered(flat, comm, parse(strategy).wire, divisor) for flat in flats]
+
+    def _rows_of_all(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
+        """f32[m] -> f32[w, m] each: all workers' chunks, by number."""
+        comm, strategy = self.comm, f"{self.choice.strategy.partition(':')[0]}:{wire}"
+        if self._is_carried(strategy):
+            spread_out = [spread(chunk, comm.size, self.chunk()).reshape(-1) for chunk in chunks]
+            rows = self._carried(strategy, "gather", spread_out)
+        else:
+            rows = [self.halves.gather(chunk, comm, WIRES[wire]) for chunk in chunks]
+        return [row.reshape(comm.size, -1) for row in rows]
+
+    def _is_carried(self, strategy: str) -> bool:
+        """Return True if the communication thread runs the halves, with many messages under way, as between hosts."""
+        return bool(self.halves.on_host) and is_carried(strategy, self.comm)
+
+    def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
+        labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
+        plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
+        return travelled(flats, Calls.of(strategy, self.comm, plan, flats, labels, portable=False, half=half))
 
     def _clipped(self, slices: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         square = jnp.zeros(())
@@ -171,17 +199,15 @@ class Shards(NamedTuple):
             slices = [clipped(x, jnp.sqrt(square), self.clip_norm) for x in slices]
         return slices, square
 
-    def _gathered(self, slices: PyTree, like: PyTree, wire: Wire) -> PyTree:
+    def _gathered(self, slices: PyTree, like: PyTree, wire: str) -> PyTree:
         if self.comm.size == 1:
             return slices
         leaves, structure = jax.tree.flatten(like)
-        parts, comm = jax.tree.leaves(slices), self.comm
+        parts, buckets = [part.reshape(-1) for part in jax.tree.leaves(slices)], self._buckets(leaves)
         out = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]  # empty ones do not travel
-        for bucket in self._buckets(leaves):
-            flats = [parts[i].reshape(-1) for i in bucket]
-            mine = flats[0] if len(flats) == 1 else jnp.concatenate(flats)
-            rows = self.halves.gather(mine, comm, wire).reshape(comm.size, -1)
-            for i, part in zip(bucket, cut(rows, [flat.size for flat in flats]), strict=True):
+        chunks = [joined_rows([parts[i] for i in bucket]) for bucket in buckets]
+        for bucket, rows in zip(buckets, self._rows_of_all(chunks, wire), strict=True):
+            for i, part in zip(bucket, cut(rows, [parts[i].size for i in bucket]), strict=True):
                 out[i] = whole_of(part, leaves[i])
         return jax.tree.unflatten(structure, out)
 
@@ -192,20 +218,15 @@ class Shards(NamedTuple):
 
     def _dealt(self, grads: PyTree) -> tuple[DealtLeaves, jax.Array]:
         assert self.deal
-        leaves, comm, wire = jax.tree.leaves(grads), self.comm, parse(self.choice.strategy).wire
-        divisor, pieces = comm.size if self.choice.op == "mean" else 1, []
-        for start, stop in self._columns(self.deal):
-            flat = self.deal.columns(leaves, start, stop).reshape(-1)
-            check_counts([flat], self.choice.strategy, comm)
-            pieces.append(self.halves.scattered(flat, comm, wire, divisor))
-        [row], square = self._clipped([jnp.concatenate(pieces)])
+        leaves, spans = jax.tree.leaves(grads), self._columns(self.deal)
+        flats = [self.deal.columns(leaves, start, stop).reshape(-1) for start, stop in spans]
+        [row], square = self._clipped([jnp.concatenate(self._chunks_of_sums(flats))])
         return DealtLeaves(row), square
 
-    def _collected(self, row: DealtLeaves, like: PyTree, wire: Wire) -> PyTree:
+    def _collected(self, row: DealtLeaves, like: PyTree, wire: str) -> PyTree:
         assert self.deal
-        spans = self._columns(self.deal)
-        columns = [self.halves.gather(row.entries[a:b], self.comm, wire).reshape(-1, b - a) for a, b in spans]
-        return self.deal.whole_of(jnp.concatenate(columns, 1))
+        pieces = [row.entries[start:stop] for start, stop in self._columns(self.deal)]
+        return self.deal.whole_of(jnp.concatenate(self._rows_of_all(pieces, wire), 1))
 
 
 @functools.cache
@@ -213,6 +234,11 @@ def outside_jit(shards: Shards, half: str, structure: Any, shapes: tuple) -> Cal
     """A half as a program of its own."""
     like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
     return in_turn(shards._half(half, like))
+
+
+def joined_rows(rows: Sequence[jax.Array]) -> jax.Array:
+    """Arrays side by side along their last axis; one alone is not copied."""
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, -1)
 
 
 def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:

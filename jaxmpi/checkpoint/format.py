@@ -17,6 +17,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +29,7 @@ import numpy as np
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.core.slices import MASTERS, OF_TX, shape_of_slice
+from jaxmpi.core.slices import MASTERS, OF_TX, whole_of_slices
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import fault_injection
 
@@ -512,31 +513,51 @@ def is_cut_otherwise(manifest: dict, like: TrainState, slicing: Slicing) -> bool
 def cut_anew(path: Path, manifest: dict, worker: int, like: TrainState, slicing: Slicing, workers: int) -> TrainState:
     """Read the state of a worker from a checkpoint that holds the rule's state in other slices, or whole.
 
-    All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`. If the run has masters and
-    the checkpoint none, or the other way round, these are the params.
+    All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`.
     """
     rest = {name: [row for row in rows if not is_below(row, RULE_STATE)] for name, rows in manifest["files"].items()}
     one = worker_of if manifest["workers"] == workers else mean_worker_of
     common, own = halves(like._replace(rule_state=()), False)
     state = one(path, {**manifest, "files": rest}, worker, like, common, own)
+    names = (row["path"] for rows in manifest["files"].values() for row in rows)
+    return with_rule_state(state, like.rule_state, slicing, worker, names, partial(read_whole, path, manifest))
+
+
+def with_rule_state(
+    state: TrainState,
+    like: PyTree,
+    slicing: Slicing,
+    worker: int,
+    names: Iterable[str],
+    read: Callable[[str, Any], np.ndarray],
+) -> TrainState:
+    """The state of a worker with its part of the rule's, of whole leaves that were held in another form.
+
+    If the run has masters and these leaves have none, or the other way round, masters are the params.
+
+    Args:
+        like: shapes of its part.
+        names: of all leaves there are.
+        read: (name, shape) -> a whole leaf.
+    """
     named = [(f"{RULE_STATE}/{name}", leaf) for name, leaf in named_leaves(slicing.whole)]
     here = masters_in(name for name, _ in named)
-    there = masters_in(row["path"] for rows in manifest["files"].values() for row in rows)
+    there = masters_in(names)
     params = {f"params/{name}" if name else "params": leaf for name, leaf in named_leaves(state.params)}
 
-    def read(name: str, leaf: Any) -> np.ndarray:
-        return params[name] if name in params else read_whole(path, manifest, name, leaf)
+    def found(name: str, leaf: Any) -> np.ndarray:
+        return params[name] if name in params else read(name, leaf)
 
     if there and not here:
-        names = [name.replace("params", f"{there}/{MASTERS}", 1) for name in params]
-        masters = [read_whole(path, manifest, *each) for each in zip(names, params.values(), strict=True)]
+        places = [name.replace("params", f"{there}/{MASTERS}", 1) for name in params]
+        masters = [read(*each) for each in zip(places, params.values(), strict=True)]
         state = state._replace(params=jax.tree.unflatten(jax.tree.structure(state.params), masters))
     whole = {name: (renamed(name, here, there), leaf) for name, leaf in named}
     if slicing.held:
-        get = lambda name: read(*whole[f"{RULE_STATE}/{name}"])  # noqa: E731
-        return state._replace(rule_state=slicing.held(like.rule_state, slicing.chunks[worker], get))
-    leaves = [read(*each) for each in whole.values()]
-    return state._replace(rule_state=jax.tree.unflatten(jax.tree.structure(like.rule_state), leaves))
+        get = lambda name: found(*whole[f"{RULE_STATE}/{name}"])  # noqa: E731
+        return state._replace(rule_state=slicing.held(like, slicing.chunks[worker], get))
+    leaves = [found(*each) for each in whole.values()]
+    return state._replace(rule_state=jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
 def is_below(row: dict[str, Any], where: str) -> bool:
@@ -551,10 +572,7 @@ def read_whole(path: Path, manifest: dict, name: str, like: Any) -> np.ndarray:
         files = (file for file, rows in manifest["files"].items() if any(row["path"] == name for row in rows))
         return read_one(path, manifest, next(files, own_file(0)), name, like)
     files = [own_file(worker) for worker in np.argsort(chunks)] if chunks else ["common.bin"]
-    shape = shape_of_slice(like.shape, len(files))
-    files = files[:1] if shape == tuple(like.shape) else files  # the same for all, or the first slice has all of it
-    rows = [read_one(path, manifest, file, name, jax.ShapeDtypeStruct(shape, like.dtype)) for file in files]
-    return np.concatenate([row.reshape(-1) for row in rows])[: math.prod(like.shape)].reshape(like.shape)
+    return whole_of_slices(like, len(files), lambda slot, shape: read_one(path, manifest, files[slot], name, shape))
 
 
 def read_one(path: Path, manifest: dict, file: str, name: str, like: Any) -> np.ndarray:

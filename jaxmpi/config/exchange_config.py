@@ -44,6 +44,8 @@ class ExchangeConfig:
     shard_update: Annotated[str, OneOf(*SHARD_UPDATES)] = "off"
     # wire of new params under shard_update; with a coarser one than 32 their changes travel, by 32-bit masters
     gather_wire: str = "32"
+    # workers after each that keep a copy of its slice, so that on_rank_loss shrink outlives deaths under shard_update
+    buddy: int = 0
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
@@ -52,4 +54,10 @@ class ExchangeConfig:
             self.gather_wire == "32" or self.shard_update == "on",
             f"exchange.gather_wire: got {self.gather_wire} with shard_update {self.shard_update}, which gathers no "
             "params; add shard_update on, or leave it out",
+        )
+        check(self.buddy >= 0, f"exchange.buddy: got {self.buddy}; expected a number of workers, 0 for no copies")
+        check(
+            not self.buddy or self.shard_update != "off",
+            f"exchange.buddy: got {self.buddy} with shard_update off, when all workers hold everything; add "
+            "shard_update on, or leave it out",
         )

@@ -54,6 +54,16 @@ def whole_of(rows: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Arr
     return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape)
 
 
+def whole_of_slices(
+    like: jax.ShapeDtypeStruct | jax.Array, workers: int, read: Callable[[int, jax.ShapeDtypeStruct], np.ndarray]
+) -> np.ndarray:
+    """A whole leaf of the slices that `read(number, shape)` gives; of one, if the first has all of it."""
+    shape = shape_of_slice(like.shape, workers)
+    numbers = range(1 if shape == tuple(like.shape) else workers)
+    rows = [read(number, jax.ShapeDtypeStruct(shape, like.dtype)).reshape(-1) for number in numbers]
+    return np.concatenate(rows)[: math.prod(like.shape)].reshape(like.shape)
+
+
 class Entries(NamedTuple):
     """The cut into slices of every leaf; `core.deals.Leaves` is that into whole leaves. Nothing communicates."""
 

@@ -21,6 +21,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import AgreedError, check
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
+from jaxmpi.recover.buddies import Copies, Slices, Slicing
 
 
 class Lost(Exception):
@@ -34,6 +35,7 @@ class CommittedState(NamedTuple):
     state: TrainState
     sums: np.ndarray  # of this process since the last progress line
     is_settled: bool  # whether this rank has done all that was due after the step
+    slices: Slices | None = None  # with sharded updates: this worker's slice, and copies of others'
 
 
 @dataclass
@@ -45,17 +47,19 @@ class ShrinkCoordinator:
     began: int  # how many ranks there were
     recorder: Recorder | None  # of the rank that keeps the record
     held: CommittedState | None = None
+    copies: Copies | None = None  # of slices, with sharded updates
     is_unsaved: bool = False  # whether a checkpoint was dropped after a loss, and none has been begun since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
     def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:
         """Hold a state, once all ranks have it.
 
-        Communicates: a vote. Raises: `Lost` if a rank is gone.
+        Communicates: copies of slices, if there are any; a vote. Raises: `Lost` if a rank is gone.
         """
         jax.block_until_ready(state)
+        slices = self.copies.renewed(state.rule_state) if self.copies else None
         self.vote()
-        self.held = CommittedState(step, state, sums.copy(), is_settled)
+        self.held = CommittedState(step, state, sums.copy(), is_settled, slices)
 
     def settle(self, sums: np.ndarray) -> None:
         """All that was due after the step is done here."""
@@ -92,21 +96,34 @@ class ShrinkCoordinator:
             self.comm.close()
         self.comm = workers.comm
 
+    def copy_slices(self, slicing: Slicing | None, count: int) -> None:
+        """From now on copy each worker's slice of the rule's state, if there are slices, to so many others."""
+        self.copies = None
+        if slicing:
+            assert isinstance(self.comm, FaultTolerantComm)
+            self.copies = Copies(self.comm, slicing, count)
+
     def told(self) -> str:
         """Who is gone, for messages."""
         return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
 
 
-def pact(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> ShrinkCoordinator | None:
+def pact(
+    experiment: Experiment, workers: Workers, slicing: Slicing | None, recorder: Recorder | None
+) -> ShrinkCoordinator | None:
     """Coordinator of `--on-rank-loss shrink` between several ranks; else None.
 
-    Args: recorder: None on ranks that do not keep the record.
+    Args:
+        slicing: of the rule's state; None if it is whole.
+        recorder: None on ranks that do not keep the record.
     """
     control = workers.processes
     if experiment.on_rank_loss != "shrink" or not isinstance(control, MpiProcesses):
         return None
     assert isinstance(workers.comm, FaultTolerantComm)
-    return ShrinkCoordinator(control, workers.comm, control.size, recorder)
+    made = ShrinkCoordinator(control, workers.comm, control.size, recorder)
+    made.copy_slices(slicing, experiment.exchange.buddy)
+    return made
 
 
 def check_mpi(control: MpiProcesses) -> None:

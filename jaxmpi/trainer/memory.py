@@ -30,6 +30,7 @@ class Held:
     moments: int  # of the rule's state, which the optimizer's is
     whole_moments: int  # the same without sharded updates
     sliced_moments: int | None  # and with them; None if updates cannot be sharded, or only a trial shows it
+    copies: int  # of other workers' slices, `--exchange.buddy`: those that count, and those to come
     before: int  # of params and state as they were, if the step keeps them until it counts
     gradients: int
     exchange: int  # what an exchange between programs has beside gradients, about
@@ -46,9 +47,10 @@ class Held:
     def at_once(self) -> int:
         """The most at one time: activations are gone when gradients are exchanged."""
         activations = self.activations or 0
+        lasting = self.kept + self.copies + self.before
         if self.is_whole:
-            return self.kept + self.before + max(self.gradients, activations)
-        return self.kept + self.before + self.gradients + max(self.exchange, activations)
+            return lasting + max(self.gradients, activations)
+        return lasting + self.gradients + max(self.exchange, activations)
 
     def sliced(self) -> "Held":
         """The same with sharded updates."""
@@ -83,6 +85,7 @@ def held(
         moments=moments,
         whole_moments=size_bytes(jax.eval_shape(rule.init, shapes)),
         sliced_moments=moments if rule.sharding else sliced_moments(experiment, workers, plan),
+        copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
         gradients=params,
         exchange=exchanges * at_work(strategy, is_sharded=bool(rule.sharding)) * params,
@@ -120,7 +123,7 @@ def parts(of: Held) -> dict[str, int]:
     Of a step in one program XLA knows gradients, activations and buckets together.
     """
     named = {"params": of.params, "optimizer's state": of.moments, "model state": of.model_state}
-    named["state before a step"] = of.before
+    named |= {"copies of slices": of.copies, "state before a step": of.before}
     if of.is_whole and of.activations is not None:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
     else:

@@ -17,12 +17,13 @@ from jaxmpi.core.train_state import TrainState, worker_key
 from jaxmpi.observe.flops import peak_of_all
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover import decisions
+from jaxmpi.recover.buddies import recut
 from jaxmpi.runtime import failures
-from jaxmpi.trainer.build import build_functions, make_plan
+from jaxmpi.trainer.build import build_functions, make_plan, rule_state
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
 from jaxmpi.trainer.progress import open_recorder
-from jaxmpi.trainer.resume import go_on, starting_states
+from jaxmpi.trainer.resume import go_on, slices_of, slicing_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -85,7 +86,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     pact = run.pact
     assert pact is not None
     assert pact.held is not None
-    step, state, sums, is_settled = pact.held
+    step, state, sums, is_settled, slices = pact.held
     failures.doing(f"going on without others after step {step}", failures.LONG)
     control = pact.control
     told = control.allgather_object([is_settled, pact.is_unsaved])
@@ -100,9 +101,15 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     plan = make_plan(experiment, workers, begun, before=run.plan)
     functions = build_functions(experiment, workers, plan)._replace(asked=run.functions.asked)
     worker = workers.mine[0]
-    state = state._replace(key=worker_key(experiment.seed, worker))
+    state = jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))
+    if slices:
+        like = rule_state(functions.rule, plan.params())
+        slicing = slicing_of(functions.rule, state._replace(rule_state=like))
+        assert slicing
+        state = recut(control, slices, state, like, slicing, pact.told())
+    pact.copy_slices(slices_of(functions.rule), experiment.exchange.buddy)
     recorder = handed_over(run, control, step - is_late, ends)
-    states = {worker: jax.tree.map(np.asarray, state)}
+    states = {worker: state}
     peak = peak_of_all(workers, experiment.compute_dtype)
     parts = (states, run.notice, run.guard.recovery, run.profiler, pact, peak, run.at_start)
     run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)

@@ -27,6 +27,7 @@ from jaxmpi.core.pytrees import tree_digest
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
+from jaxmpi.recover.buddies import Slicing
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import callbacks
@@ -100,6 +101,12 @@ def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
         held = functools.partial(rule.sharding.shards.cut.restored, rule.sharding.tx)
         return format.Slicing(jax.eval_shape(rule.init, state.params), rule.sharding.chunks, held)
     return format.Slicing(state.rule_state) if rule.state_is_replicated else None
+
+
+def slices_of(rule: Rule) -> Slicing | None:
+    """How the state of this rule is cut over workers; None if it is not."""
+    sharding = rule.sharding
+    return Slicing(sharding.shards.cut, sharding.tx, sharding.chunks) if sharding else None
 
 
 def continued(

@@ -17,9 +17,17 @@ import pytest
 
 import jaxmpi
 from jaxmpi.allreduce.algorithms.ring import next_chunks
-from jaxmpi.comm.control import processes
+from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.core.deals import deal
-from jaxmpi.core.pytrees import tree_digest
+from jaxmpi.core.pytrees import named_leaves, tree_digest
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.recover.buddies import Slices
+from jaxmpi.recover.buddies import recut as recut_slices
+from jaxmpi.rules.base import Exchange, Rule
+from jaxmpi.rules.gradients import gradients
+from jaxmpi.trainer.resume import slices_of, slicing_of
 
 COMM = jaxmpi.world()
 pytestmark = pytest.mark.e2e  # optimizers are tried out, and take seconds to compile
@@ -78,6 +86,42 @@ def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
     own = dealt.row_of(dealt.part(params, [*next_chunks(COMM)][RANK])).entries
     apart = np.abs(np.asarray(own - state.masters.entries))
     assert 0 < apart.max() < 1e-2 * 2.0**-10
+
+
+@pytest.mark.skipif(SIZE == 1, reason="there are messages: tests/test_survive.py has a worker that is left alone")
+@pytest.mark.parametrize(("name", "wire"), [("adam", "32"), ("lars", "32"), ("adam", "16")])
+def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
+    """Of SIZE + 1 workers each that is left has its slice and the next; the last one is gone."""
+    tx, params, before = getattr(optax, name)(1e-2), tree(0), SIZE + 1
+
+    def rule_of(comm: Any) -> Rule:
+        dealt = deal(params, comm.size) if name == "lars" else None
+        shards = shards_of("asa32", "mean", comm, None, deal=dealt, gather_wire=wire)
+        return gradients(tx, Exchange(lambda g: g, lambda g: g, shards=shards))
+
+    old, new = rule_of(AxisComm("w", before)), rule_of(COMM)
+    assert old.sharding
+    assert new.sharding
+    rng = np.random.default_rng(1)
+    whole = jax.tree.map(lambda x: rng.integers(1, 99, x.shape).astype(x.dtype), jax.eval_shape(old.init, params))
+    by_name = dict(named_leaves(whole))
+
+    def part(rule: Rule, number: int) -> Any:
+        assert rule.sharding
+        like = jax.eval_shape(rule.sharding.init, params, number)
+        return rule.sharding.shards.cut.restored(tx, like, number, by_name.__getitem__)
+
+    slices = slices_of(old)
+    assert slices
+    own = Slices(slices, {number: part(old, number) for number in (RANK, RANK + 1)})
+    state = TrainState(np.int32(7), params, (), own.by_number[RANK], np.zeros(2, np.uint32))
+    slicing = slicing_of(new, state)
+    assert slicing
+    like = jax.eval_shape(new.sharding.init, params, RANK)
+    control = processes()
+    assert isinstance(control, MpiProcesses)
+    recut = recut_slices(control, own, state, like, slicing, "rank 9 is gone")
+    jax.tree.map(np.testing.assert_array_equal, recut.rule_state, part(new, RANK))
 
 
 def resident_bytes() -> int:

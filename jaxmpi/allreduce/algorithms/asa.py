@@ -6,7 +6,15 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, in_columns, own_chunks
+from jaxmpi.allreduce.algorithms.spec import (
+    ALL,
+    Halves,
+    HalvesOnHost,
+    StrategySpec,
+    in_columns,
+    one_after_another,
+    own_chunks,
+)
 from jaxmpi.allreduce.building_blocks import allgather, alltoall
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
@@ -34,8 +42,8 @@ def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     return wire.decode(allgather(wire.encode(mine), comm)).reshape(-1)
 
 
-def alltoall_sum_allgather_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-    """ASA, its all-to-all as rotations: one partner at a time."""
+def summed_slice_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """ASA's first half, its all-to-all as rotations: one partner at a time."""
     size, place, order, numbers = comm.size, comm.place, comm.order, comm.numbers
     mine = rows[numbers[place]]
     parts = {numbers[place]: wire.encode(mine)}
@@ -46,8 +54,16 @@ def alltoall_sum_allgather_on_host(rows: Rows, comm: HostComm, wire: HostWire, t
     total = wire.decode(parts[0]).copy()
     for number in range(1, size):
         total += wire.decode(parts[number])
-    whose = [numbers[(place - back) % size] for back in range(size)]
-    yield from pass_on(wire.encode(total), [rows[number] for number in whose], comm, wire, tag)
+    mine[:] = total
+
+
+def allgathered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """ASA's second half, round a ring."""
+    around = [rows[comm.numbers[(comm.place - back) % comm.size]] for back in range(comm.size)]
+    yield from pass_on(wire.encode(around[0]), around, comm, wire, tag)
+
+
+ON_HOST = HalvesOnHost(summed_slice_on_host, allgathered_on_host)
 
 
 def asa_seconds(net: Net, n: float, wire: str) -> float:
@@ -65,7 +81,7 @@ ASA = StrategySpec(
     alltoall_sum_allgather,
     ALL,
     crosses=True,
-    on_host=functools.partial(in_columns, sum=alltoall_sum_allgather_on_host),
+    on_host=functools.partial(in_columns, sum=one_after_another(ON_HOST)),
     seconds=asa_seconds,
-    halves=Halves(summed_slice, allgathered, own_chunks),
+    halves=Halves(summed_slice, allgathered, own_chunks, on_host=ON_HOST),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, in_columns
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, HalvesOnHost, StrategySpec, in_columns, one_after_another
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
@@ -45,17 +45,23 @@ def next_chunks(comm: Comm) -> tuple[int, ...]:
     return tuple((comm.order.index(rank) + 1) % comm.size for rank in range(comm.size))
 
 
-def ring_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-    """Scatter-reduce, then allgather, around the ring of ranks ordered by host; as `ring`."""
+def reduced_round_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """The ring's first half, as `reduced_round`."""
     size, place = comm.size, comm.place
-    sent = wire.encode(rows[place])
     for hop in range(1, size):
-        mine = rows[(place - hop) % size]
+        sent, mine = wire.encode(rows[(place - hop + 1) % size]), rows[(place - hop) % size]
         received = np.empty(wire.size_bytes(mine.size), np.uint8)
         yield comm.shift(sent, received, tag)
         np.add(wire.decode(received), mine, out=mine)
-        sent = wire.encode(mine)
-    yield from pass_on(sent, [rows[(place + 1 - back) % size] for back in range(size)], comm, wire, tag)
+
+
+def passed_round_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+    """The ring's second half, as `passed_round`."""
+    around = [rows[(comm.place + 1 - back) % comm.size] for back in range(comm.size)]
+    yield from pass_on(wire.encode(around[0]), around, comm, wire, tag)
+
+
+ON_HOST = HalvesOnHost(reduced_round_on_host, passed_round_on_host)
 
 
 def ring_seconds(net: Net, n: float, wire: str) -> float:
@@ -69,7 +75,7 @@ RING = StrategySpec(
     ring,
     ALL,
     crosses=True,
-    on_host=functools.partial(in_columns, sum=ring_on_host),
+    on_host=functools.partial(in_columns, sum=one_after_another(ON_HOST)),
     seconds=ring_seconds,
-    halves=Halves(reduced_round, passed_round, next_chunks),
+    halves=Halves(reduced_round, passed_round, next_chunks, on_host=ON_HOST),
 )

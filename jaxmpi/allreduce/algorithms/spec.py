@@ -32,6 +32,13 @@ class Part(NamedTuple):
         return self.sum([x[row] for row in self.rows], comm, wire, tag)
 
 
+class HalvesOnHost(NamedTuple):
+    """The halves in NumPy, beside a program: both change the whole vector, of which one chunk is right in between."""
+
+    scatter: SumOnHost  # makes this worker's chunk the sum
+    gather: SumOnHost  # makes all chunks what their workers have
+
+
 class Halves(NamedTuple):
     """A sum in two halves, between which each worker has one w-th of it.
 
@@ -42,6 +49,7 @@ class Halves(NamedTuple):
     gather: Callable[..., jax.Array]  # (f32[n / w], comm, wire) -> f32[n]
     chunks: Callable[..., tuple[int, ...]]  # (comm) -> by rank, which chunk is its own
     means: Callable[..., jax.Array] | None = None  # (f32[n], comm, divisor): the first half, as of StrategySpec.means
+    on_host: HalvesOnHost | None = None
 
     def scattered(self, x: jax.Array, comm: Comm, wire: Wire, divisor: float) -> jax.Array:
         """f32[n] -> f32[n / w]: this worker's chunk of the sum over `divisor`, as it is divided without halves.
@@ -57,6 +65,16 @@ class Halves(NamedTuple):
             functools.partial(self.gather, cross=cross),
             functools.partial(self.chunks, cross=cross),
         )
+
+
+def one_after_another(halves: HalvesOnHost) -> SumOnHost:
+    """The sum that has these halves."""
+
+    def run(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+        yield from halves.scatter(rows, comm, wire, tag)
+        yield from halves.gather(rows, comm, wire, tag)
+
+    return run
 
 
 def own_chunks(comm: Comm) -> tuple[int, ...]:

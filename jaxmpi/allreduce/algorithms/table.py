@@ -14,7 +14,7 @@ from jaxmpi.allreduce.algorithms.library import ALLREDUCE, NONE
 from jaxmpi.allreduce.algorithms.ring import RING
 from jaxmpi.allreduce.algorithms.root import ROOT
 from jaxmpi.allreduce.algorithms.shared_memory import SHARED_MEMORY
-from jaxmpi.allreduce.algorithms.spec import PartsOnHost, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import PartsOnHost, StrategySpec, in_columns
 from jaxmpi.allreduce.algorithms.tree import TREE
 from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.allreduce.wires import WIRES, HostWire, Wire
@@ -132,12 +132,16 @@ class HostSum(NamedTuple):
     comm: HostComm
 
     @classmethod
-    def named(cls, name: str, comm: HostComm) -> "HostSum":
-        """The one of a name such as `ring:16`, which must have one."""
+    def named(cls, name: str, comm: HostComm, half: str = "") -> "HostSum":
+        """The one of a name such as `ring:16`, which must have one; or its half, `scatter` or `gather`."""
         strategy = parse(name)
-        assert strategy.spec.on_host
+        parts, halves = strategy.spec.on_host, strategy.spec.halves
+        if half:
+            assert halves
+            parts = functools.partial(in_columns, sum=getattr(halves.on_host, half))
+        assert parts
         assert strategy.wire.on_host
-        return cls(strategy.spec.on_host, strategy.wire.on_host, comm)
+        return cls(parts, strategy.wire.on_host, comm)
 
     def segments(self, n: int) -> int:
         """How many parts f32[n] is cut into, each with a tag of its own; the same on all ranks."""

@@ -1,0 +1,136 @@
+"""Copies of slices, so that sharded updates outlive a death: `--exchange.buddy`, with `--on-rank-loss shrink`.
+
+A worker that updates a slice of the params has the optimizer's state of this slice alone, and takes it along when it
+dies. So after each step, before the vote by which it counts, a worker sends its slice to the next worker, or to the
+next few. Those that are left then hold all slices, unless a worker has died together with all that had a copy of its
+slice. They put the state together, leaf by leaf, and cut it anew for as many as they are.
+
+A copy costs as many bytes as a slice has, a w-th of the optimizer's state, once a step; two sets of copies are held,
+since a set counts only after the vote. Tried and dropped: to gather all slices on all ranks after a death, which takes
+the memory that slices save.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmpi.checkpoint import format
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
+from jaxmpi.core.deals import Leaves
+from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.slices import Entries, whole_of_slices
+from jaxmpi.core.train_state import TrainState
+
+SLICES = 7  # tag of messages about them
+
+
+class Slicing(NamedTuple):
+    """How a rule's state is cut over workers."""
+
+    cut: Entries | Leaves
+    tx: Any  # the Optax transformation whose state it is
+    numbers: tuple[int, ...]  # by worker: the number of its slice
+
+
+class Slices(NamedTuple):
+    """What a worker holds of a rule's state: its own slice, and copies of others'."""
+
+    slicing: Slicing
+    by_number: dict[int, PyTree]
+
+    def named(self) -> dict[int, dict[str, np.ndarray]]:
+        """By number of the slice: its leaves, by the paths that they have in a checkpoint."""
+        found = {}
+        for number, state in self.by_number.items():
+            saved = self.slicing.cut.saved(self.slicing.tx, state, number)
+            found[number] = {f"{format.RULE_STATE}/{name}": np.asarray(leaf) for name, leaf in named_leaves(saved)}
+        return found
+
+
+class Copies:
+    """The slices of the workers before this one, as they were after the last step."""
+
+    def __init__(self, comm: FaultTolerantComm, slicing: Slicing, count: int) -> None:
+        """Take part in copying each slice to the next `count` workers."""
+        self._comm, self._slicing = comm, slicing
+        self._distances = range(1, min(count, comm.size - 1) + 1)
+        self._sets: list[list[list[np.ndarray]]] = []  # memory of the set that counts, and of the one to come
+
+    def renewed(self, rule_state: PyTree) -> Slices:
+        """This worker's slice, and the copies of those before it.
+
+        The copies of the call before stay as they are, until the next one. After a loss these are worth nothing.
+        Communicates: a slice for each copy.
+        """
+        leaves, structure = jax.tree.flatten(rule_state)
+        own = [np.asarray(leaf) for leaf in leaves]
+        if len(self._sets) < 2:
+            self._sets.append([[np.empty_like(leaf) for leaf in own] for _ in self._distances])
+        else:
+            self._sets.reverse()
+        numbers, rank, size = self._slicing.numbers, int(self._comm.rank), self._comm.size
+        by_number = {numbers[rank]: rule_state}
+        for distance, came in zip(self._distances, self._sets[-1], strict=True):
+            self._comm.pass_on(own, came, distance)
+            by_number[numbers[(rank - distance) % size]] = jax.tree.unflatten(structure, came)
+        return Slices(self._slicing, by_number)
+
+
+def recut(
+    control: MpiProcesses, slices: Slices, state: TrainState, like: PyTree, slicing: format.Slicing, told: str
+) -> TrainState:
+    """The state of this worker with its part of the rule's, of the slices that those who are left hold together.
+
+    All of them come here together. Each in turn asks for the slices of one leaf after another, so nobody holds more
+    than a whole leaf beside its own part.
+
+    Args:
+        state: of the same worker before the loss.
+        like: shapes of its part of the rule's state now.
+        slicing: how it is held now.
+        told: who is gone, for the error.
+
+    Communicates: 8 n w bytes for Adam, n params and w that are left.
+
+    Raises:
+        AgreedError: a slice is gone, on all ranks.
+    """
+    mine = slices.named()
+    told_by = control.allgather_object([[number, list(leaves)] for number, leaves in mine.items()])
+    holders, names = dict[int, int](), dict[int, set[str]]()
+    for rank, pairs in enumerate(told_by):
+        for number, leaves in pairs:
+            holders.setdefault(number, rank)
+            names[number] = set(leaves)
+    before, world = len(slices.slicing.numbers), control.world
+    if missing := sorted(set(range(before)) - set(holders)):
+        raise AgreedError(
+            f"{told}, and with it every copy of {len(missing)} of {before} slices of the optimizer's state; go on from "
+            "the last checkpoint with --resume, and keep more copies with a larger --exchange.buddy"
+        )
+
+    def get(number: int, name: str) -> np.ndarray:
+        if number in mine:
+            return mine[number][name]
+        world.send((number, name), holders[number], SLICES)
+        return world.recv(source=holders[number], tag=SLICES)
+
+    def read(name: str, leaf: Any) -> np.ndarray:
+        if isinstance(slices.slicing.cut, Leaves):
+            return get(next(number for number in range(before) if name in names[number]), name)
+        return whole_of_slices(leaf, before, lambda number, _: get(number, name))
+
+    every = [name for leaves in names.values() for name in leaves]
+    for turn in range(control.size):
+        if turn == control.rank:
+            state = format.with_rule_state(state, like, slicing, control.rank, every, read)
+            for other in set(range(control.size)) - {turn}:
+                world.send(None, other, SLICES)
+        else:
+            while asked := world.recv(source=turn, tag=SLICES):
+                number, name = asked
+                world.send(mine[number][name], turn, SLICES)
+    return state
