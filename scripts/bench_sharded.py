@@ -40,10 +40,13 @@ class Contender:
         """Make state 0 of `asa32`, `shm`, or one of them behind `sharded`."""
         comm, strategy = jaxmpi.world(), name.rpartition(" ")[2]
         mean = partial(exchange, strategy=strategy, comm=comm)
-        shards = shards_of(strategy, "mean", comm, BUCKET_BYTES) if name.startswith(SHARDED) else None
+        host = processes() if strategy == "shm" else None
+        shards = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=host) if name.startswith(SHARDED) else None
         self.rule = gradients(optax.adam(1e-3), base.Exchange(mean, mean, comm.jit, shards=shards))
         self.params: Any = [jnp.ones(shape) for shape in shapes]
         self.grads, sharding = grads, self.rule.sharding
+        if sharding and sharding.shards.shared_params:
+            self.params = sharding.shards.shared_params.filled(self.params)
         if sharding:
             self.state = comm.jit(sharding.init)(self.params, np.int32(sharding.chunks[int(comm.rank)]))
         else:

@@ -76,12 +76,14 @@ def grown_sharded(strategy: str, shapes: list[tuple[int, ...]]) -> tuple[int, in
     """The same of an update in slices, in the programs of the trainer's split form."""
     comm = jaxmpi.world()
     mean = lambda tree: exchange(tree, strategy)  # noqa: E731
-    halves = shards_of(strategy, "mean", comm, BUCKET_BYTES)
-    rule = gradients(optax.sgd(0.1), base.Exchange(mean, mean, comm.jit, shards=halves))
     used = kept = 0
     for exchanged in ([(1,)] * 2, shapes):
+        halves = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=processes() if strategy == "shm" else None)
+        rule = gradients(optax.sgd(0.1), base.Exchange(mean, mean, comm.jit, shards=halves))
         grads, params = ([jnp.ones(shape) for shape in exchanged] for _ in range(2))
-        jax.block_until_ready(rule.update(grads, rule.init(grads), params))  # compiles
+        if halves.shared_params:
+            params = halves.shared_params.filled(params)
+        params, _ = jax.block_until_ready(rule.update(grads, rule.init(grads), params))  # compiles
         before, peaks = count_anew(), []
         for call in range(2 * CALLS):
             params, _ = jax.block_until_ready(rule.update(grads, rule.init(grads), params))

@@ -44,6 +44,7 @@ class Mode(NamedTuple):
     steps_together: bool = True
 
 
+SHARED = "--exchange.strategy shm --exchange.shard-update on"
 EASGD = "--optim.name sgd --rule.name easgd --effective-batch 0 --local-batch 8"
 DEFAULT = {
     "split": Mode("--step-mode split --exchange.overlap off"),
@@ -54,6 +55,7 @@ DEFAULT = {
     "diloco": Mode("--rule.name diloco --rule.local-steps 3 --comm xla"),
     "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
     "shrink": Mode("--on-rank-loss shrink"),
+    "shared_params": Mode(f"{SHARED} --optim.ema 0.9", times_exchanges="measured"),
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
@@ -77,6 +79,10 @@ SLOW = {
         times_exchanges="measured",
     ),
     "skip": Mode("--on-nonfinite skip --inject nan:rank=1,step=6 --step-mode fused --exchange.overlap off"),
+    "shared_params_roll_back": Mode(
+        f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
+    ),
+    "copied_slices": Mode("--on-rank-loss shrink --exchange.shard-update on --exchange.buddy 1"),
     "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),
     "shrink_fused": Mode("--on-rank-loss shrink --step-mode fused"),

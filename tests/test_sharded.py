@@ -89,7 +89,7 @@ class SplitShards:
     """Halves that are programs of their own, as the trainer has them: XLA fuses nothing across."""
 
     def __init__(self, shards: Shards, program: Any) -> None:
-        self.chunks, self.size, self.cut = shards.chunks, shards.size, shards.cut
+        self.chunks, self.size, self.cut, self.shared_params = shards.chunks, shards.size, shards.cut, None
         self.gives_square, self.keeps_masters, self.gather_wire = (
             shards.gives_square,
             shards.keeps_masters,
@@ -100,6 +100,9 @@ class SplitShards:
 
     def gather(self, slices: Any, like: Any, wire: str = "32") -> Any:
         return self.gathers[wire](slices, like)
+
+    def renewed(self, slices: Any, params: Any) -> Any:
+        return self.gather(slices, params)
 
     def chunk(self) -> jax.Array:
         return jnp.asarray(self.chunks)

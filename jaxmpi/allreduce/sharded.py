@@ -50,6 +50,8 @@ from jaxmpi.allreduce.dispatch import check_counts, is_carried
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import workers_of
+from jaxmpi.comm.shared_params import SharedParams
+from jaxmpi.comm.shared_sync import Host
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
@@ -68,6 +70,7 @@ class Shards(NamedTuple):
     gives_square: bool = False  # whether `scatter` is to give |g|^2 of the whole mean gradient g, before clipping
     deal: Deal | None = None  # which worker has which leaves; None: each a slice of every leaf
     gather_wire: str = "32"  # of new params; with a coarser one, of their changes
+    shared_params: SharedParams | None = None  # where workers of one host have one copy of the params
 
     @property
     def comm(self) -> Comm:
@@ -125,6 +128,10 @@ class Shards(NamedTuple):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         half = f"allgather:{wire}"
         return self._run(half, slices, like, self._half(half, like))
+
+    def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
+        """The new params, of all workers' new slices: written where all read them, or gathered."""
+        return self.shared_params.renewed(slices, params) if self.shared_params else self.gather(slices, params)
 
     def _half(self, half: str, like: PyTree) -> Callable[[PyTree], Any]:
         name, _, wire = half.partition(":")
@@ -261,8 +268,12 @@ def shards_of(
     gives_square: bool = False,
     deal: Deal | None = None,
     gather_wire: str = "32",
+    host: Host | None = None,
 ) -> Shards:
     """The halves of a strategy's exchange over these workers.
+
+    Args:
+        host: the ranks of the one host there is, if they are to share their params.
 
     Raises:
         UsageError: a strategy without halves, with those that have; an unknown wire.
@@ -278,7 +289,8 @@ def shards_of(
         f"{', '.join(able)}, or auto",
     )
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes)
-    return Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire)
+    made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire)
+    return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made
 
 
 def check_floats(params: PyTree) -> None:

@@ -10,10 +10,13 @@ from jaxmpi.allreduce.compression import is_compressor
 AT_WORK = {"shm": 1, "asa": 3, "none": 1}
 OTHERS, COMPRESSORS = 4, 6
 SHARDED = 2  # at least: rows of a bucket, and new params
+SHARED_PARAMS = 0.5  # a rank's slices, and some buckets: 0.28 on 4 ranks, 0.73 with holes in the heap
 
 
-def at_work(strategy: str, *, is_sharded: bool = False) -> int:
-    """Working arrays of a strategy, by its spelling; with sharded updates new params are among them."""
+def at_work(strategy: str, *, is_sharded: bool = False, shares_params: bool = False) -> float:
+    """Working arrays of a strategy, by its spelling; with sharded updates new params are among them, unless shared."""
+    if shares_params:
+        return SHARED_PARAMS
     if is_compressor(strategy):
         return COMPRESSORS
     arrays = OTHERS if is_auto(strategy) else AT_WORK.get(parse(strategy).name.partition(":")[0], OTHERS)

@@ -277,6 +277,13 @@ class Leaves(NamedTuple):
 
         return lax.switch(chunk, [branch(row) for row in range(given.workers)], grads, state, own)
 
+    def write(self, whole: PyTree, own: DealtLeaves, chunk: int) -> None:
+        """Put the leaves of a row in their places among whole leaves, on the host."""
+        leaves = [x for x, owner in zip(jax.tree.leaves(whole), self.deal.owners, strict=True) if owner == chunk]
+        pieces = cut_up(np.asarray(own.entries), [leaf.shape for leaf in leaves])
+        for leaf, piece in zip(leaves, pieces, strict=True):
+            np.copyto(leaf, piece)
+
     def saved(self, tx: Any, state: PyTree, chunk: int) -> PyTree:
         """A rule's state as a checkpoint has it: whole leaves by their names in the whole state, on the host."""
 

@@ -71,6 +71,27 @@ class Halves(Protocol):
         """The whole tree of all workers' slices, in the shapes of `like`."""
         ...
 
+    def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
+        """The new params, of all workers' new slices; with shared params nothing is gathered."""
+        ...
+
+    @property
+    def shared_params(self) -> "ParamsInPlace | None":
+        """Where params lie, if workers share them."""
+        ...
+
+
+class ParamsInPlace(Protocol):
+    """Params that the workers of a host share; `jaxmpi.comm.shared_params.SharedParams` is one."""
+
+    def filled(self, params: PyTree) -> PyTree:
+        """Params of the host's first rank, where they lie from now on."""
+        ...
+
+    def renewed(self, own: PyTree, before: PyTree) -> PyTree:
+        """Params with the new values of all workers' slices."""
+        ...
+
 
 class Exchange(NamedTuple):
     """`exchange` with its strategy and workers chosen."""
@@ -173,6 +194,15 @@ class OwnShards(NamedTuple):
         if not self.switch.is_on:
             return self.given.gather(slices, like, wire)
         return jax.tree.map(jnp.zeros_like, like) if self.keeps_masters else like
+
+    def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
+        """Params as they were."""
+        return params if self.switch.is_on else self.given.renewed(slices, params)
+
+    @property
+    def shared_params(self) -> ParamsInPlace | None:
+        """Where params lie, if workers share them."""
+        return self.given.shared_params
 
 
 class Sharding(NamedTuple):

@@ -73,7 +73,7 @@ def sharded(tx: optax.GradientTransformation, shards: Halves, jit: Callable[...,
         own, state = step(mean, state, params, shards.chunk())
         if shards.keeps_masters:
             return add(params, shards.gather(own, params, shards.gather_wire)), state, squares
-        return shards.gather(own, params), state, squares
+        return shards.renewed(own, params), state, squares
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         return measured(grads, state, params)[:2]

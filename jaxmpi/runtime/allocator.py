@@ -1,4 +1,4 @@
-"""Settings of the C allocator: freed memory is kept."""
+"""Settings of the C allocator: freed memory is kept, until it is given back."""
 
 import ctypes
 
@@ -15,3 +15,10 @@ def keep_freed_memory() -> None:
         mallopt(m_arena_max, 1)
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def give_back_freed_memory() -> None:
+    """Return freed memory to the kernel now, as after the start of a run, which takes more than a step."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)

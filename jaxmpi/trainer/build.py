@@ -508,6 +508,7 @@ def exchange_for(
             gives_square=sees_noise(experiment, plan, workers),
             deal=dealt,
             gather_wire=experiment.exchange.gather_wire,
+            host=workers.processes if shares_params(experiment, workers, strategy) else None,
         )
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
     if compression.is_compressor(strategy):
@@ -527,6 +528,17 @@ def exchange_for(
         partial(share, op="sum", **options),
         gradients=overlap.delayed_gradients(**options, **alone) if is_late else None,
     )
+
+
+def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bool:
+    """Return True if sharded updates write params where all ranks of the one host read them, between programs.
+
+    Not if the params before a step are needed until it counts.
+    """
+    keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
+    is_exact = experiment.exchange.gather_wire == "32"
+    is_one_host = algorithms.parse(strategy).name == "shm:32"
+    return is_one_host and is_exact and not keeps and is_split(experiment, workers) and workers.devices == 1
 
 
 def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:
@@ -691,6 +703,8 @@ def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan,
         params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     params, model_state = workers.processes.bcast((params, model_state))
     workers.processes.assert_same("initial params", {"sha256": tree_digest(params)})
+    if place := rule.sharding and rule.sharding.shards.shared_params:
+        params = place.filled(params)  # no worker has a copy while states are made
     states_of = rule_states(rule, workers, params)
     return {
         worker: create(params, model_state, states_of[worker], seed=experiment.seed, worker=worker)

@@ -130,8 +130,8 @@ def table(found: Forecast, workers: Workers, slots: int, free_bytes: int) -> lis
         f"{workers.size} workers x local batch {found.local_batch}, {slots} on a host; MB a worker",
         f"{'--exchange.shard-update':28}" + "".join(f"{word:>10}" for word in columns),
     ]
-    for name in named["off"]:
-        lines.append(f"{name:28}" + "".join(f"{mb(each[name]):>10}" for each in named.values()))
+    for name in dict.fromkeys(name for each in named.values() for name in each):
+        lines.append(f"{name:28}" + "".join(f"{mb(each.get(name, 0)):>10}" for each in named.values()))
     lines.append(f"{'at once':28}" + "".join(f"{mb(of.at_once):>10}" for of in columns.values()))
-    lines.append(f"{'all on a host':28}" + "".join(f"{mb(slots * of.at_once):>10}" for of in columns.values()))
+    lines.append(f"{'all on a host':28}" + "".join(f"{mb(of.on_host(slots)):>10}" for of in columns.values()))
     return [*lines, f"{'free on this host':28}{mb(free_bytes):>10}", *found.notes]

@@ -84,7 +84,7 @@ class LockStep:
         run, self._held = self.run, None
         held = measured(held, run.functions.ahead.compiled(state, batch))
         here = workers_here(run.workers)
-        free_bytes = available_bytes() + here * held.kept  # that is there already
+        free_bytes = available_bytes() + here * held.kept + held.shared  # that is there already
         run.recorder.say(words_of_step(held, here, free_bytes))
         check_room(held, run.workers, run.plan, free_bytes)
 

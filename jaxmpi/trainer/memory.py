@@ -35,13 +35,14 @@ class Held:
     gradients: int
     exchange: int  # what an exchange between programs has beside gradients, about
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
+    shares_params: bool = False  # whether the workers of a host have one copy of the params
     padding: float = 0.0  # of rows of whole tensors, the share that fills them up
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
 
     @property
     def kept(self) -> int:
-        """Between steps as well."""
-        return self.params + self.model_state + self.moments
+        """Between steps as well, but for shared params."""
+        return self.params - self.shared + self.model_state + self.moments
 
     @property
     def at_once(self) -> int:
@@ -51,6 +52,15 @@ class Held:
         if self.is_whole:
             return lasting + max(self.gradients, activations)
         return lasting + self.gradients + max(self.exchange, activations)
+
+    def on_host(self, workers: int) -> int:
+        """The most at one time of so many workers of a host."""
+        return workers * self.at_once + self.shared
+
+    @property
+    def shared(self) -> int:
+        """Once a host."""
+        return self.params * self.shares_params
 
     def sliced(self) -> "Held":
         """The same with sharded updates."""
@@ -79,6 +89,7 @@ def held(
     moments = size_bytes(rule_state(rule, shapes))
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     exchanges = workers.size > 1 and not is_whole
+    shares = bool(rule.sharding and rule.sharding.shards.shared_params)
     return Held(
         params=params,
         model_state=model_state,
@@ -88,8 +99,9 @@ def held(
         copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
         gradients=params,
-        exchange=exchanges * at_work(strategy, is_sharded=bool(rule.sharding)) * params,
+        exchange=exchanges * round(at_work(strategy, is_sharded=bool(rule.sharding), shares_params=shares) * params),
         is_whole=is_whole,
+        shares_params=shares,
         padding=padding(rule),
     )
 
@@ -122,7 +134,12 @@ def parts(of: Held) -> dict[str, int]:
 
     Of a step in one program XLA knows gradients, activations and buckets together.
     """
-    named = {"params": of.params, "optimizer's state": of.moments, "model state": of.model_state}
+    named = {
+        "params": of.params - of.shared,
+        "params of the host": of.shared,
+        "optimizer's state": of.moments,
+        "model state": of.model_state,
+    }
     named |= {"copies of slices": of.copies, "state before a step": of.before}
     if of.is_whole and of.activations is not None:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
@@ -141,11 +158,12 @@ def words(of: Held, workers: int) -> str:
     elif of.sliced().moments < of.moments:
         moments += f" ({mb(of.sliced().moments)} with --exchange.shard-update on)"
     others = [
-        f"{mb(size)} of {name}" for name, size in parts(of).items() if name not in ("params", "optimizer's state")
+        f"{mb(size)} of {name}" for name, size in parts(of).items() if not name.startswith(("params", "optimizer's"))
     ]
     rows = f", whole tensors in rows that {of.padding:.1%} fill up" if of.padding else ""
+    params = f"{mb(of.params)} of params" + " that all workers share" * of.shares_params
     sharded = f"updates sharded over {workers} workers{rows}: " * is_sharded
-    return f"{sharded}each worker holds, in MB, {', '.join([f'{mb(of.params)} of params', moments, *others])}"
+    return f"{sharded}each worker holds, in MB, {', '.join([params, moments, *others])}"
 
 
 def words_of_step(of: Held, here: int, free_bytes: int) -> str:
@@ -157,7 +175,7 @@ def words_of_step(of: Held, here: int, free_bytes: int) -> str:
     named = "gradients, activations and buckets" if of.is_whole else "activations"
     known = f"{mb(of.activations)} MB of {named}, " if of.activations is not None else ""
     return (
-        f"a step holds {known}{mb(of.at_once)} MB at once: {mb(here * of.at_once)} for {here} "
+        f"a step holds {known}{mb(of.at_once)} MB at once: {mb(of.on_host(here))} for {here} "
         f"worker{'s' * (here > 1)} of this host, of {mb(free_bytes)}"
     )
 
@@ -187,7 +205,7 @@ def check_room(of: Held, workers: Workers, plan: TrainingPlan, free_bytes: int) 
 
 def check_fits(of: Held, here: int, local_batch: int, free_bytes: int) -> None:
     """Raise `UsageError` if so many workers of one host do not fit, with what would."""
-    need, each = here * of.at_once, ", ".join(f"{mb(size)} of {name}" for name, size in parts(of).items())
+    need, each = of.on_host(here), ", ".join(f"{mb(size)} of {name}" for name, size in parts(of).items())
     check(
         need <= free_bytes,
         f"memory: got {here} worker{'s' * (here > 1)} on this host, {mb(of.at_once)} MB each ({each}), {mb(need)} in "
@@ -204,10 +222,10 @@ def ways(of: Held, here: int, local_batch: int, free_bytes: int) -> list[str]:
     if of.sliced().moments < of.moments:
         kinds.append(("--exchange.shard-update on", of.sliced()))
     for option, base in kinds:
-        fitting = [size for size in sizes if here * base.with_share(size / local_batch).at_once <= free_bytes]
+        fitting = [size for size in sizes if base.with_share(size / local_batch).on_host(here) <= free_bytes]
         if fitting:
             batch = f"--micro-batch or --local-batch {fitting[0]}" if fitting[0] < local_batch else ""
             less = mb(base.with_share(fitting[0] / local_batch).at_once)
             found.append(f"{' with '.join(filter(None, (option, batch)))} (about {less} each)")
-    fewer = free_bytes // of.at_once
+    fewer = max(0, free_bytes - of.shared) // of.at_once
     return [*found, *([f"{fewer} worker{'s' * (fewer > 1)} on this host"] if fewer else [])]

@@ -19,6 +19,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover import decisions
 from jaxmpi.recover.buddies import recut
 from jaxmpi.runtime import failures
+from jaxmpi.runtime.allocator import give_back_freed_memory
 from jaxmpi.trainer.build import build_functions, make_plan, rule_state
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
@@ -36,7 +37,7 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
     """
 
     def at_start() -> tuple[LockStep, Position]:
-        return LockStep(run), Position(start, put(states, run.workers), overdue)
+        return LockStep(run), Position(start, placed(run, states), overdue)
 
     begin: Callable[[], tuple[LockStep, Position]] = at_start
     with contextlib.ExitStack() as ends:
@@ -56,6 +57,24 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
                 run.pact.after(error, run.saver)
                 run.profiler.close()
                 begin = partial(gone_on, run, ends)
+
+
+def placed(run: Run, states: dict[int, TrainState]) -> TrainState:
+    """This process's workers on its devices; `states` has them no more, since they take as much memory on the host.
+
+    Params that ranks share go where all read them.
+    """
+    sharding = run.functions.rule.sharding
+    if place := sharding and sharding.shards.shared_params:
+        [worker] = run.workers.mine
+        params = place.filled(states[worker].params)
+        states[worker] = states[worker]._replace(params=())
+        state = put(states, run.workers)._replace(params=params)
+    else:
+        state = put(states, run.workers)
+    states.clear()
+    give_back_freed_memory()
+    return state
 
 
 def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]:
@@ -78,7 +97,7 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
     run = dataclasses.replace(run, held=None)  # it has been measured
-    return LockStep(run), Position(start, put(states, run.workers))
+    return LockStep(run), Position(start, placed(run, states))
 
 
 def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:

@@ -124,6 +124,33 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
     jax.tree.map(np.testing.assert_array_equal, recut.rule_state, part(new, RANK))
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+@pytest.mark.parametrize("name", ["adam", "lars"])
+def test_params_that_ranks_share_are_those_that_are_gathered_and_stay_where_they_are(name):
+    tx, dealt, control = getattr(optax, name)(1e-2), deal(tree(0), SIZE) if name == "lars" else None, processes()
+
+    def steps(host: Any) -> Iterator[Any]:
+        """Params after each step, with gradients of its own on every rank."""
+        halves = shards_of("shm", "mean", COMM, None, deal=dealt, host=host)
+        rule = gradients(tx, Exchange(lambda g: g, lambda g: g, COMM.jit, shards=halves))
+        assert rule.sharding
+        params, state = tree(RANK if host else 0), COMM.jit(rule.sharding.init)(tree(0), np.int32(RANK))
+        if halves.shared_params:
+            params = halves.shared_params.filled(params)  # of rank 0
+        for step in range(1, 4):
+            params, state = rule.update(tree(step * SIZE + RANK), state, params)
+            yield params
+
+    before = None
+    for gathered, shared in zip(steps(None), steps(control), strict=True):
+        for leaf in SHAPES:
+            np.testing.assert_array_equal(np.asarray(shared[leaf]), np.asarray(gathered[leaf]), err_msg=leaf)
+            if before:
+                assert before[0][leaf].is_deleted()
+                assert before[1][leaf] == shared[leaf].unsafe_buffer_pointer()
+        before = shared, {leaf: shared[leaf].unsafe_buffer_pointer() for leaf in SHAPES}
+
+
 def resident_bytes() -> int:
     """Memory of this process by the kernel, with freed memory returned."""
     ctypes.CDLL(None).malloc_trim(0)
