@@ -76,7 +76,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("exchange.shard_update: got on with --on-rank-loss shrink without.*add --exchange.buddy 1", {**SHARDED, **SHRINK}),
     ("exchange.buddy: got 1 with --on-rank-loss end", BUDDY),
     (
-        "exchange.overlap: got delayed with exchange.shard_update on",
+        "exchange.overlap: got delayed with exchange.shard_update on.*use auto, on or off",
         {"exchange": ExchangeConfig(overlap="delayed", shard_update="on")},
     ),
     ("exchange.overlap: got on with --on-rank-loss", {"exchange": ExchangeConfig(overlap="on"), **SHRINK}),

@@ -82,6 +82,9 @@ SLOW = {
     "shared_params_roll_back": Mode(
         f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
+    "slices_beside": Mode(
+        "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on", times_exchanges="measured"
+    ),
     "copied_slices": Mode("--on-rank-loss shrink --exchange.shard-update on --exchange.buddy 1"),
     "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),

@@ -41,9 +41,9 @@ from jaxmpi.allreduce.api import (
     settle,
 )
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.buckets import plan
+from jaxmpi.allreduce.buckets import Order, plan
 from jaxmpi.allreduce.building_blocks import spread
-from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.call_order import caller, callers, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, is_carried
@@ -71,6 +71,7 @@ class Shards(NamedTuple):
     deal: Deal | None = None  # which worker has which leaves; None: each a slice of every leaf
     gather_wire: str = "32"  # of new params; with a coarser one, of their changes
     shared_params: SharedParams | None = None  # where workers of one host have one copy of the params
+    is_beside: bool = False  # whether buckets travel while the program that gives gradients goes on
 
     @property
     def comm(self) -> Comm:
@@ -148,13 +149,18 @@ class Shards(NamedTuple):
             if not traced:
                 leaves, structure = jax.tree.flatten(like)
                 return outside_jit(self, half, structure, tuple((x.shape, x.dtype) for x in leaves))(tree)
-            number = None if is_part else number_of(comm, f"{named.what(leaves)}, {caller()}")
+            # The communication thread compares of itself: here gradients would wait for it.
+            number = None if is_part or self.is_beside else number_of(comm, f"{named.what(leaves)}, {caller()}")
             tree = jax.tree.map(lambda x: guarded(x, comm), tree)
             with compared(comm, number):
                 return program(tree)
 
     def _buckets(self, leaves: Sequence[Any]) -> list[list[int]]:
-        return plan([leaf.size for leaf in leaves], self.choice.bucket_bytes) if self.comm.size > 1 else []
+        if self.comm.size == 1:
+            return []
+        if self.is_beside:  # by the order in which gradients come
+            return self.choice.buckets(leaves)
+        return plan([leaf.size for leaf in leaves], self.choice.bucket_bytes)
 
     def _scattered(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         (leaves, structure), size = jax.tree.flatten(grads), self.size
@@ -190,12 +196,14 @@ class Shards(NamedTuple):
 
     def _is_carried(self, strategy: str) -> bool:
         """Return True if the communication thread runs the halves, with many messages under way, as between hosts."""
-        return bool(self.halves.on_host) and is_carried(strategy, self.comm)
+        return self.is_beside or (bool(self.halves.on_host) and is_carried(strategy, self.comm))
 
     def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
         labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
         plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
-        return travelled(flats, Calls.of(strategy, self.comm, plan, flats, labels, portable=False, half=half))
+        what = f"{half} of slices beside a program ({strategy}, {callers()})" if self.is_beside else ""
+        calls = Calls.of(strategy, self.comm, plan, flats, labels, portable=False, what=what, half=half)
+        return travelled(flats, calls)
 
     def _clipped(self, slices: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         square = jnp.zeros(())
@@ -269,11 +277,14 @@ def shards_of(
     deal: Deal | None = None,
     gather_wire: str = "32",
     host: Host | None = None,
+    beside: Order | None = None,
 ) -> Shards:
     """The halves of a strategy's exchange over these workers.
 
     Args:
         host: the ranks of the one host there is, if they are to share their params.
+        beside: the order in which gradients come to exist in the program that exchanges them, if buckets are to travel
+            meanwhile; the caller has seen that they can.
 
     Raises:
         UsageError: a strategy without halves, with those that have; an unknown wire.
@@ -288,8 +299,10 @@ def shards_of(
         f"got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
         f"{', '.join(able)}, or auto",
     )
-    choice = Choice(parse(strategy).name, op, comm, bucket_bytes)
-    made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire)
+    choice = Choice(parse(strategy).name, op, comm, bucket_bytes, beside)
+    made = Shards(
+        choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire, is_beside=beside is not None
+    )
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made
 
 

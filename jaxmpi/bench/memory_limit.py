@@ -18,7 +18,7 @@ def rank_bytes(floats: int, job: Job) -> int:
     kinds = [PEERS[name].op for name in peers]
     kept = (bool(strategies) or "mean" in kinds) + ("sum" in kinds) + any(PEERS[name].receives for name in peers)
     busiest = max([*map(at_work, strategies), *(AT_WORK_PEERS for _ in peers)], default=0)
-    return BASE_BYTES + TORCH_BYTES * ("torch" in peers) + (kept + busiest) * 4 * floats
+    return BASE_BYTES + TORCH_BYTES * ("torch" in peers) + round((kept + busiest) * 4 * floats)
 
 
 def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi.allreduce import algorithms, compression, overlap
+from jaxmpi.allreduce import algorithms, comm_thread_calls, compression, overlap
 from jaxmpi.allreduce.algorithms.table import fitting_on_host, with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
@@ -438,7 +438,8 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     still = base.NoExchange(is_on=True).of(exchange_of(False))
     quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
-        jitted = (to_share if is_beside else jax.jit)(
+        is_shared = is_beside and rule.sharding is None  # a step with slices in it has its rank's number in it, too
+        jitted = (to_share if is_shared else jax.jit)(
             step, donate_argnums=() if experiment.on_rank_loss == "shrink" else (0,)
         )
         form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
@@ -509,7 +510,10 @@ def exchange_for(
             deal=dealt,
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(experiment, workers, strategy) else None,
+            beside=order if is_beside else None,
         )
+        if is_beside:
+            courier()
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
     if compression.is_compressor(strategy):
         refused = partial(exchange, **options)
@@ -572,8 +576,8 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
     """Why this step cannot hide an exchange; empty if it can."""
     if workers.devices > 1:
         return f"the {workers.devices} devices of a process add up their gradients before it"
-    if experiment.exchange.shard_update == "on":
-        return "slices are updated after all gradients have been added (exchange.shard_update on)"
+    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers)):
+        return reason
     if experiment.step_mode == "split":
         return "the step is split (step_mode split)"
     if experiment.on_rank_loss == "shrink":
@@ -584,6 +588,16 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
         return "a compressor exchanges more than once, one after another"
     fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
     return "" if fits else "gradients come to exist with the last micro-batch only"
+
+
+def unfit_slices(experiment: Experiment, workers: Workers) -> str:
+    """Why the halves of a sharded exchange cannot travel beside the step; empty if they can."""
+    asked = experiment.exchange
+    name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
+    halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
+    if not (halves and halves.on_host):
+        return f"the halves of {algorithm} do not run beside a program, as those of asa and ring do"
+    return comm_thread_calls.why_not(f"{algorithm}:{asked.gather_wire}", workers.comm)
 
 
 def own_state(tree: PyTree) -> PyTree:

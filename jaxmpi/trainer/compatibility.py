@@ -112,11 +112,11 @@ REFUSALS = (
     ),
     Refusal(
         "exchange.overlap",
-        "on, delayed",
-        ("on", "delayed").__contains__,
+        "delayed",
+        "delayed".__eq__,
         shards_updates,
-        f"{SHARDED}, when slices are updated after all gradients have been added",
-        "use auto or off",
+        f"{SHARDED}, whose slices are of this step's gradients",
+        "use auto, on or off",
     ),
     Refusal(
         "devices",

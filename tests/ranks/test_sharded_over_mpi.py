@@ -17,6 +17,8 @@ import pytest
 
 import jaxmpi
 from jaxmpi.allreduce.algorithms.ring import next_chunks
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses, processes
@@ -122,6 +124,21 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
     assert isinstance(control, MpiProcesses)
     recut = recut_slices(control, own, state, like, slicing, "rank 9 is gone")
     jax.tree.map(np.testing.assert_array_equal, recut.rule_state, part(new, RANK))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+@pytest.mark.parametrize("strategy", ["asa:16", "ring:32"])
+def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
+    courier()  # all ranks start their threads together
+
+    def there_and_back(beside: Order | None) -> Any:
+        halves = shards_of(strategy, "mean", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", beside=beside)
+        order = beside or Order()
+        computed = order.of(lambda x: (jax.tree.map(lambda leaf: leaf * 2, x),))
+        return jax.jit(lambda x: halves.gather(halves.scatter(computed(x)[0])[0], x, "16"))(tree(RANK))
+
+    beside, alone = there_and_back(Order()), there_and_back(None)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), beside, alone)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
