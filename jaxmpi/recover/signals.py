@@ -3,7 +3,7 @@
 import signal
 from types import FrameType
 
-from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime import failures, interrupts, launchers
 
 
 class PreemptionNotice:
@@ -12,6 +12,7 @@ class PreemptionNotice:
     def __init__(self) -> None:
         """Install the handlers; outside the main thread Python cannot, and signals keep the ones they have."""
         self.given = self.is_interrupt = False
+        self._requests = interrupts.Requests()
         try:
             heard = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT}
             for number in (signal.SIGHUP, signal.SIGINT):  # nohup, or a shell's job in the background
@@ -21,8 +22,8 @@ class PreemptionNotice:
             self._before = {}
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self.given:
-            return  # a terminal that goes says so twice, by its shell and by the kernel
+        if not self._requests.add(number):
+            return
         if self.given:  # asked twice: at once
             failures.write_error(f"jaxmpi: {failures.who()}: asked twice to leave: not saved\n")
             failures.end_job(128 + number)
