@@ -342,7 +342,7 @@ def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     assert job.poll() is None
     for _ in range(2):
         job.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        time.sleep(1.1 * interrupts.ONE_REQUEST_S)
     job.wait(30)
 
 
