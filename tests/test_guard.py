@@ -26,7 +26,7 @@ from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import create
 from jaxmpi.recover import decisions, replica_check, signals
 from jaxmpi.recover.decisions import Failure, Recovery, RollBack, StepConsensus
-from jaxmpi.runtime import fault_injection
+from jaxmpi.runtime import fault_injection, interrupts
 from launching import ROOT
 
 
@@ -394,6 +394,7 @@ def test_ctrl_c_saves_one_worker_and_a_second_one_leaves_at_once(again, code, sa
     for text in job.stdout:
         out += text
         if text.endswith("at step 3\n") or (again and text.startswith("jaxmpi: interrupted:")):
+            time.sleep(2 * interrupts.ONE_CTRL_C_S)
             job.send_signal(signal.SIGINT)
     killer.cancel()
     job.stdout.close()

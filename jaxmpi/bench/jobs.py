@@ -19,7 +19,7 @@ from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import read
 from jaxmpi.launch import command
-from jaxmpi.runtime import affinity, job_folder
+from jaxmpi.runtime import affinity, interrupts, job_folder
 
 TURN_S = 1800.0  # for the other job's turn to end
 
@@ -65,7 +65,8 @@ def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
     Raises:
         TrainingError: one failed.
     """
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that `finally` runs
+    requests = interrupts.Requests()
+    signal.signal(signal.SIGTERM, lambda number, _: requests.add(number) and sys.exit(128 + number))  # `finally` runs
     running = []
     try:
         for line, environ in jobs:

@@ -10,9 +10,11 @@ import copy
 import functools
 import json
 import os
+import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
@@ -25,9 +27,9 @@ import numpy as np
 from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
 from jaxmpi.comm.exchange_watch import CONTROL, Roll, watch
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
-from jaxmpi.comm.mpi_info import check_launcher, thread_level
+from jaxmpi.comm.mpi_info import check_launcher, library_of, thread_level
 from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
-from jaxmpi.core.env import seconds_from
+from jaxmpi.core.env import building_for_mpicc, getting_mpi, seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, named_leaves
@@ -37,6 +39,7 @@ from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_fold
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
+START_S = 60.0  # for MPI to start in one process
 PINGS = 20  # round trips between two clocks
 TRIPS = 2  # round trips between two ranks whose link is timed
 TURNS = 15  # in which pairs of ranks meet; of more than 16 ranks not all pairs do
@@ -651,12 +654,53 @@ def finalize() -> None:
 Processes = SoloProcesses | MpiProcesses
 
 
+def start_mpi() -> None:
+    """Import mpi4py and mpi4jax, which starts MPI; `finalize` ends it.
+
+    Raises:
+        UsageError: one is missing, or they were built for two MPIs.
+    """
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
+            mpi4py.rc.finalize = False
+            import mpi4py.MPI
+
+            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
+    except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
+        raise UsageError(f"mpi4py cannot be imported ({str(error).splitlines()[0]}); {getting_mpi()}") from error
+    try:
+        import mpi4jax  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{error.name} cannot be imported ({error}); {getting_mpi()}") from error
+    except RuntimeError as error:
+        if not (built := re.search(r"Build-time MPI: *(.*)", str(error))):
+            raise
+        raise UsageError(
+            f"mpi4jax was built for {library_of(built[1])}, and mpi4py runs with "
+            f"{library_of(mpi4py.MPI.Get_library_version())}; build both for the MPI whose mpicc is on PATH: "
+            f"{building_for_mpicc()}"
+        ) from error
+
+
+def start_trouble() -> str:
+    """Sentence on why several ranks cannot start in this environment; empty if they can. A child starts MPI."""
+    child = [sys.executable, "-c", f"from {__name__} import start_mpi; start_mpi()"]
+    try:
+        ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
+    except subprocess.TimeoutExpired:
+        return f"MPI has not started within {START_S:.0f} s"
+    last = (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]
+    return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
+
+
 @functools.cache
 def processes() -> Processes:
     """The control plane of this job; starts MPI if a launcher started several ranks.
 
     Raises:
-        UsageError: mpi4py is missing, or the launcher and MPI disagree on the number of ranks.
+        UsageError: mpi4py or mpi4jax is missing, or they and the launcher are not of one MPI.
     """
     launch = launchers.launched()
     if launch is None or launch.size == 1:
@@ -669,19 +713,9 @@ def processes() -> Processes:
         )
     prepare.prepare()
     try:
-        import mpi4py
-
-        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
-            mpi4py.rc.finalize = False
-            import mpi4py.MPI
-
-            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
-        import mpi4jax  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"{launch.launcher} started {launch.size} ranks, but {error.name} cannot be imported ({error}); "
-            f"{failures.GET_MPI}"
-        ) from error
+        start_mpi()
+    except UsageError as error:
+        raise UsageError(f"{launch.launcher} started {launch.size} ranks, but {error}") from error
     return MpiProcesses()
 
 

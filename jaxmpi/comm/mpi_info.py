@@ -4,13 +4,14 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+from jaxmpi.core.env import building_for_mpicc
 from jaxmpi.core.errors import check
-from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime import launchers
 
 
 def mpi_facts() -> dict[str, str]:
     """Vendor, version, thread level and CUDA support of the MPI that mpi4py finds; without starting it in a single
-    process; what cannot be known is left out.
+    process; what cannot be known is left out, as all is without an MPI.
     """
     alone = launchers.launched_workers() == 1
     try:
@@ -19,8 +20,8 @@ def mpi_facts() -> dict[str, str]:
         if alone:
             mpi4py.rc.initialize = False
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        return {"missing": str(error).splitlines()[0]}
+    except (ImportError, RuntimeError):
+        return {}
     names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     levels = {getattr(MPI, f"THREAD_{name}"): f"MPI_THREAD_{name}" for name in names}
     facts = {
@@ -67,5 +68,5 @@ def check_launcher(launch: launchers.Launch | None, mpi_size: int, library: str)
         launch is None or launch.size == mpi_size,
         f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "
         f"({library_of(library)}) sees {mpi_size}: they are of different families. Use this library's own "
-        f"mpirun, or build for the launcher's MPI, with its mpicc on PATH: {failures.BUILD_FOR_MPICC}",
+        f"mpirun, or build for the launcher's MPI, with its mpicc on PATH: {building_for_mpicc()}",
     )

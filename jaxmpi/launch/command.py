@@ -18,6 +18,7 @@ from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import flags, summary, unknown_flags
 from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
+from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError, lookup, nearest
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
 from jaxmpi.rules import registry
@@ -214,7 +215,7 @@ def find(launcher: str) -> str:
     path = str(beside) if beside.exists() else shutil.which(launcher)
     if path is None:
         raise UsageError(
-            f"no {launcher} beside {sys.executable} or on PATH; {failures.GET_MPI}. "
+            f"no {launcher} beside {sys.executable} or on PATH; {getting_mpi()}. "
             "One process needs none: -n 1, or --devices K for K workers"
         )
     return path

@@ -28,7 +28,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.launch.postmortem import HOST_GONE, KILLED, TAIL_BYTES, culprit
-from jaxmpi.runtime import failures, job_folder, launchers
+from jaxmpi.runtime import failures, interrupts, job_folder, launchers
 
 # Exit codes after which a restart is pointless: done, error of usage, to be resumed later, interrupted.
 FINAL = (0, failures.MISUSED, failures.PREEMPTED, failures.INTERRUPTED)
@@ -52,7 +52,7 @@ class Watch:
     def __init__(self) -> None:
         """Install handlers that forward signals: the first asks the job to save and leave, the second ends it."""
         self._job: subprocess.Popen | None = None
-        self.heard: list[int] = []  # requests to leave, in order
+        self._requests = interrupts.Requests()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._ask)
@@ -61,14 +61,15 @@ class Watch:
     @property
     def asked(self) -> int:
         """Number of requests to leave so far."""
-        return len(self.heard)
+        return len(self._requests.heard)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and self.heard:
-            return  # a closed terminal sends it twice, by its shell and by the kernel
-        self.heard.append(number)
+        if not self._requests.add(number):
+            return
         if number == signal.SIGINT and self.asked == 1:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
+        if self.asked == 2:
+            failures.write_error("jaxmpi: asked twice to leave: the job ends at once\n")
         self._send(self._request())
 
     def _request(self) -> int:
@@ -87,8 +88,8 @@ class Watch:
             say("asked to leave before the ranks could save: what is saved stays")
             code = failures.PREEMPTED
         if code == failures.PREEMPTED:
-            return failures.INTERRUPTED if signal.SIGINT in self.heard else code
-        return 128 + self.heard[1] if code and self.asked > 1 else code
+            return failures.INTERRUPTED if signal.SIGINT in self._requests.heard else code
+        return 128 + self._requests.heard[1] if code and self.asked > 1 else code
 
     def _send(self, number: int) -> None:
         if self._job is not None and self._job.poll() is None:

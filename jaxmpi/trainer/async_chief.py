@@ -202,8 +202,7 @@ class ChiefWorker:
         if traced := self.worker.tracer.merge(workers):
             run.recorder.say(traced)
         if self.answer.books.stop == 2:
-            why = "interrupted" if run.notice.is_interrupt else "asked to leave"
-            run.recorder.say(f"{why}: saved at step {step}; go on with --resume --run-dir {run.folder}")
+            run.notice.say_saved(run.recorder.say, step, run.folder)
         if lost := workers - int(self.answer.books.alive):
             run.recorder.say(f"finished with {workers - lost} of {workers} workers")
 

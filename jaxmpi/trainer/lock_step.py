@@ -153,8 +153,7 @@ class LockStep:
         note_saved(run)
         if run.pact:
             run.pact.vote()
-        why = "interrupted" if run.notice.is_interrupt else "asked to leave"
-        run.recorder.say(f"{why}: saved at step {step}; go on with --resume --run-dir {run.folder}")
+        run.notice.say_saved(run.recorder.say, step, run.folder)
         raise decisions.Preempted
 
     def settle(self, step: int, due: DueEvents) -> None:
