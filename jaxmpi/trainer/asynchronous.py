@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -25,13 +26,14 @@ from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
-from jaxmpi.rules.parameter_server import Answer
-from jaxmpi.runtime import failures, phases, spans
+from jaxmpi.rules.parameter_server import Answer, TimeSpent
+from jaxmpi.runtime import failures, job_folder, phases, spans
+from jaxmpi.runtime.fair_cores import Address, FairCores
 from jaxmpi.trainer.async_chief import LOOK_S, ChiefWorker
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
 from jaxmpi.trainer.async_start import Start, on_device
-from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.async_worker import Worker, end_s
 from jaxmpi.trainer.loop import Position, Progress, run_steps
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.run import Run
@@ -51,19 +53,36 @@ def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str
     """
     config = run.experiment
     trace = UncoordinatedTrace(step_range(config.trace, "trace"), run.workers.processes, run.folder / "trace.json")
-    connections, endpoint = connect(run, start), None
-    if connections.endpoint:
-        endpoint, monitor = connections.endpoint, HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts)
-        if not connections.channels:
-            serve(run, endpoint, monitor)
-            return {}
-        thread = threading.Thread(target=serve, args=(run, endpoint, monitor), name="jaxmpi center", daemon=True)
+    connections, thread = connect(run, start), None
+    monitor = HeartbeatMonitor(config.stall_timeout_s, config.on_stall, hosts)
+    if connections.endpoint and connections.channels:
+        parts = run, connections.endpoint, monitor
+        thread = threading.Thread(target=serve, args=parts, name="jaxmpi center", daemon=True)
         thread.start()  # before anything is compiled: it names who is late
-    else:
-        thread = None
-    coordinator = AsynchronousWorker(run, start, Worker(run, start, connections, trace), thread)
+    cores = FairCores()
+    neighbours = host_workers(run, cores, thread)
+    if connections.endpoint and not connections.channels:
+        serve(run, connections.endpoint, monitor)
+        return {}
+    worker = Worker(run, start, connections, trace)
+    coordinator = AsynchronousWorker(run, start, worker, thread, cores, partial(cores.begin, *neighbours))
     with contextlib.closing(run.profiler):
         return run_steps(coordinator, run.callbacks, Position(int(start.state.step), start.state))
+
+
+def host_workers(run: Run, cores: FairCores, server: threading.Thread | None) -> tuple[list[Address], set[int]]:
+    """Addresses of this host's workers whose processes this one can see, and their threads that keep the center.
+
+    All ranks call it together.
+
+    Args:
+        server: keeps a shard of the center on this rank.
+    """
+    control, space = run.workers.processes, job_folder.pid_space()
+    rows = control.allgather_object([cores.address, space, server.native_id if server else 0])
+    workers = zip(control.hosts, rows[: run.workers.size], strict=False)
+    seen = [row for host, row in workers if host == control.hosts[control.rank] and row[0] and row[1] == space]
+    return [tuple(address) for address, _, _ in seen], {thread for _, _, thread in seen}
 
 
 class StderrRecorder(Recorder):
@@ -80,11 +99,20 @@ class AsynchronousWorker:
     is_apart = True
     is_stopped = False
 
-    def __init__(self, run: Run, start: Start, worker: Worker, server: threading.Thread | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        start: Start,
+        worker: Worker,
+        server: threading.Thread | None,
+        cores: FairCores,
+        begin_turns: Callable[[], None],
+    ) -> None:
         """Take up what the run starts with.
 
         Args:
             server: keeps a shard of the center on this rank.
+            begin_turns: has `cores` know the others of this host.
         """
         solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
         leaves = [path for path, _ in named_leaves(start.state.params)]
@@ -92,6 +120,7 @@ class AsynchronousWorker:
         recorder = run.recorder if run.workers.processes.rank == 0 else StderrRecorder(None)
         guard = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=recorder)
         self.run, self.start, self.worker, self.server = run, start, worker, server
+        self.cores, self.begin_turns = cores, begin_turns
         self.alone = dataclasses.replace(run, workers=solo, guard=guard)
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
@@ -120,6 +149,7 @@ class AsynchronousWorker:
             run.plan.lr_of(1)  # as progress lines do
         with phases.phase("waiting for all workers to be ready"):
             self.worker.begin_with_all()
+        self.begin_turns()
         if self.chief:
             run.recorder.start_window(int(self.start.tally.examples))
         return state
@@ -143,6 +173,7 @@ class AsynchronousWorker:
             state = worker.gossip_step(state)
         meets = not worker.rule.is_gossip and worker.clock % worker.tau == 0
         if not meets and worker.clock % self.report_every:
+            self._let_others_run(state)
             return state, Progress(step)
         sums = np.sum([self._read(*one) for one in self._pending], axis=0)
         self.timer.pause()
@@ -163,7 +194,18 @@ class AsynchronousWorker:
         else:
             now = run.plan.step(answer.tally.examples)
             state = state._replace(rule_state=optimizers.at_step(state.rule_state, now))
+            self._let_others_run(state)
         return state, progress
+
+    def _let_others_run(self, state: TrainState) -> None:
+        """Sleep if another worker of this host has been given less time of its cores; that is no part of a step."""
+        sleep_s = self.cores.sleep_s()
+        if sleep_s:
+            begin_s = end_s(state)
+            self.timer.pause()
+            with spans.span("other", "turns of other workers"):
+                time.sleep(sleep_s)
+            self.worker.spent = self.worker.spent.plus(TimeSpent(sync=time.perf_counter() - begin_s))
 
     def _do_parts(self, state: TrainState, answer: Answer) -> None:
         """This worker's parts of a checkpoint and of an evaluation that have been begun."""
@@ -217,6 +259,7 @@ class AsynchronousWorker:
             decisions.Preempted: the run is to be resumed later.
         """
         worker = self.worker
+        self.cores.end()
         assert self.answer is not None
         is_left = self.answer.books.stop == 2
         state = worker.end(state)
