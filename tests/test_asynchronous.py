@@ -266,7 +266,7 @@ def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
 
 
 class LoneWorker(Worker):
-    """Worker 0 of one, with the books at hand and nothing to learn."""
+    """Worker 0 of one, with the status at hand and nothing to learn."""
 
     def __init__(self) -> None:
         self.number, self.workers, self.saved, self.is_done = 0, 1, 0.0, False

@@ -215,7 +215,7 @@ def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies)
         held = world.center() + (sum(w.w for w in world.workers.values()) if name == "easgd" else 0)
         np.testing.assert_array_equal(held, begun + sum(learnt))
         assert world.ledger.tally.examples == 10 * case.workers * case.rounds
-        assert world.ledger.answer(0).books.stop == 1
+        assert world.ledger.answer(0).status.stop == 1
         assert sum(world.ledger.staleness.values()) == case.workers * (case.rounds - 1)
 
 
@@ -358,8 +358,8 @@ def test_all_that_live_take_part_in_an_evaluation():
     assert ledger.evaluating() == {0, 1, 2}
     ledger.report(1, Report(1, 0, evaluated=5.0), Counters())
     ledger.lose(2)
-    books = ledger.answer(0).books
-    assert (books.evaluate, books.evaluated, books.alive) == (5.0, 1, 2)
+    status = ledger.answer(0).status
+    assert (status.evaluate, status.evaluated, status.alive) == (5.0, 1, 2)
     assert ledger.evaluating() == {0}
 
 
@@ -443,7 +443,7 @@ def test_the_end_is_over_when_all_that_are_there_have_heard():
     ledger.report(0, Report(1, 0, 1, closing=1), new)
     assert [w for w, _ in ledger.answers()] == [0]
     ledger.report(1, Report(1, 0, 1), new)
-    assert [a.books.closing for _, a in ledger.answers()] == [1]
+    assert [a.status.closing for _, a in ledger.answers()] == [1]
     assert not ledger.is_over()
     ledger.lose(2)
     assert ledger.is_over()
@@ -453,7 +453,7 @@ def test_when_worker_0_dies_the_others_hear_it():
     ledger = begun(2)
     ledger.lose(0)
     ledger.report(1, Report(1, 0), [*Counters()])
-    assert [a.books.closing for _, a in ledger.answers()] == [2]
+    assert [a.status.closing for _, a in ledger.answers()] == [2]
 
 
 @pytest.mark.parametrize(("first", "then", "stop"), [("enough", "leave", 1), ("leave", "enough", 2)])
@@ -464,7 +464,7 @@ def test_all_workers_stop_for_the_same_reason(first, then, stop):
     heard = []
     for worker, what in enumerate((first, then)):
         ledger.report(worker, *said[what])
-        heard += [answer.books.stop for _, answer in ledger.answers()]
+        heard += [answer.status.stop for _, answer in ledger.answers()]
     assert heard == [stop, stop]
 
 

@@ -27,7 +27,7 @@ from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler
 from jaxmpi.data.loader_pool import python_line
 from jaxmpi.data.loader_worker import HERE, Answer, Failure, Make
 from jaxmpi.data.loader_worker import words as words_of
-from jaxmpi.data.ring_buffer import Parcel
+from jaxmpi.data.ring_buffer import SharedPickle
 from jaxmpi.input_pipeline import mpi_loaders
 from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.model.contract import Model
@@ -187,9 +187,9 @@ class TestMemory:
 
     def test_a_parcel_keeps_arrays_out_of_the_pickle(self):
         content = {"images": np.arange(100_000), "name": "x", "empty": np.zeros(0), "labels": [np.arange(3)] * 2}
-        parcel = Parcel(content)
-        assert len(parcel.text) < 2000
-        opened = parcel.open()
+        pickled = SharedPickle(content)
+        assert len(pickled.text) < 2000
+        opened = pickled.open()
         assert np.array_equal(opened["images"], content["images"])
         assert not opened["images"].flags.writeable
         assert np.array_equal(opened["labels"][1], [0, 1, 2])

@@ -196,7 +196,7 @@ def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
 
 
 def test_no_worker_is_told_before_the_parcels_of_all_are_there():
-    def parcels(rank):
+    def arrays_for(rank):
         if rank == 2:
             raise MemoryError("no room for the share of worker 2")
         return [np.ones((2, 3)).T]
@@ -205,7 +205,7 @@ def test_no_worker_is_told_before_the_parcels_of_all_are_there():
     ours = alone(line, is_serial=True)
     ours.dropped.append(7)
     with pytest.raises(MemoryError, match="the share of worker 2"):
-        perform(ours, "put", lambda: Order("put", {}, parcels=parcels))
+        perform(ours, "put", lambda: Order("put", {}, arrays_for=arrays_for))
     ours.check_usable()
     assert (line.told, ours.dropped) == ([], [7])
 
@@ -214,7 +214,7 @@ def test_an_order_that_not_all_workers_have_heard_is_the_last():
     line = Unanswered(cannot_send=2)
     ours = alone(line, is_serial=True)
     with pytest.raises(ValueError, match="cannot send to worker 2"):
-        perform(ours, "put", lambda: Order("put", {}, parcels=lambda rank: [np.full(2, rank)]))
+        perform(ours, "put", lambda: Order("put", {}, arrays_for=lambda rank: [np.full(2, rank)]))
     assert line.told == [(1, [[1, 1]])]
     with pytest.raises(jaxmpi.UsageError, match="no longer in step: cannot send to worker 2"):
         ours.check_usable()

@@ -46,7 +46,7 @@ from jaxmpi.data.loader_worker import (
     Open,
     Sample,
 )
-from jaxmpi.data.ring_buffer import Parcel, Ring
+from jaxmpi.data.ring_buffer import Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
 
 JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
@@ -344,15 +344,15 @@ def python_line(module: str, *arguments: Any) -> list[str]:
     return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 
 
-def parcel_of(job: int, recipe: Recipe) -> tuple[Parcel, bytes]:
+def shared_recipe(job: int, recipe: Recipe) -> tuple[SharedPickle, bytes]:
     """A recipe for loader processes, and the message that brings it to them.
 
     Raises:
         UsageError: its source cannot be pickled.
     """
     try:
-        parcel = Parcel(recipe)
-        return parcel, pickle.dumps(Open(job, parcel))
+        pickled = SharedPickle(recipe)
+        return pickled, pickle.dumps(Open(job, pickled))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{recipe.source.name}{' or data.augment' * bool(recipe.augment.config.augment)}: cannot be sent to a "
@@ -381,12 +381,12 @@ class LoaderProcesses:
         for number in range(size):
             self.send(number, Hello(number, board))
 
-    def open(self, job: int, recipe: Recipe) -> Parcel:
+    def open(self, job: int, recipe: Recipe) -> SharedPickle:
         """Announce a job to all loaders."""
-        parcel, message = parcel_of(job, recipe)
+        pickled, message = shared_recipe(job, recipe)
         for waiting in self.outboxes:
             waiting.put(message)
-        return parcel
+        return pickled
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to one loader."""

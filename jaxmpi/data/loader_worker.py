@@ -22,7 +22,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import GoneError, Segment
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, Recipe
-from jaxmpi.data.ring_buffer import Parcel, Ring
+from jaxmpi.data.ring_buffer import Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
 
 # Of a loader's row on the board: the example that it is at, NOTHING between two messages, and since when by
@@ -35,10 +35,10 @@ BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
 class Open(NamedTuple):
-    """From now on `job` means this recipe: in a `Parcel` if the loader is a process."""
+    """From now on `job` means this recipe: in a `SharedPickle` if the loader is a process."""
 
     job: int
-    recipe: Recipe | Parcel
+    recipe: Recipe | SharedPickle
 
 
 class Attach(NamedTuple):
@@ -168,7 +168,7 @@ class LoaderWorker:
         return Answer(message.ticket, failures)
 
 
-def opened(recipe: Recipe | Parcel) -> Recipe | Exception:
+def opened(recipe: Recipe | SharedPickle) -> Recipe | Exception:
     """The recipe, or why there is none."""
     if isinstance(recipe, Recipe):
         return recipe

@@ -11,7 +11,7 @@ import numpy as np
 from jaxmpi.core.shared_memory import PAGE, Segment
 
 
-class Parcel:
+class SharedPickle:
     """Any object for several loaders: pickled once, its arrays in one segment that all of them map."""
 
     def __init__(self, content: Any) -> None:

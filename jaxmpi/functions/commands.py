@@ -167,7 +167,7 @@ def send_programs(team: WorkerGroup, missing: list[str]) -> None:
             form, tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in shapes)
         )
         data = np.frombuffer(body, np.uint8)
-        order = Order("program", {"key": text, **header}, parcels=lambda rank, data=data: [data])
+        order = Order("program", {"key": text, **header}, arrays_for=lambda rank, data=data: [data])
         team.tell(order)
         program(team, order)
         team.is_exchanging = False  # the next one may be refused where it is made

@@ -180,7 +180,7 @@ class Function:
         fresh = self._fresh(bound)
         header["fresh"] = list(fresh)
         given = Given(bound.given, bound.rows, bound.local, fresh)
-        return Order("call", header, given, lambda rank: bound.parcels(rank, list(fresh.values())))
+        return Order("call", header, given, lambda rank: bound.arrays_for(rank, list(fresh.values())))
 
     def _fresh(self, bound: "Bound") -> dict[int, Any]:
         """The broadcast leaves that workers do not have yet, by their number."""
@@ -461,7 +461,7 @@ class Bound:
         indices = [np.asarray(choice, np.int64) for choice in choices if hasattr(choice, "__len__")]
         return {"indices": functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), indices, 0)}
 
-    def parcels(self, rank: int, fresh: list[Any]) -> list[Any]:
+    def arrays_for(self, rank: int, fresh: list[Any]) -> list[Any]:
         """The arrays that travel to a worker, in the order in which it takes them."""
         arrays = []
         if self.rows is not None:

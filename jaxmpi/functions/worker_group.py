@@ -76,7 +76,7 @@ class Order(NamedTuple):
     verb: str  # of VERBS in `commands`
     header: dict[str, Any]  # plain JSON values
     given: Any = None  # what the caller's own workers take directly
-    parcels: Callable[[int], list[Any]] = lambda rank: []  # arrays that travel to a worker of another process
+    arrays_for: Callable[[int], list[Any]] = lambda rank: []  # arrays that travel to a worker of another process
     received: Iterator[np.ndarray] = iter(())  # in such a worker: those arrays
 
 
@@ -450,7 +450,7 @@ class ProcessGroup(WorkerGroup):
     def tell(self, order: Order) -> None:
         """Send an order, to each worker its own arrays. All are made before one is sent: a failure does no harm."""
         self.is_exchanging = False
-        parcels = laid_out([order.parcels(rank) for rank in range(1, self.size)]) if self.is_serial else []
+        of_workers = laid_out([order.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
         dropped = self.newly_dropped()
         self.forget(dropped)
         if self.is_serial:
@@ -459,7 +459,7 @@ class ProcessGroup(WorkerGroup):
             header = json.dumps([order.verb, order.header, dropped, freed])
             self.is_exchanging = True
             for rank in range(1, self.size):
-                arrays = parcels.pop(0)
+                arrays = of_workers.pop(0)
                 profiling.sent(header, arrays)
                 self.line.tell(rank, header, arrays)
 
@@ -527,13 +527,13 @@ class ForkedGroup(ProcessGroup):
             os.sched_setaffinity(0, self.cores)
 
 
-def laid_out(parcels: list[list[Any]]) -> list[list[np.ndarray]]:
+def laid_out(of_workers: list[list[Any]]) -> list[list[np.ndarray]]:
     """Every worker's arrays C-contiguous; one that goes to several is copied once, if it must be."""
     made: dict[int, np.ndarray] = {}
-    for array in itertools.chain(*parcels):
+    for array in itertools.chain(*of_workers):
         if id(array) not in made:
             made[id(array)] = in_order(array)
-    return [[made[id(array)] for array in arrays] for arrays in parcels]
+    return [[made[id(array)] for array in arrays] for arrays in of_workers]
 
 
 # ---------------------------------------------------------------- devices of one process

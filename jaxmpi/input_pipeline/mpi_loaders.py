@@ -26,9 +26,9 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data.example import Recipe
-from jaxmpi.data.loader_pool import JOIN_S, KINDS, Loader, end, how_ended, outbox, parcel_of, python_line, started
+from jaxmpi.data.loader_pool import JOIN_S, KINDS, Loader, end, how_ended, outbox, python_line, shared_recipe, started
 from jaxmpi.data.loader_worker import COPY_FINISHED, Answer, Close, Hello, Make, ignore_signals
-from jaxmpi.data.ring_buffer import Parcel
+from jaxmpi.data.ring_buffer import SharedPickle
 from jaxmpi.data.sources.base import where
 from jaxmpi.runtime import failures
 
@@ -73,13 +73,13 @@ class SpawnedLoaders:
         for number in range(size):
             self.send(number, Hello(number, board))
 
-    def open(self, job: int, recipe: Recipe) -> Parcel:
+    def open(self, job: int, recipe: Recipe) -> SharedPickle:
         """Announce a job to all loaders."""
-        parcel, message = parcel_of(job, recipe)
+        pickled, message = shared_recipe(job, recipe)
         self.recipes[job] = recipe
         for number in range(self.size):
             self._send(number, CONFIG, message)
-        return parcel
+        return pickled
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to one loader."""

@@ -17,20 +17,20 @@ from jaxmpi.rules.parameter_server_transport import Outbox, Pauses
 from jaxmpi.runtime import failures
 
 PUSHED, ENDED = range(2)
-MOST = 2  # parcels of one worker that another may have yet to take: more would fill the memory of either
+MOST = 2  # pushes of one worker that another may have yet to take: more would fill the memory of either
 
 
-class Parcel(NamedTuple):
+class Push(NamedTuple):
     """Params on their way from one worker to another."""
 
     share: float
     body: np.ndarray  # u8[..], as the wire has it
 
 
-class IncomingParcel(NamedTuple):
-    """A `Parcel` that is being received."""
+class IncomingPush(NamedTuple):
+    """A `Push` that is being received."""
 
-    parcel: Parcel
+    push: Push
     requests: list[Any]
 
 
@@ -40,23 +40,23 @@ class GossipThread:
     def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
         """Start it on a communicator of its own; all workers call it together."""
         self.mpi, self.body_bytes = mpi, body_bytes
-        self.arrived: deque[Parcel] = deque()  # for the main thread to take
+        self.arrived: deque[Push] = deque()  # for the main thread to take
         self.ended: set[int] = set()  # who will send no more
         self.gone: set[int] = set()
         self._peers = [peer for peer in range(workers) if peer != worker]
-        self._to_send: deque[tuple[int, Parcel | None]] = deque()
+        self._to_send: deque[tuple[int, Push | None]] = deque()
         self._outboxes = {peer: Outbox(mpi) for peer in self._peers}
-        self._pushed, self._begun, self._out = (dict.fromkeys(self._peers, 0) for _ in range(3))  # parcels so far
+        self._pushed, self._begun, self._out = (dict.fromkeys(self._peers, 0) for _ in range(3))  # pushes so far
         self._is_ending = False
         self._heads = {peer: self._expect(peer) for peer in self._peers}
-        self._coming: dict[int, IncomingParcel] = {}
+        self._coming: dict[int, IncomingPush] = {}
         self._thread = threading.Thread(target=self._run, name="jaxmpi gossip", daemon=True)
         self._thread.start()
 
     def push(self, to: int, share: float, body: np.ndarray) -> None:
         """Have params carried to another worker; u8[body_bytes] must not change any more."""
         self._pushed[to] += 1
-        self._to_send.append((to, Parcel(share, body)))
+        self._to_send.append((to, Push(share, body)))
 
     def shut(self) -> frozenset[int]:
         """Workers to push nothing to: they are gone, or have not taken what was pushed to them before."""
@@ -95,22 +95,22 @@ class GossipThread:
         self._out |= {peer: self._begun[peer] for peer in out}
         return len(out) == len(self._peers)
 
-    def _send(self, to: int, parcel: Parcel | None) -> bool:
+    def _send(self, to: int, push: Push | None) -> bool:
         """Begin to send; return True if it is the end."""
-        share = parcel.share if parcel else 0.0
-        messages = [np.array([PUSHED if parcel else ENDED, share], np.float64).view(np.uint8)]
-        messages += host_comm.cut(parcel.body) if parcel else []
+        share = push.share if push else 0.0
+        messages = [np.array([PUSHED if push else ENDED, share], np.float64).view(np.uint8)]
+        messages += host_comm.cut(push.body) if push else []
         for message in messages if to not in self.gone else []:
             self._guarded(to, lambda message=message: self._outboxes[to].send(message, to))
-        self._begun[to] += parcel is not None
-        return parcel is None
+        self._begun[to] += push is not None
+        return push is None
 
     def _expect(self, peer: int) -> tuple[Any, np.ndarray]:
         head = np.empty(2)
         return self.mpi.Irecv(head, peer), head
 
     def _look(self, peer: int) -> bool:
-        """Look at what comes from a peer: the header of a `Parcel`, then its parts."""
+        """Look at what comes from a peer: the header of a `Push`, then its parts."""
         coming = self._coming.get(peer)
         if coming is None and len(self.arrived) >= MOST * len(self._peers) and not self._is_ending:
             return False  # until the main thread has taken some; at the end it waits for all
@@ -119,7 +119,7 @@ class GossipThread:
         self._guarded(peer, lambda: host_comm.some_are_complete(coming.requests))
         if any(coming.requests) or peer in self.gone:
             return False
-        self.arrived.append(coming.parcel)
+        self.arrived.append(coming.push)
         del self._coming[peer]
         self._guarded(peer, lambda: self._heads.update({peer: self._expect(peer)}))
         return True
@@ -131,9 +131,9 @@ class GossipThread:
         if head[0] == ENDED:
             self.ended.add(peer)
             return True
-        parcel = Parcel(float(head[1]), np.empty(self.body_bytes, np.uint8))
-        parts = [self.mpi.Irecv(part, peer) for part in host_comm.cut(parcel.body)]
-        self._coming[peer] = IncomingParcel(parcel, parts)
+        push = Push(float(head[1]), np.empty(self.body_bytes, np.uint8))
+        parts = [self.mpi.Irecv(part, peer) for part in host_comm.cut(push.body)]
+        self._coming[peer] = IncomingPush(push, parts)
         return True
 
     def _guarded(self, peer: int, act: Callable[[], Any]) -> Any:

@@ -134,7 +134,7 @@ class GlobalStatus(NamedTuple):
 class Answer(NamedTuple):
     """An answer to a report."""
 
-    books: GlobalStatus
+    status: GlobalStatus
     tally: Counters  # of all workers
     staleness: tuple[float, ...]  # exchanges by how many others came between, [LONGEST + 1]
     times: np.ndarray  # f64[workers, TimeSpent]: where the time of all has gone; to worker 0 alone, else empty
@@ -215,9 +215,9 @@ class GlobalProgress:
         # The first reason holds, so that all leave with the same exit code.
         self.stop = self.stop or float(self.tally.examples >= self.target) or 2.0 * self.leaving
         evaluated = sum(report.evaluated >= self.evaluate for report in reports)
-        books = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done, self.evaluate, evaluated)
+        status = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done, self.evaluate, evaluated)
         staleness = tuple(float(self.staleness[late]) for late in range(LONGEST + 1))
-        return Answer(books, self.tally, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
+        return Answer(status, self.tally, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
 
     def evaluating(self) -> set[int]:
         """Workers that have yet to post their part of an evaluation."""
@@ -319,7 +319,7 @@ class Server:
     def _answer(self) -> None:
         assert self.ledger is not None
         for worker, answer in self.ledger.answers():
-            numbers = np.array([*answer.books, *answer.tally, *answer.staleness, *answer.times.ravel()], np.float64)
+            numbers = np.array([*answer.status, *answer.tally, *answer.staleness, *answer.times.ravel()], np.float64)
             self.out.setdefault(worker, deque()).append(numbers.view(np.uint8))
 
 
@@ -435,7 +435,7 @@ def packed(kind: int, number: int, body: np.ndarray) -> np.ndarray:
 def unpacked(answer: np.ndarray) -> Answer:
     """An answer to a report out of u8[..]."""
     numbers = answer.view(np.float64).tolist()
-    books, rest = numbers[: len(GlobalStatus._fields)], numbers[len(GlobalStatus._fields) :]
+    status, rest = numbers[: len(GlobalStatus._fields)], numbers[len(GlobalStatus._fields) :]
     tally, rest = rest[: len(Counters._fields)], rest[len(Counters._fields) :]
     times = np.reshape(rest[LONGEST + 1 :], (-1, len(TimeSpent._fields)))
-    return Answer(GlobalStatus(*books), Counters(*tally), tuple(rest[: LONGEST + 1]), times)
+    return Answer(GlobalStatus(*status), Counters(*tally), tuple(rest[: LONGEST + 1]), times)

@@ -68,10 +68,10 @@ class ChiefWorker:
         self.answer, step = answer, self.run.plan.step(answer.tally.examples)
         if outcome := self.evaluation.conclude_if_whole(answer):
             self.result, self.evaluated = outcome.figures, self.evaluation.step
-        is_saved = answer.books.save == self.number and answer.books.saved >= answer.books.alive
+        is_saved = answer.status.save == self.number and answer.status.saved >= answer.status.alive
         if self.is_writing and is_saved and not self.evaluation.is_open:  # which may be its score
             self.commit(state)
-        if answer.books.stop:
+        if answer.status.stop:
             return Progress(step, is_over=True)
         due, self.done = self.run.plan.timetable.between(self.done, step), step
         due = DueEvents(*map(or_, due, self.overdue))
@@ -143,7 +143,7 @@ class ChiefWorker:
         """Lines of what all workers did since the last ones; the learning rate is worker 0's."""
         assert self.answer is not None
         answer, recorder, examples = self.answer, self.run.recorder, len(self.run.plan.feed.source)
-        now, alive = answer.tally, int(answer.books.alive)
+        now, alive = answer.tally, int(answer.status.alive)
         since = Counters(*(a - b for a, b in zip(now, self.before, strict=True)))
         before, self.times = self.times, answer.times
         spent = dict(zip(TimeSpent._fields, (self.times - before).T, strict=True))
@@ -186,7 +186,7 @@ class ChiefWorker:
         """When all others have made their last exchange: the last evaluation and checkpoint."""
         assert self.answer is not None
         run, workers = self.run, self.worker.workers
-        while self.is_writing or self.evaluation.is_open or self.answer.books.done < self.answer.books.alive:
+        while self.is_writing or self.evaluation.is_open or self.answer.status.done < self.answer.status.alive:
             self.wait(state)
         step = run.plan.step(self.answer.tally.examples)
         if self.has_news():
@@ -201,9 +201,9 @@ class ChiefWorker:
             self.wait(state)
         if traced := self.worker.tracer.merge(workers):
             run.recorder.say(traced)
-        if self.answer.books.stop == 2:
+        if self.answer.status.stop == 2:
             run.notice.say_saved(run.recorder.say, step, run.folder)
-        if lost := workers - int(self.answer.books.alive):
+        if lost := workers - int(self.answer.status.alive):
             run.recorder.say(f"finished with {workers - lost} of {workers} workers")
 
     def wait(self, state: TrainState) -> None:

@@ -65,7 +65,7 @@ class SharedEvaluation:
 
     def take_part(self, answer: Answer) -> None:
         """Judge this worker's part, if one is asked for, and post its sums."""
-        number = answer.books.evaluate
+        number = answer.status.evaluate
         if number <= self.worker.evaluated:
             return
         if self.parts[self.worker.number] != (0, 0):
@@ -76,7 +76,7 @@ class SharedEvaluation:
 
     def conclude_if_whole(self, answer: Answer) -> Evaluation | None:
         """Worker 0: the outcome, once all workers have posted their parts."""
-        if not self.is_open or answer.books.evaluate < self._number or answer.books.evaluated < answer.books.alive:
+        if not self.is_open or answer.status.evaluate < self._number or answer.status.evaluated < answer.status.alive:
             return None
         assert self._subject is not None
         subject, totals, self.is_open, self._subject = self._subject, self._sums, False, None

@@ -108,12 +108,12 @@ class Worker:
         assert gossiper is not None
         begin, w = 0.0, None
         while gossiper.arrived:
-            parcel = gossiper.arrived.popleft()
+            push = gossiper.arrived.popleft()
             if w is None:
                 begin, w = end_s(state), self.flat.vector(state.params)
-            sent = self.wire.decode(parcel.body)
+            sent = self.wire.decode(push.body)
             self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
-            w = self.gossip.merge(w, sent, parcel.share)
+            w = self.gossip.merge(w, sent, push.share)
         if w is not None:
             state = state._replace(params=self._params(w, state))
         push = None if self.is_done else self.gossip.draw(gossiper.shut())
@@ -161,7 +161,7 @@ class Worker:
         self, parts: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, answer: Answer
     ) -> None:
         """This worker's part of a checkpoint that has been begun."""
-        save = answer.books.save
+        save = answer.status.save
         if save <= self.saved:
             return
         step = int(save) - 1
@@ -212,5 +212,5 @@ def end_s(state: TrainState) -> float:
 
 def check_alive(answer: Answer) -> None:
     """Raise `TrainingError` if worker 0 is gone."""
-    if answer.books.closing == 2:
+    if answer.status.closing == 2:
         raise TrainingError("worker 0, which keeps the record, is gone; go on from the last checkpoint with --resume")

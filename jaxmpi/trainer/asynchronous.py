@@ -186,7 +186,7 @@ class AsynchronousWorker:
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
         self._do_parts(state, answer)
         self.answer = answer
-        progress = Progress(step, is_over=bool(answer.books.stop))
+        progress = Progress(step, is_over=bool(answer.status.stop))
         if self.chief:
             progress = self.chief.progress(state, answer)
         if progress.is_over:
@@ -261,7 +261,7 @@ class AsynchronousWorker:
         worker = self.worker
         self.cores.end()
         assert self.answer is not None
-        is_left = self.answer.books.stop == 2
+        is_left = self.answer.status.stop == 2
         state = worker.end(state)
         if self.chief:
             self.chief.finish(state)
@@ -270,7 +270,7 @@ class AsynchronousWorker:
                 self.server.join()
         else:
             answer = worker.tell({})
-            while not answer.books.closing:
+            while not answer.status.closing:
                 time.sleep(LOOK_S)
                 self._do_parts(state, answer)
                 answer = worker.tell({})

@@ -68,11 +68,11 @@ def test_center_and_workers_keep_their_sum(servers, wire):
             assert talk.sent_bytes >= layout.host_wire().size_bytes(N)
             w = w - np.float32(0.5) * (talk.sent - talk.seen)
         if RANK == 0:
-            until(line, layout, told, lambda books: books.done == workers - 1)
+            until(line, layout, told, lambda status: status.done == workers - 1)
             talk = ServerExchange(layout, READ, np.empty(N, np.float32), None)
             converse(talk, [line])
             seen = talk.seen if wire == "32" else seen
-        until(line, layout, told, lambda books: books.closing, is_done=1, closing=float(RANK == 0))
+        until(line, layout, told, lambda status: status.closing, is_done=1, closing=float(RANK == 0))
         if RANK == 0:
             converse(ServerExchange(layout, END, None, None), [line])
     if thread:
@@ -90,12 +90,12 @@ def elastic(center, sent, seen):
 
 
 def until(line, layout, told, holds, **report) -> None:
-    """Report until the books say so; nobody speaks any more after hearing the end. Worker 0 is told all times."""
+    """Report until the status say so; nobody speaks any more after hearing the end. Worker 0 is told all times."""
     while True:
         talk = ServerExchange(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Counters(), *TimeSpent()], told)
         converse(talk, [line])
         assert talk.answer
-        if holds(talk.answer.books):
+        if holds(talk.answer.status):
             return
         time.sleep(0.005)
 
@@ -110,8 +110,8 @@ def test_all_push_to_each_other_at_once_and_nothing_is_lost():
     def merge() -> None:
         nonlocal w
         while gossiper.arrived:
-            parcel = gossiper.arrived.popleft()
-            w = gossip.merge(w, parcel.body.view(np.float32), parcel.share)
+            push = gossiper.arrived.popleft()
+            w = gossip.merge(w, push.body.view(np.float32), push.share)
 
     for _ in range(10):
         push = gossip.draw()
@@ -141,7 +141,7 @@ def test_a_worker_that_takes_nothing_is_pushed_nothing_more_and_no_memory_fills(
     assert 0 < pushed <= (SIZE - 1) * (2 * MOST + 1) * (SIZE - 1)
     assert len(gossiper.arrived) <= MOST * (SIZE - 1) + SIZE - 2
     gossiper.end()
-    weight = gossip.weight + sum(parcel.share for parcel in gossiper.arrived)
+    weight = gossip.weight + sum(push.share for push in gossiper.arrived)
     whole, lost = total(np.array([weight, pushed - len(gossiper.arrived)]))
-    assert abs(whole - 1) <= 20 * SIZE**2 * 2.0**-52  # a rounding for every push and parcel
+    assert abs(whole - 1) <= 20 * SIZE**2 * 2.0**-52  # a rounding for every push, at both ends
     assert lost == 0
