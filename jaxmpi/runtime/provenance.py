@@ -33,12 +33,13 @@ PACKAGES = ("jaxmpi", "jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4
 
 def versions() -> dict[str, str]:
     """Installed versions of what can change numbers, and of Python."""
-    found = {"python": sys.version.split()[0]}
+    found = {}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
+    found["python"] = sys.version.split()[0]
     return found
 
 

@@ -265,7 +265,7 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
         UsageError: no example; an image that is not u8[height, width, channels], or not of the first one's shape; or a
             file cannot be written, such as on a full disk: which.
     """
-    check(len(source) > 0, f"{source.name}: got no examples to write")
+    check(len(source) > 0, f"{getattr(source, 'name', 'the source')}: got no examples to write")
     folder, labels, names = Path(root) / split, Path(labels_path(str(root), split)), _names(-(-len(source) // rows))
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -306,7 +306,7 @@ def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Ite
             shape = shape or image.shape
             check(
                 image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,
-                f"{source.name}[{i}]: got {image.dtype}{list(image.shape)}; expected u8[height, width, channels] as "
+                f"{getattr(source, 'name', 'source')}[{i}]: got {image.dtype}{list(image.shape)}; expected u8[height, width, channels] as "
                 "before it",
             )
             images.append(image)
