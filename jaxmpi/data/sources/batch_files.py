@@ -306,8 +306,8 @@ def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Ite
             shape = shape or image.shape
             check(
                 image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,
-                f"{getattr(source, 'name', 'source')}[{i}]: got {image.dtype}{list(image.shape)}; expected u8[height, width, channels] as "
-                "before it",
+                f"{getattr(source, 'name', 'source')}[{i}]: got {image.dtype}{list(image.shape)}; expected "
+                "u8[height, width, channels] as before it",
             )
             images.append(image)
         yield np.stack(images)
