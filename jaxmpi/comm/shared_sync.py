@@ -62,9 +62,13 @@ def table_bytes(size: int) -> int:
 class Board:
     """Counters of all ranks of a host, and how to wait for them."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float) -> None:
-        """Take a fresh table, of zeros, and say that this rank is here."""
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float, what: str = "a sum") -> None:
+        """Take a fresh table, of zeros, and say that this rank is here.
+
+        Args:
+            what: all of them do together, for messages.
+        """
+        self.rank, self.size, self.timeout_s, self.what = rank, size, timeout_s, what
         self.words = memoryview(memory)[: table_bytes(size)].cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.failed = size * ROW
@@ -159,12 +163,12 @@ class Board:
 
     def _check_alive(self, rank: int) -> None:
         if self._has_ended(rank):
-            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in a sum")
+            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in {self.what}")
 
     def _check_time(self, late: Sequence[int], waited_s: float) -> None:
         if waited_s > self.timeout_s:
             raise TrainingError(
-                f"local rank {self.rank} waited {waited_s:.0f} s in a sum for local rank "
+                f"local rank {self.rank} waited {waited_s:.0f} s in {self.what} for local rank "
                 f"{', '.join(map(str, late))}; all ranks must come to it as often ("
                 "JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
@@ -175,7 +179,9 @@ class Board:
 
     def _check_none_failed(self) -> None:
         if failed := self.words[self.failed]:
-            raise TrainingError(f"local rank {failed - 1} failed in a sum over this host; its own message says why")
+            raise TrainingError(
+                f"local rank {failed - 1} failed in {self.what} over this host; its own message says why"
+            )
 
     def _has_ended(self, rank: int) -> bool:
         """Return True if a rank's process is gone, as far as this one can see."""
