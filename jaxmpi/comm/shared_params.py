@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, Board, Host, Made, map_together, reserved, table_bytes
+from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, Board, Host, Made, map_together, reserved_anywhere, table_bytes
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -94,9 +94,10 @@ class SharedParams:
         start = table_bytes(ranks)
 
         def make() -> Made:
-            made = reserved(start + sum(sizes))
-            why = f"no {(start + sum(sizes)) >> 20} MiB for params in {folder()} ({made.trouble}); use another strategy"
-            return made if made.path else Made("", trouble=f"{why}: asa")
+            made = reserved_anywhere(start + sum(sizes))
+            size = f"{(start + sum(sizes)) / 1e6:.3g} MB"
+            why = f"no {size} for params in {folder()} ({made.trouble}) nor beside it; use another strategy: asa"
+            return made if made.path else Made("", trouble=why)
 
         memory, _ = map_together(self._host, make)
         self._board = Board(memory, rank, ranks, TIMEOUT_S, "an update of shared params")

@@ -4,6 +4,7 @@ A rank writes only its own row and reads the others'; it sleeps on a futex while
 """
 
 import ctypes
+import errno
 import functools
 import hashlib
 import mmap
@@ -16,7 +17,7 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
-from jaxmpi.core.shared_memory import folder, reserve
+from jaxmpi.core.shared_memory import available_bytes, folder, reserve
 from jaxmpi.runtime import job_folder
 
 SEGMENT_BYTES = 46 << 20  # of shared memory at most, whatever the vectors' sizes
@@ -229,8 +230,32 @@ def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
         host.host_barrier()
     finally:
         if host.local_rank == 0:
-            os.unlink(made.path)
+            forget(made.path)
     return memory, made.chunk
+
+
+def forget(path: str) -> None:
+    """Let the memory go with the last that has mapped it."""
+    if path.startswith("/proc/"):
+        os.close(int(os.path.basename(path)))
+    else:
+        os.unlink(path)
+
+
+def reserved_anywhere(size_bytes: int) -> Made:
+    """Memory of that size, as a file in memory or as one without a name: a container often has 64 MiB for the first."""
+    made = reserved(size_bytes)
+    if made.path or not hasattr(os, "memfd_create"):
+        return made
+    handle = os.memfd_create("jaxmpi")
+    try:
+        if size_bytes > available_bytes():  # the system would try, and kill processes meanwhile
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        reserve(handle, size_bytes)
+    except OSError:
+        os.close(handle)
+        return made
+    return Made(f"/proc/{os.getpid()}/fd/{handle}", size_bytes)
 
 
 def reserved(size_bytes: int) -> Made:

@@ -21,7 +21,7 @@ import pytest
 import jaxmpi
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.sharded import shards_of
-from jaxmpi.comm import shared_params
+from jaxmpi.comm import shared_params, shared_sync
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.shared_params import SharedParams
@@ -175,6 +175,13 @@ def test_no_rank_writes_shared_params_before_all_have_let_go_of_those_before():
     before = np.array(params["w"])
     assert np.array(place.renewed(own)["w"]).all()
     assert not before.any()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
+def test_shared_params_need_no_room_where_files_in_memory_lie(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_sync, "folder", lambda: str(tmp_path / "not there"))
+    place, _, own = shared_zeros()
+    assert np.array(place.renewed(own)["w"]).all()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
