@@ -116,8 +116,15 @@ class FaultTolerantComm(RankComm):
         source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
         under_way = [self.mpi.Irecv(bits(x), source) for x in results]  # before others send: no copies in MPI
         under_way += [self.mpi.Isend(bits(x), to) for x in operands]
-        for request in under_way:
-            request.Wait()
+        failed: Exception | None = None
+        for request in under_way:  # all of them: MPI may write to an array until its request has ended
+            try:
+                request.Wait()
+            except Exception as error:
+                failed = failed or error
+                self.processes.revoke()  # so that the others end, too
+        if failed:
+            raise failed
 
     def _make_shared_sum(self) -> SharedSum:
         name = f"{self._name}: sum"
