@@ -7,11 +7,13 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
+from jaxmpi.core.errors import AgreedError
 from jaxmpi.runtime import failures
 
 STRATEGIES = ("ar", "asa:16", "ring", "root:bf16", "shm")
@@ -52,6 +54,7 @@ def until_death(comm: FaultTolerantComm, victim: int, strategy: str) -> int:
         new = jax.block_until_ready(step(w))
         if not control.vote(not comm.is_lost):
             assert float(w[0]) == done
+            assert bool(comm.why) == comm.is_lost
             return done
         w, done = new, done + 1
 
@@ -70,6 +73,8 @@ def main() -> None:
         comm = FaultTolerantComm(control)
         assert comm.size == control.size == before - 1
         check_all(comm, control)
+    with pytest.raises(AgreedError, match="none of them is gone: test"):  # every rank says the reason that one has
+        control.shrink("test" * (control.rank == control.size - 1))
     control.allgather_object("all are here")
     print(f"rank {control.numbers[control.rank]} is left among {control.numbers}", flush=True)
     control.leave(0)

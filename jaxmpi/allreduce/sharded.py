@@ -132,7 +132,7 @@ class Shards(NamedTuple):
 
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
         """The new params, of all workers' new slices: written where all read them, or gathered."""
-        return self.shared_params.renewed(slices, params) if self.shared_params else self.gather(slices, params)
+        return self.shared_params.renewed(slices) if self.shared_params else self.gather(slices, params)
 
     def _half(self, half: str, like: PyTree) -> Callable[[PyTree], Any]:
         name, _, wire = half.partition(":")
@@ -148,7 +148,8 @@ class Shards(NamedTuple):
             comm.assert_same(named.fingerprint(tree, TRACED if traced else "exchange"))
             if not traced:
                 leaves, structure = jax.tree.flatten(like)
-                return outside_jit(self, half, structure, tuple((x.shape, x.dtype) for x in leaves))(tree)
+                lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
+                return outside_jit(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves))(tree)
             # The communication thread compares of itself: here gradients would wait for it.
             number = None if is_part or self.is_beside else number_of(comm, f"{named.what(leaves)}, {caller()}")
             tree = jax.tree.map(lambda x: guarded(x, comm), tree)

@@ -228,7 +228,7 @@ class MpiProcesses:
         threads, are of no more use.
 
         Args:
-            why: the error after which this is done.
+            why: the error after which this is done; empty on ranks that have seen none.
 
         Raises:
             AgreedError: nobody is gone, so something else was wrong.
@@ -242,6 +242,7 @@ class MpiProcesses:
                 break
         gone = sorted(set(before) - set(self.numbers))
         if not gone:
+            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # of the rank that has seen it
             raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
         self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
         return gone

@@ -32,6 +32,7 @@ class FaultTolerantComm(RankComm):
         """Clone the world; all ranks come here together, again after `processes.shrink`."""
         super().__init__(processes, processes.clone())
         self.is_lost = False  # whether a collective has failed, so that results are worth nothing
+        self.why = ""  # the error of it
         self._name, self._names = f"mortal comm {next(_numbers)}", list[str]()
         for move in (self._allreduce, self._alltoall, self._allgather, self._permute, self._bcast):
             self._offer(self._called(move), move)
@@ -51,7 +52,7 @@ class FaultTolerantComm(RankComm):
             except Exception as error:
                 if not (is_mpi_error(error) or isinstance(error, TrainingError)):
                     raise
-                self.is_lost = True
+                self.is_lost, self.why = True, str(error) or type(error).__name__
                 self.processes.revoke()
         for result in results:
             result[...] = np.zeros((), result.dtype)
@@ -115,8 +116,15 @@ class FaultTolerantComm(RankComm):
         source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
         under_way = [self.mpi.Irecv(bits(x), source) for x in results]  # before others send: no copies in MPI
         under_way += [self.mpi.Isend(bits(x), to) for x in operands]
-        for request in under_way:
-            request.Wait()
+        failed: Exception | None = None
+        for request in under_way:  # all of them: MPI may write to an array until its request has ended
+            try:
+                request.Wait()
+            except Exception as error:
+                failed = failed or error
+                self.processes.revoke()  # so that the others end, too
+        if failed:
+            raise failed
 
     def _make_shared_sum(self) -> SharedSum:
         name = f"{self._name}: sum"

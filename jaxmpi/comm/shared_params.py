@@ -6,27 +6,34 @@ that all of them have mapped, and all compute on what lies there. So w ranks hol
 params beside the old ones.
 
 XLA takes arrays over this memory as they lie, and counts on their not changing. They change only while nobody reads
-them. A rank writes when its slice of the gradients' sum is complete: then the programs that made the gradients are over
-on all ranks. It waits for its own programs before. And nobody goes on before all have written. Arrays of the step
-before are deleted, so whoever has kept one gets an error, not other numbers.
+them. So in each step every rank deletes its arrays of the step before, and waits until nothing in its process holds the
+memory under them: no program, no NumPy view, no other array. Then it waits for all ranks, writes its slice, and waits
+for all once more. Whoever has kept an array gets an error when it is used; whoever has kept a view of one gets an error
+at once, on all ranks, before anything is written.
 
-Tried and dropped: one array for all steps, which would change under callbacks that keep it.
+Tried and dropped: one array for all steps, which would change under callbacks that keep it. To wait for all arrays of
+the process instead: a program whose result is dropped still reads, and NumPy's views are no arrays of JAX.
 """
 
+import gc
 import math
 import mmap
+import time
+import weakref
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, Board, Host, Made, map_together, reserved, table_bytes
+from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, Board, Host, Made, map_together, reserved_anywhere, table_bytes
 from jaxmpi.core.deals import Leaves
-from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.shared_memory import folder
 from jaxmpi.core.slices import Entries
 
 ALIGNED = 64  # bytes, at which devices on the host take an array as it lies
+LET_GO_S = 10.0  # in which what reads params must come to its end
 
 
 class SharedParams:
@@ -40,37 +47,45 @@ class SharedParams:
             number: of this rank's slice.
         """
         self._host, self._cut, self._number = host, cut, number
-        self._views: PyTree = None
+        self._views: PyTree = None  # which stay here, to be written
+        self._arrays: list[jax.Array] = []  # that are read now
+        self._held: list[weakref.ref[np.ndarray]] = []  # of each: a view that goes when nothing reads it any more
         self._turns = 0
 
     def filled(self, params: PyTree) -> PyTree:
         """Params of the host's first rank as arrays in shared memory; all its ranks come here together.
 
+        Arrays of before are deleted, unless these are the ones: then they are there already.
+
         Raises:
-            UsageError: no room for them, or ranks that share no memory; on all ranks alike.
+            UsageError: no room for them, or ranks that share no memory; on all ranks alike. As `renewed`.
         """
         if self._views is None:
             self._map(params)
+        leaves = jax.tree.leaves(params)
+        if self._arrays and all(here is leaf for here, leaf in zip(self._arrays, leaves, strict=True)):
+            return params
+        self._let_go()
         if self._host.local_rank == 0:
             jax.tree.map(np.copyto, self._views, params)
-        self._wait_for_all()
-        return self._arrays()
+        return self._written()
 
-    def renewed(self, own: PyTree, before: PyTree) -> PyTree:
+    def renewed(self, own: PyTree) -> PyTree:
         """Params with the new values of all ranks' slices; arrays of before are deleted.
 
         Args:
             own: this rank's slices.
-            before: what `filled` or the last call gave.
 
-        Communicates: through shared memory; a wait for all ranks of the host.
+        Communicates: through shared memory; two waits for all ranks of the host.
+
+        Raises:
+            UsageError: this process still holds a view of the params of before.
+            TrainingError: another rank does.
         """
-        jax.block_until_ready((own, jax.live_arrays()))  # nothing here reads the params of before any more
-        for leaf in jax.tree.leaves(before):
-            leaf.delete()
+        jax.block_until_ready(own)
+        self._let_go()
         self._cut.write(self._views, own, self._number)
-        self._wait_for_all()
-        return self._arrays()
+        return self._written()
 
     def _map(self, params: PyTree) -> None:
         leaves, structure = jax.tree.flatten(params)
@@ -79,17 +94,44 @@ class SharedParams:
         start = table_bytes(ranks)
 
         def make() -> Made:
-            made = reserved(start + sum(sizes))
-            why = f"no {(start + sum(sizes)) >> 20} MiB for params in {folder()} ({made.trouble}); use another strategy"
-            return made if made.path else Made("", trouble=f"{why}: asa")
+            made = reserved_anywhere(start + sum(sizes))
+            size = f"{(start + sum(sizes)) / 1e6:.3g} MB"
+            why = f"no {size} for params in {folder()} ({made.trouble}) nor beside it; use another strategy: asa"
+            return made if made.path else Made("", trouble=why)
 
         memory, _ = map_together(self._host, make)
-        self._board = Board(memory, rank, ranks, TIMEOUT_S)
+        self._board = Board(memory, rank, ranks, TIMEOUT_S, "an update of shared params")
         self._host.host_barrier()
         self._board.check_all_here()
         ends = np.cumsum([start, *sizes]).tolist()
         views = [view(memory, at, leaf.shape) for at, leaf in zip(ends, leaves, strict=False)]
         self._views = jax.tree.unflatten(structure, views)
+
+    def _let_go(self) -> None:
+        """Delete the arrays of before, and return when no rank reads them any more."""
+        for array in self._arrays:
+            array.delete()
+        self._arrays = []
+        begin, pause_s = time.monotonic(), 1e-5
+        while any(ref() is not None for ref in self._held):
+            if time.monotonic() - begin > LET_GO_S:
+                self._refuse_held()
+            if pause_s > LET_GO_S / 8:
+                gc.collect()  # a view in a cycle is nobody's
+            time.sleep(pause_s)
+            pause_s *= 2
+        self._wait_for_all()
+
+    def _refuse_held(self) -> None:
+        names = [name or "params" for name, _ in named_leaves(self._views)]
+        held = [name for name, ref in zip(names, self._held, strict=True) if ref() is not None]
+        if held:
+            self._board.fail()
+            raise UsageError(
+                f"local rank {self._host.local_rank}: got {held[0]} of the params before this step still in use after "
+                f"{LET_GO_S:.0f} s, as by a view that np.asarray(x) gives; the ranks of this host share their params, "
+                "which change now: keep copies, np.array(x), or use another strategy, such as asa"
+            )
 
     def _wait_for_all(self) -> None:
         self._turns += 1
@@ -97,8 +139,13 @@ class SharedParams:
         self._board.post(ARRIVED, self._turns)
         self._board.wait_for_all(ARRIVED, self._turns)
 
-    def _arrays(self) -> PyTree:
-        return jax.tree.map(jax.dlpack.from_dlpack, self._views)
+    def _written(self) -> PyTree:
+        """New arrays, once all ranks have written."""
+        self._wait_for_all()
+        views, structure = jax.tree.flatten(self._views)
+        seen = [leaf.view() for leaf in views]
+        self._held, self._arrays = [weakref.ref(leaf) for leaf in seen], [jax.dlpack.from_dlpack(x) for x in seen]
+        return jax.tree.unflatten(structure, self._arrays)
 
 
 def view(memory: mmap.mmap, at: int, shape: Any) -> np.ndarray:

@@ -4,6 +4,7 @@ A rank writes only its own row and reads the others'; it sleeps on a futex while
 """
 
 import ctypes
+import errno
 import functools
 import hashlib
 import mmap
@@ -16,7 +17,7 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
-from jaxmpi.core.shared_memory import folder, reserve
+from jaxmpi.core.shared_memory import available_bytes, folder, reserve
 from jaxmpi.runtime import job_folder
 
 SEGMENT_BYTES = 46 << 20  # of shared memory at most, whatever the vectors' sizes
@@ -62,9 +63,13 @@ def table_bytes(size: int) -> int:
 class Board:
     """Counters of all ranks of a host, and how to wait for them."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float) -> None:
-        """Take a fresh table, of zeros, and say that this rank is here."""
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float, what: str = "a sum") -> None:
+        """Take a fresh table, of zeros, and say that this rank is here.
+
+        Args:
+            what: all of them do together, for messages.
+        """
+        self.rank, self.size, self.timeout_s, self.what = rank, size, timeout_s, what
         self.words = memoryview(memory)[: table_bytes(size)].cast("q")
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.failed = size * ROW
@@ -159,12 +164,12 @@ class Board:
 
     def _check_alive(self, rank: int) -> None:
         if self._has_ended(rank):
-            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in a sum")
+            raise TrainingError(f"local rank {rank} has ended; local rank {self.rank} waited for it in {self.what}")
 
     def _check_time(self, late: Sequence[int], waited_s: float) -> None:
         if waited_s > self.timeout_s:
             raise TrainingError(
-                f"local rank {self.rank} waited {waited_s:.0f} s in a sum for local rank "
+                f"local rank {self.rank} waited {waited_s:.0f} s in {self.what} for local rank "
                 f"{', '.join(map(str, late))}; all ranks must come to it as often ("
                 "JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
             )
@@ -175,7 +180,9 @@ class Board:
 
     def _check_none_failed(self) -> None:
         if failed := self.words[self.failed]:
-            raise TrainingError(f"local rank {failed - 1} failed in a sum over this host; its own message says why")
+            raise TrainingError(
+                f"local rank {failed - 1} failed in {self.what} over this host; its own message says why"
+            )
 
     def _has_ended(self, rank: int) -> bool:
         """Return True if a rank's process is gone, as far as this one can see."""
@@ -223,8 +230,32 @@ def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
         host.host_barrier()
     finally:
         if host.local_rank == 0:
-            os.unlink(made.path)
+            forget(made.path)
     return memory, made.chunk
+
+
+def forget(path: str) -> None:
+    """Let the memory go with the last that has mapped it."""
+    if path.startswith("/proc/"):
+        os.close(int(os.path.basename(path)))
+    else:
+        os.unlink(path)
+
+
+def reserved_anywhere(size_bytes: int) -> Made:
+    """Memory of that size, as a file in memory or as one without a name: a container often has 64 MiB for the first."""
+    made = reserved(size_bytes)
+    if made.path or not hasattr(os, "memfd_create"):
+        return made
+    handle = os.memfd_create("jaxmpi")
+    try:
+        if size_bytes > available_bytes():  # the system would try, and kill processes meanwhile
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        reserve(handle, size_bytes)
+    except OSError:
+        os.close(handle)
+        return made
+    return Made(f"/proc/{os.getpid()}/fd/{handle}", size_bytes)
 
 
 def reserved(size_bytes: int) -> Made:

@@ -68,9 +68,9 @@ class ShrinkCoordinator:
 
     def vote(self) -> None:
         """Go on together; raises `Lost` if a rank is gone."""
-        is_whole = not (isinstance(self.comm, FaultTolerantComm) and self.comm.is_lost)
-        if not self.control.vote(is_whole):
-            raise Lost
+        why = self.comm.why if isinstance(self.comm, FaultTolerantComm) and self.comm.is_lost else ""
+        if not self.control.vote(not why):
+            raise Lost(why)
 
     def after(self, error: Exception, saver: Saver) -> None:
         """Become the ranks that are left, after an error that says that one is gone; what is being saved is dropped.

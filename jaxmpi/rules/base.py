@@ -88,7 +88,7 @@ class ParamsInPlace(Protocol):
         """Params of the host's first rank, where they lie from now on."""
         ...
 
-    def renewed(self, own: PyTree, before: PyTree) -> PyTree:
+    def renewed(self, own: PyTree) -> PyTree:
         """Params with the new values of all workers' slices."""
         ...
 

@@ -541,8 +541,8 @@ def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bo
     """
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_exact = experiment.exchange.gather_wire == "32"
-    is_one_host = algorithms.parse(strategy).name == "shm:32"
-    return is_one_host and is_exact and not keeps and is_split(experiment, workers) and workers.devices == 1
+    is_in_reach = algorithms.parse(strategy).name == "shm:32" and jax.default_backend() == "cpu"
+    return is_in_reach and is_exact and not keeps and is_split(experiment, workers) and workers.devices == 1
 
 
 def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:

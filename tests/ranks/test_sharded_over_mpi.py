@@ -3,8 +3,11 @@
 """
 
 import ctypes
+import gc
 import re
 import sys
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +23,14 @@ from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.comm import shared_params, shared_sync
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.core.deals import deal
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import named_leaves, tree_digest
+from jaxmpi.core.slices import Entries
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.recover.buddies import Slices
 from jaxmpi.recover.buddies import recut as recut_slices
@@ -154,18 +161,67 @@ def test_params_that_ranks_share_are_those_that_are_gathered_and_stay_where_they
         params, state = tree(RANK if host else 0), COMM.jit(rule.sharding.init)(tree(0), np.int32(RANK))
         if halves.shared_params:
             params = halves.shared_params.filled(params)  # of rank 0
+            gone.append(weakref.ref(halves.shared_params))
         for step in range(1, 4):
             params, state = rule.update(tree(step * SIZE + RANK), state, params)
             yield params
 
-    before = None
+    before, gone = None, list[Any]()
     for gathered, shared in zip(steps(None), steps(control), strict=True):
         for leaf in SHAPES:
-            np.testing.assert_array_equal(np.asarray(shared[leaf]), np.asarray(gathered[leaf]), err_msg=leaf)
+            np.testing.assert_array_equal(np.array(shared[leaf]), np.asarray(gathered[leaf]), err_msg=leaf)
             if before:
                 assert before[0][leaf].is_deleted()
                 assert before[1][leaf] == shared[leaf].unsafe_buffer_pointer()
         before = shared, {leaf: shared[leaf].unsafe_buffer_pointer() for leaf in SHAPES}
+    del before, shared
+    gc.collect()
+    assert [made() for made in gone] == [None]  # a run that has ended keeps no memory
+
+
+def shared_zeros() -> tuple[SharedParams, dict[str, jax.Array], dict[str, jax.Array]]:
+    """A place, its params of zeros, and this rank's slice of ones."""
+    place = SharedParams(processes(), Entries(SIZE), RANK)
+    return place, place.filled({"w": np.zeros(4 * SIZE, np.float32)}), {"w": jnp.ones(4)}
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
+def test_no_rank_writes_shared_params_before_all_have_let_go_of_those_before():
+    place, params, own = shared_zeros()
+    time.sleep(0.5 * (RANK == SIZE - 1))  # the others wait to write
+    before = np.array(params["w"])
+    assert np.array(place.renewed(own)["w"]).all()
+    assert not before.any()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
+def test_shared_params_need_no_room_where_files_in_memory_lie(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_sync, "folder", lambda: str(tmp_path / "not there"))
+    place, _, own = shared_zeros()
+    assert np.array(place.renewed(own)["w"]).all()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
+def test_a_view_of_shared_params_that_is_kept_is_an_error_and_they_do_not_change(monkeypatch):
+    monkeypatch.setattr(shared_params, "LET_GO_S", 0.5)
+    place, params, own = shared_zeros()
+    view = np.asarray(params["w"]) if RANK == 0 else None
+    told = r"local rank 0: got w.*np\.array" if RANK == 0 else "local rank 0 failed in an update"
+    with pytest.raises((UsageError, TrainingError), match=told):
+        place.renewed(own)
+    assert view is None or not view.any()
+    processes().barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker shares nothing")
+def test_shared_params_that_are_filled_anew_delete_the_arrays_before_as_a_step_does():
+    place, params, own = shared_zeros()
+    assert place.filled(params)["w"] is params["w"]  # they are there already
+    again = place.filled({"w": np.full(4 * SIZE, 2, np.float32)})  # a rollback
+    assert params["w"].is_deleted()
+    assert (np.array(again["w"]) == 2).all()
+    assert np.array(place.renewed(own)["w"]).all()
+    assert again["w"].is_deleted()
 
 
 def resident_bytes() -> int:
