@@ -265,7 +265,7 @@ SAVES += "while :; do sleep 0.05; done"
     ],
 )
 def test_a_signal_to_the_whole_group_reaches_the_launcher_through_its_supervisor_alone(tmp_path, numbers, code, said):
-    """As of Ctrl-C, `timeout` and a closed terminal: mpirun, which hears them itself, kills ranks in 0.25 s.
+    """Signals of Ctrl-C, `timeout` and a closed terminal, which mpirun gets as well, and kills ranks in 0.25 s.
 
     The second of `timeout`'s two signals comes at once and belongs to the first.
     """

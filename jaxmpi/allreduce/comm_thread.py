@@ -41,6 +41,7 @@ from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 THREAD = "jaxmpi exchange"
 OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "start", "done", "send", "collect"))
+RANK = f"{THREAD}: rank"
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S = 0.002, 0.0003
@@ -114,6 +115,7 @@ class CommThread:
         self._is_ending = self._is_waited_for = False
         self._waited = WaitClock()  # since the last message came or went
         calls = {OPEN: self._open, START: self._start, DONE: self._done, SEND: self._send, COLLECT: self._collect}
+        calls[RANK] = self._rank
         for name, function in calls.items():
             host_callbacks.register(name, function, ends_job=True)
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
@@ -131,6 +133,10 @@ class CommThread:
             self._thread.join()
 
     # ------------------------------------------------------------ called by programs
+
+    def _rank(self, operands: list, results: list) -> None:
+        """Number i32[] of the rank that runs a program, which another one may have traced."""
+        results[0][...] = self.comm.mpi.rank
 
     def _open(self, operands: list, results: list, segments: int, plan: str, what: str) -> None:
         """Ticket u32[]: the number of the exchange's first segment.

@@ -43,7 +43,8 @@ from jaxmpi.allreduce.api import (
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, plan
 from jaxmpi.allreduce.building_blocks import spread
-from jaxmpi.allreduce.call_order import caller, callers, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
+from jaxmpi.allreduce.comm_thread import RANK
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, is_carried
@@ -57,6 +58,7 @@ from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import Entries, cut_for, rows_of, shape_of_slice, whole_of
+from jaxmpi.runtime import host_callbacks
 
 
 class Shards(NamedTuple):
@@ -71,7 +73,11 @@ class Shards(NamedTuple):
     deal: Deal | None = None  # which worker has which leaves; None: each a slice of every leaf
     gather_wire: str = "32"  # of new params; with a coarser one, of their changes
     shared_params: SharedParams | None = None  # where workers of one host have one copy of the params
-    is_beside: bool = False  # whether buckets travel while the program that gives gradients goes on
+
+    @property
+    def is_beside(self) -> bool:
+        """Return True if buckets travel while the program that gives gradients goes on."""
+        return self.choice.order is not None
 
     @property
     def comm(self) -> Comm:
@@ -97,7 +103,10 @@ class Shards(NamedTuple):
 
     def chunk(self) -> jax.Array:
         """i32[]: the number of this worker's slice."""
-        return jnp.asarray(self.chunks, jnp.int32)[self.comm.rank]
+        rank = self.comm.rank
+        if self.is_beside:  # one rank of a host traces for all
+            [rank] = host_callbacks.call(RANK, [], [jax.ShapeDtypeStruct((), jnp.int32)], effect=None)
+        return jnp.asarray(self.chunks, jnp.int32)[rank]
 
     @property
     def cut(self) -> Entries | Leaves:
@@ -145,13 +154,14 @@ class Shards(NamedTuple):
         named = self.choice._replace(strategy=f"{self.choice.strategy}, {half}")
         with one_thread(comm) as is_part:
             traced = is_traced(leaves)
+            if traced and self.is_beside:  # ranks compare the plan when they run it
+                return program(jax.tree.map(lambda x: guarded(x, comm), tree))
             comm.assert_same(named.fingerprint(tree, TRACED if traced else "exchange"))
             if not traced:
                 leaves, structure = jax.tree.flatten(like)
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
                 return outside_jit(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves))(tree)
-            # The communication thread compares of itself: here gradients would wait for it.
-            number = None if is_part or self.is_beside else number_of(comm, f"{named.what(leaves)}, {caller()}")
+            number = None if is_part else number_of(comm, f"{named.what(leaves)}, {caller()}")
             tree = jax.tree.map(lambda x: guarded(x, comm), tree)
             with compared(comm, number):
                 return program(tree)
@@ -202,18 +212,23 @@ class Shards(NamedTuple):
     def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
         labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
         plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
-        what = f"{half} of slices beside a program ({strategy}, {callers()})" if self.is_beside else ""
-        calls = Calls.of(strategy, self.comm, plan, flats, labels, portable=False, what=what, half=half)
-        return travelled(flats, calls)
+        return travelled(flats, Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half))
 
     def _clipped(self, slices: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         square = jnp.zeros(())
         if self.clip_norm or self.gives_square:
             own = sum((jnp.square(x).sum() for x in slices), jnp.zeros(()))
-            square = self.comm.allgather(own).sum()  # in one order on all workers
+            square = self._of_all(own).sum()  # in one order on all workers
         if self.clip_norm:
             slices = [clipped(x, jnp.sqrt(square), self.clip_norm) for x in slices]
         return slices, square
+
+    def _of_all(self, x: jax.Array) -> jax.Array:
+        """f32[] -> f32[w], by worker."""
+        if not self.is_beside:
+            return self.comm.allgather(x)
+        [by_number] = self._rows_of_all([x.reshape(1)], "32")
+        return by_number.reshape(-1)[jnp.asarray(self.chunks)]
 
     def _gathered(self, slices: PyTree, like: PyTree, wire: str) -> PyTree:
         if self.comm.size == 1:
@@ -301,9 +316,7 @@ def shards_of(
         f"{', '.join(able)}, or auto",
     )
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, beside)
-    made = Shards(
-        choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire, is_beside=beside is not None
-    )
+    made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire)
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made
 
 

@@ -10,7 +10,7 @@ from jaxmpi.allreduce.compression import is_compressor
 AT_WORK = {"shm": 1, "asa": 3, "none": 1}
 OTHERS, COMPRESSORS = 4, 6
 SHARDED = 2  # at least: rows of a bucket, and new params
-SHARED_PARAMS = 0.5  # a rank's slices, and some buckets: 0.28 on 4 ranks, 0.73 with holes in the heap
+SHARED_PARAMS = 0.75  # a rank's slices, some buckets, and holes in the heap: 0.28 and 0.73 on 4 ranks
 
 
 def at_work(strategy: str, *, is_sharded: bool = False, shares_params: bool = False) -> float:

@@ -27,7 +27,7 @@ from jaxmpi.core.train_state import TrainState
 SLICES = 7  # tag of messages about them
 
 
-class Slicing(NamedTuple):
+class SliceLayout(NamedTuple):
     """How a rule's state is cut over workers."""
 
     cut: Entries | Leaves
@@ -36,16 +36,16 @@ class Slicing(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """What a worker holds of a rule's state: its own slice, and copies of others'."""
+    """Slices of a rule's state that a worker holds: its own, and copies of others'."""
 
-    slicing: Slicing
+    layout: SliceLayout
     by_number: dict[int, PyTree]
 
     def named(self) -> dict[int, dict[str, np.ndarray]]:
         """By number of the slice: its leaves, by the paths that they have in a checkpoint."""
         found = {}
         for number, state in self.by_number.items():
-            saved = self.slicing.cut.saved(self.slicing.tx, state, number)
+            saved = self.layout.cut.saved(self.layout.tx, state, number)
             found[number] = {f"{format.RULE_STATE}/{name}": np.asarray(leaf) for name, leaf in named_leaves(saved)}
         return found
 
@@ -53,9 +53,9 @@ class Slices(NamedTuple):
 class Copies:
     """The slices of the workers before this one, as they were after the last step."""
 
-    def __init__(self, comm: FaultTolerantComm, slicing: Slicing, count: int) -> None:
+    def __init__(self, comm: FaultTolerantComm, layout: SliceLayout, count: int) -> None:
         """Take part in copying each slice to the next `count` workers."""
-        self._comm, self._slicing = comm, slicing
+        self._comm, self._layout = comm, layout
         self._distances = range(1, min(count, comm.size - 1) + 1)
         self._sets: list[list[list[np.ndarray]]] = []  # memory of the set that counts, and of the one to come
 
@@ -71,12 +71,12 @@ class Copies:
             self._sets.append([[np.empty_like(leaf) for leaf in own] for _ in self._distances])
         else:
             self._sets.reverse()
-        numbers, rank, size = self._slicing.numbers, int(self._comm.rank), self._comm.size
+        numbers, rank, size = self._layout.numbers, int(self._comm.rank), self._comm.size
         by_number = {numbers[rank]: rule_state}
         for distance, came in zip(self._distances, self._sets[-1], strict=True):
             self._comm.pass_on(own, came, distance)
             by_number[numbers[(rank - distance) % size]] = jax.tree.unflatten(structure, came)
-        return Slices(self._slicing, by_number)
+        return Slices(self._layout, by_number)
 
 
 def recut(
@@ -105,7 +105,7 @@ def recut(
         for number, leaves in pairs:
             holders.setdefault(number, rank)
             names[number] = set(leaves)
-    before, world = len(slices.slicing.numbers), control.world
+    before, world = len(slices.layout.numbers), control.world
     if missing := sorted(set(range(before)) - set(holders)):
         raise AgreedError(
             f"{told}, and with it every copy of {len(missing)} of {before} slices of the optimizer's state; go on from "
@@ -119,7 +119,7 @@ def recut(
         return world.recv(source=holders[number], tag=SLICES)
 
     def read(name: str, leaf: Any) -> np.ndarray:
-        if isinstance(slices.slicing.cut, Leaves):
+        if isinstance(slices.layout.cut, Leaves):
             return get(next(number for number in range(before) if name in names[number]), name)
         return whole_of_slices(leaf, before, lambda number, _: get(number, name))
 

@@ -21,7 +21,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import AgreedError, check
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.recover.buddies import Copies, Slices, Slicing
+from jaxmpi.recover.buddies import Copies, SliceLayout, Slices
 
 
 class Lost(Exception):
@@ -96,12 +96,12 @@ class ShrinkCoordinator:
             self.comm.close()
         self.comm = workers.comm
 
-    def copy_slices(self, slicing: Slicing | None, count: int) -> None:
+    def copy_slices(self, layout: SliceLayout | None, count: int) -> None:
         """From now on copy each worker's slice of the rule's state, if there are slices, to so many others."""
         self.copies = None
-        if slicing:
+        if layout:
             assert isinstance(self.comm, FaultTolerantComm)
-            self.copies = Copies(self.comm, slicing, count)
+            self.copies = Copies(self.comm, layout, count)
 
     def told(self) -> str:
         """Who is gone, for messages."""
@@ -109,12 +109,12 @@ class ShrinkCoordinator:
 
 
 def pact(
-    experiment: Experiment, workers: Workers, slicing: Slicing | None, recorder: Recorder | None
+    experiment: Experiment, workers: Workers, layout: SliceLayout | None, recorder: Recorder | None
 ) -> ShrinkCoordinator | None:
     """Coordinator of `--on-rank-loss shrink` between several ranks; else None.
 
     Args:
-        slicing: of the rule's state; None if it is whole.
+        layout: of the rule's state; None if it is whole.
         recorder: None on ranks that do not keep the record.
     """
     control = workers.processes
@@ -122,7 +122,7 @@ def pact(
         return None
     assert isinstance(workers.comm, FaultTolerantComm)
     made = ShrinkCoordinator(control, workers.comm, control.size, recorder)
-    made.copy_slices(slicing, experiment.exchange.buddy)
+    made.copy_slices(layout, experiment.exchange.buddy)
     return made
 
 

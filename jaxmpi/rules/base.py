@@ -77,7 +77,7 @@ class Halves(Protocol):
 
     @property
     def shared_params(self) -> "ParamsInPlace | None":
-        """Where params lie, if workers share them."""
+        """The one copy of the params that workers of a host share; None if each has its own."""
         ...
 
 
@@ -201,7 +201,7 @@ class OwnShards(NamedTuple):
 
     @property
     def shared_params(self) -> ParamsInPlace | None:
-        """Where params lie, if workers share them."""
+        """The one copy of the params that workers of a host share; None if each has its own."""
         return self.given.shared_params
 
 

@@ -403,68 +403,53 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     skips = experiment.on_nonfinite == "skip"
     keeps = skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
     gradients = steps.marked(gradients) if skips else gradients
+    made = partial(Functions, predict=predict, strategy=strategy, flops=flops)
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = base.NoExchange()
         rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
         differentiated = to_share(order.of(gradients, flops.count))
         compiled = order.shared(differentiated, workers.processes)
-        ahead = Ahead(partial(compiled_gradients, differentiated), False)
         checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         each = f", of {workers.devices} devices of each process" * (workers.devices > 1)
-        form = f"split form: gradients, exchange and update are jits of their own{each}; {why}"
-        eval_params, lone = rule.eval_params or own_params, ComputeOnlyStep(mute.during(step), True)
-        hashed = fingerprints_by(once, workers)
-        return Functions(
-            rule,
-            step,
-            once(evaluate),
-            mean_state,
-            eval_params,
-            hashed,
-            predict,
-            strategy,
-            form,
-            flops,
-            ahead,
-            lone=lone,
+        return made(
+            rule=rule,
+            train_step=step,
+            eval_step=once(evaluate),
+            mean_state=mean_state,
+            eval_params=rule.eval_params or own_params,
+            fingerprints=fingerprints_by(once, workers),
+            form=f"split form: gradients, exchange and update are jits of their own{each}; {why}",
+            ahead=Ahead(partial(compiled_gradients, differentiated), False),
+            lone=ComputeOnlyStep(mute.during(step), True),
         )
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
-    eval_params = rule.eval_params or own_params
-    checked = steps.or_before if skips else None
-    step = partial(steps.train_step, gradients=order.of(gradients, flops.count), rule=rule, guard=checked)
+    eval_params, guard = rule.eval_params or own_params, steps.or_before if skips else None
+    step = partial(steps.train_step, gradients=order.of(gradients, flops.count), rule=rule, guard=guard)
     still = base.NoExchange(is_on=True).of(exchange_of(False))
     quiet = partial(steps.train_step, gradients=gradients, rule=build_rule(experiment, plan, workers, still))
     if workers.mesh is None:
-        is_shared = is_beside and rule.sharding is None  # a step with slices in it has its rank's number in it, too
-        jitted = (to_share if is_shared else jax.jit)(
-            step, donate_argnums=() if experiment.on_rank_loss == "shrink" else (0,)
-        )
-        form, lone = f"fused form: one jit; {why}", None if is_beside else ComputeOnlyStep(jax.jit(quiet), False)
-        hashed = fingerprints_by(once, workers)
-        ahead, once_evaluate = Ahead(partial(compiled_step, jitted), True), once(evaluate)
-        return Functions(
-            rule,
-            jitted,
-            once_evaluate,
-            mean_state,
-            eval_params,
-            hashed,
-            predict,
-            strategy,
-            form,
-            flops,
-            ahead,
-            lone=lone,
-        )
-    form = f"fused form: one jit over {workers.size} devices; {why}"
-    evaluate, mean, params = map(over, (evaluate, mean_state, eval_params))
-    hashed = fingerprints_by(over, workers)
-    train_step, lone = over(step, donate_argnums=(0,)), ComputeOnlyStep(over(quiet), False)
-    ahead = Ahead(partial(compiled_step, train_step), True)
-    return Functions(rule, train_step, evaluate, mean, params, hashed, predict, strategy, form, flops, ahead, lone=lone)
+        donated = () if experiment.on_rank_loss == "shrink" else (0,)
+        jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=donated)
+        each, mean, params = once, mean_state, eval_params
+        lone, form = None if is_beside else ComputeOnlyStep(jax.jit(quiet), False), "one jit"
+    else:
+        jitted = over(step, donate_argnums=(0,))
+        each, mean, params = over, over(mean_state), over(eval_params)
+        lone, form = ComputeOnlyStep(over(quiet), False), f"one jit over {workers.size} devices"
+    return made(
+        rule=rule,
+        train_step=jitted,
+        eval_step=each(evaluate),
+        mean_state=mean,
+        eval_params=params,
+        fingerprints=fingerprints_by(each, workers),
+        form=f"fused form: {form}; {why}",
+        ahead=Ahead(partial(compiled_step, jitted), True),
+        lone=lone,
+    )
 
 
 def compiled_gradients(gradients: Callable, state: TrainState, batch: train_state.Batch) -> jax.stages.Compiled:
@@ -597,6 +582,8 @@ def unfit_slices(experiment: Experiment, workers: Workers) -> str:
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not (halves and halves.on_host):
         return f"the halves of {algorithm} do not run beside a program, as those of asa and ring do"
+    if experiment.batch_statistics == "synchronised":
+        return "batch statistics are synchronised in the program that slices would travel beside"
     return comm_thread_calls.why_not(f"{algorithm}:{asked.gather_wire}", workers.comm)
 
 

@@ -35,6 +35,8 @@ from jaxmpi.trainer.build import (
 )
 from jaxmpi.trainer.memory import Held, check_fits, held, mb, parts
 
+PROCESS_BYTES = 250_000_000  # of a worker that has not begun, and its loader process: Python, JAX, MPI
+
 
 def parser() -> argparse.ArgumentParser:
     """Options."""
@@ -110,7 +112,7 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, te
     strategy = experiment.exchange.strategy
     rule = build_rule(experiment, plan, workers, exchange_for(experiment, plan, workers, strategy, Order(), False))
     found = held(experiment, workers, plan, rule, strategy, is_whole=False)
-    return dataclasses.replace(found, activations=temp_bytes)
+    return dataclasses.replace(found, activations=temp_bytes, process=PROCESS_BYTES)
 
 
 def activations(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> int:

@@ -48,7 +48,7 @@ from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_
 from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
-from jaxmpi.trainer.resume import go_on, say_changes, slices_of, starting_states
+from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -278,7 +278,7 @@ def run_in(
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     recovery = decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit)
-    pact = shrink.pact(experiment, workers, slices_of(functions.rule), recorder if is_first else None)
+    pact = shrink.pact(experiment, workers, slice_layout(functions.rule), recorder if is_first else None)
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
     run = assembled(

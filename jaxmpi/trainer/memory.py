@@ -35,6 +35,7 @@ class Held:
     gradients: int
     exchange: int  # what an exchange between programs has beside gradients, about
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
+    process: int = 0  # of the process itself, before it is there
     shares_params: bool = False  # whether the workers of a host have one copy of the params
     padding: float = 0.0  # of rows of whole tensors, the share that fills them up
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
@@ -48,7 +49,7 @@ class Held:
     def at_once(self) -> int:
         """The most at one time: activations are gone when gradients are exchanged."""
         activations = self.activations or 0
-        lasting = self.kept + self.copies + self.before
+        lasting = self.process + self.kept + self.copies + self.before
         if self.is_whole:
             return lasting + max(self.gradients, activations)
         return lasting + self.gradients + max(self.exchange, activations)
@@ -140,7 +141,7 @@ def parts(of: Held) -> dict[str, int]:
         "optimizer's state": of.moments,
         "model state": of.model_state,
     }
-    named |= {"copies of slices": of.copies, "state before a step": of.before}
+    named |= {"copies of slices": of.copies, "state before a step": of.before, "a process": of.process}
     if of.is_whole and of.activations is not None:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
     else:

@@ -24,7 +24,7 @@ from jaxmpi.trainer.build import build_functions, make_plan, rule_state
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
 from jaxmpi.trainer.progress import open_recorder
-from jaxmpi.trainer.resume import go_on, slices_of, slicing_of, starting_states
+from jaxmpi.trainer.resume import go_on, slice_layout, slicing_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -126,7 +126,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
         slicing = slicing_of(functions.rule, state._replace(rule_state=like))
         assert slicing
         state = recut(control, slices, state, like, slicing, pact.told())
-    pact.copy_slices(slices_of(functions.rule), experiment.exchange.buddy)
+    pact.copy_slices(slice_layout(functions.rule), experiment.exchange.buddy)
     recorder = handed_over(run, control, step - is_late, ends)
     states = {worker: state}
     peak = peak_of_all(workers, experiment.compute_dtype)

@@ -27,7 +27,7 @@ from jaxmpi.core.pytrees import tree_digest
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
-from jaxmpi.recover.buddies import Slicing
+from jaxmpi.recover.buddies import SliceLayout
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import callbacks
@@ -103,10 +103,10 @@ def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
     return format.Slicing(state.rule_state) if rule.state_is_replicated else None
 
 
-def slices_of(rule: Rule) -> Slicing | None:
+def slice_layout(rule: Rule) -> SliceLayout | None:
     """How the state of this rule is cut over workers; None if it is not."""
     sharding = rule.sharding
-    return Slicing(sharding.shards.cut, sharding.tx, sharding.chunks) if sharding else None
+    return SliceLayout(sharding.shards.cut, sharding.tx, sharding.chunks) if sharding else None
 
 
 def continued(

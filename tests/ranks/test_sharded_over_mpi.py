@@ -36,7 +36,7 @@ from jaxmpi.recover.buddies import Slices
 from jaxmpi.recover.buddies import recut as recut_slices
 from jaxmpi.rules.base import Exchange, Rule
 from jaxmpi.rules.gradients import gradients
-from jaxmpi.trainer.resume import slices_of, slicing_of
+from jaxmpi.trainer.resume import slice_layout, slicing_of
 
 COMM = jaxmpi.world()
 pytestmark = pytest.mark.e2e  # optimizers are tried out, and take seconds to compile
@@ -97,7 +97,7 @@ def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
     assert 0 < apart.max() < 1e-2 * 2.0**-10
 
 
-@pytest.mark.skipif(SIZE == 1, reason="there are messages: tests/test_survive.py has a worker that is left alone")
+@pytest.mark.skipif(SIZE == 1, reason="one worker is sent nothing")
 @pytest.mark.parametrize(("name", "wire"), [("adam", "32"), ("lars", "32"), ("adam", "16")])
 def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
     """Of SIZE + 1 workers each that is left has its slice and the next; the last one is gone."""
@@ -120,7 +120,7 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
         like = jax.eval_shape(rule.sharding.init, params, number)
         return rule.sharding.shards.cut.restored(tx, like, number, by_name.__getitem__)
 
-    slices = slices_of(old)
+    slices = slice_layout(old)
     assert slices
     own = Slices(slices, {number: part(old, number) for number in (RANK, RANK + 1)})
     state = TrainState(np.int32(7), params, (), own.by_number[RANK], np.zeros(2, np.uint32))
