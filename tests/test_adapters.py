@@ -601,9 +601,9 @@ def test_a_label_that_is_no_class_of_the_model_is_named(split, as_users_have_it,
     with pytest.raises(UsageError, match=rf"data\.{split}\[\d\]: got label 12; expected 0 <= label < 10"):
         next(feed.batches())
     of_its_own = dataclasses.replace(experiment, loss=lambda outputs, labels: outputs[:, 0] - labels)
-    with contextlib.closing(open_feed(of_its_own, split, 4, gather_workers(1), crew=feed.crew).batches()) as batches:
+    with contextlib.closing(open_feed(of_its_own, split, 4, gather_workers(1), pool=feed.pool).batches()) as batches:
         assert next(batches)["label"].tolist() == [12] * 4
-    feed.crew.stop()
+    feed.pool.stop()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,16 +32,16 @@ def loader(source, batch, rank=0, size=1, train=True, data=None, seed=0, **kwarg
     return Loader(source, sampler, data or Data(), train, **kwargs)
 
 
-def crew() -> list[str]:
+def loader_names() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("jaxmpi-loader")]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left():
     yield
-    if crew():
+    if loader_names():
         gc.collect()
-    assert crew() == []
+    assert loader_names() == []
 
 
 class Damaged:
@@ -269,7 +269,7 @@ class TestErrors:
         assert next(batches).label.tolist() == [0, 1, 2, 3]
         with pytest.raises(CorruptExample, match=r"file5\.jpg \(example 5\) is corrupt: truncated"):
             next(batches)
-        assert crew() == []
+        assert loader_names() == []
         assert list(batches) == []
 
     def test_any_error_is_raised_with_the_example_named(self):
@@ -342,7 +342,7 @@ class TestClosing:
     def test_end_of_the_steps(self):
         batches = loader(numbered(4), 2, stop_step=2)
         assert len(list(batches)) == 2
-        assert crew() == []
+        assert loader_names() == []
 
     def test_close_is_prompt_and_drops_what_is_queued(self, monkeypatch):
         monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
@@ -364,7 +364,7 @@ class TestClosing:
             begin = time.perf_counter()
         assert time.perf_counter() - begin < 10
         gate.set()
-        wait_until(lambda: crew() == [])
+        wait_until(lambda: loader_names() == [])
         assert source.read == read
 
     def test_consumer_that_raises(self):
@@ -375,7 +375,7 @@ class TestClosing:
         with pytest.raises(RuntimeError, match="the step failed"):
             consume()
         gc.collect()
-        assert crew() == []
+        assert loader_names() == []
 
     def test_closing_from_another_thread_frees_the_consumer(self):
         batches = loader(Slow(8, 0.3), 8, data=Data(loaders=1))

@@ -197,7 +197,7 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
         plan = build.make_plan(config, workers)
         functions = build.build_functions(config, workers, plan)
         [state] = build.initial_states(config, workers, plan, functions.rule).values()
-        with plan.feed.crew:
+        with plan.feed.pool:
             functions.train_step(jax.tree.map(jnp.array, state), next(plan.feed.batches()))
         assert functions.flops.of_worker == 16 * each, changed
     config = dataclasses.replace(

@@ -309,9 +309,9 @@ def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):
 
 def left_alone(folder: Path) -> Any:
     """The run of a rank that is the first of those that are left, as `handed_over` sees it."""
-    pact, feed = SimpleNamespace(recorder=None), SimpleNamespace(model=None, example=dict)
+    shrinking, feed = SimpleNamespace(recorder=None), SimpleNamespace(model=None, example=dict)
     return SimpleNamespace(
-        pact=pact,
+        shrinking=shrinking,
         folder=folder,
         experiment=Experiment(),
         recorder=Recorder(None),
@@ -325,7 +325,7 @@ def test_a_rank_that_gets_the_run_directory_keeps_its_lock_where_folders_have_no
     monkeypatch.setattr(HeldFolder, "try_lock", lambda home: False)  # as on NFS
     run = left_alone(tmp_path)
     with contextlib.ExitStack() as ends:
-        assert recovery.handed_over(run, SoloProcesses(), 0, ends) is run.pact.recorder
+        assert recovery.handed_over(run, SoloProcesses(), 0, ends) is run.shrinking.recorder
         assert run.saver.home.fate() == ""
         (tmp_path / "lock").unlink()
         assert run.saver.home.fate() == "has lost its file `lock`, so another job may be in it"

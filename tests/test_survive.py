@@ -81,8 +81,8 @@ STATE = TrainState(np.int32(7), (), (), (), np.zeros(2, np.uint32))
 @pytest.fixture
 def survivor(monkeypatch) -> Any:
     """The run of the only rank that is left after step 7, at whose loss a checkpoint was dropped."""
-    pact: Any = ShrinkCoordinator(SoloProcesses(), None, 2, None, is_unsaved=True)  # pyright: ignore[reportArgumentType]
-    pact.held = CommittedState(7, STATE, np.zeros(7), is_settled=True)
+    shrinking: Any = ShrinkCoordinator(SoloProcesses(), None, 2, None, is_unsaved=True)  # pyright: ignore[reportArgumentType]
+    shrinking.held = CommittedState(7, STATE, np.zeros(7), is_settled=True)
     plan = SimpleNamespace(
         clock=SimpleNamespace(effective_batch=8),
         scaled_for=2,
@@ -90,7 +90,7 @@ def survivor(monkeypatch) -> Any:
         timetable=Timetable(100, 100, 100, 100, 200),
     )
     whole: Any = SimpleNamespace(
-        pact=pact,
+        shrinking=shrinking,
         plan=plan,
         experiment=Experiment(),
         functions=Built(),
@@ -101,7 +101,9 @@ def survivor(monkeypatch) -> Any:
         at_start=(),
     )
     fakes = {
-        "gather_mortal": lambda control: SimpleNamespace(processes=control, size=1, mine=(0,), comm=None, mesh=None),
+        "gather_fault_tolerant": lambda control: SimpleNamespace(
+            processes=control, size=1, mine=(0,), comm=None, mesh=None
+        ),
         "watch": lambda experiment, workers: contextlib.nullcontext(),
         "make_plan": lambda *args, **kwargs: plan,
         "build_functions": lambda *args: Built(),
@@ -169,7 +171,14 @@ def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_count
 @pytest.mark.slow
 def test_collectives_have_the_bits_of_others_and_outlive_ranks():
     """Rank 2, then rank 0 is killed between two steps: programs of those that live end, and new ones are right."""
-    line = [*mpirun_line(4), "--with-ft", "ulfm", sys.executable, str(ROOT / "tests" / "mortal_checks.py"), "2,0"]
+    line = [
+        *mpirun_line(4),
+        "--with-ft",
+        "ulfm",
+        sys.executable,
+        str(ROOT / "tests" / "fault_tolerant_checks.py"),
+        "2,0",
+    ]
     ended = run(line, timeout_s=200)
     assert not ended.timed_out, ended.out
     assert ended.code == 0, ended.out

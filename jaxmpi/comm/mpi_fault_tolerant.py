@@ -33,7 +33,7 @@ class FaultTolerantComm(RankComm):
         super().__init__(processes, processes.clone())
         self.is_lost = False  # whether a collective has failed, so that results are worth nothing
         self.why = ""  # the error of it
-        self._name, self._names = f"mortal comm {next(_numbers)}", list[str]()
+        self._name, self._names = f"fault-tolerant comm {next(_numbers)}", list[str]()
         for move in (self._allreduce, self._alltoall, self._allgather, self._permute, self._bcast):
             self._offer(self._called(move), move)
 

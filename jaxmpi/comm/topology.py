@@ -66,7 +66,7 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
     return Workers(over_axis, control, mine, mesh)
 
 
-def gather_mortal(control: MpiProcesses) -> Workers:
+def gather_fault_tolerant(control: MpiProcesses) -> Workers:
     """One worker a process, of which some may die; all that live come here together."""
     comm = FaultTolerantComm(control) if control.size > 1 else SoloComm()
     return Workers(comm, control, (control.rank,), None)

@@ -71,8 +71,8 @@ class _Making(NamedTuple):
 class _Hold:
     """Resources to give back when a loader ends, kept apart from it."""
 
-    crew: LoaderPool
-    owns_crew: bool
+    pool: LoaderPool
+    owns_pool: bool
     job: int = 0
     ring: Ring | None = None
     closed: bool = False
@@ -81,9 +81,9 @@ class _Hold:
         self.closed = True
         if self.ring is not None:
             self.ring.closed[0] = 1
-        self.crew.close(self.job)
-        if self.owns_crew:
-            self.crew.stop()
+        self.pool.close(self.job)
+        if self.owns_pool:
+            self.pool.stop()
 
 
 class Loader:
@@ -104,7 +104,7 @@ class Loader:
         train: random crop and mirror and averaging weights; otherwise an evaluation.
         start_step: first step to make; a resumed run gives the number of steps done.
         stop_step: end, exclusive. None goes on for ever in training; one epoch in an evaluation.
-        crew: who makes the batches; None starts one of `data.loaders` for this loader alone.
+        pool: who makes the batches; None starts one of `data.loaders` for this loader alone.
         classes: that labels may name if the source does not say; 0: any number.
         labels: a key of `example.LABELS`.
 
@@ -126,7 +126,7 @@ class Loader:
         train: bool,
         start_step: int = 0,
         stop_step: int | None = None,
-        crew: LoaderPool | None = None,
+        pool: LoaderPool | None = None,
         classes: int = 0,
         labels: str = "classes",
     ) -> None:
@@ -144,8 +144,8 @@ class Loader:
         self._ahead: collections.deque[_Making] = collections.deque()
         self._free: collections.deque[int] = collections.deque()  # slots
         self._filler: Example | None = None
-        of_mine = crew or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
-        self._hold = _Hold(of_mine, owns_crew=crew is None)
+        of_mine = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
+        self._hold = _Hold(of_mine, owns_pool=pool is None)
         self._end = weakref.finalize(self, self._hold.release)
         self.wait_s, self.skipped = 0.0, 0
 
@@ -173,7 +173,7 @@ class Loader:
 
     def ready(self) -> bool:
         """Return True if `next` would give a batch without waiting."""
-        return bool(self._ahead) and all(self._hold.crew.has(ticket) for ticket in self._ahead[0].tickets)
+        return bool(self._ahead) and all(self._hold.pool.has(ticket) for ticket in self._ahead[0].tickets)
 
     def _ask(self) -> None:
         """Have made what there is room for."""
@@ -182,7 +182,7 @@ class Loader:
             if not self._free or len(self._ahead) > self._prefetch:
                 return
             share, slot = self._sampler.indices(self._next), self._free.popleft()
-            tickets = self._hold.crew.make(self._hold.job, slot, self._next, share.epoch, share.indices)
+            tickets = self._hold.pool.make(self._hold.job, slot, self._next, share.epoch, share.indices)
             self._ahead.append(_Making(self._next, share, slot, tickets))
             self._next += 1
             assert ring.layout.batch >= len(share.indices)
@@ -190,22 +190,22 @@ class Loader:
     def _open(self) -> Ring:
         """The ring, laid out for rows such as the first."""
         hold = self._hold
-        hold.job = hold.crew.open(self._recipe)
+        hold.job = hold.pool.open(self._recipe)
         share = self._sampler.indices(self._next)
         row = self._sample(share.epoch, share.indices) or self._good_row()
         kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
         fields = tuple(Field(name, value.shape, kinds[name]) for name, value in row.items())
         slots, batch = self._prefetch + 2, self._sampler.local_batch
         hold.ring = Ring(Layout(slots, batch, fields))
-        hold.crew.attach(hold.job, hold.ring)
+        hold.pool.attach(hold.job, hold.ring)
         self._free.extend(range(slots))
         return hold.ring
 
     def _answer(self, ticket: int) -> Answer:
-        return self._hold.crew.answer(ticket, lambda: self._hold.closed)
+        return self._hold.pool.answer(ticket, lambda: self._hold.closed)
 
     def _sample(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
-        answer = self._answer(self._hold.crew.sample(self._hold.job, epoch, indices))
+        answer = self._answer(self._hold.pool.sample(self._hold.job, epoch, indices))
         self._corrupt(answer.failures)
         return answer.row
 

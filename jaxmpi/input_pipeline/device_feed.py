@@ -58,7 +58,7 @@ class DeviceFeed:
     samplers: tuple[Sampler, ...]  # of this process's workers
     data: Data
     train: bool
-    crew: LoaderPool  # the loaders of all feeds of this process
+    pool: LoaderPool  # the loaders of all feeds of this process
     mesh: Mesh | None = None  # of all workers, if XLA exchanges between them
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
@@ -160,7 +160,7 @@ class DeviceFeed:
             source = source if self.train else source.apart()  # an evaluation may begin within another
             source.begin(start)
         loaders = [
-            Loader(source, s, self.data, self.train, start, stop, self.crew, self.classes, self.labels)
+            Loader(source, s, self.data, self.train, start, stop, self.pool, self.classes, self.labels)
             for s in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
@@ -240,13 +240,13 @@ def open_feed(
     effective_batch: int,
     workers: Workers,
     micro_batch: int = 0,
-    crew: LoaderPool | None = None,
+    pool: LoaderPool | None = None,
 ) -> DeviceFeed:
     """The source of a split, checked against the model.
 
     Args:
         micro_batch: which divides each worker's batch, filled up; 0 if there is none.
-        crew: of another feed, which this one shares if loaders of that kind suit it; else it has one of its own, of
+        pool: of another feed, which this one shares if loaders of that kind suit it; else it has one of its own, of
             `data.loaders` loaders a worker.
 
     Training data of another number of classes makes the model anew, if it knows how: `DeviceFeed.model`.
@@ -303,14 +303,14 @@ def open_feed(
         )
     kind = kind_for(data, source)
     loaders = 1 if isinstance(source, StreamSource) else data.loaders * len(workers.mine)  # a stream has one order
-    if crew is None or (crew.kind, crew.size) != (kind, loaders):
-        crew = LoaderPool(kind, loaders, data.stall_timeout_s)
+    if pool is None or (pool.kind, pool.size) != (kind, loaders):
+        pool = LoaderPool(kind, loaders, data.stall_timeout_s)
     classes = 0 if experiment.loss or model is None else model.classes  # to a loss of its own labels may be anything
     facts = {"classes": classes, "labels": labels, "model": model}
     weigh = task_of(dataclasses.replace(experiment, model=model)).weight
     control = None if workers.apart else workers.processes
     return DeviceFeed(
-        source, samplers, data, is_train, crew, workers.mesh, memory=memory, weigh=weigh, control=control, **facts
+        source, samplers, data, is_train, pool, workers.mesh, memory=memory, weigh=weigh, control=control, **facts
     )
 
 

@@ -94,8 +94,8 @@ class InMemory:
         batch = local_batch * workers.size
         self._memory, samplers = keep(source, config, seed, batch, True, workers, sampler=LoopSampler)
         inside, sampler = self._memory.source, samplers[0]
-        crew = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
-        self._feed = DeviceFeed(inside, samplers, config, True, crew, memory=self._memory, labels="numbers")
+        pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
+        self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
         workers.processes.assert_same("the data", self._feed.facts())
         self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed, "group_size": sampler.parts}
         if state:
@@ -173,7 +173,7 @@ class InMemory:
         if not self._is_closed:
             self._is_closed = True
             self._end_batches()
-            self._feed.crew.stop()
+            self._feed.pool.stop()
             self._memory.close()
 
     def __enter__(self) -> Self:

@@ -108,7 +108,7 @@ class ShrinkCoordinator:
         return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
 
 
-def pact(
+def shrinking(
     experiment: Experiment, workers: Workers, layout: SliceLayout | None, recorder: Recorder | None
 ) -> ShrinkCoordinator | None:
     """Coordinator of `--on-rank-loss shrink` between several ranks; else None.

@@ -98,9 +98,9 @@ class Watchdog:
     def _allow_for_sleep(self, gap_s: float) -> None:
         """Excuse all others if this process itself was stopped, or its clock jumped."""
         if gap_s > 2 * self.beat_s:
-            for heard in self.known.values():
-                heard.heard_s += gap_s
-                heard.moved_s += gap_s
+            for status in self.known.values():
+                status.heard_s += gap_s
+                status.moved_s += gap_s
 
     def _hear(self, beat: dict[str, Any]) -> None:
         before = self.known.get(beat["rank"])
@@ -108,17 +108,17 @@ class Watchdog:
         moved_s = self.now_s if before is None or has_moved else before.moved_s
         self.known[beat["rank"]] = RankStatus(beat, self.now_s, moved_s)
 
-    def _is_silent(self, heard: RankStatus) -> bool:
-        return self.now_s - heard.heard_s > SILENT_BEATS * self.beat_s
+    def _is_silent(self, status: RankStatus) -> bool:
+        return self.now_s - status.heard_s > SILENT_BEATS * self.beat_s
 
     def _judge(self) -> None:
         first = self.known.get(0)
         if self.rank != 0 and first and not self._is_silent(first):
             return  # rank 0 is there to judge
-        idle_s = self.now_s - max((heard.moved_s for heard in self.known.values()), default=self.now_s)
-        silent_s = self.now_s - min((heard.heard_s for heard in self.known.values()), default=self.now_s)
-        answering = [heard for heard in self.known.values() if not self._is_silent(heard)]
-        patience = max((heard.beat["patience"] for heard in answering), default=1.0)
+        idle_s = self.now_s - max((status.moved_s for status in self.known.values()), default=self.now_s)
+        silent_s = self.now_s - min((status.heard_s for status in self.known.values()), default=self.now_s)
+        answering = [status for status in self.known.values() if not self._is_silent(status)]
+        patience = max((status.beat["patience"] for status in answering), default=1.0)
         if idle_s < self.stall_timeout_s * patience + self.beat_s and silent_s < self.stall_timeout_s + self.beat_s:
             if self.told_s is not None:
                 self._say(f"goes on, {self.now_s - self.told_s:.0f} s after that")
@@ -133,9 +133,9 @@ class Watchdog:
 
     def late(self) -> list[int]:
         """Who keeps others waiting: who does not answer; else who has come least far; else who waits for no rank."""
-        silent = [rank for rank, heard in self.known.items() if self._is_silent(heard)]
-        least = min(heard.beat["count"] for heard in self.known.values())
-        behind = [rank for rank, heard in self.known.items() if heard.beat["count"] == least]
+        silent = [rank for rank, status in self.known.items() if self._is_silent(status)]
+        least = min(status.beat["count"] for status in self.known.values())
+        behind = [rank for rank, status in self.known.items() if status.beat["count"] == least]
         busy = [rank for rank in behind if not self.known[rank].beat["waits"]]
         return sorted(silent or (behind if len(behind) < len(self.known) else busy) or behind)
 
@@ -155,12 +155,12 @@ class Watchdog:
         self._say(f"on_stall {self.on_stall}: {ON_STALL[self.on_stall]}")
         return late
 
-    def _described(self, heard: RankStatus) -> str:
-        beat = heard.beat
+    def _described(self, status: RankStatus) -> str:
+        beat = status.beat
         at = f"{beat['phase']}, {', '.join(beat['open']) or 'computes'}"
-        since_s = self.now_s - heard.moved_s
-        if self._is_silent(heard):
-            silent_s = self.now_s - heard.heard_s
+        since_s = self.now_s - status.moved_s
+        if self._is_silent(status):
+            silent_s = self.now_s - status.heard_s
             return f"  rank {beat['rank']} on {beat['host']} does not answer, for {silent_s:.0f} s; last in {at}"
         return f"  rank {beat['rank']} on {beat['host']}: {at}, for {since_s:.0f} s"
 
@@ -214,11 +214,13 @@ def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
 
 
 @contextmanager
-def watching(processes: Processes, stall_timeout_s: float, on_stall: str, is_mortal: bool = False) -> Iterator[str]:
+def watching(
+    processes: Processes, stall_timeout_s: float, on_stall: str, is_fault_tolerant: bool = False
+) -> Iterator[str]:
     """Watch while this lasts; gives why it does not, empty if it does. All ranks call it together.
 
     Args:
-        is_mortal: those that live call it again when a rank has died; until then nobody watches.
+        is_fault_tolerant: those that live call it again when a rank has died; until then nobody watches.
 
     Raises:
         UsageError: `on_stall` is none of ON_STALL.
@@ -228,7 +230,7 @@ def watching(processes: Processes, stall_timeout_s: float, on_stall: str, is_mor
         yield "watchdog off: as asked"
     elif isinstance(processes, MpiProcesses) and not processes.may_overlap:
         yield "watchdog off: MPI gives MPI_THREAD_SERIALIZED, and a thread of its own needs MPI_THREAD_MULTIPLE"
-    elif survives_losses() and not is_mortal:
+    elif survives_losses() and not is_fault_tolerant:
         yield "watchdog off: this job goes on without ranks that die"
     else:
         dog, ended = (

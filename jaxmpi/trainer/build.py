@@ -126,7 +126,7 @@ def make_plan(
         experiment = dataclasses.replace(experiment, model=feed.model)
         # Workers that do not meet cannot share an evaluation.
         evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
-        validation = open_feed(experiment, "validation", batch, evaluating, crew=feed.crew)
+        validation = open_feed(experiment, "validation", batch, evaluating, pool=feed.pool)
         facts = {"train": feed.facts(), "validation": validation.facts()}
         workers.processes.assert_same("the data", facts)
     task, name = task_of(experiment), experiment.model.name if experiment.model else experiment.task.name

@@ -60,7 +60,7 @@ class Finished:
     def evaluate(self) -> dict[str, float]:
         """Figures of every validation example once, over all workers; `eval_count` and `eval_loss` among them."""
         evaluated = self.workers.comm.jit(partial(steps.eval_step, self.forward))
-        with self.feed.crew:
+        with self.feed.pool:
             held = partial(evaluated, self.params, self.model_state)
             return figures_of(map(held, self.feed.batches()), self.workers)
 
@@ -98,7 +98,7 @@ class Finished:
         Raises:
             UsageError: there are none.
         """
-        with self.feed.crew, contextlib.closing(self.feed.batches()) as batches:
+        with self.feed.pool, contextlib.closing(self.feed.batches()) as batches:
             batch = next(batches, None)
         if batch is None:
             raise UsageError(f"{self.feed.source.name}: got 0 examples; expected >= 1")
@@ -111,7 +111,7 @@ class Finished:
             UsageError: an example is corrupt, so that outputs would not be in line with the data.
         """
         parts: list[dict[str, np.ndarray]] = []
-        with self.feed.crew:
+        with self.feed.pool:
             for batch in self.feed.batches():
                 named = {name: np.asarray(leaf) for name, leaf in by_name(self.predict(batch)).items()}
                 parts.append(self._of_all_ranks({**named, "weight": np.asarray(batch["weight"])}))

@@ -117,7 +117,7 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, te
 
 def activations(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> int:
     """Bytes that XLA allots to the gradients of one worker's batch beside arguments and results."""
-    with plan.feed.crew, contextlib.closing(plan.feed.batches()) as batches:
+    with plan.feed.pool, contextlib.closing(plan.feed.batches()) as batches:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches))
     state = (*jax.eval_shape(plan.init, jax.random.key(0)), shapes, worker_key(experiment.seed, 0), np.int32(0))
     analysis = jax.jit(pieces(experiment, workers, plan)[0]).lower(*state).compile().memory_analysis()

@@ -52,8 +52,8 @@ class LockStep:
     def begin(self, position: Position) -> TrainState:
         """Hold the state, compare it over workers as it came to the devices, and start the clock."""
         run, self.start = self.run, position.step
-        if run.pact:
-            run.pact.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
+        if run.shrinking:
+            run.shrinking.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
         with phases.phase("comparing the params of all workers"):
             run.guard.compare(position.state, position.step)  # what must be compiled for it is so from now on
         run.recorder.start_window(run.plan.examples(position.step))
@@ -92,11 +92,11 @@ class LockStep:
         """Read the metrics of the step before, or of all steps if something is due."""
         run, leaving = self.run, self.run.guard.votes.leaving
         due = run.plan.timetable.between(step - 1, step, is_first=step == self.start + 1, leaving=leaving)
-        if run.pact:
-            run.pact.keep(step, state, self.sums)
+        if run.shrinking:
+            run.shrinking.keep(step, state, self.sums)
         self._pending.append((step, metrics))
         # One step late, so that the device never waits for the log.
-        while len(self._pending) > (0 if due.log or due.compare or run.pact else 1):
+        while len(self._pending) > (0 if due.log or due.compare or run.shrinking else 1):
             with none_under_way(state):
                 self.sums = self.sums + self._read(*self._pending.pop(0))
         return state, Progress(step, due)
@@ -139,8 +139,8 @@ class LockStep:
     def save(self, step: int, state: TrainState) -> None:
         """A checkpoint; the saver's thread writes it."""
         save(self.run, state, step, score(self.run.experiment, self.result) if self._evaluated == step else None)
-        if self.run.pact:
-            self.run.pact.is_unsaved = False
+        if self.run.shrinking:
+            self.run.shrinking.is_unsaved = False
 
     def leave(self, step: int, state: TrainState) -> None:
         """End a run that was asked to.
@@ -151,8 +151,8 @@ class LockStep:
         run = self.run
         run.saver.wait()
         note_saved(run)
-        if run.pact:
-            run.pact.vote()
+        if run.shrinking:
+            run.shrinking.vote()
         run.notice.say_saved(run.recorder.say, step, run.folder)
         raise decisions.Preempted
 
@@ -162,18 +162,18 @@ class LockStep:
             self.run.recorder.start_window(self.run.plan.examples(step))
         if due.evaluate or due.save or step == self.start + 1:
             self.timer.restart()
-        if self.run.pact:
-            self.run.pact.settle(self.sums)
+        if self.run.shrinking:
+            self.run.shrinking.settle(self.sums)
 
     def finish(self, state: TrainState) -> dict[str, float]:
         """Wait until the last checkpoint is on disk."""
         run = self.run
         run.saver.wait()
         note_saved(run)
-        if run.pact:
-            run.pact.vote()
-            if run.pact.control.size < run.pact.began:
-                run.recorder.say(f"finished with {run.pact.control.size} of {run.pact.began} workers")
+        if run.shrinking:
+            run.shrinking.vote()
+            if run.shrinking.control.size < run.shrinking.began:
+                run.recorder.say(f"finished with {run.shrinking.control.size} of {run.shrinking.began} workers")
         return self.result
 
 

@@ -20,7 +20,7 @@ from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.comm.control import MpiProcesses, processes
-from jaxmpi.comm.topology import Workers, gather_apart, gather_mortal, gather_workers
+from jaxmpi.comm.topology import Workers, gather_apart, gather_fault_tolerant, gather_workers
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
@@ -167,8 +167,8 @@ def train_until(
         watch(experiment, workers) as unwatched,
         run_directory.agreed_run_dir(experiment, name, workers.processes) as home,
         plan.feed.kept(decisions.Preempted),
-        plan.feed.crew,
-        plan.validation.crew,  # that one, or one of its own
+        plan.feed.pool,
+        plan.validation.pool,  # that one, or one of its own
     ):
         starting.close()
         experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
@@ -207,7 +207,7 @@ def gather_all(experiment: Experiment) -> Workers:
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)
         control.outlive()
-        return gather_mortal(control)
+        return gather_fault_tolerant(control)
     if registry.is_asynchronous(experiment.rule):
         return gather_apart(experiment.rule.servers, experiment.comm, experiment.devices)
     return gather_workers(experiment.devices, experiment.comm)
@@ -278,7 +278,7 @@ def run_in(
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     recovery = decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit)
-    pact = shrink.pact(experiment, workers, slice_layout(functions.rule), recorder if is_first else None)
+    shrinking = shrink.shrinking(experiment, workers, slice_layout(functions.rule), recorder if is_first else None)
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
     run = assembled(
@@ -292,7 +292,7 @@ def run_in(
         notice,
         recovery,
         profiler,
-        pact,
+        shrinking,
         peak,
         at_start,
         held,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.control import Processes
-from jaxmpi.comm.topology import gather_mortal, put
+from jaxmpi.comm.topology import gather_fault_tolerant, put
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.train_state import TrainState, worker_key
 from jaxmpi.observe.flops import peak_of_all
@@ -52,9 +52,9 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
                 run.profiler.close()  # which its first step would start once more
                 begin = partial(rolled_back, run, back)
             except Exception as error:
-                if run.pact is None:
+                if run.shrinking is None:
                     raise
-                run.pact.after(error, run.saver)
+                run.shrinking.after(error, run.saver)
                 run.profiler.close()
                 begin = partial(gone_on, run, ends)
 
@@ -102,16 +102,16 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
 
 def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     """The run of those that are left, from the state that they hold."""
-    pact = run.pact
-    assert pact is not None
-    assert pact.held is not None
-    step, state, sums, is_settled, slices = pact.held
+    shrinking = run.shrinking
+    assert shrinking is not None
+    assert shrinking.held is not None
+    step, state, sums, is_settled, slices = shrinking.held
     failures.doing(f"going on without others after step {step}", failures.LONG)
-    control = pact.control
-    told = control.allgather_object([is_settled, pact.is_unsaved])
+    control = shrinking.control
+    told = control.allgather_object([is_settled, shrinking.is_unsaved])
     is_late, is_unsaved = not all(settled for settled, _ in told), any(unsaved for _, unsaved in told)
-    workers = gather_mortal(control)
-    pact.renew(workers)
+    workers = gather_fault_tolerant(control)
+    shrinking.renew(workers)
     ends.enter_context(watch(run.experiment, workers))
     effective_batch, begun = run.plan.clock.effective_batch, run.plan.scaled_for
     experiment = run_directory.as_begun(
@@ -125,16 +125,16 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
         like = rule_state(functions.rule, plan.params())
         slicing = slicing_of(functions.rule, state._replace(rule_state=like))
         assert slicing
-        state = recut(control, slices, state, like, slicing, pact.told())
-    pact.copy_slices(slice_layout(functions.rule), experiment.exchange.buddy)
+        state = recut(control, slices, state, like, slicing, shrinking.told())
+    shrinking.copy_slices(slice_layout(functions.rule), experiment.exchange.buddy)
     recorder = handed_over(run, control, step - is_late, ends)
     states = {worker: state}
     peak = peak_of_all(workers, experiment.compute_dtype)
-    parts = (states, run.notice, run.guard.recovery, run.profiler, pact, peak, run.at_start)
+    parts = (states, run.notice, run.guard.recovery, run.profiler, shrinking, peak, run.at_start)
     run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)
-    recorder.write("lost", after=step, ranks=pact.gone, workers=workers.size)
-    recorder.say(f"{pact.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
-    pact.gone, pact.is_unsaved = [], is_unsaved
+    recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
+    recorder.say(f"{shrinking.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
+    shrinking.gone, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
     return LockStep(run, sums), Position(step, put(states, workers), overdue)
@@ -150,14 +150,14 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     """
     if control.rank != 0:
         return run.recorder
-    pact = run.pact
-    assert pact is not None
-    if pact.recorder is None:
+    shrinking = run.shrinking
+    assert shrinking is not None
+    if shrinking.recorder is None:
         hosts = [socket.gethostname()] * control.size
         each = (run.recorder.elapsed_s(), hosts, run.plan.feed)
         with run_directory.still_usable():
             run_directory.lock(run.saver.home, ends)
-            pact.recorder = open_recorder(run.experiment, run.folder, *each)
-        ends.push(pact.recorder)
-    pact.recorder.go_back(step)
-    return pact.recorder
+            shrinking.recorder = open_recorder(run.experiment, run.folder, *each)
+        ends.push(shrinking.recorder)
+    shrinking.recorder.go_back(step)
+    return shrinking.recorder

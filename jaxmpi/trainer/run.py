@@ -57,8 +57,8 @@ def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContex
     """
     if workers.apart:
         return contextlib.nullcontext("")
-    is_mortal = experiment.on_rank_loss == "shrink"
-    return watching(workers.processes, experiment.stall_timeout_s, experiment.on_stall, is_mortal)
+    is_fault_tolerant = experiment.on_rank_loss == "shrink"
+    return watching(workers.processes, experiment.stall_timeout_s, experiment.on_stall, is_fault_tolerant)
 
 
 def assembled(
@@ -72,7 +72,7 @@ def assembled(
     notice: signals.PreemptionNotice,
     recovery: decisions.Recovery,
     profiler: Profiler,
-    pact: shrink.ShrinkCoordinator | None,
+    shrinking: shrink.ShrinkCoordinator | None,
     peak: Peak | None,
     at_start: Sequence[Sequence[Any]],
     held: Held | None = None,
@@ -106,7 +106,7 @@ def assembled(
             peak=peak,
         ),
         profiler=profiler,
-        pact=pact,
+        shrinking=shrinking,
         callbacks=[InjectFaults(), Profile(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
         at_start=at_start,
         held=held,
@@ -128,7 +128,7 @@ class Run:
     guard: guard.Guard
     log: ProgressLog
     profiler: Profiler
-    pact: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
+    shrinking: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
     callbacks: Sequence[Callback]
     at_start: Sequence[Sequence[Any]]  # the states of the user's own
     held: Held | None  # what a worker holds, to be measured before the first step

@@ -57,8 +57,8 @@ def kept(source, train: bool = True, **data):
     """A feed whose source is in memory."""
     options = Data(memory="partition", **data)
     memory, samplers = keep(source, options, 3, LOCAL * SIZE, train, WORKERS)
-    crew = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_timeout_s)
-    return DeviceFeed(memory.source, samplers, options, train, crew, memory=memory)
+    pool = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_timeout_s)
+    return DeviceFeed(memory.source, samplers, options, train, pool, memory=memory)
 
 
 def from_files(source, train: bool = True, start: int = 0, stop: int | None = None):

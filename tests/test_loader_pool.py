@@ -116,11 +116,11 @@ class TestSameBatches:
     def test_whatever_the_number_of_workers_and_the_step_of_the_start(self, photographs):
         data = folder_data(photographs, loaders=1)
         source = open_source(data, "train")
-        with LoaderPool("processes", 1, 60) as crew:
-            with loader(source, 6, data, stop_step=6, crew=crew) as one:
+        with LoaderPool("processes", 1, 60) as pool:
+            with loader(source, 6, data, stop_step=6, pool=pool) as one:
                 whole = [batch.image.copy() for batch in one]
             for rank in range(2):
-                with loader(source, 6, data, rank, 2, start_step=2, stop_step=6, crew=crew) as half:
+                with loader(source, 6, data, rank, 2, start_step=2, stop_step=6, pool=pool) as half:
                     for a, b in zip(whole[2:], half, strict=True):
                         share = a[rank::2]
                         assert np.array_equal(share[: b.count // 2], b.image[: b.count // 2])
@@ -147,10 +147,10 @@ class TestSameBatches:
     def test_training_and_evaluation_share_loaders(self, photographs):
         data = folder_data(photographs)
         source = open_source(data, "train")
-        with LoaderPool("processes", 2, 60) as crew, loader(source, 4, data, crew=crew) as training:
+        with LoaderPool("processes", 2, 60) as pool, loader(source, 4, data, pool=pool) as training:
             first = next(training).image.copy()
             for _ in range(2):
-                with loader(source, 4, data, train=False, crew=crew) as evaluation:
+                with loader(source, 4, data, train=False, pool=pool) as evaluation:
                     assert sum(int(batch.weight.sum()) for batch in evaluation) == 22
             assert len(children()) == 2
             assert next(training).step == 1
@@ -314,12 +314,12 @@ class TestLoadersThatFail:
         data = folder_data(own)
         source, path = open_source(data, "train"), stick(own)
         with loader(source, 6, data) as batches:
-            crew = batches._hold.crew
+            pool = batches._hold.pool
 
             def kill() -> None:
-                wait_until(lambda: any(path.name in crew.doing(i)[0] for i in range(2)))
-                number = next(i for i in range(2) if str(path) in crew.doing(i)[0])
-                os.kill(int(crew._board[number, HERE]), signal.SIGKILL)
+                wait_until(lambda: any(path.name in pool.doing(i)[0] for i in range(2)))
+                number = next(i for i in range(2) if str(path) in pool.doing(i)[0])
+                os.kill(int(pool._board[number, HERE]), signal.SIGKILL)
 
             killer = threading.Thread(target=kill)
             killer.start()
@@ -346,7 +346,7 @@ class TestLoadersThatFail:
         data = Data(loader="processes", loaders=1, prefetch=2, stall_timeout_s=0.5)
         with loader(source, size, data) as batches:
             next(batches)
-            at = lambda: (time.sleep(0.2), batches._hold.crew.doing(0))[1]  # noqa: E731
+            at = lambda: (time.sleep(0.2), batches._hold.pool.doing(0))[1]  # noqa: E731
             wait_until(lambda: at() == at(), 20)  # all that is read ahead has come
             (pid,) = children()
             os.kill(pid, signal.SIGSTOP)
@@ -378,7 +378,7 @@ PARENT = """
     source = open_source(data, "train")
     batches = Loader(source, Sampler(6, 3, seed=0), data, True)
     next(batches)
-    pids = batches._hold.crew._board[:, HERE].tolist()
+    pids = batches._hold.pool._board[:, HERE].tolist()
     print(*pids, flush=True)
     {stuck}
     {end}
@@ -532,9 +532,9 @@ SPAWNING = """
         data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
         source = open_source(data, "train")
         sampler = Sampler(6, 4, comm.rank, comm.size, seed=0)
-        with LoaderPool(kind, 2, 60) as crew:
+        with LoaderPool(kind, 2, 60) as pool:
             for train, stop in ((True, 5), (False, 1)):
-                with Loader(source, sampler, data, train, stop_step=stop, crew=crew) as batches:
+                with Loader(source, sampler, data, train, stop_step=stop, pool=pool) as batches:
                     found.append(b"".join(batch.image.tobytes() + batch.label.tobytes() for batch in batches))
     print("equal" if found[:2] == found[2:] else "different", flush=True)
     words = [message.partition(b"\\0")[0] for number, tag, message in told if (number, tag) == (0, 40)]
@@ -643,7 +643,7 @@ def test_a_validation_that_only_threads_can_read_has_loaders_of_its_own(kind, lo
     data = Data("array", train=Compressed(*arrays, classes=4), validation=kind(*arrays, classes=4), channels=1)
     model = Model("any", lambda *_: ({}, {}), lambda *_: (None, {}), (8, 8, 1), 4)
     experiment, workers = Experiment(model=model, data=data), gather_workers(1)
-    crew = open_feed(experiment, "train", 4, workers).crew
-    validation = open_feed(experiment, "validation", 4, workers, crew=crew)
-    assert (crew.kind, validation.crew.kind) == ("processes", loaders)
-    assert (validation.crew is crew) == (kind is Compressed)
+    pool = open_feed(experiment, "train", 4, workers).pool
+    validation = open_feed(experiment, "validation", 4, workers, pool=pool)
+    assert (pool.kind, validation.pool.kind) == ("processes", loaders)
+    assert (validation.pool is pool) == (kind is Compressed)
