@@ -9,7 +9,9 @@ frame for `--delay-ms`. Everything lives in namespaces without names: they end w
 end with this one, killed or not. Needs Linux, iproute2, util-linux, and root or the right to make user namespaces; for
 a delay /dev/net/tun, too, but not the kernel's netem.
 
-A rank must not spin here, for each "host" believes that it owns all cores: Open MPI is told to yield.
+A rank must not spin here, for each "host" believes that it owns all cores: Open MPI is told to yield. Nor may hosts be
+scheduling groups of their own, which sessions are if Linux has autogroups: a rank that yields then keeps its core from
+those of other hosts, beside busy programs for minutes (Linux 6.18). So all of them are put into one control group.
 """
 
 import argparse
@@ -104,16 +106,35 @@ def run(argv: list[str]) -> int:
         return 77  # what test suites take for "skipped"
     folder = tempfile.mkdtemp(prefix="cluster-")  # stays empty: what is in it is seen from inside only
     line = [*unshare(), sys.executable, __file__, "--inside", folder, *argv]
-    job = subprocess.Popen(line, preexec_fn=die_with_parent)
+    group = scheduling_group(parse(argv).hosts)
+    job = subprocess.Popen(line, preexec_fn=lambda: begin(group))
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, lambda number, _: job.send_signal(signal.SIGKILL))
     code = job.wait()
     os.rmdir(folder)
+    if group:
+        with contextlib.suppress(OSError):  # another cluster is in it
+            group.rmdir()
     return code if code >= 0 else 128 - code
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends."""
+def scheduling_group(hosts: int) -> Path | None:
+    """A control group of all clusters, with the cores that hosts would get one by one; None if there can be none."""
+    for folder, weight, usual in (("cpu/", "cpu.shares", 1024), ("", "cpu.weight", 100)):
+        group = Path(f"/sys/fs/cgroup/{folder}jaxmpi-cluster")
+        with contextlib.suppress(OSError):
+            group.mkdir(exist_ok=True)
+            if (group / weight).exists():
+                (group / weight).write_text(str(hosts * usual))
+                return group
+            group.rmdir()
+    return None
+
+
+def begin(group: Path | None) -> None:
+    """Enter a control group, and ask the kernel to kill this process when its parent ends, however it ends."""
+    if group:
+        (group / "cgroup.procs").write_text("0")
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

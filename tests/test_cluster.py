@@ -58,6 +58,14 @@ def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
     assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]
 
 
+def test_hosts_are_one_scheduling_group():
+    """Else a rank that yields may keep its core from ranks of other hosts."""
+    if os.geteuid() or not os.access("/sys/fs/cgroup/cpu", os.W_OK):
+        pytest.skip("no control group can be made")
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "grep", "-w", "cpu", "/proc/self/cgroup")
+    assert re.findall(r":(/.*)", ended.out) == ["/jaxmpi-cluster"] * 2, ended.out
+
+
 def test_hosts_share_all_cores():
     """A launcher that binds gives the only rank of every host the same core."""
     ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "nproc")
