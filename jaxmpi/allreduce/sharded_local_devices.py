@@ -201,4 +201,3 @@ def with_axis(tree: PyTree) -> PyTree:
 def without_axis(tree: PyTree) -> PyTree:
     """The inverse."""
     return jax.tree.map(lambda x: x[0], tree)
-
