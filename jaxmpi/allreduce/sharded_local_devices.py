@@ -174,7 +174,7 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
         return with_axis(made), (squares(made) if needs_square else jnp.zeros(()))[None]
 
     def clip(made: PyTree, by_number: jax.Array) -> tuple[PyTree, jax.Array]:
-        square = by_number.reshape(processes, places)[chunks].sum()
+        square = by_number.reshape(processes, places)[chunks].reshape(-1).sum()
         return with_axis(clipped(without_axis(made), square, of.clip_norm)), square[None]
 
     def whole(travelled: list[jax.Array]) -> PyTree:
