@@ -3,12 +3,14 @@
 python scripts/exchange_memory.py --ranks 4 --tree alexnet
 python scripts/cluster.py --hosts 4 -- python scripts/exchange_memory.py --ranks 4 --strategies ring32 lowrank4
 python scripts/exchange_memory.py --ranks 4 --strategies "sharded asa32" "sharded ring32"
+python scripts/exchange_memory.py --ranks 2 --devices 2 --strategies asa32 "sharded asa32"
 
 Each strategy has a job of its own. A rank holds the gradients and a compressor's residual, and exchanges them in one
 jit. The kernel counts the peak growth of its memory: means, copies, MPI's buffers. Calls under `used` begin with a heap
 that has returned freed memory; `kept` is after as many calls without that, with holes in the heap. Compiling and a
 first exchange of single numbers (connections, code) do not count. The figure is that of the rank that grows most.
-`sharded <strategy>` is an update by sgd with `--exchange.shard-update on`, beside gradients and params.
+`sharded <strategy>` is an update by sgd with `--exchange.shard-update on`, beside gradients and params. With
+`--devices K` a rank drives K workers, and figures are a worker's.
 """
 
 import ctypes
@@ -22,13 +24,18 @@ import jax.numpy as jnp
 import optax
 
 import jaxmpi
-from jaxmpi.allreduce import compression
-from jaxmpi.allreduce.api import BUCKET_BYTES, exchange, exchange_gradients
+from jaxmpi.allreduce import algorithms, compression
+from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, exchange, exchange_gradients
+from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.bench.options import trees
 from jaxmpi.comm.control import processes
+from jaxmpi.comm.topology import AXIS, spread
+from jaxmpi.comm.xla_mesh import local_mesh
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
+from jaxmpi.trainer import step as steps
 
 STRATEGIES = (
     *("shm", "ar", "asa32", "asa16", "asa8", "ring32", "ring16", "ring:8", "tree:32", "hier-ring32", "hier-ring16"),
@@ -52,15 +59,24 @@ def count_anew() -> int:
     return held_bytes("VmRSS")
 
 
-def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+def on_devices(tree: list[jax.Array], mesh: jax.sharding.Mesh | None) -> list[jax.Array]:
+    """A copy of a tree for each device of a mesh, if there is one."""
+    return spread([tree] * mesh.size, mesh) if mesh else tree
+
+
+def grown(name: str, shapes: list[tuple[int, ...]], devices: int) -> tuple[int, int]:
     """Peak growth of this rank's memory, in bytes: used, and kept."""
+    mesh = local_mesh(AXIS, devices) if devices > 1 else None
     if name.startswith("sharded "):
-        return grown_sharded(name.removeprefix("sharded "), shapes)
+        return grown_sharded(name.removeprefix("sharded "), shapes, mesh)
     tx = exchange_gradients(name) if compression.is_compressor(name) else None
     step = jax.jit(tx.update if tx else lambda grads, state: (exchange(grads, name), state))
+    if mesh:
+        mean = over_local_devices(Choice(algorithms.parse(name).name, "mean", jaxmpi.world(), BUCKET_BYTES), mesh)
+        step = lambda grads, state: (mean(grads), state)  # noqa: E731
     used = kept = 0
     for exchanged in ([(1,)] * 2, shapes):
-        grads = [jnp.ones(shape) for shape in exchanged]
+        grads = on_devices([jnp.ones(shape) for shape in exchanged], mesh)
         state = jax.block_until_ready(tx.init(grads)) if tx else ()
         before, peaks = count_anew(), []
         for call in range(1 + 2 * CALLS):
@@ -72,15 +88,18 @@ def grown(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     return used, kept
 
 
-def grown_sharded(strategy: str, shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+def grown_sharded(strategy: str, shapes: list[tuple[int, ...]], mesh: jax.sharding.Mesh | None) -> tuple[int, int]:
     """The same of an update in slices, in the programs of the trainer's split form."""
     comm = jaxmpi.world()
     mean = lambda tree: exchange(tree, strategy)  # noqa: E731
+    over = (lambda f, donate_argnums=(): steps.over_devices(f, mesh, donate_argnums)) if mesh else comm.jit
     used = kept = 0
     for exchanged in ([(1,)] * 2, shapes):
-        halves = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=processes() if strategy == "shm" else None)
-        rule = gradients(optax.sgd(0.1), base.Exchange(mean, mean, comm.jit, shards=halves))
-        grads, params = ([jnp.ones(shape) for shape in exchanged] for _ in range(2))
+        shares = strategy == "shm" and not mesh
+        halves = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=processes() if shares else None)
+        shards = ShardsOfDevices(of=halves, mesh=mesh) if mesh else halves
+        rule = gradients(optax.sgd(0.1), base.Exchange(mean, mean, over, shards=shards))
+        grads, params = (on_devices([jnp.ones(shape) for shape in exchanged], mesh) for _ in range(2))
         if halves.shared_params:
             params = halves.shared_params.filled(params)
         params, _ = jax.block_until_ready(rule.update(grads, rule.init(grads), params))  # compiles
@@ -94,12 +113,12 @@ def grown_sharded(strategy: str, shapes: list[tuple[int, ...]]) -> tuple[int, in
     return used, kept
 
 
-def copies(strategy: str, tree: str) -> list[float]:
-    """Be a rank: copies of the gradients, used and kept, of the rank that grows most."""
+def copies(strategy: str, tree: str, devices: int) -> list[float]:
+    """Be a rank: copies of the gradients of a worker, used and kept, of the rank that grows most."""
     jaxmpi.world()
     shapes = list(trees([tree])[tree].values())
-    size_bytes = 4 * sum(map(math.prod, shapes))
-    mine = [grown_bytes / size_bytes for grown_bytes in grown(strategy, shapes)]
+    size_bytes = 4 * devices * sum(map(math.prod, shapes))
+    mine = [grown_bytes / size_bytes for grown_bytes in grown(strategy, shapes, devices)]
     return [max(of_ranks) for of_ranks in zip(*processes().allgather_object(mine), strict=True)]
 
 
@@ -107,14 +126,16 @@ def main() -> None:
     """Print a row per strategy."""
     parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=1, help="of each rank")
     parser.add_argument("--tree", default="alexnet", help="whose gradients, see `jaxmpi models`")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     options = parser.parse_args()
-    print(f"{options.ranks} ranks, gradients of {options.tree}; goal {GOAL:g} K\n")
+    workers = f"{options.ranks} ranks" + f" x {options.devices} devices" * (options.devices > 1)
+    print(f"{workers}, gradients of {options.tree}; goal {GOAL:g} K\n")
     print(harness.table(("strategy", "used", "kept")))
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
     for strategy in options.strategies:
-        used, kept = harness.on_ranks(copies, strategy, options.tree, ranks=options.ranks, env=env)
+        used, kept = harness.on_ranks(copies, strategy, options.tree, options.devices, ranks=options.ranks, env=env)
         print(harness.row([f"`{strategy}`", f"{used:.2f}", f"{kept:.2f}"]), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Eight fake CPU devices, and promotions that fail if user code might silently lose or gain precision.
+"""Eight fake CPU devices, three a rank, and promotions that fail if user code might silently lose or gain precision.
 
 A whole tier runs in two processes; named files and slow tests in one.
 """
@@ -36,7 +36,7 @@ gc.set_threshold(100_000, 50, 100)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 UNDER_MPI = (launch := launchers.launched()) is not None and launch.size > 1
 
-jax.config.update("jax_num_cpu_devices", 1 if UNDER_MPI else 8)
+jax.config.update("jax_num_cpu_devices", 3 if UNDER_MPI else 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -88,6 +89,20 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert len(binaries(a)) == 5
 
 
+def whole_leaves(run_dir: Path) -> dict[str, np.ndarray]:
+    """Params and the optimizer's state of the last checkpoint, flat; slices are put together by their numbers."""
+    last = run_dir / "checkpoints/step_00000020"
+    manifest = json.loads((last / "manifest.json").read_text())
+    chunks, leaves = manifest["extra"].get("chunks", []), {}
+    for name, rows in manifest["files"].items():
+        for row in rows:
+            flat = np.fromfile(last / name, row["dtype"], math.prod(row["shape"]), offset=row["offset"])
+            number = 0 if name == "common.bin" else chunks[int(name[7:12])] if chunks else None
+            if number is not None and row["path"].startswith(("params", "rule_state")):
+                leaves.setdefault(row["path"], {})[number] = flat
+    return {path: np.concatenate([parts[c] for c in sorted(parts)]) for path, parts in leaves.items()}
+
+
 def figures(run_dir: Path, kind: str, figure: str) -> list[float]:
     rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
     return [row[figure] for row in rows if row["kind"] == kind]
@@ -115,6 +130,29 @@ def test_one_process_a_device_goes_on_with_the_same_bits(over_devices, folder):
     from_step_10(over_devices, "processes")
     of_processes(folder, "processes", "--exchange.strategy", "hier-ring32", "--resume")
     assert_same_run(over_devices, folder / "processes")
+
+
+@pytest.mark.e2e
+def test_sharded_updates_go_on_from_whole_ones_with_the_same_bits_and_leave_slices(over_devices, folder):
+    from_step_10(over_devices, "sharded")
+    ended = of_devices(folder, "sharded", "--exchange.strategy", "ring32", "--exchange.shard-update", "on", "--resume")
+    assert "updates sharded over 4 workers" in ended.out
+    assert figures(over_devices, "train", "loss") == figures(folder / "sharded", "train", "loss")
+    whole, sliced = whole_leaves(over_devices), whole_leaves(folder / "sharded")
+    assert whole.keys() == sliced.keys()
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(sliced[name][: leaf.size], leaf, err_msg=name)
+    [moments] = [leaf for name, leaf in sliced.items() if name.endswith("logits/bias") and "rule_state" in name]
+    assert moments.size == 12  # four slices of three entries
+
+
+@pytest.mark.slow
+def test_slices_of_devices_are_those_of_a_process_each(over_devices, folder):
+    options = ("--exchange.overlap", "off", "--exchange.shard-update", "on", "--resume")
+    for name, run, strategy in (("slices", of_devices, "ring32"), ("slices-each", of_processes, "hier-ring32")):
+        from_step_10(over_devices, name)
+        run(folder, name, "--exchange.strategy", strategy, *options)
+    assert_same_run(folder / "slices", folder / "slices-each")
 
 
 RULES = {

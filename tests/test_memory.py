@@ -16,9 +16,10 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.experiments.digits import experiment as DIGITS
-from jaxmpi.trainer import build
+from jaxmpi.trainer import build, forecast
 from jaxmpi.trainer.memory import Held, check_fits
 from launching import run, train_here
+from test_comm_xla import EXPERIMENT
 
 MB = 1_000_000
 
@@ -109,6 +110,17 @@ HELD = Held(
     is_whole=False,
     activations=800 * MB,
 )
+
+
+def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    forecast.main([str(tmp_path / "tiny.py"), "-n", "2", "--slots", "1", "--devices", "2", "--data.loader", "threads"])
+    said = capsys.readouterr().out
+    assert "4 workers x" in said
+    assert "2 on a host" in said
+    off, on = map(float, re.findall(r"optimizer's state +(\S+) +(\S+)", said)[0])
+    assert off / 4 <= on <= 1.05 * off / 4
+    assert re.search(r"a process +125 +125", said)  # a rank's 250 MB are two workers'
 
 
 def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():

@@ -18,6 +18,7 @@ So what a message rounds off is in the next one (error feedback), and params are
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -146,8 +147,8 @@ class Shards(NamedTuple):
     def _half(self, half: str, like: PyTree) -> Callable[[PyTree], Any]:
         name, _, wire = half.partition(":")
         if name == "reduce-scatter":
-            return self._dealt if self.deal else self._scattered
-        return functools.partial(self._collected if self.deal else self._gathered, like=like, wire=wire)
+            return functools.partial(self._scattered, like=like)
+        return functools.partial(self._gathered, like=like, wire=wire)
 
     def _run(self, half: str, tree: PyTree, like: PyTree, program: Callable[[PyTree], Any]) -> Any:
         leaves, comm = jax.tree.leaves(tree), self.comm
@@ -166,24 +167,15 @@ class Shards(NamedTuple):
             with compared(comm, number):
                 return program(tree)
 
-    def _buckets(self, leaves: Sequence[Any]) -> list[list[int]]:
-        if self.comm.size == 1:
-            return []
-        if self.is_beside:  # by the order in which gradients come
-            return self.choice.buckets(leaves)
-        return plan([leaf.size for leaf in leaves], self.choice.bucket_bytes)
+    def _vectors(self, like: PyTree) -> "SlicesInBuckets | RowsInColumns":
+        order = self.choice if self.is_beside else None  # buckets by the order in which gradients come
+        return vectors_of(like, self.size, self.choice.bucket_bytes, self.deal, order)
 
-    def _scattered(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
-        (leaves, structure), size = jax.tree.flatten(grads), self.size
-        shapes = [shape_of_slice(leaf.shape, size) for leaf in leaves]
-        slices = [leaf if leaf.size else leaf.reshape(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
-        buckets, rows = self._buckets(leaves), [rows_of(leaf, size) for leaf in leaves]
-        flats = [joined_rows([rows[i] for i in bucket]).reshape(-1) for bucket in buckets]
-        for bucket, mine in zip(buckets, self._chunks_of_sums(flats), strict=True):
-            for i, part in zip(bucket, cut(mine, [rows[i].shape[1] for i in bucket]), strict=True):
-                slices[i] = part.reshape(shapes[i])
-        slices, square = self._clipped(slices)
-        return jax.tree.unflatten(structure, slices), square
+    def _scattered(self, grads: PyTree, like: PyTree) -> tuple[PyTree, jax.Array]:
+        if self.size == 1:
+            return self._clipped(grads)
+        vectors = self._vectors(like)
+        return self._clipped(vectors.slices(self._chunks_of_sums(vectors.of_tree(grads))))
 
     def _chunks_of_sums(self, flats: list[jax.Array]) -> list[jax.Array]:
         """f32[n] -> f32[n / w] each: this worker's chunk of the mean, or sum, over workers."""
@@ -214,14 +206,11 @@ class Shards(NamedTuple):
         plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
         return travelled(flats, Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half))
 
-    def _clipped(self, slices: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    def _clipped(self, slices: PyTree) -> tuple[PyTree, jax.Array]:
         square = jnp.zeros(())
         if self.clip_norm or self.gives_square:
-            own = sum((jnp.square(x).sum() for x in slices), jnp.zeros(()))
-            square = self._of_all(own).sum()  # in one order on all workers
-        if self.clip_norm:
-            slices = [clipped(x, jnp.sqrt(square), self.clip_norm) for x in slices]
-        return slices, square
+            square = self._of_all(squares(slices)).sum()  # in one order on all workers
+        return clipped(slices, square, self.clip_norm), square
 
     def _of_all(self, x: jax.Array) -> jax.Array:
         """f32[] -> f32[w], by worker."""
@@ -231,33 +220,90 @@ class Shards(NamedTuple):
         return by_number.reshape(-1)[jnp.asarray(self.chunks)]
 
     def _gathered(self, slices: PyTree, like: PyTree, wire: str) -> PyTree:
-        if self.comm.size == 1:
+        if self.size == 1:
             return slices
-        leaves, structure = jax.tree.flatten(like)
-        parts, buckets = [part.reshape(-1) for part in jax.tree.leaves(slices)], self._buckets(leaves)
-        out = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]  # empty ones do not travel
-        chunks = [joined_rows([parts[i] for i in bucket]) for bucket in buckets]
-        for bucket, rows in zip(buckets, self._rows_of_all(chunks, wire), strict=True):
-            for i, part in zip(bucket, cut(rows, [parts[i].size for i in bucket]), strict=True):
-                out[i] = whole_of(part, leaves[i])
-        return jax.tree.unflatten(structure, out)
+        vectors = self._vectors(like)
+        return vectors.whole(self._rows_of_all(vectors.of_slices(slices), wire))
 
-    def _columns(self, given: Deal) -> list[tuple[int, int]]:
-        width = given.width if self.choice.bucket_bytes is None else self.choice.bucket_bytes // (4 * given.workers)
-        starts = range(0, given.width, max(1, width))
-        return [(start, min(start + max(1, width), given.width)) for start in starts]
 
-    def _dealt(self, grads: PyTree) -> tuple[DealtLeaves, jax.Array]:
-        assert self.deal
-        leaves, spans = jax.tree.leaves(grads), self._columns(self.deal)
-        flats = [self.deal.columns(leaves, start, stop).reshape(-1) for start, stop in spans]
-        [row], square = self._clipped([jnp.concatenate(self._chunks_of_sums(flats))])
-        return DealtLeaves(row), square
+class SlicesInBuckets(NamedTuple):
+    """A tree as vectors that travel, each w rows; row c has slice c of some leaves. Nothing communicates."""
 
-    def _collected(self, row: DealtLeaves, like: PyTree, wire: str) -> PyTree:
-        assert self.deal
-        pieces = [row.entries[start:stop] for start, stop in self._columns(self.deal)]
-        return self.deal.whole_of(jnp.concatenate(self._rows_of_all(pieces, wire), 1))
+    structure: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    workers: int
+    buckets: list[list[int]]  # leaves of each vector; empty ones are in none
+
+    def _widths(self, bucket: list[int]) -> list[int]:
+        return [math.prod(shape_of_slice(self.leaves[i].shape, self.workers)) for i in bucket]
+
+    def of_tree(self, tree: PyTree) -> list[jax.Array]:
+        """f32[w m] each, of a whole tree."""
+        rows = [rows_of(leaf, self.workers) for leaf in jax.tree.leaves(tree)]
+        return [joined_rows([rows[i] for i in bucket]).reshape(-1) for bucket in self.buckets]
+
+    def slices(self, chunks: Sequence[jax.Array]) -> PyTree:
+        """A worker's slices, of its f32[m] each."""
+        shapes = [shape_of_slice(leaf.shape, self.workers) for leaf in self.leaves]
+        out = [jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, self.leaves, strict=True)]
+        for bucket, mine in zip(self.buckets, chunks, strict=True):
+            for i, part in zip(bucket, cut(mine, self._widths(bucket)), strict=True):
+                out[i] = part.reshape(shapes[i])
+        return jax.tree.unflatten(self.structure, out)
+
+    def of_slices(self, slices: PyTree) -> list[jax.Array]:
+        """f32[m] each, of a worker's slices."""
+        parts = [part.reshape(-1) for part in jax.tree.leaves(slices)]
+        return [joined_rows([parts[i] for i in bucket]) for bucket in self.buckets]
+
+    def whole(self, vectors: Sequence[jax.Array]) -> PyTree:
+        """The tree of f32[w, m] each."""
+        out = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        for bucket, rows in zip(self.buckets, vectors, strict=True):
+            for i, part in zip(bucket, cut(rows, self._widths(bucket)), strict=True):
+                out[i] = whole_of(part, self.leaves[i])
+        return jax.tree.unflatten(self.structure, out)
+
+
+class RowsInColumns(NamedTuple):
+    """The same if workers have whole tensors: a vector is some columns of the matrix of all rows."""
+
+    deal: Deal
+    spans: list[tuple[int, int]]
+
+    def of_tree(self, tree: PyTree) -> list[jax.Array]:
+        """f32[w m] each, of a whole tree."""
+        leaves = jax.tree.leaves(tree)
+        return [self.deal.columns(leaves, start, stop).reshape(-1) for start, stop in self.spans]
+
+    def slices(self, chunks: Sequence[jax.Array]) -> DealtLeaves:
+        """A worker's row, of its f32[m] each."""
+        return DealtLeaves(jnp.concatenate(chunks))
+
+    def of_slices(self, slices: DealtLeaves) -> list[jax.Array]:
+        """f32[m] each, of a worker's row."""
+        return [slices.entries[start:stop] for start, stop in self.spans]
+
+    def whole(self, vectors: Sequence[jax.Array]) -> PyTree:
+        """The tree of f32[w, m] each."""
+        return self.deal.whole_of(jnp.concatenate(vectors, 1))
+
+
+def vectors_of(
+    like: PyTree, workers: int, bucket_bytes: int | None, deal: Deal | None, order: Choice | None = None
+) -> SlicesInBuckets | RowsInColumns:
+    """How trees of these shapes travel.
+
+    Args:
+        order: whose buckets to take, if not those of the tree.
+    """
+    if deal:
+        width = max(1, deal.width if bucket_bytes is None else bucket_bytes // (4 * workers))
+        starts = range(0, deal.width, width)
+        return RowsInColumns(deal, [(start, min(start + width, deal.width)) for start in starts])
+    leaves, structure = jax.tree.flatten(like)
+    buckets = order.buckets(leaves) if order else plan([leaf.size for leaf in leaves], bucket_bytes)
+    return SlicesInBuckets(structure, tuple(leaves), workers, buckets)
 
 
 @functools.cache
@@ -278,9 +324,16 @@ def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
     return [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]
 
 
-def clipped(x: jax.Array, norm: jax.Array, largest: float) -> jax.Array:
-    """As `optax.clip_by_global_norm` has it, for a norm that is known."""
-    return jax.lax.select(jnp.broadcast_to(norm < largest, x.shape), x, (x / norm) * largest)
+def squares(slices: PyTree) -> jax.Array:
+    """f32[]: the sum of the squares of all entries."""
+    return sum((jnp.square(x).sum() for x in jax.tree.leaves(slices)), jnp.zeros(()))
+
+
+def clipped(slices: PyTree, square: jax.Array, largest: float) -> PyTree:
+    """As `optax.clip_by_global_norm` has it, for a known square of the norm; as they are if `largest` is 0."""
+    norm = jnp.sqrt(square)
+    clip = lambda x: jax.lax.select(jnp.broadcast_to(norm < largest, x.shape), x, (x / norm) * largest)  # noqa: E731
+    return jax.tree.map(clip, slices) if largest else slices
 
 
 def shards_of(

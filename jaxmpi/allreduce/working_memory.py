@@ -10,14 +10,23 @@ from jaxmpi.allreduce.compression import is_compressor
 AT_WORK = {"shm": 1, "asa": 3, "none": 1}
 OTHERS, COMPRESSORS = 4, 6
 SHARDED = 2  # at least: rows of a bucket, and new params
+SHARDED_OF_DEVICES = 3  # 2.2 to 2.9 with any strategy, if devices of a process add up first; 3.1 to 3.7 unsharded
 SHARED_PARAMS = 0.75  # a rank's slices, some buckets, and holes in the heap: 0.28 and 0.73 on 4 ranks
 
 
-def at_work(strategy: str, *, is_sharded: bool = False, shares_params: bool = False) -> float:
-    """Working arrays of a strategy, by its spelling; with sharded updates new params are among them, unless shared."""
+def at_work(
+    strategy: str, *, is_sharded: bool = False, shares_params: bool = False, adds_devices: bool = False
+) -> float:
+    """Working arrays of a strategy, by its spelling; with sharded updates new params are among them, unless shared.
+
+    Args:
+        adds_devices: each process adds up several devices first; the figure is of one device.
+    """
     if shares_params:
         return SHARED_PARAMS
     if is_compressor(strategy):
         return COMPRESSORS
+    if adds_devices:
+        return SHARDED_OF_DEVICES if is_sharded else OTHERS
     arrays = OTHERS if is_auto(strategy) else AT_WORK.get(parse(strategy).name.partition(":")[0], OTHERS)
     return max(arrays, SHARDED) if is_sharded else arrays

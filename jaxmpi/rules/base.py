@@ -124,7 +124,7 @@ class NoExchange:
 
             own = optax.GradientTransformation(own.init, update)
         halves = exchange.shards
-        shards = halves and OwnShards(halves, self, jax.jit(halves.cut.own))
+        shards = halves and OwnShards(halves, self, exchange.jit(halves.cut.own))
         return exchange._replace(
             mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own, shards=shards
         )

@@ -28,6 +28,7 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import check_floats, shards_of
+from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
@@ -407,7 +408,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = base.NoExchange()
-        rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
+        rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False)._replace(jit=keep_operands)))
         differentiated = to_share(order.of(gradients, flops.count))
         compiled = order.shared(differentiated, workers.processes)
         checked = once(steps.or_before) if skips else None
@@ -492,13 +493,15 @@ def exchange_for(
             size_bytes,
             clip_norm=experiment.optim.clip_norm,
             gives_square=sees_noise(experiment, plan, workers),
-            deal=dealt,
+            deal=dealt if workers.devices == 1 else None,
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(experiment, workers, strategy) else None,
             beside=order if is_beside else None,
         )
         if is_beside:
             courier()
+        if workers.devices > 1 and workers.mesh:
+            shards = ShardsOfDevices(of=shards, mesh=workers.mesh, deal=dealt)
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
     if compression.is_compressor(strategy):
         refused = partial(exchange, **options)
@@ -527,7 +530,7 @@ def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bo
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_exact = experiment.exchange.gather_wire == "32"
     is_in_reach = algorithms.parse(strategy).name == "shm:32" and jax.default_backend() == "cpu"
-    return is_in_reach and is_exact and not keeps and is_split(experiment, workers) and workers.devices == 1
+    return is_in_reach and is_exact and not keeps and is_split(experiment, workers) and experiment.devices == 1
 
 
 def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:

@@ -119,14 +119,6 @@ REFUSALS = (
         "use auto, on or off",
     ),
     Refusal(
-        "devices",
-        "more than 1",
-        (1).__ne__,
-        lambda experiment: shards_updates(experiment) and drives_several(experiment),
-        f"{SHARDED} in several processes, whose devices add up before the exchange",
-        "start a process a device, or take --comm xla",
-    ),
-    Refusal(
         "exchange.shard_update",
         "on",
         "on".__eq__,

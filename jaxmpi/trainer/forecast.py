@@ -35,7 +35,7 @@ from jaxmpi.trainer.build import (
 )
 from jaxmpi.trainer.memory import Held, check_fits, held, mb, parts
 
-PROCESS_BYTES = 250_000_000  # of a worker that has not begun, and its loader process: Python, JAX, MPI
+PROCESS_BYTES = 250_000_000  # of a rank that has not begun, and its loader process: Python, JAX, MPI
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,12 +68,13 @@ def main(argv: Sequence[str]) -> None:
         not registry.is_asynchronous(experiment.rule),
         f"rule: got {experiment.rule.name}, whose workers are not alike; expected a synchronous rule",
     )
-    hosts = tuple(worker // slots for worker in range(options.n))
-    workers = Workers(AxisComm("workers", options.n, hosts), SoloProcesses(), (0,), None)
+    each, here = experiment.devices, slots * experiment.devices  # workers of a rank, and of a host
+    hosts = tuple(worker // here for worker in range(options.n * each))
+    workers = Workers(AxisComm("workers", len(hosts), hosts), SoloProcesses(), (0,), None)
     found, free_bytes = forecast(experiment, workers), available_bytes()
-    print("\n".join(table(found, workers, slots, free_bytes)), flush=True)
+    print("\n".join(table(found, workers, here, free_bytes)), flush=True)
     asked = found.on if found.on and experiment.exchange.shard_update == "on" else found.off
-    check_fits(asked, slots, found.local_batch, free_bytes)
+    check_fits(asked, here, found.local_batch, free_bytes)
 
 
 class Forecast(NamedTuple):
@@ -112,7 +113,7 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, te
     strategy = experiment.exchange.strategy
     rule = build_rule(experiment, plan, workers, exchange_for(experiment, plan, workers, strategy, Order(), False))
     found = held(experiment, workers, plan, rule, strategy, is_whole=False)
-    return dataclasses.replace(found, activations=temp_bytes, process=PROCESS_BYTES)
+    return dataclasses.replace(found, activations=temp_bytes, process=PROCESS_BYTES // experiment.devices)
 
 
 def activations(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> int:
@@ -124,16 +125,16 @@ def activations(experiment: Experiment, workers: Workers, plan: TrainingPlan) ->
     return analysis.temp_size_in_bytes if analysis else 0
 
 
-def table(found: Forecast, workers: Workers, slots: int, free_bytes: int) -> list[str]:
+def table(found: Forecast, workers: Workers, here: int, free_bytes: int) -> list[str]:
     """Lines for the terminal."""
     columns = {"off": found.off} | ({"on": found.on} if found.on else {})
     named = {word: parts(of) for word, of in columns.items()}
     lines = [
-        f"{workers.size} workers x local batch {found.local_batch}, {slots} on a host; MB a worker",
+        f"{workers.size} workers x local batch {found.local_batch}, {here} on a host; MB a worker",
         f"{'--exchange.shard-update':28}" + "".join(f"{word:>10}" for word in columns),
     ]
     for name in dict.fromkeys(name for each in named.values() for name in each):
         lines.append(f"{name:28}" + "".join(f"{mb(each.get(name, 0)):>10}" for each in named.values()))
     lines.append(f"{'at once':28}" + "".join(f"{mb(of.at_once):>10}" for of in columns.values()))
-    lines.append(f"{'all on a host':28}" + "".join(f"{mb(of.on_host(slots)):>10}" for of in columns.values()))
+    lines.append(f"{'all on a host':28}" + "".join(f"{mb(of.on_host(here)):>10}" for of in columns.values()))
     return [*lines, f"{'free on this host':28}{mb(free_bytes):>10}", *found.notes]

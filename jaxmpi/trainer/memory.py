@@ -91,6 +91,9 @@ def held(
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     exchanges = workers.size > 1 and not is_whole
     shares = bool(rule.sharding and rule.sharding.shards.shared_params)
+    arrays = at_work(
+        strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
+    )
     return Held(
         params=params,
         model_state=model_state,
@@ -100,7 +103,7 @@ def held(
         copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
         gradients=params,
-        exchange=exchanges * round(at_work(strategy, is_sharded=bool(rule.sharding), shares_params=shares) * params),
+        exchange=exchanges * round(arrays * params),
         is_whole=is_whole,
         shares_params=shares,
         padding=padding(rule),
