@@ -59,8 +59,17 @@ class Halves(Protocol):
         """The wire of new params, or of their changes."""
         ...
 
+    @property
+    def early(self) -> bool:
+        """Return True if `scatter` gets what `scattering` has made: slices."""
+        ...
+
     def chunk(self) -> jax.Array:
         """i32[]: the number of this worker's slice."""
+        ...
+
+    def scattering(self, gradients: Callable[..., tuple], sum_name: str) -> Callable[..., tuple]:
+        """The same function, with this worker's slices of the mean over workers in place of the gradients."""
         ...
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
@@ -182,6 +191,15 @@ class OwnShards(NamedTuple):
     def chunk(self) -> jax.Array:
         """i32[]: the number of this worker's slice."""
         return self.given.chunk()
+
+    @property
+    def early(self) -> bool:
+        """Return True if `scatter` gets slices."""
+        return self.given.early
+
+    def scattering(self, gradients: Callable[..., tuple], sum_name: str) -> Callable[..., tuple]:
+        """Slices of the mean in any case: a program does not see the switch."""
+        return self.given.scattering(gradients, sum_name)
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         """This worker's slices of its own gradients."""

@@ -32,6 +32,7 @@ from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.mpi import RankComm
 from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
 from jaxmpi.comm.topology import Workers, alone
 from jaxmpi.config import durations, exchange_config, schema
@@ -49,6 +50,7 @@ from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
+from jaxmpi.runtime import host_callbacks
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import step as steps
@@ -315,7 +317,10 @@ def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
     if workers.size == 1:
         return "there is one worker"
     off, strategy = with_shards(on, "off"), on.exchange.strategy
-    is_beside, _ = overlap.chosen(on.exchange.overlap, strategy, workers.comm, unfit_for_overlap(off, workers, plan))
+    is_beside = False
+    if not shares_params(on, workers, strategy):
+        unfit = unfit_for_overlap(off, workers, plan)
+        is_beside, _ = overlap.chosen(on.exchange.overlap, strategy, workers.comm, unfit)
     if is_beside:
         return "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
     try:
@@ -395,8 +400,11 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
-    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan)
-    is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
+    is_early, why = is_scattered_early(experiment, workers, plan, strategy)
+    is_beside = False
+    if not shares_params(experiment, workers, strategy):
+        unfit = unfit_for_overlap(experiment, workers, plan)
+        is_beside, why = overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, plan, workers, strategy, order)
@@ -407,12 +415,18 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = base.NoExchange()
-        rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False))._replace(jit=keep_operands))
-        differentiated = to_share(order.of(gradients, flops.count))
+        exchange_now = exchange_of(False)
+        rule = build_rule(experiment, plan, workers, mute.of(exchange_now)._replace(jit=keep_operands))
+        gradients = order.of(gradients, flops.count)
+        if is_early and exchange_now.shards:
+            assert isinstance(workers.comm, RankComm)
+            gradients = exchange_now.shards.scattering(gradients, workers.comm.sum_name)
+        differentiated = to_share(gradients)
         compiled = order.shared(differentiated, workers.processes)
         checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         each = f", of {workers.devices} devices of each process" * (workers.devices > 1)
+        jits = "gradients with their sum, and update" if is_early else "gradients, exchange and update"
         return made(
             rule=rule,
             train_step=step,
@@ -420,9 +434,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
             mean_state=mean_state,
             eval_params=rule.eval_params or own_params,
             fingerprints=fingerprints_by(once, workers),
-            form=f"split form: gradients, exchange and update are jits of their own{each}; {why}",
+            form=f"split form: {jits} are jits of their own{each}; {why}",
             ahead=Ahead(partial(compiled_gradients, differentiated), False),
-            lone=ComputeOnlyStep(mute.during(step), True),
+            lone=None if is_early else ComputeOnlyStep(mute.during(step), True),
         )
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
@@ -485,6 +499,7 @@ def exchange_for(
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
     dealt = deal_of(experiment, plan, workers) if experiment.exchange.shard_update == "on" else None
     if experiment.exchange.shard_update == "on" and workers.size > 1:
+        is_early, _ = is_scattered_early(experiment, workers, plan, strategy)
         shards = shards_of(
             strategy,
             "mean",
@@ -496,6 +511,7 @@ def exchange_for(
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(experiment, workers, strategy) else None,
             beside=order if is_beside else None,
+            early=is_early,
         )
         if is_beside:
             courier()
@@ -524,10 +540,23 @@ def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bo
 
     Not if the params before a step are needed until it counts.
     """
+    if experiment.exchange.shard_update != "on" or workers.size == 1:
+        return False
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_exact = experiment.exchange.gather_wire == "32"
     is_in_reach = algorithms.parse(strategy).name == "shm:32" and jax.default_backend() == "cpu"
     return is_in_reach and is_exact and not keeps and is_split(experiment, workers) and workers.devices == 1
+
+
+def is_scattered_early(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+    """Return True if gradients go into the sum of shared params' slices as they come, and a line that says why.
+
+    Raises:
+        UsageError: `exchange.overlap` on, where that cannot be.
+    """
+    if not shares_params(experiment, workers, strategy):
+        return False, ""
+    return overlap.chosen_in_memory(experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan))
 
 
 def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:
@@ -561,7 +590,7 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
     """Why this step cannot hide an exchange; empty if it can."""
     if workers.devices > 1:
         return f"the {workers.devices} devices of a process add up their gradients before it"
-    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers)):
+    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers, plan)):
         return reason
     if experiment.step_mode == "split":
         return "the step is split (step_mode split)"
@@ -575,10 +604,16 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
     return "" if fits else "gradients come to exist with the last micro-batch only"
 
 
-def unfit_slices(experiment: Experiment, workers: Workers) -> str:
+def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
     """Why the halves of a sharded exchange cannot travel beside the step; empty if they can."""
     asked = experiment.exchange
     name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
+    if shares_params(experiment, workers, name):
+        if experiment.batch_statistics == "synchronised":
+            return "batch statistics are synchronised in the program that would scatter gradients"
+        if deal_of(experiment, plan, workers):
+            return f"optimizer {experiment.optim.name} takes whole tensors, of which gradients are dealt together"
+        return host_callbacks.why_not()
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not (halves and halves.on_host):
         return f"the halves of {algorithm} do not run beside a program, as those of asa and ring do"
