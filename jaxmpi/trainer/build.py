@@ -219,7 +219,8 @@ def slice_of(local_batch: int, before: int) -> int:
 
 # ---------------------------------------------------------------- its functions
 
-SAVED_BYTES = BUCKET_BYTES  # of the optimizer's state a worker, from which `auto` shards updates
+# Of a worker: of the optimizer's state, from which `auto` shards updates; of gradients, from which it sums them early.
+SAVED_BYTES = BUCKET_BYTES
 
 
 class Ahead(NamedTuple):
@@ -556,7 +557,11 @@ def is_scattered_early(experiment: Experiment, workers: Workers, plan: TrainingP
     """
     if not shares_params(experiment, workers, strategy):
         return False, ""
-    return overlap.chosen_in_memory(experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan))
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan)
+    saved = size_bytes(plan.params()) * (workers.size - 1) // workers.size
+    if asked == "auto" and not unfit and saved < SAVED_BYTES:
+        unfit = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+    return overlap.chosen_in_memory(asked, unfit)
 
 
 def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:
