@@ -60,6 +60,6 @@ def test_slices_are_those_of_the_gradients_and_gradients_never_exist_together(mo
     finally:
         host_callbacks.forget("first halves")
     matrix = 4 * WIDTH * WIDTH
-    at_once = early.memory_analysis().temp_size_in_bytes
-    assert at_once < 3 * matrix, at_once / matrix  # a gradient, and the one that the scan begins with
-    assert whole.memory_analysis().output_size_in_bytes > LAYERS * matrix - 1
+    held = early.memory_analysis()
+    assert held
+    assert held.temp_size_in_bytes < 3 * matrix, held  # a gradient, and the one that the scan begins with

@@ -6,7 +6,10 @@ itself it computes all gradients first: calls in order, buckets in the order of 
 that little. So the values on which the rest of the backward pass works go through the call, in their own buffers. What
 is known of a gradient besides, such as its square, goes through as well, and so is computed before. Large constants,
 such as the zeros to which a scan adds its gradients, are made in the part that uses them first, of numbers that have
-gone through: XLA would make them at the start.
+gone through: XLA would make them at the start. Calls of jitted functions that hide such constants, or several
+gradients, are put in place.
+
+A program that is cut is fused less, so multiplications and additions may round otherwise than in one that is not.
 
 Tried and dropped: to pass all live values, which gives the same arena and calls with hundreds of buffers; to pass only
 what the next gradient is made of, when the rest of the backward pass runs ahead and keeps its values.
@@ -60,13 +63,13 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
             results = jaxpr_as_fun(ClosedJaxpr(part.program, ()))(*map(read, part.program.invars))
             values |= zip(part.program.outvars, results, strict=True)
             if bucket:
-                filling = [jnp.asarray(fill.invars[0].val, fill.invars[0].aval.dtype) for fill in part.fills]
+                filling = [jnp.asarray(fill.number, fill.made.aval.dtype) for fill in part.fills]
                 leaves = [read(program.outvars[i]) for i in bucket]
                 mine, through = scatter(leaves, [*map(read, part.through), *filling])
                 slices |= zip(bucket, mine, strict=True)
                 values |= zip(part.through, through, strict=False)
                 for fill, number in zip(part.fills, through[len(part.through) :], strict=True):
-                    values[fill.outvars[0]] = jnp.broadcast_to(number.reshape(()), fill.outvars[0].aval.shape)
+                    values[fill.made] = jnp.broadcast_to(number.reshape(()), fill.made.aval.shape)
         results = [slices[i] if i in slices else read(var) for i, var in enumerate(program.outvars)]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -105,16 +108,23 @@ def opened(traced: ClosedJaxpr, count: int) -> ClosedJaxpr:
 def has_fill(program: Jaxpr) -> bool:
     """Return True if it fills a large array with one number, in itself or in a jitted function that it calls."""
     return any(
-        is_fill(equation) or (equation.primitive.name == "jit" and has_fill(equation.params["jaxpr"].jaxpr))
+        bool(fill_of(equation)) or (equation.primitive.name == "jit" and has_fill(equation.params["jaxpr"].jaxpr))
         for equation in program.eqns
     )
 
 
 def buckets(program: Jaxpr, count: int, bucket_bytes: int | None) -> list[list[int]]:
     """Which of the first `count` results are summed together, in the order in which buckets are full."""
-    made, leaves = places(program), program.outvars[:count]
+    made, leaves = places(program), [variable(atom).aval for atom in program.outvars[:count]]
     ready = sorted(range(count), key=lambda i: (made[i], -i))
-    return sorted(plan([leaf.aval.size for leaf in leaves], bucket_bytes, ready), key=lambda b: max(made[i] for i in b))
+    return sorted(plan([leaf.size for leaf in leaves], bucket_bytes, ready), key=lambda b: max(made[i] for i in b))
+
+
+class Fill(NamedTuple):
+    """A large constant."""
+
+    made: Any  # the variable
+    number: Any  # with which it is filled
 
 
 class Part(NamedTuple):
@@ -122,7 +132,7 @@ class Part(NamedTuple):
 
     program: Jaxpr
     through: list[Any]  # variables that go through the call behind it
-    fills: list[JaxprEqn]  # of large constants that the next part uses first
+    fills: list[Fill]  # large constants that the next part uses first
 
 
 def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[Part]:
@@ -131,7 +141,7 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
     gradients = set(variables(program.outvars[:count]))
     made = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
     looks, looking = looks_at(equations, gradients)
-    ends = np.maximum.accumulate([max(made.get(program.outvars[i], -1) for i in bucket) for bucket in buckets] or [-1])
+    ends = np.maximum.accumulate([max(made.get(variable(program.outvars[i]), -1) for i in b) for b in buckets])
     part_of: dict[Any, int] = {}  # of variables: the part that makes them
     number: list[int] = []  # of equations: their part
     for i, equation in enumerate(equations):
@@ -147,12 +157,13 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
     # The forward pass ends with the last result that depends on no gradient, such as the loss.
     others = set(variables(program.outvars[count:])) - looks
     forward = max((made.get(var, -1) for var in others), default=-1)
-    fills: list[list[JaxprEqn]] = [[] for _ in range(last + 1)]
+    fills: list[list[Fill]] = [[] for _ in range(last + 1)]
     for i, equation in enumerate(equations):
-        if is_fill(equation) and 0 < (first := min(used.get(equation.outvars[0], [0]))) <= last:
-            fills[first - 1].append(equation)
+        fill = fill_of(equation)
+        if fill and 0 < (first := min(used.get(fill.made, [0]))) <= last:
+            fills[first - 1].append(fill)
             number[i] = -1  # of no part
-    filled = {equation.outvars[0] for each in fills for equation in each}
+    filled = {fill.made for each in fills for fill in each}
 
     def goes_through(var: Any, k: int) -> bool:
         if var in gradients or var in filled:
@@ -192,9 +203,15 @@ def variables(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def is_fill(equation: JaxprEqn) -> bool:
-    """Return True if it fills a large array with one number."""
+def variable(atom: Any) -> Any:
+    """A variable or a literal; JAX's types say less of both than they have."""
+    return atom
+
+
+def fill_of(equation: JaxprEqn) -> Fill | None:
+    """The large array that an equation fills with one number; None if it does not."""
     if equation.primitive.name != "broadcast_in_dim" or variables(equation.invars):
-        return False
-    made = equation.outvars[0].aval
-    return np.size(equation.invars[0].val) == 1 and made.size * made.dtype.itemsize >= LARGE
+        return None
+    number, made = variable(equation.invars[0]).val, variable(equation.outvars[0])
+    is_large = np.size(number) == 1 and made.aval.size * made.aval.dtype.itemsize >= LARGE
+    return Fill(made, number) if is_large else None
