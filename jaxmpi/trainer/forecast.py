@@ -36,6 +36,7 @@ from jaxmpi.trainer.build import (
 )
 from jaxmpi.trainer.memory import Held, check_fits, held, mb, parts
 
+NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
 PROCESS_BYTES = 250_000_000  # of a worker that has not begun, and its loader process: Python, JAX, MPI
 
 
@@ -115,7 +116,7 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, ba
     found = held(experiment, workers, plan, rule, strategy, is_whole=False)
     gradients = pieces(experiment, workers, plan)[0]
     if found.is_early and rule.sharding:
-        gradients = rule.sharding.shards.scattering(gradients, "a sum that is not made")
+        gradients = rule.sharding.shards.scattering(gradients, NO_SUM)
     temp_bytes = activations(experiment, plan, gradients, batch)
     return dataclasses.replace(found, activations=temp_bytes, process=PROCESS_BYTES)
 
