@@ -227,5 +227,5 @@ def test_gradients_are_summed_as_they_come_where_params_are_shared_and_it_saves(
         assert is_early == expected.startswith("on")
         if expected.startswith("off") and asked == "auto":
             must = dataclasses.replace(experiment, exchange=dataclasses.replace(exchange, overlap="on"))
-            with pytest.raises(UsageError, match="exchange.overlap: got on, but"):
+            with pytest.raises(UsageError, match=r"exchange\.overlap: got on, but"):
                 build.is_scattered_early(must, workers(4), plan, "shm:32")
