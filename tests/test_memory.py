@@ -29,12 +29,16 @@ REAL = """
 import ctypes, dataclasses, json, re
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np, optax
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import Workers
+from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.experiments.digits import experiment
 from jaxmpi.model.contract import Model
+from jaxmpi.runtime import host_callbacks
 from jaxmpi.trainer import build, forecast
 
 WIDTH = 160_000  # arrays above 32 MB are mapped and unmapped, one by one
@@ -79,6 +83,28 @@ start = now()
 jax.block_until_ready(program(*args))
 seen["step"] = bytes_of("VmHWM") - start
 words = {"params": said.params, "moments": said.moments, "step": said.gradients + said.activations}
+
+
+def halve(operands, results, **options):
+    results[0][:] = operands[0][:results[0].size]
+    for x, to in zip(operands[1:], results[1:]):
+        host_callbacks.copy_unless_shared(x, to)
+
+
+two = Workers(AxisComm("workers", 2), SoloProcesses(), (0,), None)
+exchange = ExchangeConfig("shm", shard_update="on")
+asked = dataclasses.replace(asked, effective_batch=512, exchange=exchange)
+said = forecast.forecast(asked, two).on
+plan = build.make_plan(asked, two)
+shards = build.exchange_for(asked, plan, two, "shm:32", Order(), False).shards
+early = shards.scattering(build.pieces(asked, two, plan)[0], forecast.NO_SUM)
+host_callbacks.register(forecast.NO_SUM, halve)
+jitted = jax.jit(early)  # a compiled program that is called by itself lacks the tokens of ordered calls
+jitted.lower(*args).compile()
+start = now()
+jax.block_until_ready(jitted(*args))
+seen["step of slices"] = bytes_of("VmHWM") - start
+words["step of slices"] = said.gradients + said.activations
 print("SEEN " + json.dumps([[name, words[name], seen[name]] for name in seen]))
 """
 
@@ -87,8 +113,8 @@ print("SEEN " + json.dumps([[name, words[name], seen[name]] for name in seen]))
 def test_a_worker_s_process_grows_by_the_bytes_that_were_forecast():
     ended = run([sys.executable, "-c", REAL], timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
     assert ended.code == 0, ended.out
-    rows = re.findall(r'\["(\w+)", (\d+), (\d+)\]', ended.out)
-    assert [name for name, _, _ in rows] == ["params", "moments", "step"], ended.out
+    rows = re.findall(r'\["([\w ]+)", (\d+), (\d+)\]', ended.out)
+    assert [name for name, _, _ in rows] == ["params", "moments", "step", "step of slices"], ended.out
     for name, said, seen in rows:
         # Code, threads and what XLA notes of a program come on top; a part that was forgotten would be 47 MB.
         assert int(said) <= int(seen) + 2 * MB, (name, said, seen)
@@ -190,3 +216,28 @@ def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, chang
         settled, why = build.settle_shards(asked, build.make_plan(asked, workers(size)), workers(size))
     assert why.startswith(f"exchange.shard_update auto: {expected}"), why
     assert settled.exchange.shard_update == expected[: expected.index(",")]
+
+
+@pytest.mark.parametrize(
+    ("change", "asked", "expected"),
+    [
+        ({}, "auto", "on: gradients do not exist together so"),
+        ({}, "off", "off: as set"),
+        ({"optim": Optim("lars")}, "auto", "off: optimizer lars takes whole tensors, of which gradients are dealt to"),
+        ({"micro_batch": 4}, "auto", "off: gradients come to exist with the last micro-batch only"),
+        ({"step_mode": "split"}, "auto", "off: the step is split"),
+    ],
+)
+def test_gradients_are_summed_as_they_come_where_params_are_shared_and_it_saves(change, asked, expected, monkeypatch):
+    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
+    exchange = ExchangeConfig("shm", shard_update="on", overlap=asked)
+    experiment = dataclasses.replace(DIGITS, effective_batch=32, exchange=exchange, **change)
+    plan = build.make_plan(experiment, workers(4))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        is_early, why = build.is_scattered_early(experiment, workers(4), plan, "shm:32")
+        assert why.startswith(f"overlap {expected}"), why
+        assert is_early == expected.startswith("on")
+        if expected.startswith("off") and asked == "auto":
+            must = dataclasses.replace(experiment, exchange=dataclasses.replace(exchange, overlap="on"))
+            with pytest.raises(UsageError, match=r"exchange\.overlap: got on, but"):
+                build.is_scattered_early(must, workers(4), plan, "shm:32")

@@ -55,7 +55,7 @@ DEFAULT = {
     "diloco": Mode("--rule.name diloco --rule.local-steps 3 --comm xla"),
     "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
     "shrink": Mode("--on-rank-loss shrink"),
-    "shared_params": Mode(f"{SHARED} --optim.ema 0.9", times_exchanges="measured"),
+    "shared_params": Mode(f"{SHARED} --exchange.overlap on --optim.ema 0.9", times_exchanges="measured"),
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
@@ -79,6 +79,7 @@ SLOW = {
         times_exchanges="measured",
     ),
     "skip": Mode("--on-nonfinite skip --inject nan:rank=1,step=6 --step-mode fused --exchange.overlap off"),
+    "shared_params_of_whole_gradients": Mode(f"{SHARED} --exchange.overlap off", times_exchanges="measured"),
     "shared_params_roll_back": Mode(
         f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),

@@ -90,6 +90,7 @@ class SplitShards:
 
     def __init__(self, shards: Shards, program: Any) -> None:
         self.chunks, self.size, self.cut, self.shared_params = shards.chunks, shards.size, shards.cut, None
+        self.early = False
         self.gives_square, self.keeps_masters, self.gather_wire = (
             shards.gives_square,
             shards.keeps_masters,

@@ -37,6 +37,7 @@ from jaxmpi.core import scheduling
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import host_callbacks, spans
+from jaxmpi.runtime.host_callbacks import copy_unless_shared
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 THREAD = "jaxmpi exchange"
@@ -301,12 +302,6 @@ class CommThread:
                 f"{job.label} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange "
                 f"as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time){job.roll.where(late) if job.roll else ''}"
             )
-
-
-def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
-    """Nothing, if XLA has given operand and result one buffer, as it is asked to."""
-    if source.ctypes.data != to.ctypes.data:
-        np.copyto(to, source)
 
 
 @functools.cache

@@ -43,6 +43,23 @@ _late = itertools.count()  # programs with exchanges one step late; all ranks ma
 # ---------------------------------------------------------------- whether
 
 
+def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
+    """Return True if gradients are added up in shared memory beside the backward pass, and a line that says why.
+
+    Args:
+        asked: a word of `OVERLAPS`; auto is on, since gradients then do not exist together.
+        unfit: why they cannot; empty if they can.
+
+    Raises:
+        UsageError: on or delayed, if it cannot be; or an unknown value.
+    """
+    lookup(OVERLAPS, asked, "exchange.overlap")
+    check(not (asked == "on" and unfit), f"exchange.overlap: got on, but {unfit}; use off or auto")
+    reason = "as set" if asked == "off" else unfit
+    on = "as asked" if asked == "on" else "gradients do not exist together so"
+    return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
+
+
 def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
     """Return True if the exchange runs beside the backward pass, and a line that says so and why.
 

@@ -49,10 +49,12 @@ from jaxmpi.allreduce.comm_thread import RANK
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, is_carried
+from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import workers_of
 from jaxmpi.comm.shared_params import SharedParams
+from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.comm.shared_sync import Host
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
@@ -74,6 +76,7 @@ class Shards(NamedTuple):
     deal: Deal | None = None  # which worker has which leaves; None: each a slice of every leaf
     gather_wire: str = "32"  # of new params; with a coarser one, of their changes
     shared_params: SharedParams | None = None  # where workers of one host have one copy of the params
+    early: bool = False  # whether `scattering` has made slices of gradients when `scatter` gets them
 
     @property
     def is_beside(self) -> bool:
@@ -127,9 +130,45 @@ class Shards(NamedTuple):
         """This worker's slices of the mean (or sum) over workers, and |mean|^2, f32[], if it is asked for; else 0.
 
         Communicates: the strategy's first half once a bucket; with `clip_norm` or `gives_square` w floats as well.
+        Only these if `early`: the slices are there, not yet clipped.
         """
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads)
+        if self.early:
+            needs_norm = self.clip_norm or self.gives_square
+            return self._run("norm", grads, like, self._half("norm", like)) if needs_norm else (grads, jnp.zeros(()))
         return self._run("reduce-scatter", grads, like, self._half("reduce-scatter", like))
+
+    def scattering(self, gradients: Callable[..., tuple], sum_name: str) -> Callable[..., tuple]:
+        """A function whose first result is gradients, with this worker's slices of their mean instead; for jit.
+
+        Each bucket goes into the sum as soon as the program has computed it, and is free behind it.
+
+        Args:
+            gradients: a function of any arguments.
+            sum_name: of the sum in shared memory, as of `RankComm.sum_name`.
+
+        Communicates: through shared memory, once a bucket. The program is the same on all ranks.
+        """
+        divisor = self.size if self.choice.op == "mean" else 1
+
+        def scatter(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            rows = [rows_of(leaf, self.size) for leaf in leaves]
+            flat = joined_rows(rows).reshape(-1)
+            mine, through = scatter_beside(sum_name, self.size, flat, divisor, through)
+            parts = zip(cut(mine, [row.shape[1] for row in rows]), leaves, strict=True)
+            return [part.reshape(shape_of_slice(leaf.shape, self.size)) for part, leaf in parts], through
+
+        scattered = scattering(gradients, self.choice.bucket_bytes, scatter)
+
+        def shaped(x: jax.Array) -> jax.Array:
+            return x if x.size else x.reshape(shape_of_slice(x.shape, self.size))  # empty ones do not travel
+
+        @functools.wraps(gradients)
+        def slices(*args: PyTree) -> tuple:
+            own, *rest = scattered(*args)
+            return jax.tree.map(shaped, own), *rest
+
+        return slices
 
     def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
         """The whole tree of all workers' slices, in the shapes of `like`, with the same bits on all workers.
@@ -146,6 +185,8 @@ class Shards(NamedTuple):
 
     def _half(self, half: str, like: PyTree) -> Callable[[PyTree], Any]:
         name, _, wire = half.partition(":")
+        if name == "norm":
+            return self._normed
         if name == "reduce-scatter":
             return functools.partial(self._scattered, like=like)
         return functools.partial(self._gathered, like=like, wire=wire)
@@ -176,6 +217,11 @@ class Shards(NamedTuple):
             return self._clipped(grads)
         vectors = self._vectors(like)
         return self._clipped(vectors.slices(self._chunks_of_sums(vectors.of_tree(grads))))
+
+    def _normed(self, slices: PyTree) -> tuple[PyTree, jax.Array]:
+        leaves, structure = jax.tree.flatten(slices)
+        leaves, square = self._clipped(leaves)
+        return jax.tree.unflatten(structure, leaves), square
 
     def _chunks_of_sums(self, flats: list[jax.Array]) -> list[jax.Array]:
         """f32[n] -> f32[n / w] each: this worker's chunk of the mean, or sum, over workers."""
@@ -347,6 +393,7 @@ def shards_of(
     gather_wire: str = "32",
     host: Host | None = None,
     beside: Order | None = None,
+    early: bool = False,
 ) -> Shards:
     """The halves of a strategy's exchange over these workers.
 
@@ -354,6 +401,7 @@ def shards_of(
         host: the ranks of the one host there is, if they are to share their params.
         beside: the order in which gradients come to exist in the program that exchanges them, if buckets are to travel
             meanwhile; the caller has seen that they can.
+        early: as of `Shards`.
 
     Raises:
         UsageError: a strategy without halves, with those that have; an unknown wire.
@@ -369,7 +417,7 @@ def shards_of(
         f"{', '.join(able)}, or auto",
     )
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, beside)
-    made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire)
+    made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire, early=early)
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made
 
 

@@ -75,6 +75,11 @@ class ShardsOfDevices:
     def shared_params(self) -> None:
         """Every device has its params."""
 
+    @property
+    def early(self) -> bool:
+        """Devices have their whole gradients."""
+        return False
+
     @functools.cached_property
     def _numbers(self) -> jax.Array:
         first = int(self.of.comm.rank) * self.mesh.size

@@ -66,6 +66,15 @@ class RankComm:
         check_one_host(self.hosts)
         return self._shared_sum.sum_now(arrays, divisor)
 
+    @property
+    def sum_name(self) -> str:
+        """The name by which programs find the sums over this host, as of `shared_sum.scatter_beside`.
+
+        All ranks come here together for the first time.
+        """
+        check_one_host(self.hosts)
+        return self._shared_sum.name
+
     @functools.cached_property
     def _shared_sum(self) -> SharedSum:
         """Made at the first use, at which all ranks trace the same program."""

@@ -157,14 +157,18 @@ class SharedSum:
         spinning.
 
         Args:
-            half: scatter or gather, of one vector, instead of a sum.
+            half: scatter or gather, of the first vector, instead of a sum; others come out as they went in.
 
         Raises:
             UsageError: no f32, or ranks gave different sizes or divisors, or came to different halves.
             TrainingError: a rank has ended, failed, or not moved within the time limit; it is named.
         """
         try:
-            vectors, totals = [flat(x) for x in operands], [flat(x) for x in results]
+            through = slice(1, None) if half else slice(0)
+            for source, to in zip(operands[through], results[through], strict=True):
+                host_callbacks.copy_unless_shared(source, to)
+            summed = slice(0, 1) if half else slice(None)
+            vectors, totals = [flat(x) for x in operands[summed]], [flat(x) for x in results[summed]]
             if half == "scatter":
                 vectors, totals = [*vectors[0].reshape(self.size, -1)], self._of_this_rank(totals[0])
             elif half == "gather":
@@ -282,6 +286,28 @@ class SharedSum:
                 copy_out(self.ring[k % self.slots], chunks[j - lag], totals, divisor)
                 self.board.post(COPIED, k + 1)
         self.summed += len(chunks)
+
+
+def scatter_beside(
+    name: str, size: int, x: jax.Array, divisor: float, through: Sequence[jax.Array] = ()
+) -> tuple[jax.Array, list[jax.Array]]:
+    """`SharedSum.scatter` as a call in a program that one rank of a host compiles for all.
+
+    Args:
+        name: of the `SharedSum` in each process that runs the program.
+        size: ranks of this host.
+        through: arrays of any type that come out as they went in, if XLA can in the same buffers; what is computed of
+            these results is computed behind the call.
+
+    Communicates: as `SharedSum.scatter`; in order among such calls of all programs, not among mpi4jax's.
+    """
+    like = [
+        jax.ShapeDtypeStruct((x.size // size,), x.dtype),
+        *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in through),
+    ]
+    pairs = [(i, i) for i in range(1, len(like))]
+    own, *rest = host_callbacks.call(name, [x, *through], like, pairs, divisor=float(divisor), half="scatter")
+    return own, rest
 
 
 Vectors = Sequence[np.ndarray | None]  # None: another rank's, or not wanted here

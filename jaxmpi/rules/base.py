@@ -59,6 +59,11 @@ class Halves(Protocol):
         """The wire of new params, or of their changes."""
         ...
 
+    @property
+    def early(self) -> bool:
+        """Return True if `scatter` gets slices of the mean, which the program of the gradients has made."""
+        ...
+
     def chunk(self) -> jax.Array:
         """i32[]: the number of this worker's slice."""
         ...
@@ -182,6 +187,11 @@ class OwnShards(NamedTuple):
     def chunk(self) -> jax.Array:
         """i32[]: the number of this worker's slice."""
         return self.given.chunk()
+
+    @property
+    def early(self) -> bool:
+        """Return True if `scatter` gets slices, with the switch on, too: a program does not see it."""
+        return self.given.early
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         """This worker's slices of its own gradients."""

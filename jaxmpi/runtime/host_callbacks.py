@@ -249,6 +249,12 @@ def call(
     return _python_p.bind(*operands, results=like, in_place=tuple(in_place), effect=effect, constants=constants)
 
 
+def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
+    """Nothing, if XLA has given operand and result one buffer, as `in_place` asks it to."""
+    if source.ctypes.data != to.ctypes.data:
+        np.copyto(to, source)
+
+
 def _by_callback(name: str, operands: Sequence, results: Sequence, attributes: dict[str, Any]) -> list[jax.Array]:
     def run(*arrays: jax.Array) -> list[np.ndarray]:
         filled = [np.empty(r.shape, r.dtype) for r in results]

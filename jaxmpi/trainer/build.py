@@ -27,12 +27,13 @@ from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded import check_floats, shards_of
+from jaxmpi.allreduce.sharded import Shards, check_floats, shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.mpi import RankComm
 from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
 from jaxmpi.comm.topology import Workers, alone
 from jaxmpi.config import durations, exchange_config, schema
@@ -50,6 +51,7 @@ from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
+from jaxmpi.runtime import host_callbacks
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import step as steps
@@ -218,7 +220,8 @@ def slice_of(local_batch: int, before: int) -> int:
 
 # ---------------------------------------------------------------- its functions
 
-SAVED_BYTES = BUCKET_BYTES  # of the optimizer's state a worker, from which `auto` shards updates
+# Of a worker: of the optimizer's state, from which `auto` shards updates; of gradients, from which it sums them early.
+SAVED_BYTES = BUCKET_BYTES
 
 
 class Ahead(NamedTuple):
@@ -316,7 +319,10 @@ def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
     if workers.size == 1:
         return "there is one worker"
     off, strategy = with_shards(on, "off"), on.exchange.strategy
-    is_beside, _ = overlap.chosen(on.exchange.overlap, strategy, workers.comm, unfit_for_overlap(off, workers, plan))
+    is_beside = False
+    if not shares_params(on, workers, strategy):
+        unfit = unfit_for_overlap(off, workers, plan)
+        is_beside, _ = overlap.chosen(on.exchange.overlap, strategy, workers.comm, unfit)
     if is_beside:
         return "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
     try:
@@ -396,8 +402,11 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     to_share: Callable = jax.jit if experiment.batch_statistics == "synchronised" else once
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
-    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan)
-    is_beside, why = overlap.chosen(asked, strategy, workers.comm, unfit)
+    is_early, why = is_scattered_early(experiment, workers, plan, strategy)
+    is_beside = False
+    if not shares_params(experiment, workers, strategy):
+        unfit = unfit_for_overlap(experiment, workers, plan)
+        is_beside, why = overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, plan, workers, strategy, order)
@@ -408,12 +417,19 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
         mute = base.NoExchange()
-        rule = build_rule(experiment, plan, workers, mute.of(exchange_of(False)._replace(jit=keep_operands)))
-        differentiated = to_share(order.of(gradients, flops.count))
+        exchange_now = exchange_of(False)
+        rule = build_rule(experiment, plan, workers, mute.of(exchange_now._replace(jit=keep_operands)))
+        gradients = order.of(gradients, flops.count)
+        if is_early:
+            assert isinstance(workers.comm, RankComm)
+            assert isinstance(exchange_now.shards, Shards)
+            gradients = exchange_now.shards.scattering(gradients, workers.comm.sum_name)
+        differentiated = to_share(gradients)
         compiled = order.shared(differentiated, workers.processes)
         checked = once(steps.or_before) if skips else None
         step = partial(steps.train_step, gradients=compiled, rule=rule, guard=checked)
         each = f", of {workers.devices} devices of each process" * (workers.devices > 1)
+        jits = "gradients with their sum, and update" if is_early else "gradients, exchange and update"
         return made(
             rule=rule,
             train_step=step,
@@ -421,9 +437,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
             mean_state=mean_state,
             eval_params=rule.eval_params or own_params,
             fingerprints=fingerprints_by(once, workers),
-            form=f"split form: gradients, exchange and update are jits of their own{each}; {why}",
+            form=f"split form: {jits} are jits of their own{each}; {why}",
             ahead=Ahead(partial(compiled_gradients, differentiated), False),
-            lone=ComputeOnlyStep(mute.during(step), True),
+            lone=None if is_early else ComputeOnlyStep(mute.during(step), True),
         )
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
@@ -486,6 +502,7 @@ def exchange_for(
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
     dealt = deal_of(experiment, plan, workers) if experiment.exchange.shard_update == "on" else None
     if experiment.exchange.shard_update == "on" and workers.size > 1:
+        is_early, _ = is_scattered_early(experiment, workers, plan, strategy)
         shards = shards_of(
             strategy,
             "mean",
@@ -497,6 +514,7 @@ def exchange_for(
             gather_wire=experiment.exchange.gather_wire,
             host=workers.processes if shares_params(experiment, workers, strategy) else None,
             beside=order if is_beside else None,
+            early=is_early,
         )
         if is_beside:
             courier()
@@ -527,10 +545,27 @@ def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bo
 
     Not if the params before a step are needed until it counts.
     """
+    if experiment.exchange.shard_update != "on" or workers.size == 1:
+        return False
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_exact = experiment.exchange.gather_wire == "32"
     is_in_reach = algorithms.parse(strategy).name == "shm:32" and jax.default_backend() == "cpu"
     return is_in_reach and is_exact and not keeps and is_split(experiment, workers) and experiment.devices == 1
+
+
+def is_scattered_early(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+    """Return True if gradients go into the sum of shared params' slices as they come, and a line that says why.
+
+    Raises:
+        UsageError: `exchange.overlap` on, where that cannot be.
+    """
+    if not shares_params(experiment, workers, strategy):
+        return False, ""
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan)
+    saved = size_bytes(plan.params()) * (workers.size - 1) // workers.size
+    if asked == "auto" and not unfit and saved < SAVED_BYTES:
+        unfit = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+    return overlap.chosen_in_memory(asked, unfit)
 
 
 def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:
@@ -564,7 +599,7 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
     """Why this step cannot hide an exchange; empty if it can."""
     if workers.devices > 1:
         return f"the {workers.devices} devices of a process add up their gradients before it"
-    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers)):
+    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers, plan)):
         return reason
     if experiment.step_mode == "split":
         return "the step is split (step_mode split)"
@@ -578,10 +613,16 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
     return "" if fits else "gradients come to exist with the last micro-batch only"
 
 
-def unfit_slices(experiment: Experiment, workers: Workers) -> str:
+def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
     """Why the halves of a sharded exchange cannot travel beside the step; empty if they can."""
     asked = experiment.exchange
     name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
+    if shares_params(experiment, workers, name):
+        if experiment.batch_statistics == "synchronised":
+            return "batch statistics are synchronised in the program that would scatter gradients"
+        if deal_of(experiment, plan, workers):
+            return f"optimizer {experiment.optim.name} takes whole tensors, of which gradients are dealt together"
+        return host_callbacks.why_not()
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not (halves and halves.on_host):
         return f"the halves of {algorithm} do not run beside a program, as those of asa and ring do"

@@ -6,7 +6,7 @@ One process opens the data, makes a batch, and compiles the gradients of one wor
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,12 +14,14 @@ import numpy as np
 
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order
+from jaxmpi.allreduce.sharded import Shards
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config import experiment_file
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
+from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import worker_key
 from jaxmpi.rules import registry
@@ -35,6 +37,7 @@ from jaxmpi.trainer.build import (
 )
 from jaxmpi.trainer.memory import Held, check_fits, held, mb, parts
 
+NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
 PROCESS_BYTES = 250_000_000  # of a rank that has not begun, and its loader process: Python, JAX, MPI
 
 
@@ -103,25 +106,35 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
     off, on = (with_shards(experiment, word) for word in ("off", "on"))
     if why := why_whole(on, plan, workers):
         notes.append(f"no sharded updates: {why}")
-    temp_bytes = activations(experiment, workers, plan)
-    each = [forecast_of(asked, workers, plan, temp_bytes) for asked in ([off] if why else [off, on])]
+    batch = shapes_of_batch(plan)
+    each = [forecast_of(asked, workers, plan, batch) for asked in ([off] if why else [off, on])]
     return Forecast(plan.feed.samplers[0].local_batch, each[0], each[1] if len(each) > 1 else None, notes)
 
 
-def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, temp_bytes: int) -> Held:
+def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, batch: PyTree) -> Held:
     """With the experiment's strategy and sharding."""
     strategy = experiment.exchange.strategy
     rule = build_rule(experiment, plan, workers, exchange_for(experiment, plan, workers, strategy, Order(), False))
     found = held(experiment, workers, plan, rule, strategy, is_whole=False)
+    gradients = pieces(experiment, workers, plan)[0]
+    if found.is_early:
+        assert rule.sharding
+        assert isinstance(rule.sharding.shards, Shards)
+        gradients = rule.sharding.shards.scattering(gradients, NO_SUM)
+    temp_bytes = activations(experiment, plan, gradients, batch)
     return dataclasses.replace(found, activations=temp_bytes, process=PROCESS_BYTES // experiment.devices)
 
 
-def activations(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> int:
-    """Bytes that XLA allots to the gradients of one worker's batch beside arguments and results."""
+def shapes_of_batch(plan: TrainingPlan) -> PyTree:
+    """Shapes of one worker's batch, of which one is made."""
     with plan.feed.pool, contextlib.closing(plan.feed.batches()) as batches:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches))
-    state = (*jax.eval_shape(plan.init, jax.random.key(0)), shapes, worker_key(experiment.seed, 0), np.int32(0))
-    analysis = jax.jit(pieces(experiment, workers, plan)[0]).lower(*state).compile().memory_analysis()
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches))
+
+
+def activations(experiment: Experiment, plan: TrainingPlan, gradients: Callable, batch: PyTree) -> int:
+    """Bytes that XLA allots to the gradients of one worker's batch beside arguments and results."""
+    state = (*jax.eval_shape(plan.init, jax.random.key(0)), batch, worker_key(experiment.seed, 0), np.int32(0))
+    analysis = jax.jit(gradients).lower(*state).compile().memory_analysis()
     return analysis.temp_size_in_bytes if analysis else 0
 
 

@@ -20,6 +20,8 @@ from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.rules.base import Rule
 from jaxmpi.trainer.build import TrainingPlan, rule_state, state_bytes, why_whole, with_shards
 
+EARLY = "slices of gradients", "activations and a bucket"  # of gradients that are added up when they come
+
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
@@ -32,11 +34,14 @@ class Held:
     sliced_moments: int | None  # and with them; None if updates cannot be sharded, or only a trial shows it
     copies: int  # of other workers' slices, `--exchange.buddy`: those that count, and those to come
     before: int  # of params and state as they were, if the step keeps them until it counts
-    gradients: int
+    gradients: int  # that exist together
     exchange: int  # what an exchange between programs has beside gradients, about
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     process: int = 0  # of the process itself, before it is there
     shares_params: bool = False  # whether the workers of a host have one copy of the params
+    is_early: bool = (
+        False  # whether gradients are slices when they leave their program, whose figure has a bucket in it
+    )
     padding: float = 0.0  # of rows of whole tensors, the share that fills them up
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
 
@@ -91,9 +96,11 @@ def held(
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     exchanges = workers.size > 1 and not is_whole
     shares = bool(rule.sharding and rule.sharding.shards.shared_params)
+    is_early = bool(rule.sharding and rule.sharding.shards.early)
     arrays = at_work(
         strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
     )
+    slices = -(-params // workers.size)
     return Held(
         params=params,
         model_state=model_state,
@@ -102,10 +109,11 @@ def held(
         sliced_moments=moments if rule.sharding else sliced_moments(experiment, workers, plan),
         copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
-        gradients=params,
-        exchange=exchanges * round(arrays * params),
+        gradients=slices if is_early else params,
+        exchange=exchanges * (slices if is_early else round(arrays * params)),
         is_whole=is_whole,
         shares_params=shares,
+        is_early=is_early,
         padding=padding(rule),
     )
 
@@ -148,8 +156,9 @@ def parts(of: Held) -> dict[str, int]:
     if of.is_whole and of.activations is not None:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
     else:
-        named |= {"gradients": of.gradients, "activations": of.activations or 0}
-    named["buckets"] = of.exchange
+        gradients, activations = EARLY if of.is_early else ("gradients", "activations")
+        named |= {gradients: of.gradients, activations: of.activations or 0}
+    named["new slices" if of.is_early else "buckets"] = of.exchange
     return {name: size for name, size in named.items() if size or name in ("params", "optimizer's state")}
 
 
@@ -176,7 +185,7 @@ def words_of_step(of: Held, here: int, free_bytes: int) -> str:
     Args:
         here: workers of this host.
     """
-    named = "gradients, activations and buckets" if of.is_whole else "activations"
+    named = "gradients, activations and buckets" if of.is_whole else EARLY[1] if of.is_early else "activations"
     known = f"{mb(of.activations)} MB of {named}, " if of.activations is not None else ""
     return (
         f"a step holds {known}{mb(of.at_once)} MB at once: {mb(of.on_host(here))} for {here} "

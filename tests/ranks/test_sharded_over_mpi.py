@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import jaxmpi
+from jaxmpi.allreduce import early_scatter
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
@@ -26,6 +27,7 @@ from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm import shared_params, shared_sync
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -36,6 +38,7 @@ from jaxmpi.recover.buddies import Slices
 from jaxmpi.recover.buddies import recut as recut_slices
 from jaxmpi.rules.base import Exchange, Rule
 from jaxmpi.rules.gradients import gradients
+from jaxmpi.runtime import host_callbacks
 from jaxmpi.trainer.resume import slice_layout, slicing_of
 
 COMM = jaxmpi.world()
@@ -177,6 +180,63 @@ def test_params_that_ranks_share_are_those_that_are_gathered_and_stay_where_they
     del before, shared
     gc.collect()
     assert [made() for made in gone] == [None]  # a run that has ended keeps no memory
+
+
+def differentiated(params: Any, tokens: jax.Array) -> tuple:
+    """Gradients, loss and |gradients|^2 of a small language model."""
+
+    def loss(params: Any) -> jax.Array:
+        x = jnp.take(params["words"], tokens, axis=0)
+        carry, outputs = jax.lax.scan(lambda c, x: (y := jnp.tanh(c @ params["cell"] + x), y), jnp.zeros((3, 5)), x)
+        logits = (params["gain"] * (outputs + carry) + params["bias"]) @ params["out"]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return grads, value, sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(grads))
+
+
+def passed_on(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Gradients of this rank, whole, where others would be scattered."""
+    through = [*leaves, *through]
+    found = host_callbacks.call("passed on", through, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in through])
+    return found[: len(leaves)], found[len(leaves) :]
+
+
+def copied(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
+    """What "passed on" does."""
+    for x, to in zip(operands, results, strict=True):
+        np.copyto(to, x)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_gradients_that_are_scattered_as_they_come_give_the_params_of_those_that_are_scattered_whole(monkeypatch):
+    monkeypatch.setattr(early_scatter, "LARGE", 64)  # the zeros of the scan and of the lookup
+    shapes = {"words": (11, 5), "cell": (5, 5), "bias": (5,), "gain": (), "out": (5, 11)}
+    rng = np.random.default_rng(0)
+    begin = {name: np.asarray(rng.standard_normal(shape), np.float32) for name, shape in shapes.items()}
+
+    def steps(*, early: bool) -> Any:
+        halves = shards_of("shm", "mean", COMM, 100, clip_norm=0.1, host=processes(), early=early)
+        rule = gradients(optax.adam(1e-2), Exchange(lambda g: g, lambda g: g, COMM.jit, shards=halves))
+        assert rule.sharding
+        assert halves.shared_params
+        assert isinstance(COMM, MpiComm)
+        whole = early_scatter.scattering(differentiated, 100, passed_on)
+        of = COMM.jit(halves.scattering(differentiated, COMM.sum_name) if early else whole)
+        state, params = COMM.jit(rule.sharding.init)(begin, np.int32(RANK)), halves.shared_params.filled(begin)
+        seen = []
+        for step in range(3):
+            tokens = np.random.default_rng(step * SIZE + RANK).integers(0, 11, (4, 3))
+            grads, *others = of(params, tokens)
+            seen.append(np.array(others))
+            params, state = rule.update(grads, state, params)
+        return seen, jax.tree.map(np.array, params)
+
+    host_callbacks.register("passed on", copied)
+    try:
+        jax.tree.map(np.testing.assert_array_equal, steps(early=True), steps(early=False))
+    finally:
+        host_callbacks.forget("passed on")
 
 
 def shared_zeros() -> tuple[SharedParams, dict[str, jax.Array], dict[str, jax.Array]]:
