@@ -166,7 +166,8 @@ class Shards(NamedTuple):
             with compared(comm, number):
                 return program(tree)
 
-    def _buckets(self, leaves: Sequence[Any]) -> list[list[int]]:
+    def buckets(self, leaves: Sequence[Any]) -> list[list[int]]:
+        """Which leaves travel together, as indices."""
         if self.comm.size == 1:
             return []
         if self.is_beside:  # by the order in which gradients come
@@ -177,7 +178,7 @@ class Shards(NamedTuple):
         (leaves, structure), size = jax.tree.flatten(grads), self.size
         shapes = [shape_of_slice(leaf.shape, size) for leaf in leaves]
         slices = [leaf if leaf.size else leaf.reshape(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
-        buckets, rows = self._buckets(leaves), [rows_of(leaf, size) for leaf in leaves]
+        buckets, rows = self.buckets(leaves), [rows_of(leaf, size) for leaf in leaves]
         flats = [joined_rows([rows[i] for i in bucket]).reshape(-1) for bucket in buckets]
         for bucket, mine in zip(buckets, self._chunks_of_sums(flats), strict=True):
             for i, part in zip(bucket, cut(mine, [rows[i].shape[1] for i in bucket]), strict=True):
@@ -210,9 +211,13 @@ class Shards(NamedTuple):
         return self.is_beside or (bool(self.halves.on_host) and is_carried(strategy, self.comm))
 
     def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
+        return travelled(flats, self.calls(strategy, half, flats))
+
+    def calls(self, strategy: str, half: str, flats: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Calls:
+        """The calls that carry a half of buckets."""
         labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
         plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
-        return travelled(flats, Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half))
+        return Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half)
 
     def _clipped(self, slices: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         square = jnp.zeros(())
@@ -234,7 +239,7 @@ class Shards(NamedTuple):
         if self.comm.size == 1:
             return slices
         leaves, structure = jax.tree.flatten(like)
-        parts, buckets = [part.reshape(-1) for part in jax.tree.leaves(slices)], self._buckets(leaves)
+        parts, buckets = [part.reshape(-1) for part in jax.tree.leaves(slices)], self.buckets(leaves)
         out = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]  # empty ones do not travel
         chunks = [joined_rows([parts[i] for i in bucket]) for bucket in buckets]
         for bucket, rows in zip(buckets, self._rows_of_all(chunks, wire), strict=True):
