@@ -7,8 +7,8 @@ until a bucket holds the sum. The bucket passes through both in one buffer, whic
 is copied, and XLA, for which only these calls use the buffer, leaves it alone.
 
 An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
-Buckets have turns. Those of a later turn have one segment under way until it comes: that fills gaps of a link, and no
-two ranks can wait for each other, whichever bucket each of them has begun first.
+Buckets have turns: while one is under way no segment of a later one is begun. What a program waits for before it hands
+over the next bucket is of the first turn, so ranks that hand over in different orders do not wait for each other.
 
 Messages have no names, so ranks that run two programs of equal shapes in different orders would add up gradients of
 different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
@@ -65,6 +65,7 @@ class Job:
     roll: Roll | None = None  # of a comparison: where other ranks are
     turn: int = 0  # the least of those under way has the link
     under_way: int = 0  # segments
+    has_all: bool = False  # whether no segment is left to begin
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
 
@@ -278,18 +279,25 @@ class CommThread:
             self.begin(job)
 
     def begin(self, job: Job) -> None:
-        """Have up to WINDOW segments of a job under way, or one if it is not its turn; it is summed if none is left."""
+        """Have up to WINDOW segments of a job under way if it is its turn; it is summed if none is left."""
+        if job.summed.is_set():
+            return
         self._begun[job] = None
-        self._turn = min(self._turn, job.turn) if len(self._begun) > 1 else job.turn
-        window = WINDOW if job.turn == self._turn else 1
-        while job.under_way < window and (segment := next(job.waiting, None)) is not None:
-            job.under_way += 1
-            self._resume(job, segment)
-        if job.under_way == 0:
+        self._turn = min(other.turn for other in self._begun)
+        while job.turn == self._turn and job.under_way < WINDOW and not job.has_all:
+            segment = next(job.waiting, None)
+            job.has_all = segment is None
+            if segment is not None:
+                job.under_way += 1
+                self._resume(job, segment)
+        if job.has_all and job.under_way == 0:
             del self._begun[job]
             self._note("summed", job.label)
             spans.note("travel", job.label, job.start_s, time.perf_counter())
             job.summed.set()
+            if self._begun and job.turn < min(other.turn for other in self._begun):
+                for other in list(self._begun):
+                    self.begin(other)
 
     def _resume(self, job: Job, segment: Iterator[Requests]) -> None:
         """Go on with a segment, whose messages have come, to its next messages or its end."""
@@ -311,11 +319,6 @@ class CommThread:
             self._resume(segment.job, segment.sum)
         for job in dict.fromkeys(s.job for s in ready):
             self.begin(job)
-        turn = min((job.turn for job in self._begun), default=0)
-        if turn > self._turn:
-            self._turn = turn
-            for job in list(self._begun):
-                self.begin(job)
         return True
 
     def _check_time(self) -> None:

@@ -95,7 +95,7 @@ def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str
 def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
     """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn.
 
-    In a portable program data alone orders waits: what comes of the first sums may travel while the last are waited for.
+    In a portable program data alone orders waits: what comes of the first sums may travel beside the last.
     """
     [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(calls.segments))
     started = [

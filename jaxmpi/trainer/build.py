@@ -304,8 +304,11 @@ def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) 
 
 
 def with_shards(experiment: Experiment, word: str) -> Experiment:
-    """The experiment with sharded updates on or off."""
-    return dataclasses.replace(experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word))
+    """The experiment with sharded updates on or off; without them nothing is gathered."""
+    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32"}
+    return dataclasses.replace(
+        experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word, **whole)
+    )
 
 
 def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
@@ -495,9 +498,7 @@ def with_late_gather(
     )
 
 
-def unfit_for_late(
-    experiment: Experiment, workers: Workers, plan: TrainingPlan, why: str, *, is_beside: bool
-) -> str:
+def unfit_for_late(experiment: Experiment, workers: Workers, plan: TrainingPlan, why: str, *, is_beside: bool) -> str:
     """Why new params cannot travel behind the next step; empty if they can.
 
     Args:
