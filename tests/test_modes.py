@@ -85,7 +85,8 @@ SLOW = {
         f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
     "slices_beside": Mode(
-        "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on", times_exchanges="measured"
+        "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on --optim.ema 0.9",
+        times_exchanges="measured",
     ),
     "late_gather_rolls_back": Mode(
         f"{LATE} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"

@@ -442,7 +442,11 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         donated = () if experiment.on_rank_loss == "shrink" else (0,)
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=donated)
         # One rank of a host traces the step, and so knows the order by which an average is gathered beside a program.
-        each, mean, params = once, mean_state, once(eval_params) if is_beside and rule.eval_params else eval_params
+        each, mean, params = (
+            once,
+            mean_state,
+            once(eval_params) if is_beside and rule.sharding and rule.eval_params else eval_params,
+        )
         lone, form = None if is_beside else ComputeOnlyStep(jax.jit(quiet), False), "one jit"
     else:
         jitted = over(step, donate_argnums=(0,))

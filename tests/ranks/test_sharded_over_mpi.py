@@ -22,7 +22,7 @@ import pytest
 import jaxmpi
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import COLLECT, Job, courier
+from jaxmpi.allreduce.comm_thread import COLLECT, DONE, OPEN, START, Job, courier
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm import shared_params, shared_sync
@@ -150,6 +150,29 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), beside, alone)
 
 
+def called(equation: Any) -> Any:
+    """Which function of the thread an equation calls."""
+    return dict(equation.params.get("constants", ())).get("name")
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_the_first_new_params_need_not_wait_for_the_last_gradients():
+    courier()  # all ranks start their threads together
+    halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
+    jaxpr = jax.make_jaxpr(lambda x: halves.gather(halves.scatter(x)[0], x))(tree(0)).jaxpr
+    needed: dict[Any, set[int]] = {}  # by variable: the waits that come before it
+    starts = []
+    for i, equation in enumerate(jaxpr.eqns):
+        inputs = [var for var in equation.invars if isinstance(var, jax.extend.core.Var)]
+        waits = set[int]().union(*(needed.get(var, set()) for var in inputs)) | (
+            {i} if called(equation) == DONE else set()
+        )
+        needed |= dict.fromkeys(equation.outvars, waits)
+        starts += [len(waits)] if called(equation) == START else []
+        assert bool(equation.effects) == (called(equation) == OPEN)  # nothing else is in an order of its own
+    assert starts == [0] * len(SHAPES) + [1, 2, 3, 4]
+
+
 # ---------------------------------------------------------------- new params that travel behind the next forward pass
 
 LAYERS = ("one", "two", "out")  # in which the net uses them; not the order of their names
@@ -229,7 +252,7 @@ def test_each_leaf_is_waited_for_once_the_layers_before_it_are_computed():
         products += is_product
         if is_product or depends:
             made |= set(equation.outvars)
-        if dict(equation.params.get("constants", ())).get("name") == COLLECT:
+        if called(equation) == COLLECT:
             calls.append((products, depends))
     kernel_bias = [(0, False), (1, True), (1, True), (2, True), (2, True), (3, True)]
     assert calls[:6] == kernel_bias
