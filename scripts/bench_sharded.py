@@ -7,14 +7,22 @@ Each rank has a tree's params and gradients, and Adam's moments: whole, and a sl
 turn is the rule's update as the trainer calls it between jits: exchange, Adam, new params. A round counts as long as
 its slowest rank takes. Ratios are round by round, with 95 % intervals. A job has two contenders at a time: four of
 AlexNet's tree do not fit into 24 GB on 8 ranks.
+
+    python scripts/bench_sharded.py --ranks 4 --rate 200mbit --step --rounds 10
+
+Instead the trainer's whole step of GoogLeNet, asa32: updates whole and sharded, each with overlap and without, and new
+params that travel behind the next forward pass. A turn is ten steps, from whole params to whole params.
 """
 
+import argparse
+import dataclasses
 import itertools
 import math
 import time
 from functools import partial
 from typing import Any
 
+import bench_step
 import harness
 import jax
 import jax.numpy as jnp
@@ -28,8 +36,17 @@ from jaxmpi.bench.options import trees
 from jaxmpi.comm.control import processes
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
+from jaxmpi.runtime import prepare
 
 SHARDED = "sharded "
+STEPS = 10  # of a turn with --step
+WAYS = {  # of the exchange, in the trainer's step
+    "whole, overlap off": {"overlap": "off"},
+    "whole, overlap on": {"overlap": "on"},
+    "sharded, overlap off": {"overlap": "off", "shard_update": "on"},
+    "sharded, overlap on": {"overlap": "on", "shard_update": "on"},
+    "sharded, overlap on, gather late": {"overlap": "on", "shard_update": "on", "gather": "late"},
+}
 STATE_BYTES = 4 * 2  # a parameter's, of Adam
 
 
@@ -68,16 +85,44 @@ def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]
     grads = [jnp.full(shape, 1e-3) for shape in shapes]
     contenders = {name: Contender(name, shapes, grads) for name in names}
 
+    runs = {name: contender.turn for name, contender in contenders.items()}
+    slowest = slowest_rank(runs, rounds, warm_up=3)
+    return {name: [*seconds, contenders[name].state_bytes()] for name, seconds in slowest.items()}
+
+
+def slowest_rank(runs: dict[str, harness.Run], rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Seconds of each run's rounds, of the slowest rank; all ranks call it."""
+
     def together(run: harness.Run) -> float:
         processes().barrier()
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
 
-    mine = harness.take_turns({k: c.turn for k, c in contenders.items()}, rounds, warm_up=3, clock=together, swap=True)
+    mine = harness.take_turns(runs, rounds, warm_up=warm_up, clock=together, swap=True)
     every = processes().allgather_object(mine)
-    slowest = {name: np.max([each[name] for each in every], axis=0).tolist() for name in names}
-    return {name: [*seconds, contenders[name].state_bytes()] for name, seconds in slowest.items()}
+    return {name: np.max([each[name] for each in every], axis=0).tolist() for name in runs}
+
+
+def measured_steps(model: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Be a rank: seconds of a step, by way of the exchange."""
+    prepare.prepare()
+    given = bench_step.experiment(model)
+    with jax.numpy_dtype_promotion("standard"):
+        exchanges = {name: dataclasses.replace(given.exchange, **WAYS[name]) for name in names}
+        loops = {k: bench_step.trainer(dataclasses.replace(given, exchange=each)) for k, each in exchanges.items()}
+        found = slowest_rank({name: partial(loop, STEPS) for name, loop in loops.items()}, rounds, warm_up=1)
+    return {name: [turn_s / STEPS for turn_s in seconds] for name, seconds in found.items()}
+
+
+def print_steps(options: argparse.Namespace, env: dict[str, str]) -> None:
+    """Print a row per way of the exchange."""
+    arguments = (options.model, list(WAYS), options.rounds)
+    found = harness.on_ranks(measured_steps, *arguments, ranks=options.ranks, rate=options.rate, env=env)
+    print(harness.table(("exchange", "s a step", "/ whole, overlap on")))
+    for name, seconds in found.items():
+        ratios = [a / b for a, b in zip(seconds, found["whole, overlap on"], strict=True)]
+        print(harness.row([name, harness.interval(seconds, 3), harness.interval(ratios, 2)]), flush=True)
 
 
 def main() -> None:
@@ -87,11 +132,15 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of each emulated host's link, as 200mbit; default: one host")
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--step", action="store_true", help="the trainer's whole step, in place of trees")
+    parser.add_argument("--model", default="googlenet", choices=("googlenet", "digits_cnn"), help="with --step")
     options = parser.parse_args()
     strategies = ["asa32", *([] if options.rate else ["shm"])]
     print(f"{options.ranks} ranks{f' over {options.rate}' * bool(options.rate)}, Adam; {options.rounds} rounds\n")
-    print(harness.table(("tree", "strategy", "s whole", "s sharded", "ratio", "MB of moments", "of the whole")))
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    if options.step:
+        return print_steps(options, env)
+    print(harness.table(("tree", "strategy", "s whole", "s sharded", "ratio", "MB of moments", "of the whole")))
     for tree, strategy in itertools.product(options.trees, strategies):
         names = [strategy, SHARDED + strategy]
         arguments = (tree, names, options.rounds)

@@ -79,7 +79,13 @@ def trainer(config: Experiment) -> Steps:
         state, metrics = functions.train_step(state, next(batches))
         return state, metrics.loss
 
-    return read_late(step)
+    loop = read_late(step)
+
+    def run(steps: int) -> None:
+        loop(steps)
+        jax.block_until_ready(functions.settled(state))  # what the last step leaves under way counts
+
+    return run
 
 
 def read_late(step: Callable[[], tuple[Any, Any]]) -> Steps:

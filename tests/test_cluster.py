@@ -1,5 +1,7 @@
 """The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
 
+import itertools
+import json
 import os
 import re
 import shutil
@@ -135,6 +137,28 @@ def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tm
     ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=150)
     assert ended.code == 0, ended.out
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
+
+
+@pytest.mark.slow
+def test_params_that_travel_behind_the_next_step_are_waited_for_from_the_first_layers_to_the_last(tmp_path):
+    sharded = ("--exchange.shard-update", "on", "--exchange.gather", "late", "--exchange.bucket-bytes", "16384")
+    steps = ("--train-for", "20st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
+    where = ("experiments/digits.py", "--run-dir", str(tmp_path / "run"))
+    line = ("mpirun", "-n", "2", "--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "jaxmpi.train", *where)
+    ended = on_cluster("--hosts", "2", "--rate", "10mbit", "--", *line, *sharded, *steps, timeout_s=200)
+    assert ended.code == 0, ended.out
+    assert "overlap on: ranks are on 2 hosts; new params are gathered behind the next forward pass" in ended.out
+    events = [e for e in json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in (0, 1):
+        of_rank = sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"])
+        waits = [e["name"] for e in of_rank if e["cat"] == "wait"]
+        waits = waits[next(i for i, name in enumerate(waits) if name.startswith("scatter")) :]  # from a step's end on
+        gathers = [name for name in waits if name.startswith("gather") and name[-1] != "1"]  # that of one is of |g|^2
+        order = list(dict.fromkeys(gathers))
+        assert gathers == list(itertools.islice(itertools.cycle(order), len(gathers)))
+        assert len(order) > 2
+        assert order[0] == f"gather of bucket {len(order)} of {len(order)}"  # whose gradients come last
+        assert order[-1] == f"gather of bucket 1 of {len(order)}"
 
 
 @pytest.mark.e2e

@@ -52,6 +52,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         r"on_nonfinite: got skip with exchange\.overlap delayed.*use stop or",
         {"on_nonfinite": "skip", "exchange": ExchangeConfig(overlap="delayed")},
     ),
+    (
+        r"on_nonfinite: got skip with exchange\.gather late.*use stop or",
+        {"on_nonfinite": "skip", "exchange": ExchangeConfig(shard_update="on", gather="late")},
+    ),
     ("on_nonfinite: got skip with rule local_sgd, whose workers step alone.*use stop", {"on_nonfinite": "skip", **H}),
     ("callbacks: got .* with --on-rank-loss shrink; an evaluation", {"callbacks": (ReduceOnPlateau(),), **SHRINK}),
     (

@@ -44,6 +44,7 @@ class Mode(NamedTuple):
     steps_together: bool = True
 
 
+LATE = "--exchange.strategy ring32 --exchange.overlap on --exchange.shard-update on --exchange.gather late"
 SHARED = "--exchange.strategy shm --exchange.shard-update on"
 EASGD = "--optim.name sgd --rule.name easgd --effective-batch 0 --local-batch 8"
 DEFAULT = {
@@ -56,6 +57,7 @@ DEFAULT = {
     "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
     "shrink": Mode("--on-rank-loss shrink"),
     "shared_params": Mode(f"{SHARED} --exchange.overlap on --optim.ema 0.9", times_exchanges="measured"),
+    "late_gather": Mode(f"{LATE} --optim.ema 0.9", times_exchanges="measured"),
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
@@ -84,7 +86,11 @@ SLOW = {
         f"{SHARED} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
     "slices_beside": Mode(
-        "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on", times_exchanges="measured"
+        "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on --optim.ema 0.9",
+        times_exchanges="measured",
+    ),
+    "late_gather_rolls_back": Mode(
+        f"{LATE} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
     "copied_slices": Mode("--on-rank-loss shrink --exchange.shard-update on --exchange.buddy 1"),
     "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),

@@ -21,6 +21,7 @@ from jaxmpi.checkpoint.orbax_export import model_of
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.errors import UsageError
@@ -510,3 +511,62 @@ def test_a_run_has_the_bits_of_workers_that_update_all_and_goes_on_without_them(
     for step in (20, 24):
         on, off = (jaxmpi.load(tmp_path / word, step=step).params for word in ("on", "off"))
         assert is_same(on, off), step
+
+
+@pytest.mark.parametrize("others", [{"shard_update": "off"}, {"shard_update": "auto"}, {"gather_wire": "16"}])
+def test_late_gathers_without_slices_that_travel_in_32_bits_are_refused(others):
+    with pytest.raises(UsageError, match=r"exchange.gather: got late with shard_update .*; expected shard_update on"):
+        ExchangeConfig(**{"shard_update": "on", "gather": "late", **others})
+
+
+LOOKING = """
+import jax
+import jaxmpi
+from {path} import experiment as given
+
+class Looking(jaxmpi.Callback):
+    def before_step(self, step, state, batch):
+        shapes = [x.shape for x in jax.tree.leaves(state.params)]
+        self.shapes = getattr(self, "shapes", shapes)
+        assert shapes == self.shapes, (step, shapes)
+        return state, batch
+
+experiment = given.__class__(**{{**vars(given), "callbacks": (Looking(),)}})
+"""
+
+
+@pytest.mark.slow  # seven runs; bits in one program, and a run past everything periodic: tests/ranks, test_modes.py
+def test_a_run_with_late_gathers_is_resumed_with_and_without_them_and_on_other_numbers_of_workers(tmp_path):
+    experiment, looking = str(ROOT / "experiments" / "digits.py"), tmp_path / "looking.py"
+    looking.write_text(LOOKING.format(path="experiments.digits"))
+    options = ["--effective-batch", "48", "--seed", "3", "--checkpoint-every", "7st", "--eval-every", "5st"]
+    options += ["--exchange.overlap", "on", "--exchange.shard-update", "on", "--exchange.bucket-bytes", "16384"]
+
+    def run(name: str, ranks: int, end: int, gather: str, *more: str, file: str = experiment) -> Any:
+        where = ["--run-dir", str(tmp_path / name), "--train-for", f"{end}st", "--schedule.span", "40st"]
+        args = (*options, *where, "--exchange.gather", gather, *more)
+        ended = train(ranks, file, *args, timeout_s=200, env={"XLA_FLAGS": ""})
+        assert ended.code == 0, ended.out
+        assert ("behind the next forward pass" in ended.out) == (gather == "late" and ranks > 1)
+        return jaxmpi.load(tmp_path / name, step=end).params
+
+    whole = run("whole", 2, 20, "in-step")
+    run("late", 2, 12, "late")
+    assert is_same(run("late", 2, 20, "late", "--resume"), whole)
+    assert is_same(run("looked at", 2, 20, "late", file=str(looking)), whole)
+    assert is_same(run("late", 3, 24, "late", "--resume"), run("whole", 3, 24, "in-step", "--resume"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("the optimizer updates whole tensors", "--exchange.overlap on --optim.name muon"),
+        ("overlap off: all ranks are on one host", "--exchange.overlap auto"),
+    ],
+)
+def test_late_gathers_that_cannot_be_are_refused_with_the_reason(why, options, tmp_path):
+    where = ["--run-dir", str(tmp_path / "run"), "--exchange.shard-update", "on", "--exchange.gather", "late"]
+    ended = train(2, str(ROOT / "experiments" / "digits.py"), *where, *options.split())
+    assert ended.code == 2
+    assert f"exchange.gather: got late, but {why}; use in-step" in ended.out

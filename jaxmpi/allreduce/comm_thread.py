@@ -7,6 +7,8 @@ until a bucket holds the sum. The bucket passes through both in one buffer, whic
 is copied, and XLA, for which only these calls use the buffer, leaves it alone.
 
 An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
+Buckets have turns: while one is under way no segment of a later one is begun. What a program waits for before it hands
+over the next bucket is of the first turn, so ranks that hand over in different orders do not wait for each other.
 
 Messages have no names, so ranks that run two programs of equal shapes in different orders would add up gradients of
 different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
@@ -62,7 +64,9 @@ class Job:
     waiting: Iterator[Iterator[Requests]]  # segments not yet begun
     opening: "Opening | None" = None  # the exchange's, if ranks compare which it is
     roll: Roll | None = None  # of a comparison: where other ranks are
+    turn: int = 0  # the least of those under way has the link
     under_way: int = 0  # segments
+    has_all: bool = False  # whether no segment is left to begin
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
 
@@ -111,6 +115,8 @@ class CommThread:
         self._agreed: set[str] = set()  # plans
         self._openings: dict[int, Opening] = {}  # by ticket, of exchanges that ranks compare
         self._arrived: deque[Job] = deque()
+        self._begun: dict[Job, None] = {}  # and not yet summed
+        self._turn = 0  # the least of theirs
         self._segments: list[Segment] = []
         self._wake = threading.Condition()
         self._is_ending = self._is_waited_for = False
@@ -163,35 +169,47 @@ class CommThread:
         self._carry((int(operands[1]), bucket["first"]), results[0], int(operands[1]), **bucket)
 
     def _done(self, operands: list, results: list, first: int) -> None:
-        """(bucket, ticket, what must be there before) -> (sum); waits."""
+        """(bucket, ticket, what must be there before) -> (sum, ticket); waits."""
         job = self.wait((int(operands[1]), first))
         moved = job.bucket.ctypes.data != operands[0].ctypes.data
         check(not moved, f"XLA has moved {job.label} while it travelled; use --exchange.overlap off, and report this")
         copy_unless_shared(operands[0], results[0])
+        results[1][...] = operands[1]
 
     def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
-        """(bucket, ticket, number u32[] of this step) -> (ticket); a copy travels."""
-        x, ticket, number = operands
-        self._carry((late, int(number), bucket["first"]), x.copy(), int(ticket), **bucket)
+        """(bucket, ticket, number u32[] of this step[, part i32[]]) -> (ticket); a copy travels."""
+        x, ticket, number, *part = operands
+        self._carry((late, int(number), bucket["first"]), placed(x, self.comm.size, *part), int(ticket), **bucket)
         results[0][...] = ticket
 
     def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
         """(bucket, number of its step, ticket of this step, what must be there before) -> (its sum); waits.
 
-        If it is not under way, as after a resume, it is sent now: on all ranks alike.
+        If it is not under way, as after a resume, it is sent now: on all ranks alike. Of a bucket of which each worker
+        has one part, the number of that part comes behind the ticket.
         """
         x, number, ticket = operands[:3]
         key = late, int(number), bucket["first"]
         if key not in self.jobs:
-            self._carry(key, x.copy(), int(ticket) + again, **bucket)
+            part = operands[3:4] if x.size < results[0].size else []
+            self._carry(key, placed(x, self.comm.size, *part), int(ticket) + again, **bucket)
         np.copyto(results[0], self.wait(key).bucket)
 
     def _carry(
-        self, key: tuple[int, ...], x: np.ndarray, number: int, *, strategy: str, half: str, first: int, label: str
+        self,
+        key: tuple[int, ...],
+        x: np.ndarray,
+        number: int,
+        *,
+        strategy: str,
+        half: str,
+        first: int,
+        label: str,
+        turn: int = 0,
     ) -> None:
         total = HostSum.named(strategy, self.comm, half)
         tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
-        job = self.jobs[key] = Job(label, x, total.of(x, tags), self._openings.get(number))
+        job = self.jobs[key] = Job(label, x, total.of(x, tags), self._openings.get(number), turn=turn)
         self._note("start", label)
         self.hand_over(job)
 
@@ -262,14 +280,25 @@ class CommThread:
             self.begin(job)
 
     def begin(self, job: Job) -> None:
-        """Have up to WINDOW segments of a job under way; it is summed if none is left."""
-        while job.under_way < WINDOW and (segment := next(job.waiting, None)) is not None:
-            job.under_way += 1
-            self._resume(job, segment)
-        if job.under_way == 0 and not job.summed.is_set():
+        """Have up to WINDOW segments of a job under way if it is its turn; it is summed if none is left."""
+        if job.summed.is_set():
+            return
+        self._begun[job] = None
+        self._turn = min(other.turn for other in self._begun)
+        while job.turn == self._turn and job.under_way < WINDOW and not job.has_all:
+            segment = next(job.waiting, None)
+            job.has_all = segment is None
+            if segment is not None:
+                job.under_way += 1
+                self._resume(job, segment)
+        if job.has_all and job.under_way == 0:
+            del self._begun[job]
             self._note("summed", job.label)
             spans.note("travel", job.label, job.start_s, time.perf_counter())
             job.summed.set()
+            if self._begun and job.turn < min(other.turn for other in self._begun):
+                for other in list(self._begun):
+                    self.begin(other)
 
     def _resume(self, job: Job, segment: Iterator[Requests]) -> None:
         """Go on with a segment, whose messages have come, to its next messages or its end."""
@@ -302,6 +331,15 @@ class CommThread:
                 f"{job.label} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange "
                 f"as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time){job.roll.where(late) if job.roll else ''}"
             )
+
+
+def placed(x: np.ndarray, parts: int, part: np.ndarray | None = None) -> np.ndarray:
+    """A copy of f32[n]; of one of `parts` equal parts of a vector that vector, zeros but for this part."""
+    if part is None:
+        return x.copy()
+    whole = np.zeros((parts, x.size), x.dtype)
+    whole[int(part)] = x
+    return whole.reshape(-1)
 
 
 @functools.cache

@@ -56,7 +56,7 @@ class Calls(NamedTuple):
         strategy: str,
         comm: Comm,
         plan: Any,
-        vectors: Sequence[jax.Array],
+        vectors: Sequence[jax.Array | jax.ShapeDtypeStruct],
         labels: Sequence[str],
         portable: bool,
         what: str = "",
@@ -93,16 +93,21 @@ def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str
 
 
 def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
-    """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn."""
+    """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn.
+
+    In a portable program data alone orders waits: what comes of the first sums may travel beside the last.
+    """
     [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(calls.segments))
     started = [
         host_callbacks.call(START, [vector, ticket], [like(vector), TICKET], [(0, 0)], None, **bucket)
         for vector, bucket in zip(vectors, calls.buckets, strict=True)
     ]
     before, sums = [own for _, own in started], []  # what waits must not hold up what computes
+    effect = None if calls.effect is host_callbacks.ORDERED else calls.effect
     for (x, own), bucket in zip(started, calls.buckets, strict=True):
-        sums += host_callbacks.call(DONE, [x, own, *before], [like(x)], [(0, 0)], calls.effect, first=bucket["first"])
-        before = []
+        operands, results = [x, own, *before], [like(x), TICKET]
+        total, last = host_callbacks.call(DONE, operands, results, [(0, 0)], effect, first=bucket["first"])
+        sums, before = [*sums, total], [last]
     return sums
 
 

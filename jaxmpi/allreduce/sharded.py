@@ -248,9 +248,13 @@ class Shards(NamedTuple):
         return self.is_beside or (bool(self.halves.on_host) and is_carried(strategy, self.comm))
 
     def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
+        return travelled(flats, self.calls(strategy, half, flats))
+
+    def calls(self, strategy: str, half: str, flats: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Calls:
+        """The calls that carry a half of buckets."""
         labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
         plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
-        return travelled(flats, Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half))
+        return Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half)
 
     def _clipped(self, slices: PyTree) -> tuple[PyTree, jax.Array]:
         square = jnp.zeros(())

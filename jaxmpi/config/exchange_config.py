@@ -32,6 +32,13 @@ SHARD_UPDATES = {
 }
 
 
+# When the new params of sharded updates are gathered.
+GATHERS = {
+    "in-step": "at the end of the step",
+    "late": "while the next step's forward pass goes on",
+}
+
+
 @dataclass(frozen=True)
 class ExchangeConfig:
     """How workers exchange, and how many bits travel."""
@@ -44,6 +51,8 @@ class ExchangeConfig:
     shard_update: Annotated[str, OneOf(*SHARD_UPDATES)] = "off"
     # wire of new params under shard_update; with a coarser one than 32 their changes travel, by 32-bit masters
     gather_wire: str = "32"
+    # late: new params travel while the next step's forward pass goes on, those of its first layers first
+    gather: Annotated[str, OneOf(*GATHERS)] = "in-step"
     # workers after each that keep a copy of its slice, so that on_rank_loss shrink outlives deaths under shard_update
     buddy: int = 0
 
@@ -54,6 +63,11 @@ class ExchangeConfig:
             self.gather_wire == "32" or self.shard_update == "on",
             f"exchange.gather_wire: got {self.gather_wire} with shard_update {self.shard_update}, which gathers no "
             "params; add shard_update on, or leave it out",
+        )
+        check(
+            self.gather == "in-step" or (self.shard_update == "on" and self.gather_wire == "32"),
+            f"exchange.gather: got {self.gather} with shard_update {self.shard_update} and gather_wire "
+            f"{self.gather_wire}; expected shard_update on, whose new params travel in 32 bits, or in-step",
         )
         check(self.buddy >= 0, f"exchange.buddy: got {self.buddy}; expected a number of workers, 0 for no copies")
         check(

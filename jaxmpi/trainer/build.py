@@ -26,6 +26,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gr
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import Shards, check_floats, shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
@@ -250,6 +251,7 @@ class Functions(NamedTuple):
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # what `auto` came to, for the log
     lone: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
+    settled: Callable[[TrainState], TrainState] = lambda state: state  # whose params are whole, for those who look
 
     @property
     def exchanges(self) -> bool:
@@ -306,8 +308,11 @@ def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) 
 
 
 def with_shards(experiment: Experiment, word: str) -> Experiment:
-    """The experiment with sharded updates on or off."""
-    return dataclasses.replace(experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word))
+    """The experiment with sharded updates on or off; without them nothing is gathered."""
+    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32"}
+    return dataclasses.replace(
+        experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word, **whole)
+    )
 
 
 def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
@@ -407,6 +412,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     if not shares_params(experiment, workers, strategy):
         unfit = unfit_for_overlap(experiment, workers, plan)
         is_beside, why = overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
+    is_late = experiment.exchange.gather == "late" and workers.size > 1
+    late_unfit = unfit_for_late(experiment, workers, plan, why, is_beside=is_beside) if is_late else ""
+    errors.check(not late_unfit, f"exchange.gather: got late, but {late_unfit}; use in-step")
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, plan, workers, strategy, order)
@@ -450,13 +458,18 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     if workers.mesh is None:
         donated = () if experiment.on_rank_loss == "shrink" else (0,)
         jitted = (to_share if is_beside else jax.jit)(step, donate_argnums=donated)
-        each, mean, params = once, mean_state, eval_params
+        # One rank of a host traces the step, and so knows the order by which an average is gathered beside a program.
+        each, mean, params = (
+            once,
+            mean_state,
+            once(eval_params) if is_beside and rule.sharding and rule.eval_params else eval_params,
+        )
         lone, form = None if is_beside else ComputeOnlyStep(jax.jit(quiet), False), "one jit"
     else:
         jitted = over(step, donate_argnums=(0,))
         each, mean, params = over, over(mean_state), over(eval_params)
         lone, form = ComputeOnlyStep(over(quiet), False), f"one jit over {workers.size} devices"
-    return made(
+    functions = made(
         rule=rule,
         train_step=jitted,
         eval_step=each(evaluate),
@@ -467,6 +480,55 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         ahead=Ahead(partial(compiled_step, jitted), True),
         lone=lone,
     )
+    if not is_late:
+        return functions
+    shards = exchange_of(is_beside).shards
+    assert isinstance(shards, Shards)
+    gather = LateGather(shards, plan.params())
+    inner = build_rule(experiment, plan, workers, exchange_of(is_beside)._replace(shards=gather.sliced))
+    return with_late_gather(functions, inner, gather, order.of(gradients, flops.count), to_share)
+
+
+def with_late_gather(
+    made: Functions, inner: Rule, gather: LateGather, gradients: Callable, jit: Callable[..., Callable]
+) -> Functions:
+    """The functions of a step that leaves its new params under way, and takes whole ones as well.
+
+    Args:
+        made: with the gather in the step.
+        inner: the rule with `gather.sliced`.
+        gradients: the step's, not compiled.
+        jit: for its programs.
+    """
+    measured = inner.measured and gather.update(inner.measured)
+    rule = inner._replace(update=gather.update(inner.update), measured=measured)
+    step = partial(steps.train_step, gradients=gather.gradients(gradients), rule=rule)
+    jitted, begin, settle = jit(step, donate_argnums=(0,)), jit(gather.begun), jit(gather.settled)
+
+    def begun(state: TrainState) -> TrainState:
+        return state if isinstance(state.params, UnderWay) else state._replace(params=begin(state.params))
+
+    def settled(state: TrainState) -> TrainState:
+        return state._replace(params=settle(state.params)) if isinstance(state.params, UnderWay) else state
+
+    return made._replace(
+        train_step=lambda state, batch: jitted(begun(state), batch),
+        ahead=Ahead(lambda state, batch: compiled_step(jitted, begun(state), batch), True),
+        settled=settled,
+        form=f"{made.form}; new params are gathered behind the next forward pass",
+    )
+
+
+def unfit_for_late(experiment: Experiment, workers: Workers, plan: TrainingPlan, why: str, *, is_beside: bool) -> str:
+    """Why new params cannot travel behind the next step; empty if they can.
+
+    Args:
+        why: about overlap.
+        is_beside: whether there is any.
+    """
+    if not is_beside:
+        return why
+    return "the optimizer updates whole tensors" if deal_of(experiment, plan, workers) else ""
 
 
 def compiled_gradients(gradients: Callable, state: TrainState, batch: train_state.Batch) -> jax.stages.Compiled:

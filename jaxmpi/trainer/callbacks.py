@@ -75,6 +75,12 @@ class Callback:
     needs_lock_step = False  # whether it makes no sense if workers do not wait for each other
     scales_rate = False  # whether it changes the learning rate, by `rate_factor` in the optimizer's state
 
+    @property
+    def looks_between_steps(self) -> bool:
+        """Return True if `before_step` or `after_dispatch` may look at params, which so have to be whole."""
+        own = (Callback.before_step, Callback.after_dispatch, ReduceOnPlateau.before_step)
+        return type(self).before_step not in own or type(self).after_dispatch not in own
+
     def at_start(self, step: int, state: TrainState) -> None:
         """The loop is about to start behind `step`: of the run, and again after a rollback or a lost rank."""
 

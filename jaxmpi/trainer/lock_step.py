@@ -77,7 +77,10 @@ class LockStep:
             return state._replace(step=state.step + 1), None
         if self._held:
             self._measure(self._held, state, batch)
-        return run.functions.train_step(state, batch)
+        state, metrics = run.functions.train_step(state, batch)
+        looks = any(callback.looks_between_steps for callback in run.experiment.callbacks)
+        looks = looks or bool(run.experiment.inject)
+        return run.functions.settled(state) if looks else state, metrics
 
     def _measure(self, held: Held, state: TrainState, batch: Batch) -> None:
         """Say what the first step will hold, and refuse it if memory has no room for that."""
@@ -99,6 +102,8 @@ class LockStep:
         while len(self._pending) > (0 if due.log or due.compare or run.shrinking else 1):
             with none_under_way(state):
                 self.sums = self.sums + self._read(*self._pending.pop(0))
+        if due.compare or due.evaluate or due.save or due.leave:
+            state = run.functions.settled(state)
         return state, Progress(step, due)
 
     def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,7 +23,8 @@ import jaxmpi
 from jaxmpi.allreduce import early_scatter
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.allreduce.comm_thread import COLLECT, DONE, OPEN, START, Job, courier
+from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm import shared_params, shared_sync
 from jaxmpi.comm.axis import AxisComm
@@ -149,6 +151,154 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
 
     beside, alone = there_and_back(Order()), there_and_back(None)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), beside, alone)
+
+
+def called(equation: Any) -> Any:
+    """Which function of the thread an equation calls."""
+    return dict(equation.params.get("constants", ())).get("name")
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_the_first_new_params_need_not_wait_for_the_last_gradients():
+    courier()  # all ranks start their threads together
+    halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
+    jaxpr = jax.make_jaxpr(lambda x: halves.gather(halves.scatter(x)[0], x))(tree(0)).jaxpr
+    needed: dict[Any, set[int]] = {}  # by variable: the waits that come before it
+    starts = []
+    for i, equation in enumerate(jaxpr.eqns):
+        inputs = [var for var in equation.invars if isinstance(var, jax.extend.core.Var)]
+        waits = set[int]().union(*(needed.get(var, set()) for var in inputs)) | (
+            {i} if called(equation) == DONE else set()
+        )
+        needed |= dict.fromkeys(equation.outvars, waits)
+        starts += [len(waits)] if called(equation) == START else []
+        assert bool(equation.effects) == (called(equation) == OPEN)  # nothing else is in an order of its own
+    assert starts == [0] * len(SHAPES) + [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------- new params that travel behind the next forward pass
+
+LAYERS = ("one", "two", "out")  # in which the net uses them; not the order of their names
+
+
+def net_loss(params: Any, x: jax.Array) -> tuple[jax.Array, None]:
+    """Casts come first in the program, a layer is a jitted function, two leaves are not used."""
+    halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    layer = jax.jit(lambda x, part: jnp.tanh(x @ part["kernel"] + part["bias"]))
+    for name in LAYERS:
+        x = layer(x, halved[name])
+    return x.astype(jnp.float32).sum(), None
+
+
+def net_params() -> Any:
+    rng = np.random.default_rng(0)
+    layer = lambda: {"kernel": rng.standard_normal((24, 24), np.float32) / 5, "bias": np.zeros(24, np.float32)}  # noqa: E731
+    params = {name: layer() for name in LAYERS} | {
+        "unused": np.ones(5, np.float32),
+        "void": np.ones((0, 3), np.float32),
+    }
+    return jax.tree.map(jnp.asarray, params)
+
+
+def step_of(strategy: str, is_late: bool, bucket_bytes: int = 4096) -> tuple[Any, Any, LateGather | None]:
+    """(params, state, x) -> (params, state), and state 0."""
+    courier()  # all ranks start their threads together
+    params, tx, order = net_params(), optax.sgd(0.05, momentum=0.9), Order()
+    halves = shards_of(strategy, "mean", COMM, bucket_bytes, clip_norm=1.0, beside=order)
+    rule_of = lambda shards: gradients(tx, Exchange(lambda g: g, lambda g: g, shards=shards))  # noqa: E731
+    differentiated, update = order.of(jax.grad(net_loss, has_aux=True)), rule_of(halves).update
+    gather = LateGather(halves, params) if is_late else None
+    if gather:
+        differentiated, update = gather.gradients(differentiated), gather.update(rule_of(gather.sliced).update)
+    sharding = rule_of(halves).sharding
+    assert sharding
+
+    def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+        return tuple(update(differentiated(params, x)[0], state, params))
+
+    return step, jax.jit(sharding.init)(params, np.int32(sharding.chunks[RANK])), gather
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_that_do_not():
+    """Looked at after steps 2 and 6, and begun anew after step 4, as a resumed run is."""
+    jobs, looked = dict(courier().jobs), list[list[str]]()
+    for is_late in (False, True):
+        step, state, gather = step_of("ring16", is_late)
+        run, params, rng = jax.jit(step), net_params(), np.random.default_rng(RANK)
+        begun, settled = (jax.jit(gather.begun), jax.jit(gather.settled)) if gather else (lambda p: p, lambda p: p)
+        params, seen = begun(params), list[str]()
+        for i in range(1, 7):
+            params, state = run(params, state, rng.standard_normal((3, 24), np.float32))
+            assert isinstance(params, UnderWay) == is_late
+            if i % 2 == 0:
+                whole = settled(params)
+                seen.append(tree_digest(jax.device_get(whole)))
+                params = begun(jax.tree.map(np.array, whole)) if i == 4 else params
+        looked.append(seen)
+    assert looked[0] == looked[1]
+    assert len(set(looked[0])) == 3
+    assert len(set(processes().allgather_object("".join(looked[1])))) == 1
+    assert courier().jobs == jobs  # all that travelled has been taken, unused leaves as well
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_each_leaf_is_waited_for_once_the_layers_before_it_are_computed():
+    step, state, gather = step_of("ring32", is_late=True, bucket_bytes=4)  # a bucket a leaf
+    assert gather
+    under = jax.eval_shape(gather.begun, net_params())
+    calls = list[tuple[int, bool]]()  # of each wait: products of matrices so far, and whether it has one's result
+    products, made = 0, set[Any]()
+    for equation in jax.make_jaxpr(step)(under, state, jnp.ones((3, 24))).jaxpr.eqns:
+        depends = any(var in made for var in equation.invars if isinstance(var, jax.extend.core.Var))
+        is_product = equation.primitive.name == "dot_general"
+        products += is_product
+        if is_product or depends:
+            made |= set(equation.outvars)
+        if called(equation) == COLLECT:
+            calls.append((products, depends))
+    kernel_bias = [(0, False), (1, True), (1, True), (2, True), (2, True), (3, True)]
+    assert calls[:6] == kernel_bias
+    assert len(calls) == 7  # the last is of the leaf that is not used
+
+
+@pytest.mark.skipif(SIZE == 1, reason="there is no thread")
+def test_a_bucket_is_begun_when_none_of_an_earlier_turn_is_under_way():
+    thread, begun = courier(), list[int]()
+    mpi = thread.control.world.Clone()
+
+    def segment(tag: int) -> Iterator[list[Any]]:
+        begun.append(tag)
+        yield [mpi.Irecv(np.empty(1, np.uint8), RANK, tag)]
+
+    def send(*tags: int) -> None:
+        for tag in tags:
+            mpi.Send(np.zeros(1, np.uint8), RANK, tag)
+
+    jobs = [
+        Job(f"turn {turn}", np.empty(0), iter(map(segment, range(2 * turn, 2 * turn + 2))), turn=turn)
+        for turn in (3, 1, 2)
+    ]
+    for job in jobs:
+        thread.hand_over(job)
+        until(lambda job=job: job in thread._begun)
+    assert begun == [6, 7, 2, 3]  # the first alone had its turn
+    send(2, 7, 6)
+    assert jobs[0].summed.wait(20)
+    assert begun == [6, 7, 2, 3]
+    send(3)
+    assert jobs[1].summed.wait(20)
+    send(4, 5)
+    assert jobs[2].summed.wait(20)
+    assert begun == [6, 7, 2, 3, 4, 5]
+
+
+def until(is_so: Any) -> None:
+    """Wait; at most 20 s."""
+    end_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
