@@ -209,10 +209,12 @@ def uv_settings(mpi: Mpi) -> str:
 
     uv keeps builds by these settings, so that an MPI of Debian has builds of its own in the cache.
     """
+    headers = 'CUDA_PATH = "/usr/local/cuda"'
     if not mpi.wheel:
-        own = f'{{ BUILT_FOR = "{mpi.title}" }}'
-        return f"[extra-build-variables]\nmpi4jax = {own}\nmpi4py = {own}\n"
-    variables = f'CUDA_PATH = "/usr/local/cuda", {mpi.compiler} = "python -m ziglang c++ -mcpu=baseline"'
+        own = f'BUILT_FOR = "{mpi.title}"'
+        quickly = 'CFLAGS = "-O0"'  # mpi4py is one file, which takes a compiler minutes to optimise
+        return f"[extra-build-variables]\nmpi4jax = {{ {headers}, {own} }}\nmpi4py = {{ {own}, {quickly} }}\n"
+    variables = f'{headers}, {mpi.compiler} = "python -m ziglang c++ -mcpu=baseline"'
     return (
         f'[extra-build-dependencies]\nmpi4jax = ["{mpi.wheel}", "ziglang==0.17.1"]\n'
         f"[extra-build-variables]\nmpi4jax = {{ {variables} }}\n"
