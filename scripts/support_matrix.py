@@ -27,6 +27,7 @@ import harness
 ROOT = harness.ROOT
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- cells: scripts/support_matrix.py -->", "<!-- end of cells -->"
+UV = os.environ.get("UV", "uv")  # as `uv run` names itself, on PATH or not
 LIMIT_S = 1200.0  # of one command; a machine without wheels of mpi4jax compiles it
 PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # of pyproject.toml: the oldest
 NEWEST = ("jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12", "optax==0.2.8", "numpy==2.5.5")  # that CI takes
@@ -144,7 +145,8 @@ def environ(place: Place) -> dict[str, str]:
         "OMPI_MCA_rmaps_base_oversubscribe": "1",  # of Open MPI 4
         "OMPI_MCA_hwloc_base_binding_policy": "none",
     }
-    return {**kept, **cached, **open_mpi, "PATH": path, "JAX_PLATFORMS": "cpu"}
+    waits = {"UV_LOCK_TIMEOUT": f"{LIMIT_S:.0f}"}  # another uv may be building the same package
+    return {**kept, **cached, **open_mpi, **waits, "PATH": path, "JAX_PLATFORMS": "cpu"}
 
 
 def without_environment(path: str) -> str:
@@ -192,7 +194,7 @@ def reason_of(text: str) -> str:
 
 def shown(place: Place, text: str) -> str:
     """A text without paths of this machine and addresses of registries."""
-    known = {str(place.env): "ENV", str(place.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
+    known = {UV: "uv", str(place.env): "ENV", str(place.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
     for path, word in known.items():
         text = text.replace(path, word)
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
@@ -207,10 +209,12 @@ def uv_settings(mpi: Mpi) -> str:
 
     uv keeps builds by these settings, so that an MPI of Debian has builds of its own in the cache.
     """
+    headers = 'CUDA_PATH = "/usr/local/cuda"'
     if not mpi.wheel:
-        own = f'{{ BUILT_FOR = "{mpi.title}" }}'
-        return f"[extra-build-variables]\nmpi4jax = {own}\nmpi4py = {own}\n"
-    variables = f'CUDA_PATH = "/usr/local/cuda", {mpi.compiler} = "python -m ziglang c++ -mcpu=baseline"'
+        own = f'BUILT_FOR = "{mpi.title}"'
+        quickly = 'CFLAGS = "-O0"'  # mpi4py is one file, which takes a compiler minutes to optimise
+        return f"[extra-build-variables]\nmpi4jax = {{ {headers}, {own} }}\nmpi4py = {{ {own}, {quickly} }}\n"
+    variables = f'{headers}, {mpi.compiler} = "python -m ziglang c++ -mcpu=baseline"'
     return (
         f'[extra-build-dependencies]\nmpi4jax = ["{mpi.wheel}", "ziglang==0.17.1"]\n'
         f"[extra-build-variables]\nmpi4jax = {{ {variables} }}\n"
@@ -232,7 +236,7 @@ def environment(cell: Cell, place: Place) -> list[Step]:
     (place.folder / "held.txt").write_text("\n".join(constraints(cell.jax)))
     lines = {
         "packages": debian(mpi, ("apt-get", "install", "-y", "--no-install-recommends", *mpi.packages)),
-        "python": ["uv", "venv", "-q", "--no-config", "--python", cell.python, str(place.env)],
+        "python": [UV, "venv", "-q", "--no-config", "--python", cell.python, str(place.env)],
         "install": install(mpi, place),
     }
     steps: list[Step] = []
@@ -257,7 +261,7 @@ def install(mpi: Mpi, place: Place) -> list[str]:
     held = [
         word for option in ("--constraints", "--build-constraints") for word in (option, str(place.folder / "held.txt"))
     ]
-    return ["uv", "pip", "install", "-q", *options, *built, *held, *wheel, "-e", f"{ROOT}[mpi]", *TESTED_WITH]
+    return [UV, "pip", "install", "-q", *options, *built, *held, *wheel, "-e", f"{ROOT}[mpi]", *TESTED_WITH]
 
 
 OVERLAYS = """
@@ -333,7 +337,7 @@ def tier(place: Place) -> dict[str, list[str]]:
 
 def versions(place: Place) -> dict[str, str]:
     """Versions of a cell's packages."""
-    line = ["uv", "pip", "list", "--format", "json", "--python", str(place.env / "bin" / "python")]
+    line = [UV, "pip", "list", "--format", "json", "--python", str(place.env / "bin" / "python")]
     listed = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ(place)).stdout
     found = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
     return {name: found[name] for name in SHOWN if name in found}
@@ -389,27 +393,38 @@ def filled(text: str, tables: str) -> str:
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
 
 
+OFFLINE = r"dns error|client error \(Connect\)|error sending request|network was disabled|Network is unreachable"
+
+
 def newest_python() -> str:
     """The newest Python above the oldest that uv finds on this machine; empty if there is none."""
     for python in sorted({cell.python for cell in CELLS} - {CELLS[0].python}, reverse=True):
-        find = ["uv", "python", "find", "--no-config", "--no-python-downloads", "--no-project", python]
+        find = [UV, "python", "find", "--no-config", "--no-python-downloads", "--no-project", python]
         if subprocess.run(find, capture_output=True, env=environ(Place(ROOT)), timeout=60).returncode == 0:
             return python
     return ""
 
 
 def short_tier() -> int:
-    """Run a loop of one's own with the newest Python and the newest versions; CI's environment is the oldest."""
+    """Run a loop of one's own with the newest Python and the newest versions; CI's environment is the oldest.
+
+    A machine without such a Python or without a network does without it, and a line says so.
+    """
     python = newest_python()
     if not python:
-        print("support: this machine has no Python above 3.11, so the newest versions are not tried out")
+        print("support: this machine has no Python above 3.11, so the newest versions are not tested")
         return 0
     found = run_cell(Cell(python, "newest of CI", "openmpi"), ["own loop"])
-    failed = [step for step in found["steps"] if step["code"]]
-    done = failed[0]["line"] if failed else f"{found['versions']}"
     cpu_s = sum(step["cpu_s"] for step in found["steps"])
-    print(f"support: Python {python}, {'failed: ' if failed else ''}{done}; {cpu_s:.0f} CPU seconds")
-    return int(bool(failed))
+    failed = [step for step in found["steps"] if step["code"]]
+    if not failed:
+        said = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        print(f"support: own loop passed with Python {python}, {said}; {cpu_s:.0f} CPU seconds")
+        return 0
+    is_offline = failed[0]["name"] == "install" and re.search(OFFLINE, failed[0]["reason"])
+    end = "no network, so the newest versions are not tested" if is_offline else "failed"
+    print(f"support: Python {python}: {end}: {failed[0]['line']}: {failed[0]['reason']}")
+    return int(not is_offline)
 
 
 def loaded(file: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Eight fake CPU devices, three a rank, and promotions that fail if user code might silently lose or gain precision.
 
-A whole tier runs in two processes; named files and slow tests in one.
+A whole tier runs in two or three processes; named files and slow tests in one.
 """
 
 import gc
@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -28,6 +29,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     )
 
 from jaxmpi.comm.control import processes
+from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.runtime import launchers
 
 # A tenth of the time would go to searches for garbage among the millions of objects of traced programs.
@@ -47,32 +49,45 @@ hypothesis.settings.register_profile("many", deadline=None, database=None, max_e
 hypothesis.settings.load_profile("jaxmpi")
 
 
+# A process of tests takes up to 1.5 GB, the ranks of its job as much. Two processes leave a fifth of two cores idle, as
+# MPI starts and time limits run out; a third takes that. If memory is short, two must do.
+THREE_TAKE_BYTES = 8 << 30
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two for a whole tier; none, which is this process itself, for what must not be disturbed."""
+    """Two for the quick tier, three with jobs; none, which is this process itself, for what must not be disturbed."""
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    return 2 if is_whole and not UNDER_MPI and config.option.markexpr.startswith("not ") else 0
+    if not is_whole or UNDER_MPI or not config.option.markexpr.startswith("not "):
+        return 0
+    return 3 if "e2e" not in config.option.markexpr and available_bytes() >= THREE_TAKE_BYTES else 2
 
 
 # A file's tests stay in one process. If a long file began last, a core would wait for minutes. By itself xdist begins
 # with the files of most tests, which are not those that take longest (--no-loadscope-reorder, --durations).
 LONGEST = (
-    "train",
     "mpirun",
+    "train",
     "readme",
     "overlap",
+    "functions_led",
+    "modes",
+    "bench",
+    "comm_xla",
     "asynchronous",
+    "calls",
     "rundir",
     "adapters",
-    "bench",
-    "functions_led",
-    "comm_xla",
 )
-FIRST = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first."""
-    items.sort(key=lambda item: FIRST.get(item.path.name, len(FIRST)))
+    """Put the files that take longest first, each before two others: side by side they would be a dozen ranks."""
+    places: dict[Path, float] = {}
+    for item in items:
+        if item.path.stem.removeprefix("test_") not in LONGEST:
+            places.setdefault(item.path, len(places))
+    long = {f"test_{name}.py": 2 * place - 0.5 for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places[item.path] if item.path in places else long[item.path.name])
 
 
 def pytest_report_header() -> list[str]:

@@ -147,13 +147,15 @@ def test_a_start_that_is_refused_leaves_no_run_directory(tmp_path):
 
 @pytest.mark.e2e
 def test_a_worker_lost_before_the_first_checkpoint_leaves_the_examples_of_a_step(tmp_path):
-    """32 examples do not divide by the three that are left, and the restart was refused."""
-    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "4", "--elastic", "2:4", "--restarts", "1"]
-    fields = ["--train-for", "12st", "--inject", "kill:rank=2,step=6", "--run-dir", str(tmp_path / "run")]
-    ended = run([*line, str(ROOT / "experiments" / "digits.py"), *fields], timeout_s=150)
+    """33 examples do not divide by the two that are left, and the restart was refused."""
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", "--elastic", "2:3", "--restarts", "1"]
+    fields = ["--effective-batch", "33", "--train-for", "12st", "--inject", "kill:rank=2,step=6"]
+    ended = run(
+        [*line, str(ROOT / "experiments" / "digits.py"), *fields, "--run-dir", str(tmp_path / "run")], timeout_s=150
+    )
     assert ended.code == 0, ended.out
-    assert "restart 1 of 1 from step 0, with 3 workers" in ended.out
-    assert "3 workers x local batch 11 = effective batch 32" in ended.out
+    assert "restart 1 of 1 from step 0, with 2 workers" in ended.out
+    assert "2 workers x local batch 17 = effective batch 33" in ended.out
 
 
 def test_a_host_is_asked_with_the_launchers_own_settings(tmp_path, monkeypatch):
