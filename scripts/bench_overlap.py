@@ -34,7 +34,7 @@ import jaxmpi
 from jaxmpi.allreduce import overlap
 from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.allreduce.comm_thread import comm_thread
 from jaxmpi.bench.baselines import connect_jax, connect_torch, installed
 from jaxmpi.comm.control import processes
 
@@ -138,7 +138,7 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
         exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 
         def first_s() -> float:
-            starts = [event.time_s for event in courier().events if event.what == "start"]
+            starts = [event.time_s for event in comm_thread().events if event.what == "start"]
             return min(t for t in starts if t > run.began_s) if starts else float("nan")
 
         return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, first_s, compute.loss(), run.steps)

@@ -54,7 +54,8 @@ def test_slices_are_those_of_the_gradients_and_gradients_never_exist_together(mo
         (slices, *others), (grads, *expected) = early(*args), whole(*args)
         for mine, leaf in zip(slices, grads, strict=True):
             half = np.asarray(leaf).reshape(-1)[: leaf.size // 2]
-            # XLA fuses less of a program that is cut, and so rounds otherwise.
+            # XLA fuses less of a program that is cut, and so rounds otherwise: by a third at most of what one product
+            # of WIDTH terms may be off, WIDTH 2^-24.
             np.testing.assert_allclose(np.asarray(mine), half, atol=1e-5 * np.abs(half).max())
         np.testing.assert_allclose(others, expected, rtol=1e-5)
     finally:
@@ -63,3 +64,40 @@ def test_slices_are_those_of_the_gradients_and_gradients_never_exist_together(mo
     held = early.memory_analysis()
     assert held
     assert held.temp_size_in_bytes < 3 * matrix, held  # a gradient, and the one that the scan begins with
+
+
+def test_leaves_that_the_loss_does_not_use_have_gradients_of_zero():
+    """JAX has the zero of a scalar as a constant in the program's results."""
+    leaves = {"used": jnp.ones((4, 4)), "unused": jnp.ones((4, 4)), "scalar": jnp.ones(())}
+    loss = lambda leaves, x: (x @ leaves["used"]).sum()  # noqa: E731
+    scatter = lambda leaves, through: (leaves, through)  # noqa: E731
+    differentiated = early_scatter.scattering(lambda *args: (jax.grad(loss)(*args), loss(*args)), 4, scatter)
+    grads, _ = jax.jit(differentiated)(leaves, jnp.ones((2, 4)))
+    np.testing.assert_array_equal(grads["used"], np.full((4, 4), 2))
+    assert not grads["unused"].any()
+    assert grads["scalar"] == 0
+
+
+def test_random_keys_do_not_go_through_a_call():
+    """A backward pass may split one for what follows; a function cannot be given it."""
+
+    @jax.custom_vjp
+    def noisy(x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
+        return x.sum() + y.sum()
+
+    def backward(kept: Any, _: jax.Array) -> tuple:
+        key, other = jax.random.split(kept[2])
+        return jax.random.normal(key, (4,)), jax.random.normal(other, (4,)), None
+
+    noisy.defvjp(lambda *args: (noisy(*args), args), backward)
+    given: list[Any] = []
+
+    def scatter(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        given.extend(through)
+        return leaves, through
+
+    differentiated = lambda xs, key: (jax.grad(lambda xs: noisy(*xs, key))(xs),)  # noqa: E731
+    args = [jnp.ones(4), jnp.ones(4)], jax.random.key(0)
+    [grads], [expected] = jax.jit(early_scatter.scattering(differentiated, 4, scatter))(*args), differentiated(*args)
+    np.testing.assert_array_equal(grads, expected)
+    assert all(host_callbacks.can_go(x.dtype) for x in given)

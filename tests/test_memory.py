@@ -149,6 +149,13 @@ def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys)
     assert re.search(r"a process +125 +125", said)  # a rank's 250 MB are two workers'
 
 
+def test_a_compressor_has_a_forecast(tmp_path, capsys):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "lowrank2/ring16"]
+    forecast.main([str(tmp_path / "tiny.py"), *line])
+    assert "gradients" in capsys.readouterr().out
+
+
 def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():
     assert HELD.at_once == 1200 * MB
     assert dataclasses.replace(HELD, activations=20 * MB).at_once == 700 * MB

@@ -132,9 +132,9 @@ if CORES:
 import numpy as np, jax, jax.numpy as jnp
 import jaxmpi
 from jaxmpi.allreduce import overlap
-from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.allreduce.comm_thread import comm_thread
 comm = jaxmpi.world()
-courier = courier()
+comm_thread = comm_thread()
 """
 
 EARLY = """
@@ -155,9 +155,10 @@ params = [jnp.eye(WIDTH) * 1.1 for _ in range(LAYERS)]
 x = jnp.ones((4 * WIDTH, WIDTH)) * (comm.rank + 1)
 shares = []
 for _ in range(20):
-    courier.events.clear()
+    comm_thread.events.clear()
     params = jax.block_until_ready(step(params, x))
-    times = {what: [e.time_s for e in courier.events if e.what == what] for what in ("open", "start", "wait", "summed")}
+    kinds = ("open", "start", "wait", "summed")
+    times = {what: [e.time_s for e in comm_thread.events if e.what == what] for what in kinds}
     begin, ready = times["open"][0], max(times["start"])
     shares.append([(t - begin) / (ready - begin) for t in sorted(times["start"])])
     assert min(times["wait"]) > ready, "a wait came before a start"
@@ -275,15 +276,15 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
         "state = late.init(jnp.zeros(2_000_000))\n"
         "_, state = jax.jit(late.update)(jnp.ones(2_000_000), state)\n"
         "jax.block_until_ready(state)\n"
-        "assert courier.jobs\n"
+        "assert comm_thread.jobs\n"
         "spin = lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x)\n"
         "step = jax.jit(lambda x: overlap.exchange(spin(x)))\n"
         "last = step(jnp.ones((500, 500)) / 500)\n"
         "assert not last.is_ready()\n"
         "import atexit\n"
-        "atexit.unregister(courier.stop)\n"  # to look after it, since the last registered is the first called
-        "atexit.register(lambda: print('alive', courier._thread.is_alive(), 'ready', last.is_ready()))\n"
-        "atexit.register(courier.stop)\n"
+        "atexit.unregister(comm_thread.stop)\n"  # to look after it, since the last registered is the first called
+        "atexit.register(lambda: print('alive', comm_thread._thread.is_alive(), 'ready', last.is_ready()))\n"
+        "atexit.register(comm_thread.stop)\n"
     )
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
@@ -405,13 +406,13 @@ def step(parts):
     return overlap.exchange([parts[0] + 0 * late.sum(), parts[1] * 1, parts[2] * 1], "ring32", "sum")
 
 for _ in range(3):
-    courier.events.clear()
+    comm_thread.events.clear()
     sums = [np.asarray(total) for total in step(parts)]
 for i, total in enumerate(sums):
     assert (total == comm.size * (comm.size + 1) / 2 * (i + 1)).all()
-last = max(e.time_s for e in courier.events if e.what == "start")
+last = max(e.time_s for e in comm_thread.events if e.what == "start")
 assert len(set(comm.hosts)) == comm.size
-print("summed before the last start:", sum(e.what == "summed" and e.time_s < last for e in courier.events))
+print("summed before the last start:", sum(e.what == "summed" and e.time_s < last for e in comm_thread.events))
 """
 
 

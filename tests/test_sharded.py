@@ -563,6 +563,7 @@ def test_a_run_with_late_gathers_is_resumed_with_and_without_them_and_on_other_n
     [
         ("the optimizer updates whole tensors", "--exchange.overlap on --optim.name muon"),
         ("overlap off: all ranks are on one host", "--exchange.overlap auto"),
+        ("the ranks of the host share their params, so nothing is gathered", "--exchange.strategy shm"),
     ],
 )
 def test_late_gathers_that_cannot_be_are_refused_with_the_reason(why, options, tmp_path):

@@ -17,6 +17,7 @@ for that. The comparison travels while the program computes; waiting for it in `
 
 import functools
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -50,6 +51,7 @@ RANK = f"{THREAD}: rank"
 CALM_S, HURRY_S = 0.002, 0.0003
 WINDOW = 24  # segments of a bucket under way at once; with more of a tree's, what goes up holds up what comes down
 WHAT_BYTES = 256  # of an exchange's name, for messages; ranks compare its digest, too
+LATE = itertools.count()  # programs whose buckets travel behind the next step; all ranks make the same
 OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on them; fewer are under way
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
@@ -343,7 +345,7 @@ def placed(x: np.ndarray, parts: int, part: np.ndarray | None = None) -> np.ndar
 
 
 @functools.cache
-def courier() -> CommThread:
+def comm_thread() -> CommThread:
     """This process's communication thread; all ranks make the first call together."""
     comm = world()
     assert isinstance(comm, MpiComm)

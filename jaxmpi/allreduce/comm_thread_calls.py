@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmpi.allreduce.algorithms import STRATEGIES, parse
 from jaxmpi.allreduce.algorithms.table import HostSum
-from jaxmpi.allreduce.comm_thread import DONE, OPEN, START, courier
+from jaxmpi.allreduce.comm_thread import DONE, OPEN, START, comm_thread
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
@@ -72,9 +72,9 @@ class Calls(NamedTuple):
             what: the exchange's name, for ranks to compare at each run.
             half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
         """
-        total = HostSum.named(strategy, courier().comm, half)
+        total = HostSum.named(strategy, comm_thread().comm, half)
         ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
-        most = courier().control.tags // 2  # a resumed exchange has the upper half
+        most = comm_thread().control.tags // 2  # a resumed exchange has the upper half
         check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
         each = zip(ends[:-1], labels, strict=True)
         buckets = [{"strategy": strategy, "half": half, "first": first, "label": label} for first, label in each]
@@ -95,7 +95,8 @@ def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str
 def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
     """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn.
 
-    In a portable program data alone orders waits: what comes of the first sums may travel beside the last.
+    In a portable program data alone orders waits, so results of the first sums may travel beside the last. No wait may
+    be left out, though nobody uses its sum: until then the thread writes into the program's buffer.
     """
     [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(calls.segments))
     started = [
@@ -103,7 +104,7 @@ def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
         for vector, bucket in zip(vectors, calls.buckets, strict=True)
     ]
     before, sums = [own for _, own in started], []  # what waits must not hold up what computes
-    effect = None if calls.effect is host_callbacks.ORDERED else calls.effect
+    effect = host_callbacks.KEPT if calls.effect is host_callbacks.ORDERED else calls.effect
     for (x, own), bucket in zip(started, calls.buckets, strict=True):
         operands, results = [x, own, *before], [like(x), TICKET]
         total, last = host_callbacks.call(DONE, operands, results, [(0, 0)], effect, first=bucket["first"])

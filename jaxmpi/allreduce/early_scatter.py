@@ -28,6 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmpi.allreduce.buckets import places, plan
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime.host_callbacks import can_go
 
 LARGE = 1 << 20  # bytes of a constant that is not made before it is used
 
@@ -56,7 +57,7 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
         values |= zip(program.invars, jax.tree.leaves(args), strict=True)
 
         def read(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else values[var]
+            return jnp.asarray(var.val, var.aval.dtype) if isinstance(var, Literal) else values[var]
 
         slices: dict[int, jax.Array] = {}
         for part, bucket in zip(parts(program, count, together), [*together, []], strict=True):
@@ -141,7 +142,8 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
     gradients = set(variables(program.outvars[:count]))
     made = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
     looks, looking = looks_at(equations, gradients)
-    ends = np.maximum.accumulate([max(made.get(variable(program.outvars[i]), -1) for i in b) for b in buckets])
+    computed = places(program)
+    ends = np.maximum.accumulate([max(computed[i] for i in bucket) for bucket in buckets])
     part_of: dict[Any, int] = {}  # of variables: the part that makes them
     number: list[int] = []  # of equations: their part
     for i, equation in enumerate(equations):
@@ -166,7 +168,7 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
     filled = {fill.made for each in fills for fill in each}
 
     def goes_through(var: Any, k: int) -> bool:
-        if var in gradients or var in filled:
+        if var in gradients or var in filled or not can_go(var.aval.dtype):
             return False
         if var in looks:
             return part_of[var] == k < max(used[var])

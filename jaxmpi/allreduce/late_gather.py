@@ -24,14 +24,12 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.comm_thread import COLLECT, OPEN, SEND
+from jaxmpi.allreduce.comm_thread import COLLECT, LATE, OPEN, SEND
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls
 from jaxmpi.allreduce.sharded import Shards, cut, joined_rows
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import Entries, shape_of_slice, whole_of
 from jaxmpi.runtime import host_callbacks
-
-_late = itertools.count()  # gathers one step late; all ranks make the same
 
 
 class UnderWay(NamedTuple):
@@ -69,7 +67,7 @@ class LateGather:
         """Take the halves of the exchange, which run beside the step, and the shapes of params."""
         self.shards, self.like = shards, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         self.sliced = SlicedShards(*shards)  # for the rule of the step
-        self.number = next(_late)
+        self.number = next(LATE)
         self._turns: dict[int, int] = {}  # of each bucket, by the order of first use; found while the step is traced
 
     @property
@@ -163,7 +161,8 @@ class Arrivals:
         if i not in self.whole:
             [b] = [b for b, bucket in enumerate(self.buckets) if i in bucket]
             chunk, size = self.chunks[b], self.gather.shards.size
-            entries = [jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim) for x in before if is_plain(x)]
+            plain = [x for x in before if x.size and host_callbacks.can_go(x.dtype)]
+            entries = [jax.lax.slice(x, [0] * x.ndim, [1] * x.ndim) for x in plain]
             [whole] = host_callbacks.call(
                 COLLECT,
                 [chunk, self.params.number, self.ticket, self.part, *entries],
@@ -182,11 +181,6 @@ class Arrivals:
     def all(self) -> list[jax.Array]:
         """All leaves."""
         return [self.leaf(i, []) for i in range(len(self.gather.leaves))]
-
-
-def is_plain(x: jax.Array) -> bool:
-    """Return True for an array of numbers that holds something."""
-    return bool(x.size) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 # ---------------------------------------------------------------- a program, equation by equation

@@ -3,7 +3,6 @@
 What programs call, and the thread behind it: `comm_thread`. Bits are those of `exchange` with the same order.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from jaxmpi.allreduce.api import (
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, fuse, split_all
 from jaxmpi.allreduce.call_order import callers
-from jaxmpi.allreduce.comm_thread import COLLECT, OPEN, SEND
+from jaxmpi.allreduce.comm_thread import COLLECT, LATE, OPEN, SEND
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, why_not
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
@@ -36,9 +35,6 @@ from jaxmpi.config.exchange_config import OVERLAPS, check_bucket_bytes
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.runtime import host_callbacks
-
-_late = itertools.count()  # programs with exchanges one step late; all ranks make the same
-
 
 # ---------------------------------------------------------------- whether
 
@@ -51,7 +47,7 @@ def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
         unfit: why they cannot; empty if they can.
 
     Raises:
-        UsageError: on or delayed, if it cannot be; or an unknown value.
+        UsageError: on, if it cannot be; or an unknown value.
     """
     lookup(OVERLAPS, asked, "exchange.overlap")
     check(not (asked == "on" and unfit), f"exchange.overlap: got on, but {unfit}; use off or auto")
@@ -191,7 +187,7 @@ def delayed_gradients(
         taken is sent again.
     Communicates: as `exchange`, of the last step's gradients. Raises: as `exchange`.
     """
-    late = next(_late)
+    late = next(LATE)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Late]:
         del params

@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller
-from jaxmpi.allreduce.comm_thread import CommThread, Job, courier
+from jaxmpi.allreduce.comm_thread import CommThread, Job, comm_thread
 from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
 from jaxmpi.collectives import messages
@@ -165,7 +165,7 @@ def _thread() -> CommThread:
     """The communication thread; all ranks of the job make the first call together."""
     host_callbacks.register(START, _start, ends_job=True)
     host_callbacks.register(WAIT, _wait, ends_job=True)
-    return courier()
+    return comm_thread()
 
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:

@@ -4,7 +4,6 @@ Importing mpi4jax starts MPI, so it happens inside functions.
 """
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,7 +91,7 @@ class RankComm:
         return shared_jit(function, donate_argnums, self.processes)
 
 
-_numbers = itertools.count()  # of Comms that sum in shared memory, the same on all ranks
+_sums: list[int] = []  # numbers of Comms that sum in shared memory
 
 
 class MpiComm(RankComm):
@@ -175,8 +174,9 @@ class MpiComm(RankComm):
         return self.mpi.Split(0, -self.rank)
 
     def _make_shared_sum(self) -> SharedSum:
-        """In order among mpi4jax's collectives."""
-        return SharedSum(self.processes, f"sum of comm {next(_numbers)}", effect=self.effect)
+        """In order among mpi4jax's collectives. Its number is new on all ranks: one of them traces for all."""
+        _sums.append(max(self.processes.allgather_object(_sums[-1] if _sums else -1)) + 1)
+        return SharedSum(self.processes, f"sum of comm {_sums[-1]}", effect=self.effect)
 
     @functools.cached_property
     def effect(self) -> Any:

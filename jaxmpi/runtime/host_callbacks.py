@@ -172,6 +172,11 @@ DTYPES = {  # by the header's numbers; those of 1, 2 and 4 bits are left out: XL
 }
 
 
+def can_go(dtype: Any) -> bool:
+    """Return True if arrays of this dtype can go to a function: not random keys, nor numbers of less than 8 bits."""
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype) in DTYPES.values()
+
+
 # ---------------------------------------------------------------- from a program to a function
 
 
@@ -209,14 +214,20 @@ class Ordered(effects.Effect):
     """Effect that keeps calls in order."""
 
 
-def admit(effect: effects.Effect) -> effects.Effect:
-    """Let JAX lower an ordered effect, also in branches and loops."""
-    for kind in ("lowerable", "ordered", "control_flow_allowed", "custom_derivatives_allowed"):
+@dataclass(frozen=True)
+class Kept(effects.Effect):
+    """Effect that keeps calls in a program if nobody uses their results; data alone orders them."""
+
+
+def admit(effect: effects.Effect, *, is_ordered: bool = True) -> effects.Effect:
+    """Let JAX lower an effect, also in branches and loops."""
+    kinds = ("lowerable", "control_flow_allowed", "custom_derivatives_allowed", *["ordered"] * is_ordered)
+    for kind in kinds:
         getattr(effects, f"{kind}_effects").add_type(type(effect))
     return effect
 
 
-ORDERED = admit(Ordered())
+ORDERED, KEPT = admit(Ordered()), admit(Kept(), is_ordered=False)
 
 
 def call(
@@ -234,8 +245,9 @@ def call(
         operands: arrays, row-major for the function.
         results: shapes and dtypes.
         in_place: pairs (operand, result) that may share a buffer; XLA copies an operand that is used elsewhere.
-        effect: calls with one effect run in order; give another library's to be ordered among its calls. None: a call
-            runs as soon as its operands are there, beside others, and may be left out if nobody uses its results.
+        effect: calls with one effect run in order; give another library's to be ordered among its calls. KEPT: a call
+            runs as soon as its operands are there, beside others. None: so it does, and may be left out if nobody uses
+            its results.
         attributes: constants of the program, passed on by name.
 
     If XLA's interface is not the one this file knows, or off CPUs, it is `io_callback`, ordered, with copies.
@@ -284,10 +296,10 @@ def _abstract(*operands: Any, results: tuple, effect: effects.Effect | None, **_
 def _lower(
     ctx: mlir.LoweringRuleContext, *operands: Any, results: Any, in_place: Any, effect: Any, constants: Any
 ) -> list:
-    """A custom call; if there is an effect, its last operand and result is the effect's token."""
+    """A custom call; if there is an effect with an order, its last operand and result is the effect's token."""
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=True, operand_output_aliases=dict(in_place))
     typed = {k: np.int64(v) if isinstance(v, int) else v for k, v in constants}
-    if effect is None:
+    if effect is None or not effects.ordered_effects.contains(effect):
         return list(lowering(ctx, *operands, **typed))
     token = [_token_type()]
     inner = ctx.replace(avals_in=[*ctx.avals_in, *token], avals_out=[*ctx.avals_out, *token])

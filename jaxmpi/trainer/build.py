@@ -25,7 +25,7 @@ from jaxmpi.allreduce.algorithms.table import fitting_on_host, with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import courier
+from jaxmpi.allreduce.comm_thread import comm_thread
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import Shards, check_floats, shards_of
@@ -408,13 +408,16 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
     is_early, why = is_scattered_early(experiment, workers, plan, strategy)
-    is_beside = False
-    if not shares_params(experiment, workers, strategy):
+    is_beside, shares = False, shares_params(experiment, workers, strategy)
+    if not shares:
         unfit = unfit_for_overlap(experiment, workers, plan)
         is_beside, why = overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
     is_late = experiment.exchange.gather == "late" and workers.size > 1
-    late_unfit = unfit_for_late(experiment, workers, plan, why, is_beside=is_beside) if is_late else ""
-    errors.check(not late_unfit, f"exchange.gather: got late, but {late_unfit}; use in-step")
+    if is_late:
+        unfit = "" if is_beside else why
+        unfit = "the ranks of the host share their params, so nothing is gathered" if shares else unfit
+        unfit = unfit or "the optimizer updates whole tensors" * bool(deal_of(experiment, plan, workers))
+        errors.check(not unfit, f"exchange.gather: got late, but {unfit}; use in-step")
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, plan, workers, strategy, order)
@@ -519,18 +522,6 @@ def with_late_gather(
     )
 
 
-def unfit_for_late(experiment: Experiment, workers: Workers, plan: TrainingPlan, why: str, *, is_beside: bool) -> str:
-    """Why new params cannot travel behind the next step; empty if they can.
-
-    Args:
-        why: about overlap.
-        is_beside: whether there is any.
-    """
-    if not is_beside:
-        return why
-    return "the optimizer updates whole tensors" if deal_of(experiment, plan, workers) else ""
-
-
 def compiled_gradients(gradients: Callable, state: TrainState, batch: train_state.Batch) -> jax.stages.Compiled:
     """The program of the split form's gradients."""
     return compiled_for(gradients, (state.params, state.model_state, batch, state.key, state.step))
@@ -579,7 +570,7 @@ def exchange_for(
             early=is_early,
         )
         if is_beside:
-            courier()
+            comm_thread()
         if workers.devices > 1 and workers.mesh:
             shards = ShardsOfDevices(of=shards, mesh=workers.mesh, deal=dealt)
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
@@ -594,7 +585,7 @@ def exchange_for(
     if mean and sum_up:
         return base.Exchange(mean, sum_up)
     if is_beside:
-        courier()  # all ranks start it together; programs that come from another rank find it
+        comm_thread()  # all ranks start it together; programs that come from another rank find it
     return base.Exchange(
         partial(share, op="mean", **options),
         partial(share, op="sum", **options),
@@ -608,6 +599,8 @@ def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bo
     Not if the params before a step are needed until it counts.
     """
     if experiment.exchange.shard_update != "on" or workers.size == 1:
+        return False
+    if compression.is_compressor(strategy):
         return False
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_exact = experiment.exchange.gather_wire == "32"
@@ -678,6 +671,8 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
 def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
     """Why the halves of a sharded exchange cannot travel beside the step; empty if they can."""
     asked = experiment.exchange
+    if compression.is_compressor(asked.strategy):
+        return ""  # refused for itself
     name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
     if shares_params(experiment, workers, name):
         if experiment.batch_statistics == "synchronised":

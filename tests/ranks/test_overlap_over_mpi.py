@@ -20,7 +20,7 @@ from jaxmpi.allreduce import host_comm, overlap
 from jaxmpi.allreduce.algorithms.color_trees import forest, packets_of
 from jaxmpi.allreduce.algorithms.table import fitting_on_host
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import OPENINGS, THREAD, WINDOW, courier
+from jaxmpi.allreduce.comm_thread import OPENINGS, THREAD, WINDOW, comm_thread
 from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
@@ -97,11 +97,11 @@ def test_gradients_of_several_batches_travel_once_beside_the_last_backward_pass(
         return overlap.exchange(jax.tree.map(lambda t, g: (t + g) / 3, total, grads), "ring32", order=order)
 
     w = {"a": jnp.array([[0.5, -1.0], [2.0, 0.1]]), "b": jnp.array([1.0, -2.0])}
-    courier().events.clear()
+    comm_thread().events.clear()
     means = step(w, batches[RANK])
     expected = jax.jit(gradient)(w, batches.reshape(-1, 2))[0]
     assert all(np.allclose(means[name], expected[name], rtol=1e-5, atol=1e-6) for name in w)
-    assert [event.what for event in courier().events].count("open") == 1
+    assert [event.what for event in comm_thread().events].count("open") == 1
 
 
 def test_what_is_used_elsewhere_too_is_not_touched():
@@ -171,7 +171,7 @@ def test_in_a_loop():
 
 def test_an_exported_program_runs_on_all_ranks():
     """The first rank of the host traces for all."""
-    courier()
+    comm_thread()
     x = jnp.arange(1000.0) * (RANK + 1)
 
     def trace() -> bytes:
@@ -201,10 +201,10 @@ def test_many_exchanges_leave_nothing():
 
 def kept() -> list[int]:
     """Python objects, threads, and buckets that nobody has waited for."""
-    courier().events.clear()
+    comm_thread().events.clear()
     spans.drain()
     gc.collect()
-    return [len(gc.get_objects()), threading.active_count(), len(courier().jobs)]
+    return [len(gc.get_objects()), threading.active_count(), len(comm_thread().jobs)]
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker exchanges nothing")
@@ -216,11 +216,11 @@ def test_auto_is_off_on_one_host_whatever_the_strategy():
 def test_what_is_sent_late_and_never_asked_for_is_not_kept():
     late = overlap.delayed_gradients("ring32")
     step, state = jax.jit(lambda x, state: late.update(x * 1, state)), late.init(jnp.zeros(3))
-    jobs = len(courier().jobs)
+    jobs = len(comm_thread().jobs)
     for _ in range(20):
         mean, _ = step(jnp.ones(3), state)  # from the first state each time
     assert np.asarray(mean).tolist() == [0, 0, 0]
-    assert len(courier().jobs) == jobs + 1
+    assert len(comm_thread().jobs) == jobs + 1
 
 
 # ---------------------------------------------------------------- training
@@ -268,7 +268,7 @@ def train(strategy: str, beside: bool, late: bool = False, steps: int = 20, agai
         params, state = step(params, state, *batch)
         if i == again:
             params, state = jax.tree.map(np.array, (params, state))
-            courier().jobs.clear()  # what still travels is not there after a restart
+            comm_thread().jobs.clear()  # what still travels is not there after a restart
     return jax.tree.map(np.asarray, params), order
 
 

@@ -23,7 +23,7 @@ import jaxmpi
 from jaxmpi.allreduce import early_scatter
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import COLLECT, DONE, OPEN, START, Job, courier
+from jaxmpi.allreduce.comm_thread import COLLECT, DONE, OPEN, START, Job, comm_thread
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm import shared_params, shared_sync
@@ -141,7 +141,7 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 @pytest.mark.parametrize("strategy", ["asa:16", "ring:32"])
 def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
-    courier()  # all ranks start their threads together
+    comm_thread()  # all ranks start their threads together
 
     def there_and_back(beside: Order | None) -> Any:
         halves = shards_of(strategy, "mean", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", beside=beside)
@@ -160,7 +160,7 @@ def called(equation: Any) -> Any:
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_the_first_new_params_need_not_wait_for_the_last_gradients():
-    courier()  # all ranks start their threads together
+    comm_thread()  # all ranks start their threads together
     halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
     jaxpr = jax.make_jaxpr(lambda x: halves.gather(halves.scatter(x)[0], x))(tree(0)).jaxpr
     needed: dict[Any, set[int]] = {}  # by variable: the waits that come before it
@@ -172,8 +172,26 @@ def test_the_first_new_params_need_not_wait_for_the_last_gradients():
         )
         needed |= dict.fromkeys(equation.outvars, waits)
         starts += [len(waits)] if called(equation) == START else []
-        assert bool(equation.effects) == (called(equation) == OPEN)  # nothing else is in an order of its own
+        is_ordered = host_callbacks.ORDERED in equation.effects
+        assert is_ordered == (called(equation) == OPEN)  # nothing else is in an order of its own
     assert starts == [0] * len(SHAPES) + [1, 2, 3, 4]
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_sums_that_nobody_uses_are_waited_for():
+    """Those of frozen layers: the thread writes into the program's buffers until then."""
+    comm_thread()  # all ranks start their threads together
+    halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
+    text = jax.jit(lambda x: jax.tree.leaves(halves.scatter(x)[0])[-1]).lower(tree(0)).as_text()
+    assert text.count(f'"{START}"') == text.count(f'"{DONE}"') == len(SHAPES)
+
+
+def test_ranks_that_have_summed_with_others_before_give_a_new_sum_one_name():
+    """One rank of a host traces for all."""
+    part, world = COMM.split(RANK), COMM.split(0)
+    if RANK == SIZE - 1:
+        assert part.sum_name
+    assert len(set(world.processes.allgather_object(world.sum_name))) == 1
 
 
 # ---------------------------------------------------------------- new params that travel behind the next forward pass
@@ -202,7 +220,7 @@ def net_params() -> Any:
 
 def step_of(strategy: str, is_late: bool, bucket_bytes: int = 4096) -> tuple[Any, Any, LateGather | None]:
     """(params, state, x) -> (params, state), and state 0."""
-    courier()  # all ranks start their threads together
+    comm_thread()  # all ranks start their threads together
     params, tx, order = net_params(), optax.sgd(0.05, momentum=0.9), Order()
     halves = shards_of(strategy, "mean", COMM, bucket_bytes, clip_norm=1.0, beside=order)
     rule_of = lambda shards: gradients(tx, Exchange(lambda g: g, lambda g: g, shards=shards))  # noqa: E731
@@ -222,7 +240,7 @@ def step_of(strategy: str, is_late: bool, bucket_bytes: int = 4096) -> tuple[Any
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_that_do_not():
     """Looked at after steps 2 and 6, and begun anew after step 4, as a resumed run is."""
-    jobs, looked = dict(courier().jobs), list[list[str]]()
+    jobs, looked = dict(comm_thread().jobs), list[list[str]]()
     for is_late in (False, True):
         step, state, gather = step_of("ring16", is_late)
         run, params, rng = jax.jit(step), net_params(), np.random.default_rng(RANK)
@@ -239,7 +257,7 @@ def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_
     assert looked[0] == looked[1]
     assert len(set(looked[0])) == 3
     assert len(set(processes().allgather_object("".join(looked[1])))) == 1
-    assert courier().jobs == jobs  # all that travelled has been taken, unused leaves as well
+    assert comm_thread().jobs == jobs  # all that travelled has been taken, unused leaves as well
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
@@ -264,7 +282,7 @@ def test_each_leaf_is_waited_for_once_the_layers_before_it_are_computed():
 
 @pytest.mark.skipif(SIZE == 1, reason="there is no thread")
 def test_a_bucket_is_begun_when_none_of_an_earlier_turn_is_under_way():
-    thread, begun = courier(), list[int]()
+    thread, begun = comm_thread(), list[int]()
     mpi = thread.control.world.Clone()
 
     def segment(tag: int) -> Iterator[list[Any]]:
