@@ -39,6 +39,11 @@ BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
 LATENCY = "100ms"  # of data that may wait in a card's queue: longer than any exchange bursts
 TUN = "/dev/net/tun"
+# Control groups by which cores are dealt out, of both kinds: folder, file of its weight, that of one task, the largest.
+GROUPS = (
+    (Path("/sys/fs/cgroup/cpu/jaxmpi-cluster"), "cpu.shares", 1024, 262_144),
+    (Path("/sys/fs/cgroup/jaxmpi-cluster"), "cpu.weight", 100, 10_000),
+)
 NEEDED = ("ip", "tc", "unshare", "nsenter", "mount")
 
 
@@ -106,35 +111,32 @@ def run(argv: list[str]) -> int:
         return 77  # what test suites take for "skipped"
     folder = tempfile.mkdtemp(prefix="cluster-")  # stays empty: what is in it is seen from inside only
     line = [*unshare(), sys.executable, __file__, "--inside", folder, *argv]
-    group = scheduling_group(parse(argv).hosts)
-    job = subprocess.Popen(line, preexec_fn=lambda: begin(group))
+    job = subprocess.Popen(line, preexec_fn=lambda: begin(parse(argv).hosts))
     for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(name, lambda number, _: job.send_signal(signal.SIGKILL))
     code = job.wait()
     os.rmdir(folder)
-    if group:
-        with contextlib.suppress(OSError):  # another cluster is in it
+    for group, *_ in GROUPS:
+        with contextlib.suppress(OSError):  # there is none, or a process is still in it: the next cluster takes it, too
             group.rmdir()
     return code if code >= 0 else 128 - code
 
 
-def scheduling_group(hosts: int) -> Path | None:
-    """A control group of all clusters, with the cores that hosts would get one by one; None if there can be none."""
-    for folder, weight, usual in (("cpu/", "cpu.shares", 1024), ("", "cpu.weight", 100)):
-        group = Path(f"/sys/fs/cgroup/{folder}jaxmpi-cluster")
+def begin(hosts: int) -> None:
+    """Enter the scheduling group, and ask the kernel to kill this process when its parent ends, however it ends.
+
+    The group is one for all clusters, of the weight that the hosts of the last have one by one. Where there can be none
+    it is left out.
+    """
+    for group, weight, usual, most in GROUPS:
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
             if (group / weight).exists():
-                (group / weight).write_text(str(hosts * usual))
-                return group
-            group.rmdir()
-    return None
-
-
-def begin(group: Path | None) -> None:
-    """Enter a control group, and ask the kernel to kill this process when its parent ends, however it ends."""
-    if group:
-        (group / "cgroup.procs").write_text("0")
+                (group / "cgroup.procs").write_text("0")
+                (group / weight).write_text(str(min(hosts * usual, most)))
+                if (real_time := group / "cpu.rt_runtime_us").exists():
+                    real_time.write_text("100000")  # of each second, for the switch of `--delay-ms`
+                break
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

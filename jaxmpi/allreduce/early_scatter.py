@@ -215,5 +215,5 @@ def fill_of(equation: JaxprEqn) -> Fill | None:
     if equation.primitive.name != "broadcast_in_dim" or variables(equation.invars):
         return None
     number, made = variable(equation.invars[0]).val, variable(equation.outvars[0])
-    is_large = np.size(number) == 1 and made.aval.size * made.aval.dtype.itemsize >= LARGE
+    is_large = np.size(number) == 1 and made.aval.size * made.aval.dtype.itemsize >= LARGE and can_go(made.aval.dtype)
     return Fill(made, number) if is_large else None

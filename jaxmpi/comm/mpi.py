@@ -91,7 +91,7 @@ class RankComm:
         return shared_jit(function, donate_argnums, self.processes)
 
 
-_sums: list[int] = []  # numbers of Comms that sum in shared memory
+_sums = [-1]  # numbers of Comms that sum in shared memory
 
 
 class MpiComm(RankComm):
@@ -175,7 +175,8 @@ class MpiComm(RankComm):
 
     def _make_shared_sum(self) -> SharedSum:
         """In order among mpi4jax's collectives. Its number is new on all ranks: one of them traces for all."""
-        _sums.append(max(self.processes.allgather_object(_sums[-1] if _sums else -1)) + 1)
+        self.processes.host_barrier()  # it waits longer than others: one rank may compile meanwhile
+        _sums.append(max(self.processes.allgather_object(_sums[-1])) + 1)
         return SharedSum(self.processes, f"sum of comm {_sums[-1]}", effect=self.effect)
 
     @functools.cached_property

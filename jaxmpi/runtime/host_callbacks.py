@@ -299,7 +299,7 @@ def _lower(
     """A custom call; if there is an effect with an order, its last operand and result is the effect's token."""
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=True, operand_output_aliases=dict(in_place))
     typed = {k: np.int64(v) if isinstance(v, int) else v for k, v in constants}
-    if effect is None or not effects.ordered_effects.contains(effect):
+    if effect in (None, KEPT):
         return list(lowering(ctx, *operands, **typed))
     token = [_token_type()]
     inner = ctx.replace(avals_in=[*ctx.avals_in, *token], avals_out=[*ctx.avals_out, *token])
