@@ -57,7 +57,7 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
         values |= zip(program.invars, jax.tree.leaves(args), strict=True)
 
         def read(var: Any) -> Any:
-            return jnp.asarray(var.val, var.aval.dtype) if isinstance(var, Literal) else values[var]
+            return jnp.asarray(var.val, variable(var).aval.dtype) if isinstance(var, Literal) else values[var]
 
         slices: dict[int, jax.Array] = {}
         for part, bucket in zip(parts(program, count, together), [*together, []], strict=True):

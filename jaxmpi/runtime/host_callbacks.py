@@ -174,7 +174,7 @@ DTYPES = {  # by the header's numbers; those of 1, 2 and 4 bits are left out: XL
 
 def can_go(dtype: Any) -> bool:
     """Return True if arrays of this dtype can go to a function: not random keys, nor numbers of less than 8 bits."""
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype) in DTYPES.values()
+    return not jax.numpy.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype) in DTYPES.values()
 
 
 # ---------------------------------------------------------------- from a program to a function

@@ -190,6 +190,8 @@ def test_sums_that_nobody_uses_are_waited_for():
 def test_ranks_that_have_summed_with_others_before_give_a_new_sum_one_name():
     """One rank of a host traces for all."""
     part, world = COMM.split(RANK), COMM.split(0)
+    assert isinstance(part, MpiComm)
+    assert isinstance(world, MpiComm)
     if RANK == SIZE - 1:
         assert part.sum_name
     assert len(set(world.processes.allgather_object(world.sum_name))) == 1
@@ -466,9 +468,12 @@ def test_the_process_grows_by_a_slice_of_the_moments():
     params = {"big": jnp.ones((2048, 2048)), "odd": jnp.ones((97, 31))}
     init = jaxmpi.sharded(optax.adam(1e-2)).init
     jax.block_until_ready(init(params))  # tries the optimizer out, and compiles
-    before = resident_bytes()
-    state = jax.block_until_ready(init(params))
-    grown, whole = resident_bytes() - before, MOMENTS * sum(leaf.nbytes for leaf in params.values())
+    whole, grown, state = MOMENTS * sum(leaf.nbytes for leaf in params.values()), sys.maxsize, None
+    for _ in range(3):  # other threads of the process may take memory meanwhile
+        state = None
+        before = resident_bytes()
+        state = jax.block_until_ready(init(params))
+        grown = min(grown, resident_bytes() - before)
     assert 0.95 * whole / SIZE <= grown <= 1.05 * whole / SIZE + (1 << 20)  # and pages that others share
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) <= 1.05 * whole / SIZE
 
