@@ -58,7 +58,7 @@ def asked(width: int, words: int, word: str, batch: int) -> Experiment:
 
 
 def forecast_of(width: int, words: int, word: str, batch: int, ranks: int) -> Held:
-    """What a worker would hold."""
+    """Bytes that a worker would hold, part by part."""
     workers = Workers(AxisComm("workers", ranks, (0,) * ranks), SoloProcesses(), (0,), None)
     found = forecast(asked(width, words, word, batch), workers)
     return found.on if word == "on" and found.on else found.off

@@ -3,8 +3,8 @@
 A traced function is cut behind each bucket of its gradients, and the parts are run one after another, with a call
 between them that adds the bucket up and gives this worker's slice. XLA orders a program by its data alone, and left to
 itself it computes all gradients first: calls in order, buckets in the order of coming and the list scheduler changed
-that little. So the values on which the rest of the backward pass works go through the call, in their own buffers. What
-is known of a gradient besides, such as its square, goes through as well, and so is computed before. Large constants,
+that little. So the values on which the rest of the backward pass works go through the call, in their own buffers.
+Other results of a gradient, such as its square, go through as well, and so are computed before. Large constants,
 such as the zeros to which a scan adds its gradients, are made in the part that uses them first, of numbers that have
 gone through: XLA would make them at the start. Calls of jitted functions that hide such constants, or several
 gradients, are put in place.

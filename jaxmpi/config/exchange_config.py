@@ -17,7 +17,7 @@ def check_bucket_bytes(bucket_bytes: int | None) -> None:
 
 # When buckets travel.
 OVERLAPS = {
-    "auto": "on if it pays, which is between hosts, and where workers then hold less of gradients",
+    "auto": "on if it pays, which is between hosts, or if workers then hold less of gradients",
     "on": "while the backward pass goes on",
     "off": "after it",
     "delayed": "while the next step goes on: gradients are applied one step late, another algorithm",

@@ -221,7 +221,7 @@ def slice_of(local_batch: int, before: int) -> int:
 
 # ---------------------------------------------------------------- its functions
 
-# Of a worker: of the optimizer's state, from which `auto` shards updates; of gradients, from which it sums them early.
+# `auto` shards updates if a worker saves so much of the optimizer's state, and sums gradients early if so much of them.
 SAVED_BYTES = BUCKET_BYTES
 
 

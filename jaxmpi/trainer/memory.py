@@ -39,9 +39,7 @@ class Held:
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     process: int = 0  # of the process itself, before it is there
     shares_params: bool = False  # whether the workers of a host have one copy of the params
-    is_early: bool = (
-        False  # whether gradients are slices when they leave their program, whose figure has a bucket in it
-    )
+    is_early: bool = False  # whether gradients leave their program as slices; activations then have a bucket in them
     padding: float = 0.0  # of rows of whole tensors, the share that fills them up
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
 
