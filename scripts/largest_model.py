@@ -77,6 +77,15 @@ def largest(words: int, word: str, batch: int, ranks: int, limit_bytes: int, ste
     return (fits * step, held.params // 4, held.on_host(ranks)) if held else (0, 0, 0)
 
 
+def settled_bytes() -> int:
+    """Available bytes, if a job before has given back what it had."""
+    last, found = -1, available_bytes()
+    while found > last + 10_000_000:
+        time.sleep(3)
+        last, found = found, available_bytes()
+    return found
+
+
 def seen_bytes(width: int, words: int, word: str, batch: int, ranks: int) -> int:
     """Bytes that a job takes in its first steps; 0 if it ends before."""
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +96,7 @@ def seen_bytes(width: int, words: int, word: str, batch: int, ranks: int) -> int
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(harness.ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
         }
-        before = lowest = available_bytes()
+        before = lowest = settled_bytes()
         ended = threading.Event()
 
         def watch() -> None:
@@ -105,13 +114,17 @@ def seen_bytes(width: int, words: int, word: str, batch: int, ranks: int) -> int
         is_there, said = False, []
         for text in job.stdout:
             said.append(text)
-            if re.match(rf"step {STEPS}/", text):
+            step = re.match(r"step (\d+)/", text)
+            if step and int(step[1]) >= STEPS:
                 is_there = True
-                os.killpg(job.pid, signal.SIGTERM)
                 break
-        job.stdout.read()
-        job.wait()
         ended.set()
+        os.killpg(job.pid, signal.SIGTERM)  # mpirun ends its ranks; a single one would save for minutes
+        try:
+            job.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
         watcher.join()
     if not is_there:
         print("".join(said[-5:]), file=sys.stderr)

@@ -17,7 +17,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.trainer import build, forecast
-from jaxmpi.trainer.memory import Held, check_fits
+from jaxmpi.trainer.memory import Held, check_fits, is_short
 from launching import run, train_here
 from test_comm_xla import EXPERIMENT
 
@@ -178,6 +178,11 @@ def test_what_does_not_fit_is_refused_with_what_would():
         check_fits(HELD, 4, 32, 2200 * MB)
     with pytest.raises(UsageError, match="take a smaller model"):
         check_fits(dataclasses.replace(HELD, sliced_moments=None), 4, 32, 300 * MB)
+
+
+def test_freed_memory_is_given_back_at_once_where_twice_what_is_held_is_not_free():
+    assert not is_short(HELD, 4, 9600 * MB)
+    assert is_short(HELD, 4, 9599 * MB)
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monkeypatch):

@@ -132,12 +132,34 @@ for _ in range(4): np.ones(8 << 20)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+HOLES = """
+import resource
+import numpy as np
+from jaxmpi.runtime import allocator
+allocator.keep_freed_memory()
+if {gives}: allocator.give_back_at_once()
+held = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
+before = held()
+freed, between = zip(*[(np.ones(8 << 17), np.ones(1 << 17)) for _ in range(8)])  # MiB
+del freed
+too_big_for_holes = [np.ones(9 << 17) for _ in range(8)]
+print((held() - before) // 1024)
+"""
+
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
 def test_freed_memory_is_used_again_without_page_faults():
     # A new 64 MiB takes 16384 faults of 4 KiB, or 32 of 2 MiB if the kernel gives huge pages.
     assert int(python(FREED.format(keep=True)).stdout) < 32
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
+def test_freed_memory_that_is_given_back_leaves_no_holes():
+    kept, given = (int(python(HOLES.format(gives=gives)).stdout) for gives in (False, True))
+    assert kept >= 8 * (8 + 1 + 9) - 4
+    assert given <= 8 * (1 + 9) + 2
 
 
 @pytest.mark.e2e

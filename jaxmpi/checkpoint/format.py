@@ -283,6 +283,7 @@ def restore(
     replicated: bool,
     same_params: bool = True,
     slicing: Slicing | None = None,
+    reads_params: bool = True,
     say: Callable[[str], None] = print,
 ) -> Saved | None:
     """Read the newest checkpoint that is whole on all ranks, for this process's workers; None if there is none.
@@ -290,6 +291,8 @@ def restore(
     Args:
         like: states of the same structure, shapes and dtypes, as the run starts with.
         slicing: how the rule's state is held now. One that was held otherwise is put together and cut anew.
+        reads_params: if not, this process gets shapes in their place, but where masters are to be made of params or
+            params of masters.
         say: receives a line for each damaged checkpoint that is skipped.
 
     Communicates, raises: see `first_whole`.
@@ -297,6 +300,16 @@ def restore(
 
     def read(path: Path) -> Saved:
         manifest = read_manifest(path)
+        if reads_params or has_masters(manifest, slicing):
+            return read_all(path, manifest, like)
+        bare = {worker: state._replace(params=()) for worker, state in like.items()}
+        saved = read_all(path, without(manifest, "params"), bare)
+        shapes = {worker: jax.eval_shape(lambda params: params, state.params) for worker, state in like.items()}
+        return saved._replace(
+            states={worker: state._replace(params=shapes[worker]) for worker, state in saved.states.items()}
+        )
+
+    def read_all(path: Path, manifest: dict, like: Mapping[int, TrainState]) -> Saved:
         if slicing and is_cut_otherwise(manifest, next(iter(like.values())), slicing):
             states = {
                 worker: cut_anew(path, manifest, worker, state, slicing, workers) for worker, state in like.items()
@@ -515,10 +528,9 @@ def cut_anew(path: Path, manifest: dict, worker: int, like: TrainState, slicing:
 
     All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`.
     """
-    rest = {name: [row for row in rows if not is_below(row, RULE_STATE)] for name, rows in manifest["files"].items()}
     one = worker_of if manifest["workers"] == workers else mean_worker_of
     common, own = halves(like._replace(rule_state=()), False)
-    state = one(path, {**manifest, "files": rest}, worker, like, common, own)
+    state = one(path, without(manifest, RULE_STATE), worker, like, common, own)
     names = (row["path"] for rows in manifest["files"].values() for row in rows)
     return with_rule_state(state, like.rule_state, slicing, worker, names, partial(read_whole, path, manifest))
 
@@ -560,9 +572,17 @@ def with_rule_state(
     return state._replace(rule_state=jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
-def is_below(row: dict[str, Any], where: str) -> bool:
-    """Return True if a leaf is in this field of the state."""
-    return is_at(row["path"], where)
+def without(manifest: dict, field: str) -> dict:
+    """The manifest of the same checkpoint, which lacks the leaves of a field of the state."""
+    files = {name: [row for row in rows if not is_at(row["path"], field)] for name, rows in manifest["files"].items()}
+    return {**manifest, "files": files}
+
+
+def has_masters(manifest: dict, slicing: Slicing | None) -> bool:
+    """Whether the checkpoint or the run keeps masters, which the other may keep as params."""
+    here = [f"{RULE_STATE}/{name}" for name, _ in named_leaves(slicing.whole)] if slicing else []
+    there = [row["path"] for rows in manifest["files"].values() for row in rows]
+    return bool(masters_in(here) or masters_in(there))
 
 
 def read_whole(path: Path, manifest: dict, name: str, like: Any) -> np.ndarray:

@@ -55,7 +55,8 @@ class SharedParams:
     def filled(self, params: PyTree) -> PyTree:
         """Params of the host's first rank as arrays in shared memory; all its ranks come here together.
 
-        Arrays of before are deleted, unless these are the ones: then they are there already.
+        Of params of other ranks only shapes count: they may be `jax.ShapeDtypeStruct`. Arrays of before are deleted,
+        unless these are the ones: then they are there already.
 
         Raises:
             UsageError: no room for them, or ranks that share no memory; on all ranks alike. As `renewed`.

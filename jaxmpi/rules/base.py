@@ -90,7 +90,7 @@ class ParamsInPlace(Protocol):
     """Params that the workers of a host share; `jaxmpi.comm.shared_params.SharedParams` is one."""
 
     def filled(self, params: PyTree) -> PyTree:
-        """Params of the host's first rank, where they lie from now on."""
+        """Params of the host's first rank, where they lie from now on; of other ranks' only shapes count."""
         ...
 
     def renewed(self, own: PyTree) -> PyTree:

@@ -20,8 +20,7 @@ def prepare() -> None:
     if _prepared.is_set():
         return
     _prepared.set()
-    if os.environ.get("JAXMPI_ALLOCATOR") != "system":
-        keep_freed_memory()
+    keep_freed_memory()
     here = launched()
     if here is not None and here.size > 1:
         # Ranks compile at the same time: what one finds half written by another it compiles for itself.

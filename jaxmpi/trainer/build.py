@@ -788,10 +788,10 @@ def given_model(where: Path, params: PyTree, model_state: PyTree) -> orbax_expor
 
 def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule) -> dict[int, TrainState]:
     """State 0 of this process's workers: params and model state of rank 0 on all ranks, params compared by hash."""
-    key = jax.random.key(experiment.seed)
+    key, place = jax.random.key(experiment.seed), rule.sharding and rule.sharding.shards.shared_params
+    shapes = jax.eval_shape(plan.init, key)
     if workers.processes.rank == 0:
-        made = plan.init(key)
-        params, model_state = jax.tree.map(jnp.asarray, made)  # in JAX's types, as the other ranks know them
+        params, model_state = jax.tree.map(jnp.asarray, plan.init(key))  # in JAX's types, as the other ranks know them
         if experiment.params:
             try:
                 params, model_state, has_state = given_model(Path(experiment.params), params, model_state)
@@ -801,17 +801,23 @@ def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan,
                 text = "bare params, so the model state begins as the model's own"
                 print(f"jaxmpi: --params: {experiment.params}: {text}", file=sys.stderr, flush=True)
     else:
-        shapes = jax.eval_shape(plan.init, key)
-        params, model_state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    params, model_state = workers.processes.bcast((params, model_state))
+        params = shapes[0] if place else empty(shapes[0])
+        model_state = empty(shapes[1])
+    if place:  # all workers are on one host, and none has a copy
+        params, model_state = place.filled(params), workers.processes.bcast(model_state)
+    else:
+        params, model_state = workers.processes.bcast((params, model_state))
     workers.processes.assert_same("initial params", {"sha256": tree_digest(params)})
-    if place := rule.sharding and rule.sharding.shards.shared_params:
-        params = place.filled(params)  # no worker has a copy while states are made
     states_of = rule_states(rule, workers, params)
     return {
         worker: create(params, model_state, states_of[worker], seed=experiment.seed, worker=worker)
         for worker in workers.mine
     }
+
+
+def empty(shapes: PyTree) -> PyTree:
+    """NumPy arrays to be filled."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
 def rule_states(rule: Rule, workers: Workers, params: PyTree) -> dict[int, PyTree]:

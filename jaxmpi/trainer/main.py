@@ -237,7 +237,7 @@ def run_in(
     if not workers.apart:
         facts = (functions.rule, functions.strategy)
         held = memory.held(experiment, workers, plan, *facts, is_whole=functions.ahead.is_whole)
-        memory.check_room(held, workers, plan, available_bytes())
+        memory.make_room(held, workers, plan, available_bytes())
     with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
     start = saved.step if saved else 0

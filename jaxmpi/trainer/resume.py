@@ -77,6 +77,8 @@ def restored(
     Raises:
         UsageError: it is another run's.
     """
+    place = rule.sharding and rule.sharding.shards.shared_params
+    is_leader = workers.processes.local_rank == 0
     saved = format.restore(
         folder / "checkpoints",
         states,
@@ -85,9 +87,13 @@ def restored(
         replicated=rule.state_is_replicated,
         same_params=rule.params_are_replicated,
         slicing=slicing_of(rule, next(iter(states.values()))),
+        reads_params=is_leader or not place,
         say=warn if workers.processes.rank == 0 else lambda text: None,
     )
     workers.processes.assert_same("the checkpoint to resume from", {"step": saved.step if saved else 0})
+    if saved and place:
+        [(worker, state)] = saved.states.items()
+        saved = saved._replace(states={worker: state._replace(params=place.filled(state.params))})
     if saved:
         params = next(iter(saved.states.values())).params if rule.params_are_replicated else {}
         workers.processes.assert_same(f"params at step {saved.step}", {"sha256": tree_digest(params)})
