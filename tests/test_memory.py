@@ -1,10 +1,14 @@
 """Memory of a worker before its first step: real bytes, whether they fit, and when updates are sharded."""
 
+import ctypes
 import dataclasses
 import re
+import resource
 import sys
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxmpi.comm.axis import AxisComm
@@ -183,6 +187,24 @@ def test_what_does_not_fit_is_refused_with_what_would():
 def test_freed_memory_is_given_back_at_once_where_twice_what_is_held_is_not_free():
     assert not is_short(HELD, 4, 9600 * MB)
     assert is_short(HELD, 4, 9599 * MB)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
+def test_a_run_that_is_short_of_memory_gives_it_back_and_the_next_one_keeps_it(tmp_path, monkeypatch):
+    def freed_stays() -> bool:
+        held = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # noqa: E731
+        block = np.ones(64 * MB // 8)
+        before = held()
+        del block
+        return held() > before - 32 * MB
+
+    monkeypatch.delenv("JAXMPI_ALLOCATOR", raising=False)
+    for times, word in ((10**6, "given back at once"), (2, "MB at once")):
+        monkeypatch.setattr("jaxmpi.trainer.memory.KEPT_FREED", times)
+        ended = train_here("digits", "--train-for", "1st", "--run-dir", str(tmp_path / word))
+        assert ended.code == 0, ended.out
+        assert word in ended.out
+        assert freed_stays() == (times == 2)
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """Settings of the C allocator: freed memory is kept, or given back at once, or once.
 
 Kept memory is used again without page faults, but it has holes where buffers of other sizes were: 0.3 to 0.9 of what
-is in use was seen with language models, whose leaves are few and big.
+is in use was seen with language models, whose leaves are few and big. JAXMPI_ALLOCATOR=system leaves glibc as it comes,
+JAXMPI_ALLOCATOR=keep has it keep freed memory in any case.
 """
 
 import ctypes
@@ -14,16 +15,16 @@ def keep_freed_memory() -> None:
     """Have glibc keep freed buffers: fresh big ones cost page faults, more than half of a big exchange's time.
 
     One arena, because the arenas of other threads hold 64 MiB at most and map what is bigger afresh each time; threads
-    that exist already keep theirs. JAXMPI_ALLOCATOR=system leaves glibc as it comes.
+    that exist already keep theirs.
     """
-    if _as_it_comes():
+    if os.environ.get("JAXMPI_ALLOCATOR") == "system":
         return
     _set({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
 
 
 def give_back_at_once() -> None:
     """Have glibc map each buffer of 1 MiB or more by itself, and unmap it as soon as it is freed."""
-    if _as_it_comes():
+    if os.environ.get("JAXMPI_ALLOCATOR") in ("system", "keep"):
         return
     _set({_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**21})
     give_back_freed_memory()
@@ -41,7 +42,3 @@ def _set(options: dict[int, int]) -> None:
     if mallopt is not None:
         for name, value in options.items():
             mallopt(name, value)
-
-
-def _as_it_comes() -> bool:
-    return os.environ.get("JAXMPI_ALLOCATOR") == "system"

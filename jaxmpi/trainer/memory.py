@@ -18,7 +18,7 @@ from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.rules.base import Rule
-from jaxmpi.runtime.allocator import give_back_at_once
+from jaxmpi.runtime.allocator import give_back_at_once, keep_freed_memory
 from jaxmpi.trainer.build import TrainingPlan, rule_state, state_bytes, why_whole, with_shards
 
 KEPT_FREED = 2  # times what is held at once that there must be to keep freed memory; at most 1.9 was seen
@@ -221,6 +221,8 @@ def make_room(of: Held, workers: Workers, plan: TrainingPlan, free_bytes: int) -
     here = workers_here(workers)
     if is_short(of, here, free_bytes):
         give_back_at_once()
+    else:
+        keep_freed_memory()  # again, if a run of this process before was short
     if workers.processes.local_rank == 0 and jax.default_backend() == "cpu":
         check_fits(of, here, plan.feed.samplers[0].local_batch, free_bytes)
 
