@@ -1,6 +1,6 @@
 """Cost of a collective call inside jit, beside mpi4jax's same call and a bare one of mpi4py; and start and wait.
 
-    python scripts/bench_collectives.py calls [--ranks 2 4 8] [--rounds 20]
+    python scripts/bench_collectives.py calls [--ranks 2 4 8] [--rounds 20] [--png calls.png]
     python scripts/bench_collectives.py overlap [--ms 500]
 
 `calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. `overlap`: a computation and
@@ -14,7 +14,10 @@ from typing import Any
 import harness
 import numpy as np
 
+from jaxmpi.observe import plots
+
 SIZES = [8 << 3 * i for i in range(8)] + [64 << 20]  # bytes: 8 B to 16 MB, 64 MB
+LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
 CALLS_MOST = 64  # of a program in one measurement
 
 
@@ -116,7 +119,19 @@ def show_calls(options: argparse.Namespace) -> dict[str, Any]:
             rows.append([size, *micro, harness.interval(ratio, 2)])
         print(f"\n{ranks} ranks, us a call\n")
         print(harness.table(("bytes", "jaxmpi", "mpi4jax", "mpi4py", "jaxmpi / mpi4jax (goal 1.0)"), rows), flush=True)
+    if options.png:
+        x, y = plots.Quantity("array", "B"), plots.Quantity("a call", "s")
+        panels = [
+            plots.Lines(f"allreduce inside jit, {ranks} ranks", x, y, {name: line(by, name) for name in LIBRARIES})
+            for ranks, by in found.items()
+        ]
+        plots.save(panels, options.png)
     return found
+
+
+def line(by: dict[str, dict[str, list[float]]], name: str) -> list[plots.Point]:
+    """Median seconds of a library by bytes."""
+    return [(float(size), float(np.median(times[name]))) for size, times in by.items()]
 
 
 def show_overlap(options: argparse.Namespace) -> dict[str, Any]:
@@ -138,6 +153,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks, of calls")
     parser.add_argument("--rounds", type=int, default=20, help="measured rounds")
     parser.add_argument("--ms", type=float, default=500, help="of compute and of exchange, of overlap")
+    parser.add_argument("--png", type=Path, help="where plots of calls go")
     parser.add_argument("--json", type=Path, help="where results go")
     options = parser.parse_args()
     harness.save(options.json, (show_calls if options.what == "calls" else show_overlap)(options))
