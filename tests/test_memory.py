@@ -22,14 +22,14 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.trainer import build, forecast
 from jaxmpi.trainer.memory import Held, check_fits, is_short
-from launching import run, train_here
+from launching import mpirun, run, train_here
 from test_comm_xla import EXPERIMENT
 
 MB = 1_000_000
 
 # ---------------------------------------------------------------- real bytes
 
-REAL = """
+WIDE = """
 import ctypes, dataclasses, json, re
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -69,6 +69,9 @@ def now():
 model = Model("wide", init, apply, (8, 8, 1), 10)
 data = dataclasses.replace(experiment.data, loader="threads")
 asked = dataclasses.replace(experiment, model=model, optim=Optim("adam"), data=data, effective_batch=256)
+"""
+
+REAL = """
 workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
 said = forecast.forecast(asked, workers).off
 plan = build.make_plan(asked, workers)
@@ -115,7 +118,7 @@ print("SEEN " + json.dumps([[name, words[name], seen[name]] for name in seen]))
 
 @pytest.mark.e2e
 def test_a_worker_s_process_grows_by_the_bytes_that_were_forecast():
-    ended = run([sys.executable, "-c", REAL], timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
+    ended = run([sys.executable, "-c", WIDE + REAL], timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
     assert ended.code == 0, ended.out
     rows = re.findall(r'\["([\w ]+)", (\d+), (\d+)\]', ended.out)
     assert [name for name, _, _ in rows] == ["params", "moments", "step", "step of slices"], ended.out
@@ -123,6 +126,30 @@ def test_a_worker_s_process_grows_by_the_bytes_that_were_forecast():
         # Code, threads and what XLA notes of a program come on top; a part that was forgotten would be 47 MB.
         assert int(said) <= int(seen) + 2 * MB, (name, said, seen)
         assert int(seen) <= 1.05 * int(said) + 4 * MB, (name, said, seen)
+
+
+START = """
+from jaxmpi.comm.topology import gather_workers
+
+WIDTH *= 4  # so that code and threads count little
+workers = gather_workers(1, "mpi")
+asked = dataclasses.replace(asked, optim=Optim("sgd"), exchange=ExchangeConfig("shm", shard_update="on"))
+plan = build.make_plan(asked, workers)
+rule = build.build_functions(asked, workers, plan).rule
+start = now()
+states = build.initial_states(asked, workers, plan, rule)
+print("GROWN", workers.processes.rank, (bytes_of("VmHWM") - start) / (74 * 4 * WIDTH))
+"""
+
+
+@pytest.mark.e2e
+def test_no_rank_but_the_first_has_a_copy_of_shared_params_while_they_are_made():
+    ended = mpirun(2, "-c", WIDE + START, timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
+    assert ended.code == 0, ended.out
+    grown = {int(rank): float(times) for rank, times in re.findall(r"GROWN (\d) (\S+)", ended.out)}
+    # Those that all share, and on the first rank those that are made; a copy more would be 1.
+    assert grown[0] == pytest.approx(2, abs=0.3), grown
+    assert grown[1] == pytest.approx(1, abs=0.3), grown
 
 
 # ---------------------------------------------------------------- what fits
