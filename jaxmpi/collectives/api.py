@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
 from jaxmpi.allreduce.call_order import caller, callers, columns
+from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import NOBODY, Call
 from jaxmpi.collectives.primitive import bind
@@ -30,7 +31,8 @@ def allreduce(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None
     Args:
         x: an array, a number or a tree; the same structure, shapes and dtypes on all ranks.
         op: sum, mean, prod, max, min; and, or, xor, which are logical for bools and bitwise for integers. 16-bit floats
-            are reduced in float32. Sums of bools are int32, means of bools and integers float32.
+            are reduced in float32. Sums of bools are int32. Means of bools and integers are float32, within 2 ulp: no
+            sum wraps, or is rounded before it is divided.
         comm: `jaxmpi.world()` (default), a part of it by `split`, or a communicator of mpi4py.
         dtype: of the sum and of the result; 8-bit floats need one.
 
@@ -82,17 +84,26 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
     row, chosen = OPERATIONS[operation], _comm_of(operation, comm)
     check(op in row.ops, f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
     _check_root(operation, root, chosen)
-    divides = op == "mean" and (root is None or chosen.rank == root)
-    plans = {path: _plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)}
-    leaves = [
-        jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans.values(), strict=True)
-    ]
-    results = _each(operation, leaves, chosen, op="sum" if op == "mean" else op, root=root)
-    finished = [
-        (y / chosen.size if divides else y).astype(narrow)
-        for y, (_, narrow) in zip(results, plans.values(), strict=True)
-    ]
+    plans = [_plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
+    leaves = [jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans, strict=True)]
+    if op == "mean":
+        sums = _each(operation, [_summand(leaf) for leaf in leaves], chosen, op="sum", root=root)
+        added = chosen.size if root is None or chosen.rank == root else 1
+        results = [_divided(y, added, leaf.dtype) for y, leaf in zip(sums, leaves, strict=True)]
+    else:
+        results = _each(operation, leaves, chosen, op=op, root=root)
+    finished = [y.astype(narrow) for y, (_, narrow) in zip(results, plans, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(x), finished)
+
+
+def _summand(x: jax.Array) -> jax.Array:
+    """A leaf as it is summed for a mean."""
+    return halves(x) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
+def _divided(total: jax.Array, workers: int, dtype: Any) -> jax.Array:
+    """The mean of leaves of a dtype from the sum of their `_summand`s."""
+    return mean_of_halves(total, workers, dtype) if jnp.issubdtype(dtype, jnp.integer) else total / workers
 
 
 def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[Any, Any]:
@@ -114,7 +125,7 @@ def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[An
         result = jnp.result_type(float)
     elif dtype is None and is_bool and op == "sum":
         result = jnp.int32
-    if is_bool and op in ("max", "min", "prod"):
+    if is_bool and (op in ("max", "min", "prod") or (op == "mean" and dtype is None)):
         return jnp.uint8, result
     wide = dtype or (jnp.int32 if is_bool else mine)
     bits = jnp.iinfo(wide).bits if jnp.issubdtype(wide, jnp.integer) else jnp.finfo(wide).bits

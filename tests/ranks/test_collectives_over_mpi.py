@@ -131,6 +131,22 @@ def test_trees_keep_their_structure_and_wider_sums_their_dtype():
     assert [float(x) for x in (*counts["hits"], counts["n"])] == [1.0, pytest.approx(1 / SIZE), 3.0]
 
 
+def test_means_of_integers_do_not_wrap():
+    """Also where the sum needs more than the leaf's bits, or more than float32 holds, and in `exchange`."""
+    x = {"uint8": jnp.uint8([200, 201 + RANK]), "int32": jnp.int32([2**31 - 1, -(2**31), 2**30 + 1, -RANK])}
+    x["uint32"] = jnp.uint32([2**32 - 1, 2**24 * (RANK + 1)])
+    middle = (SIZE - 1) / 2
+    expected = {"uint8": [200, 201 + middle], "int32": [2.0**31 - 1, -(2.0**31), 2.0**30 + 1, -middle]}
+    expected["uint32"] = [2.0**32 - 1, 2.0**24 * (1 + middle)]
+    for call in (mpi.allreduce, jax.jit(mpi.allreduce, static_argnums=1)):
+        for dtype, got in call(x, "mean").items():
+            assert got.dtype == jnp.float32
+            assert np.allclose(got, np.float32(expected[dtype]), rtol=2.0**-22, atol=0)
+    assert mpi.reduce(x["int32"], "mean")[-1] == (-RANK if RANK else -middle)
+    assert mpi.allreduce(x["uint8"], "mean", dtype=jnp.uint8)[0] == 200
+    assert jaxmpi.exchange({"seen": np.uint8(200), "n": 2**31 - 1}) == {"seen": 200, "n": np.float32(2**31 - 1)}
+
+
 def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
     part = COMM.split(0 if RANK else None)
     if SIZE < 3 or part is None:
