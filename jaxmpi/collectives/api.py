@@ -199,14 +199,14 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
         counts: n_0 to n_(w-1), the same on all ranks. Default: ranks say them now, in a message, also under jit.
         comm: as in `allreduce`.
 
-    Communicates: a comparison of calls between ranks, then a message to each rank. Transpose: its parts, added.
+    Communicates: counts, a comparison of calls between ranks, then a message to each rank. Transpose: its parts, added.
 
     Raises:
         UsageError: counts that are not those of the rows; ranks whose calls differ.
     """
     chosen = _comm_of("allgatherv", comm)
     rows = _rows("allgatherv", x)
-    given = [int(n) for n in counts] if counts is not None else _known_to_all(chosen, rows)
+    given = [int(n) for n in counts] if counts is not None else _known_to_all("allgatherv", chosen, rows)
     check(
         len(given) == chosen.size and given[_rank(chosen)] == rows,
         f"allgatherv: rank {_number(chosen)}: counts: got {given} with {rows} rows here; expected {chosen.size} "
@@ -235,7 +235,7 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
         f"alltoallv: rank {_number(chosen)}: send_counts: got {given} for {rows} rows; expected {chosen.size} numbers "
         "that add up to the rows",
     )
-    return _moved("alltoallv", x, chosen, counts=tuple(map(tuple, _known_to_all(chosen, given))))
+    return _moved("alltoallv", x, chosen, counts=tuple(map(tuple, _known_to_all("alltoallv", chosen, given))))
 
 
 def _rank(comm: Comm) -> int:
@@ -247,9 +247,12 @@ def _number(comm: Comm) -> int | jax.Array:
     return comm.processes.numbers[comm.rank] if isinstance(comm, MpiComm) else comm.rank
 
 
-def _known_to_all(comm: Comm, value: Any) -> list[Any]:
-    """Every rank's JSON value."""
-    return comm.processes.allgather_object(value) if isinstance(comm, MpiComm) else [value]
+def _known_to_all(operation: str, comm: Comm, counts: Any) -> list[Any]:
+    """Every rank's counts. Calls are compared first: a rank at another one would take them for its own message."""
+    if not isinstance(comm, MpiComm):
+        return [counts]
+    comm.processes.assert_same(f"the counts of {operation}", None)
+    return comm.processes.allgather_object(counts)
 
 
 def _rows(operation: str, x: PyTree) -> int:

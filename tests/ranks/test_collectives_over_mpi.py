@@ -158,6 +158,14 @@ def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
             call(lambda x: (mpi.allreduce if RANK == 1 else mpi.allgather)(x, comm=part))(jnp.zeros(1))
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+@pytest.mark.parametrize("call", [mpi.allgatherv, lambda x: mpi.alltoallv(x, [1] * SIZE)])
+def test_counts_are_compared_with_another_call_before_they_travel(call):
+    for way in (NOW, jax.jit):
+        with pytest.raises(jaxmpi.UsageError, match=r"rank 0 to 'bcast.*rank 1 to 'the counts of all\w+v'"):
+            way(call if RANK else mpi.bcast)(jnp.ones((SIZE, 2)))
+
+
 def test_parts_of_the_world_work_like_the_world():
     part = COMM.split(RANK % 2, key=-RANK)
     mine = [rank for rank in reversed(range(SIZE)) if rank % 2 == RANK % 2]
