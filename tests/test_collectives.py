@@ -138,6 +138,7 @@ from mpi4py import MPI
 import jax
 import jax.numpy as jnp
 import mpi4jax
+import numpy as np
 
 comm = MPI.COMM_WORLD
 rank, size = comm.Get_rank(), comm.Get_size()
@@ -178,8 +179,17 @@ def others(x):
     )
 
 
+@jax.jit
+def branches(x):
+    if rank == 0:
+        y = mpi4jax.bcast(x, np.int64(0))
+    else:
+        y = mpi4jax.bcast(jnp.zeros(3), np.int64(0))
+    return y, mpi4jax.reduce(x.astype(jnp.int32), MPI.LAND, np.int64(0))
+
+
 x = jnp.arange(3.0) + rank + 1
-values = jax.tree.map(lambda y: y.tolist(), (foo(jnp.zeros((3, 3))), ring(x), halo(x), others(x)))
+values = jax.tree.map(lambda y: y.tolist(), (foo(jnp.zeros((3, 3))), ring(x), branches(x), halo(x), others(x)))
 for r in range(size):
     comm.Barrier()
     if r == rank:

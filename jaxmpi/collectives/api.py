@@ -1,5 +1,6 @@
 """The operations as functions of arrays and trees, inside and outside jit."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
 from jaxmpi.allreduce.call_order import caller, callers, columns
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
-from jaxmpi.collectives.call import NOBODY, Call
+from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, Call
 from jaxmpi.collectives.primitive import bind
 from jaxmpi.collectives.table import OPERATIONS
 from jaxmpi.comm.base import Comm
@@ -83,7 +84,7 @@ def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -
 def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: int | None = None) -> PyTree:
     row, chosen = OPERATIONS[operation], _comm_of(operation, comm)
     check(op in row.ops, f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
-    _check_root(operation, root, chosen)
+    root = _root(operation, root, chosen)
     plans = [_plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
     leaves = [jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans, strict=True)]
     if op == "mean":
@@ -271,15 +272,26 @@ def _check_rows(operation: str, x: PyTree, comm: Comm) -> None:
         )
 
 
-def _check_root(operation: str, root: int | None, comm: Comm) -> None:
-    check(root is None or 0 <= root < comm.size, f"{operation}: root: got {root}; expected a rank below {comm.size}")
+def _index(operation: str, name: str, value: Any) -> int:
+    """An int, as ranks compare it, of one of Python, NumPy or JAX."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise UsageError(f"{operation}: {name}: got {value!r}; expected a whole number known to Python") from error
 
 
-def _moved(operation: str, x: PyTree, comm: Any, **options: Any) -> PyTree:
+def _root(operation: str, root: Any, comm: Comm) -> int | None:
+    number = None if root is None else _index(operation, "root", root)
+    is_rank = number is None or 0 <= number < comm.size
+    check(is_rank, f"{operation}: root: got {number}; expected a rank below {comm.size}")
+    return number
+
+
+def _moved(operation: str, x: PyTree, comm: Any, root: Any = None, **options: Any) -> PyTree:
     chosen = _comm_of(operation, comm)
-    _check_root(operation, options.get("root"), chosen)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
-    return jax.tree.unflatten(jax.tree.structure(x), _each(operation, leaves, chosen, **options))
+    results = _each(operation, leaves, chosen, root=_root(operation, root, chosen), **options)
+    return jax.tree.unflatten(jax.tree.structure(x), results)
 
 
 # ---------------------------------------------------------------- from one rank to another
@@ -294,9 +306,9 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
         TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     chosen = _comm_of("send", comm)
-    _check_partner("send", "dest", dest, chosen)
+    options = {"dest": _partner("send", "dest", dest, chosen), "sendtag": _index("send", "tag", tag)}
     if dest != NOBODY:
-        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, dest=dest, sendtag=tag)
+        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, **options)
 
 
 def recv(
@@ -316,10 +328,10 @@ def recv(
         TrainingError: none has come within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     chosen = _comm_of("recv", comm)
-    _check_partner("recv", "source", source, chosen)
+    source = _partner("recv", "source", source, chosen)
     if source == NOBODY:
         return x
-    options = {"source": source, "recvtag": tag, "status": messages.status_number(status) if status else 0}
+    options = {"source": source, "recvtag": _tag("recv", tag), "status": _status(status)}
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     leaves = [jnp.zeros(leaf.shape, leaf.dtype) if is_shape(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, **options))
@@ -341,11 +353,14 @@ def sendrecv(
     Arguments, errors: as `send` and `recv`. `NOBODY` may stand for either rank. Transpose: the other way round.
     """
     chosen = _comm_of("sendrecv", comm)
-    _check_partner("sendrecv", "source", source, chosen)
-    _check_partner("sendrecv", "dest", dest, chosen)
     pairs = zip(jax.tree.leaves(sendbuf), jax.tree.leaves(recvbuf), strict=True)
-    options = {"source": source, "dest": dest, "sendtag": sendtag, "recvtag": recvtag}
-    options["status"] = messages.status_number(status) if status else 0
+    options = {
+        "source": _partner("sendrecv", "source", source, chosen),
+        "dest": _partner("sendrecv", "dest", dest, chosen),
+        "sendtag": _index("sendrecv", "sendtag", sendtag),
+        "recvtag": _tag("sendrecv", recvtag),
+        "status": _status(status),
+    }
     received = [_one("sendrecv", chosen, jnp.asarray(x), jnp.asarray(place), **options)[0] for x, place in pairs]
     return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
 
@@ -355,12 +370,23 @@ def barrier(*, comm: Any = None) -> None:
     _one("barrier", _comm_of("barrier", comm))
 
 
-def _check_partner(operation: str, name: str, rank: int | None, comm: Comm) -> None:
+def _partner(operation: str, name: str, rank: Any, comm: Comm) -> int | None:
+    """A rank that may be `NOBODY`, or None for any source."""
+    number = None if rank is None and name == "source" else _index(operation, name, rank)
     check(
-        rank is None or rank == NOBODY or 0 <= rank < comm.size,
-        f"{operation}: {name}: got {rank}; expected a rank below {comm.size}"
+        number is None or number == NOBODY or 0 <= number < comm.size,
+        f"{operation}: {name}: got {number}; expected a rank below {comm.size}"
         + (", or None for any" if name == "source" else ""),
     )
+    return number
+
+
+def _tag(operation: str, tag: Any) -> int | None:
+    return None if tag is None else _index(operation, "tag", tag)
+
+
+def _status(status: Any) -> int:
+    return messages.status_number(status) if status else 0
 
 
 # ---------------------------------------------------------------- calls
@@ -412,6 +438,6 @@ def _one(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> li
     lines: dict[str, Any] = {}
     if OPERATIONS[operation].is_message or is_traced(operands):
         lines = {"line": caller()}
-    if is_traced(operands):
+    if is_traced(operands) and not MAY_DIFFER.get():
         lines["lines"] = (callers(), *columns())
     return bind(Call(operation=operation, comm=comm, **options, **lines), *operands)
