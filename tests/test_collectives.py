@@ -1,5 +1,6 @@
 """Collective operations: mistakes that end with names, programs written for mpi4jax, the table in the docs."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -213,6 +214,17 @@ def test_programs_for_mpi4jax_run_with_their_import_changed():
     )
     assert len(ours) == 2
     assert ours == theirs
+
+
+def test_start_takes_operations_alone_and_its_handles_are_waited_for_by_one_worker_too(no_launcher):
+    x = jnp.ones(3)
+    for other in (jaxmpi.exchange, functools.partial(mpi.allreduce, op="max"), lambda x: mpi.allreduce(x)):
+        with pytest.raises(jaxmpi.UsageError, match=r"start: got .*; expected an operation of jaxmpi.collectives, as"):
+            jax.jit(lambda x, other=other: jaxmpi.wait(jaxmpi.start(other, x)))(x)
+    with pytest.raises(jaxmpi.UsageError, match=r"the allreduce that started at .* is never waited for"):
+        jax.jit(lambda x: (jaxmpi.start(mpi.allreduce, x), x)[1])(x)
+    waited = jax.jit(jax.value_and_grad(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)).sum()))
+    assert float(waited(x)[0]) == 3
 
 
 def test_one_worker_gets_what_is_its_own(no_launcher):
