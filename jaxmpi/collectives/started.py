@@ -72,8 +72,8 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     Communicates: as the operation, on the communication thread.
 
     Raises:
-        UsageError: what is no operation; outside jit; MPI or this JAX cannot send beside a program; a handle that is never waited for, when
-            the program is compiled; under `jax.grad` or `jax.vmap`.
+        UsageError: what is no operation; outside jit; MPI or this JAX cannot send beside a program; a handle that is
+            never waited for, when the program is compiled; under `jax.grad` or `jax.vmap`.
     """
     is_one = getattr(operation, "__name__", "") in OPERATIONS and operation is getattr(api, operation.__name__)
     expected = 'expected an operation of jaxmpi.collectives, as start(allreduce, x, "max"): arguments after it'
