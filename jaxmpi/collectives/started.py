@@ -35,8 +35,9 @@ from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
 from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import Call, like
+from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
-from jaxmpi.collectives.table import OPERATIONS, as_sent, as_was, mpi_op, neutral
+from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.exchange_watch import BESIDE
 from jaxmpi.comm.mpi import MpiComm

@@ -9,6 +9,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
+from jaxmpi.runtime import host_callbacks
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -221,6 +222,32 @@ def test_messages_between_two_ranks():
     shifted = mpi.sendrecv(x[0], -x[0], RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY)
     assert float(shifted) == (RANK - 1 if RANK else 0)
     mpi.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
+    """As on GPUs: without handlers in programs."""
+    from mpi4py import MPI
+
+    status, left, right = MPI.Status(), (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    monkeypatch.setenv("JAXMPI_FFI", "off")
+    host_callbacks.why_not.cache_clear()
+    try:
+        for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+            x = jnp.arange(3).astype(dtype) + RANK
+            around = lambda x: mpi.sendrecv(x, x, left, right, sendtag=5, status=status)  # noqa: E731
+            same(jax.jit(around)(x), jnp.arange(3).astype(dtype) + left)
+            assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (left, 5, x.nbytes)
+        status = MPI.Status()
+        x = jnp.ones(2, jnp.bfloat16)
+        one_way: Any = lambda x: mpi.recv(x, status=status) if RANK else mpi.send(x, 1, tag=6)  # noqa: E731
+        if RANK < 2:
+            jax.block_until_ready(jax.jit(one_way)(x))
+        assert RANK != 1 or (status.Get_source(), status.Get_tag()) == (0, 6)
+        jax.effects_barrier()
+    finally:
+        monkeypatch.undo()
+        host_callbacks.why_not.cache_clear()
 
 
 # ---------------------------------------------------------------- transformations
