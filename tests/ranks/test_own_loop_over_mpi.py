@@ -192,6 +192,21 @@ def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
     processes().barrier()
 
 
+def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_alike_unless_that_is_asked_for(tmp_path_factory):
+    folder, last = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))), SIZE - 1
+    kept, shared = jaxmpi.Checkpoints(folder), {"w": jnp.ones(2), "best": np.inf}
+    own = {"debt": jnp.full(2, math.nan if RANK == last else 0.0)}
+    for trees, named in (((shared,), "rank 0: .*best"), (({"w": jnp.ones(2)}, own), f"rank {last}: .*debt")):
+        with pytest.raises(jaxmpi.TrainingError, match=f"{named}.* is not finite after step 3: .*check_finite=False"):
+            kept.save(3, *trees)
+    assert kept.restore(shared, own) is None
+    jaxmpi.Checkpoints(folder, check_finite=False).save(3, shared, own)
+    saved = kept.restore(shared, own)
+    assert saved is not None
+    assert saved.shared["best"] == np.inf
+    assert np.isnan(saved.own["debt"]).all() == (RANK == last)
+
+
 # ---------------------------------------------------------------- docs/porting.md
 
 MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Loops of one's own")[2]
