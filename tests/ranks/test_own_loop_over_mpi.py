@@ -34,6 +34,7 @@ def held(rank: int) -> dict:
         "seen": 2**60 + rank,
         "hits": jnp.arange(3) == rank,
         "least": np.int64(-(2**40) - rank),
+        "many": rng.integers(2**31, 2**33, 64),
         "none": np.zeros((0, 2), np.float32),
     }
 
@@ -43,7 +44,7 @@ def exactly(leaf) -> list[Fraction]:
 
 
 def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
-    counts = [3 * rank + 1 for rank in range(SIZE)]
+    counts = [2**26 - 3 * rank - 1 for rank in range(SIZE)]  # the largest that are taken
     everyones = [dict(named_leaves(held(rank))) for rank in range(SIZE)]
     total = jaxmpi.metrics.sum(held(RANK))
     mean = jaxmpi.metrics.mean(held(RANK), counts[RANK])
