@@ -385,7 +385,10 @@ def test_started_operations_give_what_the_operations_give():
     """All of them under way at once; those of trees and of 16-bit floats, too."""
     x, next_one, before = numbers((SIZE, 2), 1), (RANK + 1) % SIZE, (RANK - 1) % SIZE
     part = COMM.split(0)
-    every: list[tuple] = [(mpi.allreduce, {"a": x, "b": x.astype(jnp.bfloat16)}, "mean"), (mpi.reduce, x, "max")]
+    every: list[tuple] = [
+        (mpi.allreduce, {"a": x, "b": x.astype(jnp.bfloat16), "n": jnp.uint8(200)}, "mean"),
+        (mpi.reduce, x, "max"),
+    ]
     every += [(mpi.bcast, x, SIZE - 1), (mpi.allgather, x > 0), (mpi.gather, x), (mpi.alltoall, x), (mpi.barrier,)]
     every += [
         (mpi.scatter, x if RANK == 0 else x[0]),
