@@ -1,5 +1,6 @@
 """Collective operations: mistakes that end with names, programs written for mpi4jax, the table in the docs."""
 
+import functools
 import re
 import subprocess
 import sys
@@ -138,6 +139,7 @@ from mpi4py import MPI
 import jax
 import jax.numpy as jnp
 import mpi4jax
+import numpy as np
 
 comm = MPI.COMM_WORLD
 rank, size = comm.Get_rank(), comm.Get_size()
@@ -178,8 +180,17 @@ def others(x):
     )
 
 
+@jax.jit
+def branches(x):
+    if rank == 0:
+        y = mpi4jax.bcast(x, np.int64(0))
+    else:
+        y = mpi4jax.bcast(jnp.zeros(3), np.int64(0))
+    return y, mpi4jax.reduce(x.astype(jnp.int32), MPI.LAND, np.int64(0))
+
+
 x = jnp.arange(3.0) + rank + 1
-values = jax.tree.map(lambda y: y.tolist(), (foo(jnp.zeros((3, 3))), ring(x), halo(x), others(x)))
+values = jax.tree.map(lambda y: y.tolist(), (foo(jnp.zeros((3, 3))), ring(x), branches(x), halo(x), others(x)))
 for r in range(size):
     comm.Barrier()
     if r == rank:
@@ -203,6 +214,17 @@ def test_programs_for_mpi4jax_run_with_their_import_changed():
     )
     assert len(ours) == 2
     assert ours == theirs
+
+
+def test_start_takes_operations_alone_and_its_handles_are_waited_for_by_one_worker_too(no_launcher):
+    x = jnp.ones(3)
+    for other in (jaxmpi.exchange, functools.partial(mpi.allreduce, op="max"), lambda x: mpi.allreduce(x)):
+        with pytest.raises(jaxmpi.UsageError, match=r"start: got .*; expected an operation of jaxmpi.collectives, as"):
+            jax.jit(lambda x, other=other: jaxmpi.wait(jaxmpi.start(other, x)))(x)
+    with pytest.raises(jaxmpi.UsageError, match=r"the allreduce that started at .* is never waited for"):
+        jax.jit(lambda x: (jaxmpi.start(mpi.allreduce, x), x)[1])(x)
+    waited = jax.jit(jax.value_and_grad(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)).sum()))
+    assert float(waited(x)[0]) == 3
 
 
 def test_one_worker_gets_what_is_its_own(no_launcher):

@@ -17,7 +17,7 @@ from jaxmpi.comm.axis import after
 from jaxmpi.comm.xla_mesh import take_mpi
 from jaxmpi.config.schema import COMMS
 from jaxmpi.core.errors import UsageError
-from launching import ROOT, Ended, mpirun, train
+from launching import ROOT, Ended, mpirun, run, train
 from tolerances import WIRE, U
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -261,18 +261,44 @@ print("summed", flush=True)
 """
 
 
-@pytest.mark.e2e
-def test_xlas_collectives_go_over_the_mpi_that_runs_already(tmp_path):
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory) -> dict[str, str]:
+    """Variables of a job in which XLA finds the MPI that runs it."""
     mpicc = Path(sys.executable).parent / "mpicc"
     if not mpicc.exists() or not shutil.which("cc"):
         pytest.skip("a wrapper of MPI needs its mpicc and a C compiler")
+    library = tmp_path_factory.mktemp("wrapper") / "libmpiwrapper.so"
+    mpiwrapper.build(library, str(mpicc))
+    return ON_CPU | {"MPITRAMPOLINE_LIB": str(library)}
+
+
+@pytest.mark.e2e
+def test_xlas_collectives_go_over_the_mpi_that_runs_already(wrapped, tmp_path):
     (tmp_path / "over_mpi.py").write_text(OVER_MPI)
-    mpiwrapper.build(tmp_path / "libmpiwrapper.so", str(mpicc))
-    by_mpi = ON_CPU | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}
-    found = by_mpi | {"MPITRAMPOLINE_LIB": str(tmp_path / "libmpiwrapper.so")}
-    ended = mpirun(2, str(tmp_path / "over_mpi.py"), timeout_s=100, env=found)
+    by_mpi = wrapped | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}
+    ended = mpirun(2, str(tmp_path / "over_mpi.py"), timeout_s=100, env=by_mpi)
     assert ended.code == 0, ended.out[-3000:]
     assert ended.out.count("summed") == 2
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_xlas_collectives_over_mpi_or_says_what_they_lack(wrapped):
+    cases = (wrapped, "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"), (ON_CPU, "MPITRAMPOLINE_LIB is not set")
+    for env, said in cases:
+        ended = mpirun(2, "-m", "jaxmpi.tools.doctor", timeout_s=100, env=env)
+        assert ended.code == 0, ended.out[-3000:]
+        assert re.search(rf"^MPI .*, XLA's collectives over it {said}", ended.out, re.M), ended.out[-3000:]
+
+
+@pytest.mark.slow
+def test_the_bench_times_xlas_collectives_over_mpi_whose_mean_is_right(wrapped, tmp_path):
+    """A contender whose result is wrong ends the bench."""
+    out = tmp_path / "bench.json"
+    args = ("--strategies", "ring32", "--peers", "psum-over-mpi", "--sizes", "999", "--rounds", "2", "--warm-up", "1")
+    ended = run([sys.executable, "-m", "jaxmpi.bench", "-n", "2", *args, "--out", str(out)], timeout_s=200, env=wrapped)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert [(row["by"], row["is_peer"]) for row in case["rows"]] == [("ring32", False), ("psum-over-mpi", True)]
 
 
 def test_a_wrapper_that_is_missing_or_no_wrapper_is_named(monkeypatch):

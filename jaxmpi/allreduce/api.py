@@ -28,6 +28,7 @@ from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_t
 from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
+from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
@@ -58,7 +59,8 @@ def exchange(
 
     Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size, and keeps their
     dtypes and shapes. Numbers of Python and NumPy may be among them, as metrics are, and float64: each such leaf that
-    is no float of 16 or 32 bits for JAX is summed in its own type, whatever the strategy; means of integers are floats.
+    is no float of 16 or 32 bits for JAX is summed in its own type, whatever the strategy. Means of integers are floats,
+    whose sums do not wrap.
 
     Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
     in 32 bits.
@@ -235,9 +237,12 @@ class Choice(NamedTuple):
         return [next(totals).astype(x.dtype) if x.dtype in FLOATS else self.exact(x) for x in vectors]
 
     def exact(self, x: jax.Array) -> jax.Array:
-        """The mean or sum of an array over workers, summed in its own type."""
-        total = self.comm.allreduce(x)
-        return total / self.comm.size if self.op == "mean" else total
+        """The mean or sum of an array over workers, summed in its own type; a mean of integers does not wrap."""
+        if self.op == "sum":
+            return self.comm.allreduce(x)
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return mean_of_halves(self.comm.allreduce(halves(x)), self.comm.size, x.dtype)
+        return self.comm.allreduce(x) / self.comm.size
 
 
 @functools.cache

@@ -184,13 +184,20 @@ def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
     Raises:
         TrainingError: the first leaf that is NaN or infinite.
     """
-    for file, tree in files.items():
-        for path, leaf in named_leaves(tree):
-            if is_float(leaf) and not np.isfinite(leaf).all():
-                raise TrainingError(
-                    f"{path} of {file} is not finite after step {step}: not saved, earlier checkpoints stay; "
-                    f"{last_good(folder)}"
-                )
+    if odd := not_finite(files):
+        raise TrainingError(f"{odd}{of_step(step, folder)}")
+
+
+def not_finite(files: Files) -> str:
+    """Path and file of the first leaf that is NaN or infinite; empty if all are finite."""
+    leaves = ((file, path, leaf) for file, tree in files.items() for path, leaf in named_leaves(tree))
+    odd = (f"{path} of {file}" for file, path, leaf in leaves if is_float(leaf) and not np.isfinite(leaf).all())
+    return next(odd, "")
+
+
+def of_step(step: int, folder: Path) -> str:
+    """Predicate of a sentence about a leaf that is not finite."""
+    return f" is not finite after step {step}: not saved, earlier checkpoints stay; {last_good(folder)}"
 
 
 def last_good(folder: Path) -> str:

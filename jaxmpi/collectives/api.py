@@ -1,5 +1,6 @@
 """The operations as functions of arrays and trees, inside and outside jit."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 
 from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
 from jaxmpi.allreduce.call_order import caller, callers, columns
+from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
-from jaxmpi.collectives.call import NOBODY, Call
+from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, Call
 from jaxmpi.collectives.primitive import bind
 from jaxmpi.collectives.table import OPERATIONS
 from jaxmpi.comm.base import Comm
@@ -30,7 +32,8 @@ def allreduce(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None
     Args:
         x: an array, a number or a tree; the same structure, shapes and dtypes on all ranks.
         op: sum, mean, prod, max, min; and, or, xor, which are logical for bools and bitwise for integers. 16-bit floats
-            are reduced in float32. Sums of bools are int32, means of bools and integers float32.
+            are reduced in float32. Sums of bools are int32. Means of bools and integers are float32, within 2 ulp: no
+            sum wraps, or is rounded before it is divided.
         comm: `jaxmpi.world()` (default), a part of it by `split`, or a communicator of mpi4py.
         dtype: of the sum and of the result; 8-bit floats need one.
 
@@ -81,18 +84,27 @@ def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -
 def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: int | None = None) -> PyTree:
     row, chosen = OPERATIONS[operation], _comm_of(operation, comm)
     check(op in row.ops, f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
-    _check_root(operation, root, chosen)
-    divides = op == "mean" and (root is None or chosen.rank == root)
-    plans = {path: _plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)}
-    leaves = [
-        jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans.values(), strict=True)
-    ]
-    results = _each(operation, leaves, chosen, op="sum" if op == "mean" else op, root=root)
-    finished = [
-        (y / chosen.size if divides else y).astype(narrow)
-        for y, (_, narrow) in zip(results, plans.values(), strict=True)
-    ]
+    root = _root(operation, root, chosen)
+    plans = [_plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
+    leaves = [jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans, strict=True)]
+    if op == "mean":
+        sums = _each(operation, [_summand(leaf) for leaf in leaves], chosen, op="sum", root=root)
+        added = chosen.size if root is None or chosen.rank == root else 1
+        results = [_divided(y, added, leaf.dtype) for y, leaf in zip(sums, leaves, strict=True)]
+    else:
+        results = _each(operation, leaves, chosen, op=op, root=root)
+    finished = [y.astype(narrow) for y, (_, narrow) in zip(results, plans, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(x), finished)
+
+
+def _summand(x: jax.Array) -> jax.Array:
+    """A leaf as it is summed for a mean."""
+    return halves(x) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
+def _divided(total: jax.Array, workers: int, dtype: Any) -> jax.Array:
+    """The mean of leaves of a dtype from the sum of their `_summand`s."""
+    return mean_of_halves(total, workers, dtype) if jnp.issubdtype(dtype, jnp.integer) else total / workers
 
 
 def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[Any, Any]:
@@ -114,7 +126,7 @@ def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[An
         result = jnp.result_type(float)
     elif dtype is None and is_bool and op == "sum":
         result = jnp.int32
-    if is_bool and op in ("max", "min", "prod"):
+    if is_bool and (op in ("max", "min", "prod") or (op == "mean" and dtype is None)):
         return jnp.uint8, result
     wide = dtype or (jnp.int32 if is_bool else mine)
     bits = jnp.iinfo(wide).bits if jnp.issubdtype(wide, jnp.integer) else jnp.finfo(wide).bits
@@ -188,14 +200,14 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
         counts: n_0 to n_(w-1), the same on all ranks. Default: ranks say them now, in a message, also under jit.
         comm: as in `allreduce`.
 
-    Communicates: a comparison of calls between ranks, then a message to each rank. Transpose: its parts, added.
+    Communicates: counts, a comparison of calls between ranks, then a message to each rank. Transpose: its parts, added.
 
     Raises:
         UsageError: counts that are not those of the rows; ranks whose calls differ.
     """
     chosen = _comm_of("allgatherv", comm)
     rows = _rows("allgatherv", x)
-    given = [int(n) for n in counts] if counts is not None else _known_to_all(chosen, rows)
+    given = [int(n) for n in counts] if counts is not None else _known_to_all("allgatherv", chosen, rows)
     check(
         len(given) == chosen.size and given[_rank(chosen)] == rows,
         f"allgatherv: rank {_number(chosen)}: counts: got {given} with {rows} rows here; expected {chosen.size} "
@@ -224,7 +236,7 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
         f"alltoallv: rank {_number(chosen)}: send_counts: got {given} for {rows} rows; expected {chosen.size} numbers "
         "that add up to the rows",
     )
-    return _moved("alltoallv", x, chosen, counts=tuple(map(tuple, _known_to_all(chosen, given))))
+    return _moved("alltoallv", x, chosen, counts=tuple(map(tuple, _known_to_all("alltoallv", chosen, given))))
 
 
 def _rank(comm: Comm) -> int:
@@ -236,9 +248,12 @@ def _number(comm: Comm) -> int | jax.Array:
     return comm.processes.numbers[comm.rank] if isinstance(comm, MpiComm) else comm.rank
 
 
-def _known_to_all(comm: Comm, value: Any) -> list[Any]:
-    """Every rank's JSON value."""
-    return comm.processes.allgather_object(value) if isinstance(comm, MpiComm) else [value]
+def _known_to_all(operation: str, comm: Comm, counts: Any) -> list[Any]:
+    """Every rank's counts. Calls are compared first: a rank at another one would take them for its own message."""
+    if not isinstance(comm, MpiComm):
+        return [counts]
+    comm.processes.assert_same(f"the counts of {operation}", None)
+    return comm.processes.allgather_object(counts)
 
 
 def _rows(operation: str, x: PyTree) -> int:
@@ -257,15 +272,26 @@ def _check_rows(operation: str, x: PyTree, comm: Comm) -> None:
         )
 
 
-def _check_root(operation: str, root: int | None, comm: Comm) -> None:
-    check(root is None or 0 <= root < comm.size, f"{operation}: root: got {root}; expected a rank below {comm.size}")
+def _index(operation: str, name: str, value: Any) -> int:
+    """An int, as ranks compare it, of one of Python, NumPy or JAX."""
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise UsageError(f"{operation}: {name}: got {value!r}; expected a whole number known to Python") from error
 
 
-def _moved(operation: str, x: PyTree, comm: Any, **options: Any) -> PyTree:
+def _root(operation: str, root: Any, comm: Comm) -> int | None:
+    number = None if root is None else _index(operation, "root", root)
+    is_rank = number is None or 0 <= number < comm.size
+    check(is_rank, f"{operation}: root: got {number}; expected a rank below {comm.size}")
+    return number
+
+
+def _moved(operation: str, x: PyTree, comm: Any, root: Any = None, **options: Any) -> PyTree:
     chosen = _comm_of(operation, comm)
-    _check_root(operation, options.get("root"), chosen)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
-    return jax.tree.unflatten(jax.tree.structure(x), _each(operation, leaves, chosen, **options))
+    results = _each(operation, leaves, chosen, root=_root(operation, root, chosen), **options)
+    return jax.tree.unflatten(jax.tree.structure(x), results)
 
 
 # ---------------------------------------------------------------- from one rank to another
@@ -280,9 +306,9 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
         TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     chosen = _comm_of("send", comm)
-    _check_partner("send", "dest", dest, chosen)
+    options = {"dest": _partner("send", "dest", dest, chosen), "sendtag": _index("send", "tag", tag)}
     if dest != NOBODY:
-        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, dest=dest, sendtag=tag)
+        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, **options)
 
 
 def recv(
@@ -302,10 +328,10 @@ def recv(
         TrainingError: none has come within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     chosen = _comm_of("recv", comm)
-    _check_partner("recv", "source", source, chosen)
+    source = _partner("recv", "source", source, chosen)
     if source == NOBODY:
         return x
-    options = {"source": source, "recvtag": tag, "status": messages.status_number(status) if status else 0}
+    options = {"source": source, "recvtag": _tag("recv", tag), "status": _status(status)}
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     leaves = [jnp.zeros(leaf.shape, leaf.dtype) if is_shape(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, **options))
@@ -327,11 +353,14 @@ def sendrecv(
     Arguments, errors: as `send` and `recv`. `NOBODY` may stand for either rank. Transpose: the other way round.
     """
     chosen = _comm_of("sendrecv", comm)
-    _check_partner("sendrecv", "source", source, chosen)
-    _check_partner("sendrecv", "dest", dest, chosen)
     pairs = zip(jax.tree.leaves(sendbuf), jax.tree.leaves(recvbuf), strict=True)
-    options = {"source": source, "dest": dest, "sendtag": sendtag, "recvtag": recvtag}
-    options["status"] = messages.status_number(status) if status else 0
+    options = {
+        "source": _partner("sendrecv", "source", source, chosen),
+        "dest": _partner("sendrecv", "dest", dest, chosen),
+        "sendtag": _index("sendrecv", "sendtag", sendtag),
+        "recvtag": _tag("sendrecv", recvtag),
+        "status": _status(status),
+    }
     received = [_one("sendrecv", chosen, jnp.asarray(x), jnp.asarray(place), **options)[0] for x, place in pairs]
     return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
 
@@ -341,12 +370,23 @@ def barrier(*, comm: Any = None) -> None:
     _one("barrier", _comm_of("barrier", comm))
 
 
-def _check_partner(operation: str, name: str, rank: int | None, comm: Comm) -> None:
+def _partner(operation: str, name: str, rank: Any, comm: Comm) -> int | None:
+    """A rank that may be `NOBODY`, or None for any source."""
+    number = None if rank is None and name == "source" else _index(operation, name, rank)
     check(
-        rank is None or rank == NOBODY or 0 <= rank < comm.size,
-        f"{operation}: {name}: got {rank}; expected a rank below {comm.size}"
+        number is None or number == NOBODY or 0 <= number < comm.size,
+        f"{operation}: {name}: got {number}; expected a rank below {comm.size}"
         + (", or None for any" if name == "source" else ""),
     )
+    return number
+
+
+def _tag(operation: str, tag: Any) -> int | None:
+    return None if tag is None else _index(operation, "tag", tag)
+
+
+def _status(status: Any) -> int:
+    return messages.status_number(status) if status else 0
 
 
 # ---------------------------------------------------------------- calls
@@ -398,6 +438,6 @@ def _one(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> li
     lines: dict[str, Any] = {}
     if OPERATIONS[operation].is_message or is_traced(operands):
         lines = {"line": caller()}
-    if is_traced(operands):
+    if is_traced(operands) and not MAY_DIFFER.get():
         lines["lines"] = (callers(), *columns())
     return bind(Call(operation=operation, comm=comm, **options, **lines), *operands)

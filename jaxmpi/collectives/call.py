@@ -1,7 +1,9 @@
 """One call of an operation: its arguments except the arrays."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ class Call:
     is_reversed: bool = False  # a scan from the last rank to the first
     is_identity: bool = False  # the transpose of an allreduce
     line: str = ""  # of the user's
-    lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare
+    lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare; empty: they may differ
 
     def what(self, *operands: Any) -> str:
         """Describe the call with these arrays, for messages."""
@@ -60,3 +62,16 @@ def type_of(x: Any) -> str:
 def like(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array; another shape if one is given."""
     return jax.ShapeDtypeStruct(x.shape if shape is None else tuple(shape), x.dtype)
+
+
+MAY_DIFFER: ContextVar[bool] = ContextVar("MAY_DIFFER", default=False)
+
+
+@contextmanager
+def lines_may_differ() -> Iterator[None]:
+    """Have ranks compare all of a call in a program but the lines that it is at."""
+    token = MAY_DIFFER.set(True)
+    try:
+        yield
+    finally:
+        MAY_DIFFER.reset(token)

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, Call, like, type_of
+from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.comm.exchange_watch import PARTNER
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import wait
@@ -64,17 +65,21 @@ def _by_mpi4jax(call: Call, *operands: jax.Array) -> list[jax.Array]:
 
     tag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     source = MPI.ANY_SOURCE if call.source is None else call.source
-    x, place, comm = operands[0], operands[-1], call.comm.mpi
+    status, comm = _statuses.get(call.status), call.comm.mpi
+    x, place = as_sent(operands[0]), as_sent(operands[-1])
     if call.operation == "send":
         mpi4jax.send(x, call.dest, tag=call.sendtag, comm=comm)
         return []
     if call.operation == "recv":
-        return [mpi4jax.recv(place, source, tag=tag, comm=comm)]
+        received = mpi4jax.recv(place, source, tag=tag, comm=comm, status=status)
+        return [as_was(received, operands[-1].dtype)]
     dest = MPI.PROC_NULL if call.dest == NOBODY else call.dest
     if call.source == NOBODY:
         mpi4jax.send(x, dest, tag=call.sendtag, comm=comm)
-        return [place]
-    return [mpi4jax.sendrecv(x, place, source, dest, sendtag=call.sendtag, recvtag=tag, comm=comm)]
+        return [operands[-1]]
+    tags = {"sendtag": call.sendtag, "recvtag": tag}
+    received = mpi4jax.sendrecv(x, place, source, dest, **tags, comm=comm, status=status)
+    return [as_was(received, operands[-1].dtype)]
 
 
 def nobody(call: Call, *operands: jax.Array) -> Any:

@@ -69,12 +69,14 @@ def _abstract(*operands: Any, call: Call) -> tuple[list, set]:
 
 
 def facts(call: Call, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
-    """Facts of a call that must be equal on all ranks; in a program also the user's lines that lead to it."""
+    """Facts of a call that must be equal on all ranks; in a program also the user's lines, if they count."""
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "root": call.root, "reversed": call.is_reversed}
     options |= shared | {"dtypes": [x.dtype.name for x in operands], "counts": call.counts}
     if not is_traced:
         return fingerprint(call.operation, options)
+    if not call.lines:
+        return fingerprint(f"{call.operation} in a program", options)
     return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
 
 

@@ -33,10 +33,11 @@ from jaxmpi.allreduce.call_order import caller
 from jaxmpi.allreduce.comm_thread import CommThread, Job, comm_thread
 from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
-from jaxmpi.collectives import messages
+from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import Call, like
+from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
-from jaxmpi.collectives.table import as_sent, as_was, mpi_op, neutral
+from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.exchange_watch import BESIDE
 from jaxmpi.comm.mpi import MpiComm
@@ -72,9 +73,12 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     Communicates: as the operation, on the communication thread.
 
     Raises:
-        UsageError: outside jit; MPI or this JAX cannot send beside a program; a handle that is never waited for, when
-            the program is compiled; under `jax.grad` or `jax.vmap`.
+        UsageError: what is no operation; outside jit; MPI or this JAX cannot send beside a program; a handle that is
+            never waited for, when the program is compiled; under `jax.grad` or `jax.vmap`.
     """
+    is_one = getattr(operation, "__name__", "") in OPERATIONS and operation is getattr(api, operation.__name__)
+    expected = 'expected an operation of jaxmpi.collectives, as start(allreduce, x, "max"): arguments after it'
+    check(is_one, f"start: got {operation}; {expected}")
     handle = Handle(operation, args, kwargs, caller())
     check(is_traced(()), f"start: got a call outside jax.jit, {handle.line}; expected one in a program that goes on")
 
@@ -85,6 +89,8 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
 
     with instead(begin):
         handle.operation(*args, **kwargs)
+    if not handle.tickets:  # nothing is sent
+        _nothing_p.bind(handle=handle)
     return handle
 
 
@@ -144,6 +150,20 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, handle: Ha
         return host_callbacks.call(START, arrays, [TICKET], effect=call.comm.effect, call=number)
 
     return mlir.lower_fun(run)(ctx, *operands)
+
+
+_nothing_p = jax.extend.core.Primitive("jaxmpi_start_nothing")
+_nothing_p.multiple_results = True
+_nothing_p.def_effectful_abstract_eval(lambda *, handle: ([], {host_callbacks.KEPT}))
+
+
+def _lower_nothing(ctx: mlir.LoweringRuleContext, *, handle: Handle) -> Sequence[Any]:
+    what = f"the {handle.operation.__name__} that started at {handle.line}"
+    check(handle.is_waited, f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
+    return []
+
+
+mlir.register_lowering(_nothing_p, _lower_nothing, cacheable=False)
 
 
 def _refuse(*_: Any, call: Call, **__: Any) -> tuple:

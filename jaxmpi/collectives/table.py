@@ -20,11 +20,8 @@ from jax import lax
 
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import Call, like
+from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.core.errors import check
-
-NATIVE = {"bool", "float32", "float64", "complex64", "complex128"}  # dtypes that mpi4jax sends
-NATIVE |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
-
 
 # ---------------------------------------------------------------- reductions
 
@@ -60,23 +57,6 @@ def neutral(op: str, dtype: Any) -> Any:
 
 
 # ---------------------------------------------------------------- how a program calls MPI
-
-
-def as_sent(x: jax.Array) -> jax.Array:
-    """An array in a dtype that MPI has, of the same bits."""
-    if x.dtype.name in NATIVE:
-        return x
-    if jnp.iinfo(x.dtype).bits < 8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits < 8:
-        return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
-    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
-
-
-def as_was(sent: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `as_sent`."""
-    if sent.dtype == dtype:
-        return sent
-    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
-    return sent.astype(dtype) if bits < 8 else lax.bitcast_convert_type(sent, dtype)
 
 
 def moved(move: Callable[[Call, Any, jax.Array], jax.Array]) -> Callable[[Call, jax.Array], list[jax.Array]]:
@@ -223,8 +203,19 @@ def _reduce_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
     return from_root if is_root(call) else from_root + ct
 
 
+def wide_enough(dtype: Any) -> Any:
+    """The dtype in which cotangents are summed: MPI has no floats of fewer than 32 bits, and would add their bits."""
+    is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if is_short else dtype
+
+
+def summed(bind: Bind, call: Call, ct: jax.Array) -> jax.Array:
+    """The result of a call that sums cotangents, rounded once."""
+    return bind(call, ct.astype(wide_enough(ct.dtype)))[0].astype(ct.dtype)
+
+
 def _bcast_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
-    return only_at(is_root(call), bind(call.derived("reduce", op="sum"), ct)[0])
+    return only_at(is_root(call), summed(bind, call.derived("reduce", op="sum"), ct))
 
 
 def _gather_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
@@ -252,7 +243,8 @@ def _allgatherv_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Ar
     """Every rank's part of the cotangent to that rank, which adds them."""
     sizes = tuple(rows[0] for rows in call.counts)
     [parts] = bind(call.derived("alltoallv", counts=(sizes,) * call.comm.size), ct)
-    return parts.reshape(call.comm.size, sizes[call.comm.rank], *ct.shape[1:]).sum(0)
+    rows = parts.reshape(call.comm.size, sizes[call.comm.rank], *ct.shape[1:])
+    return rows.sum(0, dtype=wide_enough(ct.dtype)).astype(ct.dtype)
 
 
 ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")
@@ -297,7 +289,7 @@ OPERATIONS: dict[str, Operation] = {
         results=lambda call, x: [like(x, (call.comm.size, *x.shape))],
         run=_allgather,
         alone=lambda call, x: x[None],
-        adjoint=lambda bind, call, ct, x: bind(call.derived("reduce_scatter", op="sum"), ct)[0],
+        adjoint=lambda bind, call, ct, x: summed(bind, call.derived("reduce_scatter", op="sum"), ct),
         is_elementwise=False,
     ),
     "gather": Operation(

@@ -2,9 +2,10 @@
 
     import jaxmpi.compat.mpi4jax as mpi4jax
 
-Its calls are compared between ranks, messages say what they are, and more is differentiable: docs/collectives.md. A
-communicator other than `MPI.COMM_WORLD` is known to jaxmpi from its first call on, at which all its ranks come
-together. `MPI.LAND` and the like give 0 and 1, as MPI does.
+Its calls are compared between ranks, messages say what they are, and more is differentiable: docs/collectives.md. Ranks
+may make the same call at different lines, as in branches on the rank: all but lines is compared. A communicator other
+than `MPI.COMM_WORLD` is known to jaxmpi from its first call on, at which all its ranks come together. `MPI.LAND` and
+the like give 0 and 1, as MPI does.
 """
 
 from typing import Any
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 
 from jaxmpi import collectives
 from jaxmpi.collectives import NOBODY
+from jaxmpi.collectives.call import lines_may_differ
+from jaxmpi.comm.mpi import communicator
 from jaxmpi.core.errors import UsageError
 
 __version__ = "0.9.1"
@@ -36,42 +39,49 @@ __all__ = [
 ]
 
 
+@lines_may_differ()
 def allgather(x: Any, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.allgather`."""
     _check_token(token)
     return collectives.allgather(x, comm=comm)
 
 
+@lines_may_differ()
 def allreduce(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.allreduce`, by an `mpi4py.MPI.Op`."""
     _check_token(token)
     return _reduced(collectives.allreduce, x, op, comm)
 
 
+@lines_may_differ()
 def alltoall(x: Any, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.alltoall`."""
     _check_token(token)
     return collectives.alltoall(x, comm=comm)
 
 
+@lines_may_differ()
 def barrier(*, comm: Any = None, token: Any = _NOT_SET) -> None:
     """`collectives.barrier`."""
     _check_token(token)
     collectives.barrier(comm=comm)
 
 
+@lines_may_differ()
 def bcast(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.bcast`."""
     _check_token(token)
     return collectives.bcast(x, root, comm=comm)
 
 
+@lines_may_differ()
 def gather(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.gather`."""
     _check_token(token)
     return collectives.gather(x, root, comm=comm)
 
 
+@lines_may_differ()
 def recv(
     x: Any, source: Any = None, *, tag: Any = None, comm: Any = None, status: Any = None, token: Any = _NOT_SET
 ) -> jax.Array:
@@ -80,24 +90,28 @@ def recv(
     return collectives.recv(x, _rank(source), tag=_tag(tag), comm=comm, status=status)
 
 
+@lines_may_differ()
 def reduce(x: Any, op: Any, root: int, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.reduce`, by an `mpi4py.MPI.Op`."""
     _check_token(token)
     return _reduced(collectives.reduce, x, op, comm, root)
 
 
+@lines_may_differ()
 def scan(x: Any, op: Any, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.scan`, by an `mpi4py.MPI.Op`."""
     _check_token(token)
     return _reduced(collectives.scan, x, op, comm)
 
 
+@lines_may_differ()
 def scatter(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_SET) -> jax.Array:
     """`collectives.scatter`."""
     _check_token(token)
     return collectives.scatter(x, root, comm=comm)
 
 
+@lines_may_differ()
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None, token: Any = _NOT_SET) -> None:
     """`collectives.send`."""
     _check_token(token)
@@ -105,6 +119,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None, token: Any = _NOT
     collectives.send(x, NOBODY if destination is None else destination, tag=tag, comm=comm)
 
 
+@lines_may_differ()
 def sendrecv(
     sendbuf: Any,
     recvbuf: Any,
@@ -164,7 +179,8 @@ def _reduced(function: Any, x: Any, op: Any, comm: Any, *root: int) -> jax.Array
     for known, word in logical:
         if op == known:
             array = jnp.asarray(x)
-            return function(array != 0, word, *root, comm=comm).astype(array.dtype)
+            result = function(array != 0, word, *root, comm=comm).astype(array.dtype)
+            return array if root and communicator(comm).rank != root[0] else result
     raise UsageError(f"{function.__name__}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
 
 

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint import format
-from jaxmpi.checkpoint.manager import refuse_not_finite
+from jaxmpi.checkpoint.manager import not_finite, of_step
 from jaxmpi.comm.control import processes
+from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.pytrees import PyTree, as_given
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 from jaxmpi.core.train_state import TrainState
@@ -27,9 +28,16 @@ class Restored(NamedTuple):
 class Checkpoints:
     """Checkpoints of a loop of one's own, in a folder that all ranks see. All ranks call the methods together."""
 
-    def __init__(self, folder: str | Path, keep: int = 2) -> None:
-        """`keep` is how many of the newest stay."""
-        self._folder, self._keep = Path(folder), keep
+    def __init__(self, folder: str | Path, keep: int = 2, *, check_finite: bool = True) -> None:
+        """Name a folder; nothing is read or written.
+
+        Args:
+            folder: that all ranks see.
+            keep: how many of the newest stay.
+            check_finite: refuse to save trees with NaN or infinite numbers. False for trees to which such belong, as
+                `best = inf` of a loop that has seen no loss yet.
+        """
+        self._folder, self._keep, self._check_finite = Path(folder), keep, check_finite
 
     def save(self, step: int, shared: PyTree, own: PyTree = (), extra: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint, in the foreground; return its folder.
@@ -41,19 +49,22 @@ class Checkpoints:
                 and shapes on all. All are written.
             extra: JSON values kept beside, rank 0's.
 
-        Communicates: three barriers and a gather of the files' indices.
+        Communicates: barriers, a gather of short texts and one of the files' indices.
 
         Raises:
-            TrainingError: a number is not finite, by path; earlier checkpoints stay.
+            TrainingError: on all ranks alike: a number is not finite, by rank and path; earlier checkpoints stay.
             OSError: it cannot be written; earlier checkpoints stay.
         """
         check_may_send("jaxmpi.Checkpoints.save")
         control = processes()
         if control.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-        control.barrier()
         files = format.files_of({control.rank: _state(step, shared, own)}, replicated=True)
-        refuse_not_finite(files, step, self._folder)
+        odd = control.allgather_object(not_finite(files) if self._check_finite else "")
+        if any(odd):
+            rank = next(rank for rank, path in enumerate(odd) if path)
+            way_out = "leave it out, or Checkpoints(folder, check_finite=False)"
+            raise AgreedError(f"rank {rank}: {odd[rank]}{of_step(step, self._folder)}; {way_out}")
         facts = {"step": step, "workers": control.size, "extra": extra or {}}
         return format.save(self._folder, files, control, **facts, keep=format.Retention(self._keep))
 

@@ -4,6 +4,7 @@ Numbers travel as 64-bit floats whatever JAX's settings are, integers in two hal
 that neither the number of ranks nor their order matters.
 """
 
+import builtins
 import math
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.runtime.in_flight import check_may_send
 
 HALF = 2**32  # integers travel as high * HALF + low
-COUNTS = 2**26  # what a half of a float's 53 bits can be multiplied with, exactly
+COUNTS = 2**26  # half a float's 53 bits times less is exact; integers are multiplied as Python's
 
 
 def sum(metrics: PyTree) -> PyTree:
@@ -73,10 +74,10 @@ def _over_ranks(what: str, metrics: PyTree, count: int, is_mean: bool) -> PyTree
     present, counts = rows[counts > 0, 1:], counts[counts > 0]
     out, begin = [], 0
     for x, column in zip(arrays, columns, strict=True):
-        parts = (present[:, begin : begin + column.size] * counts[:, None]).reshape(len(counts), x.size, 2)
+        parts = present[:, begin : begin + column.size].reshape(len(counts), x.size, 2)
         begin += column.size
-        totals = _totals(np.moveaxis(parts, 1, 0), x.dtype.kind != "f")
-        total: Any = [t / math.fsum(counts) for t in totals] if is_mean else totals
+        totals = _totals(np.moveaxis(parts, 1, 0), counts, x.dtype.kind != "f")
+        total: Any = [t / int(counts.sum()) for t in totals] if is_mean else totals
         is_float = is_mean or x.dtype.kind == "f"
         out.append(total[0] if x.ndim == 0 else np.array(total, np.float64 if is_float else np.int64).reshape(x.shape))
     return jax.tree.unflatten(jax.tree.structure(metrics), out)
@@ -95,7 +96,7 @@ def _array(what: str, path: str, leaf: Any) -> np.ndarray:
 
 
 def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two f64[n] for f64[n] or integers [n]: each number is their sum, and products of them with a count are exact."""
+    """Two f64[n] for f64[n] or integers [n]: each number is their sum, and of floats so are products with a count."""
     if x.dtype.kind != "f":
         whole = x.astype(object)
         return (whole // HALF).astype(np.float64), (whole % HALF).astype(np.float64)
@@ -104,9 +105,16 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(is_finite, high, x), np.where(is_finite, x - np.where(is_finite, high, 0), 0.0)
 
 
-def _totals(parts: np.ndarray, is_integer: bool) -> list[Any]:
-    """The sum of each number's parts, f64[n, ranks, 2]: integers, or floats."""
+def _totals(halves: np.ndarray, counts: np.ndarray, is_integer: bool) -> list[Any]:
+    """The sum over ranks of each number times its rank's count, from halves f64[n, ranks, 2]: integers, or floats."""
     if is_integer:
-        return [HALF * int(math.fsum(high)) + int(math.fsum(low)) for high, low in np.moveaxis(parts, 2, 1).tolist()]
+        weights = [int(count) for count in counts]
+        return [
+            builtins.sum(
+                weight * (HALF * int(high) + int(low)) for weight, (high, low) in zip(weights, rows, strict=True)
+            )
+            for rows in halves.tolist()
+        ]
     with np.errstate(invalid="ignore"):  # infinities of both signs
+        parts = halves * counts[:, None]
         return [math.fsum(each.flat) if np.isfinite(each).all() else float(each.sum()) for each in parts]

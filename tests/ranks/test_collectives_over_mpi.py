@@ -9,6 +9,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
+from jaxmpi.runtime import host_callbacks
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -131,6 +132,22 @@ def test_trees_keep_their_structure_and_wider_sums_their_dtype():
     assert [float(x) for x in (*counts["hits"], counts["n"])] == [1.0, pytest.approx(1 / SIZE), 3.0]
 
 
+def test_means_of_integers_do_not_wrap():
+    """Also where the sum needs more than the leaf's bits, or more than float32 holds, and in `exchange`."""
+    x = {"uint8": jnp.uint8([200, 201 + RANK]), "int32": jnp.int32([2**31 - 1, -(2**31), 2**30 + 1, -RANK])}
+    x["uint32"] = jnp.uint32([2**32 - 1, 2**24 * (RANK + 1)])
+    middle = (SIZE - 1) / 2
+    expected = {"uint8": [200, 201 + middle], "int32": [2.0**31 - 1, -(2.0**31), 2.0**30 + 1, -middle]}
+    expected["uint32"] = [2.0**32 - 1, 2.0**24 * (1 + middle)]
+    for call in (mpi.allreduce, jax.jit(mpi.allreduce, static_argnums=1)):
+        for dtype, got in call(x, "mean").items():
+            assert got.dtype == jnp.float32
+            assert np.allclose(got, np.float32(expected[dtype]), rtol=2.0**-22, atol=0)
+    assert mpi.reduce(x["int32"], "mean")[-1] == (-RANK if RANK else -middle)
+    assert mpi.allreduce(x["uint8"], "mean", dtype=jnp.uint8)[0] == 200
+    assert jaxmpi.exchange({"seen": np.uint8(200), "n": 2**31 - 1}) == {"seen": 200, "n": np.float32(2**31 - 1)}
+
+
 def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
     part = COMM.split(0 if RANK else None)
     if SIZE < 3 or part is None:
@@ -140,6 +157,14 @@ def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
             call(lambda x: mpi.allreduce(x, comm=part))(jnp.zeros(RANK))
         with pytest.raises(jaxmpi.UsageError, match=r"rank 1 to 'allreduce.*, rank 2 to 'allgather"):
             call(lambda x: (mpi.allreduce if RANK == 1 else mpi.allgather)(x, comm=part))(jnp.zeros(1))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+@pytest.mark.parametrize("call", [mpi.allgatherv, lambda x: mpi.alltoallv(x, [1] * SIZE)])
+def test_counts_are_compared_with_another_call_before_they_travel(call):
+    for way in (NOW, jax.jit):
+        with pytest.raises(jaxmpi.UsageError, match=r"rank 0 to 'bcast.*rank 1 to 'the counts of all\w+v'"):
+            way(call if RANK else mpi.bcast)(jnp.ones((SIZE, 2)))
 
 
 def test_parts_of_the_world_work_like_the_world():
@@ -197,6 +222,32 @@ def test_messages_between_two_ranks():
     shifted = mpi.sendrecv(x[0], -x[0], RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY)
     assert float(shifted) == (RANK - 1 if RANK else 0)
     mpi.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
+    """As on GPUs: without handlers in programs."""
+    from mpi4py import MPI
+
+    status, left, right = MPI.Status(), (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    monkeypatch.setenv("JAXMPI_FFI", "off")
+    host_callbacks.why_not.cache_clear()
+    try:
+        for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+            x = jnp.arange(3).astype(dtype) + RANK
+            around = lambda x: mpi.sendrecv(x, x, left, right, sendtag=5, status=status)  # noqa: E731
+            same(jax.jit(around)(x), jnp.arange(3).astype(dtype) + left)
+            assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (left, 5, x.nbytes)
+        status = MPI.Status()
+        x = jnp.ones(2, jnp.bfloat16)
+        one_way: Any = lambda x: mpi.recv(x, status=status) if RANK else mpi.send(x, 1, tag=6)  # noqa: E731
+        if RANK < 2:
+            jax.block_until_ready(jax.jit(one_way)(x))
+        assert RANK != 1 or (status.Get_source(), status.Get_tag()) == (0, 6)
+        jax.effects_barrier()
+    finally:
+        monkeypatch.undo()
+        host_callbacks.why_not.cache_clear()
 
 
 # ---------------------------------------------------------------- transformations
@@ -258,6 +309,28 @@ def test_derivatives_and_mappings_of_linear_operations(name):
         same(result, expected)
 
 
+@pytest.mark.parametrize("name", LINEAR)
+def test_cotangents_of_short_floats_are_summed_in_32_bits(name):
+    """They come as those of float32, rounded once; 2 / eps + 1 + 1 has 2 / eps in the short type."""
+    f, x = LINEAR[name], jax.ShapeDtypeStruct((ROWS.get(name, SIZE), 2), jnp.float32)
+    dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float8_e4m3fn] * (name in ("bcast", "allgather", "allgatherv"))
+
+    @jax.jit
+    def both() -> list[tuple[jax.Array, jax.Array]]:
+        pairs = []
+        for dtype in dtypes:
+            c, short = 1.0 if RANK else 2.0 / float(jnp.finfo(dtype).eps), x.update(dtype=dtype)
+            got, expected = (
+                jax.linear_transpose(f, like)(jnp.full(y.shape, c, y.dtype))[0]
+                for like, y in ((short, jax.eval_shape(f, short)), (x, jax.eval_shape(f, x)))
+            )
+            pairs.append((got, expected.astype(dtype)))
+        return pairs
+
+    for got, expected in both():
+        same(got, expected)
+
+
 def test_the_transpose_of_an_allreduce_is_the_identity_and_its_own_an_allreduce():
     x, f = jnp.arange(3.0) + RANK, lambda x: mpi.allreduce(x)
     total = np.arange(3.0) * SIZE + sum(range(SIZE))
@@ -312,7 +385,10 @@ def test_started_operations_give_what_the_operations_give():
     """All of them under way at once; those of trees and of 16-bit floats, too."""
     x, next_one, before = numbers((SIZE, 2), 1), (RANK + 1) % SIZE, (RANK - 1) % SIZE
     part = COMM.split(0)
-    every: list[tuple] = [(mpi.allreduce, {"a": x, "b": x.astype(jnp.bfloat16)}, "mean"), (mpi.reduce, x, "max")]
+    every: list[tuple] = [
+        (mpi.allreduce, {"a": x, "b": x.astype(jnp.bfloat16), "n": jnp.uint8(200)}, "mean"),
+        (mpi.reduce, x, "max"),
+    ]
     every += [(mpi.bcast, x, SIZE - 1), (mpi.allgather, x > 0), (mpi.gather, x), (mpi.alltoall, x), (mpi.barrier,)]
     every += [
         (mpi.scatter, x if RANK == 0 else x[0]),

@@ -34,6 +34,7 @@ def held(rank: int) -> dict:
         "seen": 2**60 + rank,
         "hits": jnp.arange(3) == rank,
         "least": np.int64(-(2**40) - rank),
+        "many": rng.integers(2**31, 2**33, 64),
         "none": np.zeros((0, 2), np.float32),
     }
 
@@ -43,7 +44,7 @@ def exactly(leaf) -> list[Fraction]:
 
 
 def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
-    counts = [3 * rank + 1 for rank in range(SIZE)]
+    counts = [2**26 - 3 * rank - 1 for rank in range(SIZE)]  # the largest that are taken
     everyones = [dict(named_leaves(held(rank))) for rank in range(SIZE)]
     total = jaxmpi.metrics.sum(held(RANK))
     mean = jaxmpi.metrics.mean(held(RANK), counts[RANK])
@@ -190,6 +191,21 @@ def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
         assert (alone.own["debt"] == (SIZE - 1) / 2).all()
         assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
     processes().barrier()
+
+
+def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_alike_unless_that_is_asked_for(tmp_path_factory):
+    folder, last = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))), SIZE - 1
+    kept, shared = jaxmpi.Checkpoints(folder), {"w": jnp.ones(2), "best": np.inf}
+    own = {"debt": jnp.full(2, math.nan if RANK == last else 0.0)}
+    for trees, named in (((shared,), "rank 0: .*best"), (({"w": jnp.ones(2)}, own), f"rank {last}: .*debt")):
+        with pytest.raises(jaxmpi.TrainingError, match=f"{named}.* is not finite after step 3: .*check_finite=False"):
+            kept.save(3, *trees)
+    assert kept.restore(shared, own) is None
+    jaxmpi.Checkpoints(folder, check_finite=False).save(3, shared, own)
+    saved = kept.restore(shared, own)
+    assert saved is not None
+    assert saved.shared["best"] == np.inf
+    assert np.isnan(saved.own["debt"]).all() == (RANK == last)
 
 
 # ---------------------------------------------------------------- docs/porting.md

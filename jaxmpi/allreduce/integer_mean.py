@@ -1,0 +1,36 @@
+"""Means of integers over workers, without overflow.
+
+A sum in the integers' own type wraps, float32 does not hold all integers of 32 bits, and JAX outside its x64 mode has
+no wider type. So integers travel as two halves of their bits. The sums of halves fit for up to 2^14 workers, and are
+divided as integers.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """Integers [...] of 32 or 64 bits as their high and low halves [..., 2]; shorter ones as they are, in 32 bits."""
+    bits = jnp.iinfo(x.dtype).bits
+    if bits < 32:
+        return x.astype(jnp.int32)
+    signed = jnp.int32 if bits == 32 else jnp.int64
+    low = x & x.dtype.type(2 ** (bits // 2) - 1)
+    return jnp.stack([(x >> (bits // 2)).astype(signed), low.astype(signed)], -1)
+
+
+def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The mean of integers of a dtype from the sum over workers of their `halves`: a float, within 2 ulp.
+
+    The mean's whole part is exact: it and the rest come from divisions of integers.
+    """
+    real = jnp.result_type(float)
+    if jnp.iinfo(dtype).bits < 32:
+        return total.astype(real) / workers
+    shift = jnp.iinfo(dtype).bits // 2
+    high, rest = jnp.divmod(total[..., 0], workers)
+    low, rest = jnp.divmod((rest << shift) + total[..., 1], workers)
+    whole = (high.astype(dtype) << shift) + low.astype(dtype)
+    rounds_up = ((whole < 0) & (rest > 0)).astype(dtype)  # towards 0: parts of two signs would cancel
+    whole, rest = whole + rounds_up, rest - rounds_up.astype(rest.dtype) * workers
+    return whole.astype(real) + rest.astype(real) / workers
