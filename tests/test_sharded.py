@@ -209,6 +209,23 @@ def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts,
     assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(PARAMS)
 
 
+ENTRYWISE = [name for name, row in OPTIMIZERS.items() if row.cut == "entries"]
+
+
+@pytest.mark.parametrize("name", ENTRYWISE)
+def test_slices_are_updated_by_every_optimizer_of_entries_as_by_workers_that_update_all_bit_for_bit(name):
+    comm, config = AxisComm("w", 3), Optim(name, weight_decay=0.01, decay_bias=False, bias_lr_factor=2.0)
+    tx = optimizer(config, lambda step: 0.01 / (1 + step))
+    rules = [rule_of(tx, "asa32", comm, is_sharded=flag) for flag in (False, True)]
+    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, 3, FEW), range(20)) for rule in rules)
+    assert is_same(params, whole)
+    assert not is_same(params, tiled(FEW, 3))
+    # A worker's state is its slice of the whole one, but for what rounds its slice up.
+    like, of_one = jax.eval_shape(tx.init, FEW), lambda tree: [x[0] for x in jax.tree.leaves(jax.device_get(tree))]
+    first = jax.tree.leaves(slices_of(jax.tree.unflatten(jax.tree.structure(like), of_one(all_of_it)), 0, 3))
+    assert is_same([np.ravel(x) for x in of_one(state)], [np.ravel(x) for x in first])
+
+
 SLOW = ("lamb", "adafactor", "muon")  # compiles for five seconds each
 LEAFWISE = [name for name, row in OPTIMIZERS.items() if row.cut == "leaves"]
 
