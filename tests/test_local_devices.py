@@ -14,8 +14,8 @@ import pytest
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import as_cut, as_it_was
 from jaxmpi.comm.axis import AxisComm
-from launching import Ended, mpirun, train
-from test_comm_xla import EXPERIMENT, ON_CPU
+from launching import Ended, mpirun, train, train_here
+from test_comm_xla import EXPERIMENT, ON_CPU, WEIGHED, assert_close, assert_devices_hold, params
 
 PROCESSES, DEVICES = 3, 2
 # `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
@@ -144,6 +144,18 @@ def test_sharded_updates_go_on_from_whole_ones_with_the_same_bits_and_leave_slic
         np.testing.assert_array_equal(sliced[name][: leaf.size], leaf, err_msg=name)
     [moments] = [leaf for name, leaf in sliced.items() if name.endswith("logits/bias") and "rule_state" in name]
     assert moments.size == 12  # four slices of three entries
+
+
+@pytest.mark.e2e
+def test_devices_of_one_process_hold_a_slice_of_the_velocity_each_and_leave_what_whole_updates_leave(folder):
+    """In one program, whose multiplications and additions XLA may fuse otherwise."""
+    (folder / "weighed.py").write_text(WEIGHED)
+    for word in ("off", "on"):
+        where = ("--run-dir", str(folder / f"one-{word}"), "--devices", "2", "--exchange.shard-update", word)
+        ended = ended_well(train_here(str(folder / "weighed.py"), *where, "--exchange.strategy", "asa32"))
+        share = 2 if word == "on" else 1
+        assert_devices_hold(params(folder / "one-off").nbytes / share, ended, devices=2)
+    assert_close(folder / "one-on", folder / "one-off", "asa32")
 
 
 @pytest.mark.slow
