@@ -1,6 +1,7 @@
 """The optimizer between the halves of the exchange: the bits of workers that update all, with a share of the state."""
 
 import functools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -29,12 +30,14 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.slices import Entries, cut_for, mixed, slices_of
 from jaxmpi.core.train_state import create
+from jaxmpi.models.__main__ import tree
 from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, muon_cost, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
 from launching import ROOT, train, train_here
 from references import sum_over_workers
+from test_strategies import Counting
 from tolerances import USUAL_EMITTERS, WIRE, U, bound
 
 RNG = np.random.default_rng(0)
@@ -343,6 +346,45 @@ def test_one_worker_runs_the_optimizer_itself():
     got, _ = tx.update(params, tx.init(params), params)
     want, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
     assert is_same(got, want)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+class Sending(Counting):
+    """`Counting`, of small gathers as well."""
+
+    def allgather(self, x: Any) -> Any:
+        self.sent += self.times * (self.size - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(x))
+        return super().allgather(x)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wire", "hosts"),
+    [
+        ("asa32", "32", range(8)),
+        ("ring32", "32", range(8)),
+        ("hier-ring32", "32", (0, 1, 2, 3) * 2),
+        ("asa16", "16", range(8)),
+    ],
+)
+def test_googlenet_s_slices_are_as_many_bytes_on_the_wire_as_its_sums_and_clipping_a_float_to_each(
+    strategy, wire, hosts
+):
+    like = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in tree("googlenet").items()}
+    whole, cut = (Sending(tuple(hosts)) for _ in range(2))
+    clipped = shards_of(strategy, "mean", cut, BUCKET_BYTES, clip_norm=1.0, gather_wire=wire)
+
+    def traced(move: Any) -> None:
+        jax.eval_shape(jax.vmap(move, axis_name="w"), like)
+
+    traced(lambda x: exchange(x, strategy, comm=whole))
+    traced(lambda x: clipped.gather(clipped.scatter(x)[0], x, wire))
+    scalars = 7 * 4
+    print(strategy, "whole", whole.sent.max(), "sharded", cut.sent.max() - scalars, "clipping", scalars)
+    assert (whole.sent > 2 * 7 / 8 * sum(math.prod(leaf.shape[1:]) for leaf in like.values())).all()
+    assert (cut.sent <= 1.01 * whole.sent).all()
+    assert strategy == "asa16" or (cut.sent <= 1.000_001 * whole.sent).all()
 
 
 # ---------------------------------------------------------------- refused
