@@ -213,6 +213,7 @@ def test_a_strategy_without_halves_is_refused_with_those_that_have(strategy):
         (4, None, "ring32", Optim("momentum", weight_decay=0.01)),
         (4, (0, 1, 0, 1), "hier-ring32", ADAMW),
         (3, None, "shm", ADAMW),
+        (8, None, "ring32", ADAMW),
     ],
 )
 def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts, strategy, config):
@@ -448,8 +449,11 @@ def states_of(whole: Any, chunks: tuple[int, ...]) -> dict[int, Any]:
     }
 
 
-@pytest.mark.parametrize("before", [(), (0,), (1, 0), (1, 2, 0)])
-@pytest.mark.parametrize("after", [(), (0,), (1, 0), (0, 1, 2), (3, 1, 2, 0)])
+EIGHT = (4, 0, 5, 1, 6, 2, 7, 3)
+
+
+@pytest.mark.parametrize("before", [(), (0,), (1, 0), (1, 2, 0), (2, 3, 0, 1), EIGHT])
+@pytest.mark.parametrize("after", [(), (0,), (1, 0), (0, 1, 2), (3, 1, 2, 0), EIGHT])
 def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before, after):
     whole = TX.init(PARAMS)
     noise = lambda x: RNG.standard_normal(x.shape).astype(np.float32) if x.dtype == jnp.float32 else x + 7  # noqa: E731
@@ -486,7 +490,7 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
 
 
 LAMB = optax.lamb(1e-2)
-FORMS = ["whole", "entries 2", "leaves 2", "leaves 3", "masters, entries 3", "masters, leaves 2"]
+FORMS = ["whole", "entries 2", "entries 8", "leaves 2", "leaves 3", "masters, entries 3", "masters, leaves 8"]
 
 
 def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict[str, Any]]:
