@@ -52,6 +52,7 @@ PAIRS = {
     name: RNG.standard_normal(shape).astype(np.float32)
     for name, shape in {"a": (7, 5), "b": (5, 7), "bias": (5,), "c": (6, 6), "d": (4, 9), "other_bias": (6,)}.items()
 }
+WIDE = PARAMS | {"bias": RNG.standard_normal(13).astype(np.float32)}  # slices of two entries on 8 workers
 FEW = {name: PARAMS[name] for name in ("kernel", "bias", "big")}
 STEPS, BUCKET_BYTES = 200, 4 << 20
 LAYOUTS = [(2, None), (3, None), (4, (0, 1, 0, 1)), (8, (0, 0, 1, 1, 0, 0, 1, 1))]
@@ -207,29 +208,49 @@ def test_a_strategy_without_halves_is_refused_with_those_that_have(strategy):
 
 
 @pytest.mark.parametrize(
-    ("workers", "hosts", "strategy", "config"),
+    ("workers", "hosts", "strategy", "config", "weights"),
     [
-        (3, None, "asa32", ADAMW),
-        (4, None, "ring32", Optim("momentum", weight_decay=0.01)),
-        (4, (0, 1, 0, 1), "hier-ring32", ADAMW),
-        (3, None, "shm", ADAMW),
-        (8, None, "ring32", ADAMW),
+        (3, None, "asa32", ADAMW, PARAMS),
+        (4, None, "ring32", Optim("momentum", weight_decay=0.01), PARAMS),
+        (4, (0, 1, 0, 1), "hier-ring32", ADAMW, PARAMS),
+        (3, None, "shm", ADAMW, PARAMS),
+        # Under vmap XLA divides slices of a single entry otherwise: the next test.
+        (8, None, "ring32", ADAMW, WIDE),
     ],
 )
-def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts, strategy, config):
+def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts, strategy, config, weights):
     comm, tx = AxisComm("w", workers, hosts), optimizer(config, lambda step: jnp.float32(0.01))
     rules = [rule_of(tx, strategy, comm, is_sharded=flag) for flag in (False, True)]
     rules = [averaged(rule, 0.9, program, "gradients") for rule in rules]
-    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, workers)) for rule in rules)
+    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, workers, weights)) for rule in rules)
     assert is_same(params, whole)
     average, gathered = (averages_of(rule, params, of) for rule, of in zip(rules, (all_of_it, state), strict=True))
     assert is_same(gathered, average)
     assert not is_same(average, params)
-    assert not is_same(params, tiled(PARAMS, workers))
+    assert not is_same(params, tiled(weights, workers))
     # Each worker's share of the state: a slice of every leaf that is one of params', rounded up to whole entries.
     floats = lambda tree: sum(x[0].nbytes for x in jax.tree.leaves(tree) if x.dtype == jnp.float32)  # noqa: E731
-    moments = floats(all_of_it) // sum(leaf.nbytes for leaf in PARAMS.values())
-    assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(PARAMS)
+    moments = floats(all_of_it) // sum(leaf.nbytes for leaf in weights.values())
+    assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(weights)
+
+
+def test_slices_of_a_single_entry_are_updated_in_a_program_of_a_worker_bit_for_bit():
+    """A bias of 5 entries on 8 workers, beside larger tensors; the program is one worker's, as between ranks."""
+    tx, workers, rng = optimizer(ADAMW, lambda step: jnp.float32(0.01)), 8, np.random.default_rng(1)
+
+    @jax.jit
+    def stepped(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole = (PARAMS, tx.init(PARAMS))
+    own = [(part, tx.init(part)) for part in (slices_of(PARAMS, chunk, workers) for chunk in range(workers))]
+    for _ in range(20):
+        grads = jax.tree.map(lambda x: np.asarray(rng.standard_normal(x.shape), np.float32), PARAMS)
+        whole = stepped(grads, whole[1], whole[0])
+        own = [stepped(slices_of(grads, chunk, workers), state, part) for chunk, (part, state) in enumerate(own)]
+    for chunk, (part, _) in enumerate(own):
+        assert is_same(part, slices_of(whole[0], chunk, workers)), chunk
 
 
 ENTRYWISE = [name for name, row in OPTIMIZERS.items() if row.cut == "entries"]
