@@ -315,6 +315,31 @@ def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_mas
         assert np.abs(masters["big"] - FEW["big"]).max() > 10 * off
 
 
+@pytest.mark.parametrize(
+    ("wire", "entry", "apart", "same"),
+    [
+        ("32", 0, False, True),  # another worker's slice: overwritten
+        ("32", -1, False, False),  # its own: on all workers
+        ("16", 0, True, True),  # a change is added to it
+        ("16", -1, True, False),  # and what brings it back to the masters goes to all
+    ],
+)
+def test_a_flipped_bit_of_params_is_found_by_a_comparison_after_the_next_step_only_if_changes_travel(
+    wire, entry, apart, same
+):
+    comm, tx = AxisComm("w", 2), optimizer(Optim("momentum"), lambda step: jnp.float32(0.01))
+    rule, grads = rule_of(tx, "asa32", comm, is_sharded=True, wire=wire), tiled(FEW, 2)
+    before, state = trained(rule, begun(rule, 2, FEW), range(2))
+    before, flipped = jax.device_get(before), jax.device_get(before)
+    flipped["kernel"] = flipped["kernel"].copy()
+    flipped["kernel"][1].view(np.uint32).reshape(-1)[entry] ^= 1 << 22
+    copied = lambda tree: jax.tree.map(jnp.array, tree)  # noqa: E731
+    (want, _), (got, _) = (rule.update(copied(grads), copied(state), copied(each)) for each in (before, flipped))
+    assert not is_same(before, flipped)
+    assert apart != is_same(*(jax.tree.map(lambda x, w=w: x[w], got) for w in range(2)))
+    assert same == is_same(got["kernel"][0], want["kernel"][0])
+
+
 def test_leaves_are_dealt_by_cost():
     """No worker has more than the costliest leaf above an equal share. Graham 1969: 4/3 of the best deal."""
     rng = np.random.default_rng(0)
