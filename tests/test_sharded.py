@@ -401,8 +401,10 @@ def test_one_worker_runs_the_optimizer_itself():
 class Sending(Counting):
     """`Counting`, of small gathers as well."""
 
+    sent: np.ndarray
+
     def allgather(self, x: Any) -> Any:
-        self.sent += self.times * (self.size - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(x))
+        self.sent = self.sent + self.times * (self.size - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(x))
         return super().allgather(x)
 
 

@@ -3,6 +3,7 @@
 """
 
 import ctypes
+import functools
 import gc
 import re
 import sys
@@ -88,6 +89,12 @@ def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
         np.testing.assert_allclose(np.asarray(params[name]), np.asarray(whole[name]), rtol=0, atol=off, err_msg=name)
     assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
     assert state[0].mu["kernel"].size == -(-97 * 31 // SIZE)
+
+
+def test_a_reduce_scatter_adds_in_rank_order():
+    rows = np.random.default_rng(0).standard_normal((SIZE, SIZE, 5)).astype(np.float32)  # of each rank, for each
+    mine = jax.jit(COMM.reduce_scatter)(rows[RANK].reshape(-1))
+    np.testing.assert_array_equal(np.asarray(mine), functools.reduce(np.add, rows[:, RANK]))
 
 
 def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
