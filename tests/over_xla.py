@@ -1,13 +1,16 @@
-"""Every strategy and compressor in a `shard_map` over the devices of all processes, as a user would write it.
+"""Strategies, compressors and sharded updates in a `shard_map` over all processes, as a user would write it.
 
 Run by tests/test_comm_xla.py, or by hand: `mpirun -n 4 python tests/over_xla.py all`.
 """
 
+import functools
 import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +23,7 @@ from jaxmpi.comm.shared_compile import loaded_jit
 from jaxmpi.comm.xla_mesh import global_mesh
 from references import padded, sum_over_workers
 from test_strategies import ROWS, SUMS, oracle
-from tolerances import bound
+from tolerances import U, bound
 
 # All, or every algorithm once, with one wire or another.
 ONCE = [f"{name}:{[*wires][i % len(wires)]}" for i, (name, wires) in enumerate(ROWS.items())]
@@ -92,6 +95,44 @@ def check_compressors() -> None:
         assert np.abs(total.reshape(-1) + owed - meant).max() <= 4 * (8 + 2 * SIZE) * 64 * 2.0**-24, name
 
 
+def is_optimizer(part: Any) -> bool:
+    return isinstance(part, optax.GradientTransformation)
+
+
+def check_sharded() -> None:
+    """A slice of the velocity on every worker, and params within rounding of those of workers that update all."""
+    begin, lr, mu, steps = {"kernel": vectors(N)[0], "bias": vectors(5)[1]}, 0.01, 0.9, 3
+    grads, sgd = {name: vectors(x.size) for name, x in begin.items()}, optax.sgd(lr, momentum=mu)
+
+    def trained(mine: jax.Array, tx: Any) -> tuple[Any, Any]:
+        params, state = jax.tree.map(jnp.asarray, begin), tx.init(begin)
+        for t in range(steps):
+            mean = {"kernel": mine[:N] / (1 + t), "bias": mine[N:] / (1 + t)}
+            updates, state = tx.update(mean, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    row = np.concatenate([grads[name][RANK] for name in ("kernel", "bias")])
+    ways = {
+        name: (
+            optax.chain(jaxmpi.exchange_gradients(name, comm=OVER_XLA), sgd),
+            jaxmpi.sharded(sgd, name, comm=OVER_XLA),
+        )
+        for name in ("ar", "asa32")
+    }
+    got = on_mesh(lambda mine: jax.tree.map(functools.partial(trained, mine), ways, is_leaf=is_optimizer), row)
+    for name, ((whole, every), (params, state)) in got.items():
+        for leaf, of in params.items():
+            assert same_bits_everywhere(of), (name, leaf)
+            # Means are within two bounds of each other, the velocity is at most ten of the largest; 4 roundings a step.
+            mean, largest = 2 * bound("ar", grads[leaf]) / SIZE, np.abs(grads[leaf]).max(0)
+            off = steps * (lr * 10 * (mean + 4 * U * largest) + 4 * U * (np.abs(begin[leaf]) + 10 * lr * largest))
+            assert (np.abs(of - whole[leaf]) <= off).all(), (name, leaf)
+            assert np.abs(of - begin[leaf]).max() > 1e-3
+        slices, all_of_it = (sum(x.nbytes for x in jax.tree.leaves(each)) for each in (state, every))
+        assert all_of_it / SIZE <= slices <= 1.05 * all_of_it / SIZE, name
+
+
 def check_mpi_beside() -> None:
     """The same array over MPI, in a job of both."""
     comm, rows = jaxmpi.world(), vectors(N)
@@ -104,5 +145,6 @@ def check_mpi_beside() -> None:
 if __name__ == "__main__":
     check_strategies()
     check_compressors()
+    check_sharded()
     check_mpi_beside()
     print(f"rank {RANK}: {len(NAMES)} strategies and {len(COMPRESSORS)} compressors\n", end="")

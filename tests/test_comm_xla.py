@@ -39,6 +39,27 @@ experiment = Experiment(
 )
 """
 
+# The same, and what each device of a process holds of the optimizer's state, in bytes.
+WEIGHED = (
+    EXPERIMENT
+    + """
+import dataclasses
+import jax
+import jaxmpi
+
+
+class Weigh(jaxmpi.Callback):
+    def after_dispatch(self, step, state):
+        if step == 20:
+            parts = [part for x in jax.tree.leaves(state.rule_state) for part in x.addressable_shards]
+            for device in {part.device for part in parts}:
+                print("device holds", sum(part.data.nbytes for part in parts if part.device == device), flush=True)
+
+
+experiment = dataclasses.replace(experiment, callbacks=(Weigh(),))
+"""
+)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -152,6 +173,23 @@ def test_the_example_in_the_docs(tmp_path):
     assert ended.out.count("[[0.5 0.5 0.5]]") == 2
 
 
+@pytest.mark.e2e
+def test_sharded_updates_leave_what_whole_ones_leave_with_a_share_of_the_velocity(over_xla, folder):
+    (folder / "weighed.py").write_text(WEIGHED)
+    args = ("--comm", "xla", "--devices", "2", "--exchange.strategy", "ar", "--exchange.shard-update", "on")
+    ended = train(2, str(folder / "weighed.py"), "--run-dir", str(folder / "sharded"), *args, env=ON_CPU)
+    assert ended.code == 0, ended.out
+    assert_close(folder / "sharded", over_xla, "ar")
+    assert_devices_hold(params(over_xla).nbytes / 4, ended, devices=4)
+
+
+def assert_devices_hold(velocity_bytes: float, ended: Ended, devices: int) -> None:
+    """Each, of the velocity, which has as many bytes as params; slices are rounded up, and there is a counter."""
+    held = [int(word) for word in re.findall(r"device holds (\d+)", ended.out)]
+    assert len(held) == devices
+    assert all(velocity_bytes <= each <= 1.05 * velocity_bytes for each in held), held
+
+
 BITS = {
     "float32": [0x7FC00001, 0x80000000, 0xFF800000, 1],  # a NaN with a payload, -0, -inf, a subnormal
     "float16": [0x7E01, 0x8000, 0xFC00, 1],
@@ -251,7 +289,8 @@ mine = jax.make_array_from_process_local_data(rows, np.full((1, 257, 257), jax.p
 
 def share(x):  # enough work for XLA's own threads, in which it makes no communicator
     y = jnp.tanh(x[0] @ x[0])[:1, :7] * x[0, :1, :7]
-    return {name: jaxmpi.exchange(y, name, comm=comm) for name in ("ar", "ring32", "asa16")}
+    whole = {name: jaxmpi.exchange(y, name, comm=comm) for name in ("ar", "ring32", "asa16")}
+    return whole | {"halves of ar": comm.allgather(comm.reduce_scatter(y[0, :6])).reshape(1, 6) / comm.size}
 
 mean = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P("workers"), out_specs=P("workers"), check_vma=False))(mine)
 for name, row in mean.items():

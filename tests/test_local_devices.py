@@ -14,8 +14,9 @@ import pytest
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import as_cut, as_it_was
 from jaxmpi.comm.axis import AxisComm
-from launching import Ended, mpirun, train
-from test_comm_xla import EXPERIMENT, ON_CPU
+from jaxmpi.observe import report
+from launching import Ended, mpirun, train, train_here
+from test_comm_xla import EXPERIMENT, ON_CPU, WEIGHED, assert_close, assert_devices_hold, params
 
 PROCESSES, DEVICES = 3, 2
 # `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
@@ -144,6 +145,39 @@ def test_sharded_updates_go_on_from_whole_ones_with_the_same_bits_and_leave_slic
         np.testing.assert_array_equal(sliced[name][: leaf.size], leaf, err_msg=name)
     [moments] = [leaf for name, leaf in sliced.items() if name.endswith("logits/bias") and "rule_state" in name]
     assert moments.size == 12  # four slices of three entries
+
+
+@pytest.fixture(scope="module")
+def one_process(folder: Path) -> dict[str, Ended]:
+    """By run directory: 20 steps over two devices of this process."""
+    (folder / "weighed.py").write_text(WEIGHED)
+    ended = {}
+    for name, strategy in (("whole", "asa32"), ("slices", "asa32"), ("slices by XLA", "ar")):
+        options = ("--exchange.strategy", strategy, "--exchange.shard-update", "off" if name == "whole" else "on")
+        args = (str(folder / "weighed.py"), "--run-dir", str(folder / name), "--devices", "2", *options)
+        ended[name] = ended_well(train_here(*args))
+    return ended
+
+
+@pytest.mark.e2e
+def test_devices_of_one_process_hold_a_slice_of_the_velocity_each_and_leave_what_whole_updates_leave(
+    one_process, folder
+):
+    """In one program, whose multiplications and additions XLA may fuse otherwise."""
+    whole_bytes = params(folder / "whole").nbytes
+    for name, ended in one_process.items():
+        assert_devices_hold(whole_bytes / (1 if name == "whole" else 2), ended, devices=2)
+        assert_close(folder / name, folder / "whole", "asa32")
+
+
+@pytest.mark.e2e
+def test_a_report_compares_runs_with_sharded_updates(one_process, folder):
+    runs = [folder / name for name in one_process if name != "whole"]
+    page = report.write(runs, folder / "comparison").read_text()
+    _, _, differences = page.partition('<section id="differences"')
+    differences, _, _ = differences.partition("</section>")
+    assert all(f">{text}<" in differences for text in (*report.names(runs), "&quot;asa32&quot;", "&quot;ar&quot;"))
+    assert "shard_update" not in differences
 
 
 @pytest.mark.slow

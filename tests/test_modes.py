@@ -92,6 +92,8 @@ SLOW = {
     "late_gather_rolls_back": Mode(
         f"{LATE} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
+    "sharded_xla": Mode("--comm xla --exchange.strategy ar --exchange.shard-update on --optim.ema 0.9"),
+    "sharded_devices": Mode("--devices 2 --exchange.shard-update on --optim.ema 0.9", ranks=1),
     "copied_slices": Mode("--on-rank-loss shrink --exchange.shard-update on --exchange.buddy 1"),
     "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),

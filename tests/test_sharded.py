@@ -1,6 +1,8 @@
 """The optimizer between the halves of the exchange: the bits of workers that update all, with a share of the state."""
 
 import functools
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +30,15 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.slices import Entries, cut_for, mixed, slices_of
 from jaxmpi.core.train_state import create
+from jaxmpi.models.__main__ import tree
 from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, muon_cost, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
 from launching import ROOT, train, train_here
-from tolerances import USUAL_EMITTERS, WIRE, U
+from references import sum_over_workers
+from test_strategies import Counting
+from tolerances import USUAL_EMITTERS, WIRE, U, bound
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -47,6 +52,7 @@ PAIRS = {
     name: RNG.standard_normal(shape).astype(np.float32)
     for name, shape in {"a": (7, 5), "b": (5, 7), "bias": (5,), "c": (6, 6), "d": (4, 9), "other_bias": (6,)}.items()
 }
+WIDE = PARAMS | {"bias": RNG.standard_normal(13).astype(np.float32)}  # slices of two entries on 8 workers
 FEW = {name: PARAMS[name] for name in ("kernel", "bias", "big")}
 STEPS, BUCKET_BYTES = 200, 4 << 20
 LAYOUTS = [(2, None), (3, None), (4, (0, 1, 0, 1)), (8, (0, 0, 1, 1, 0, 0, 1, 1))]
@@ -162,7 +168,7 @@ def test_two_halves_are_the_whole_and_each_worker_has_its_chunk(workers, hosts):
     x = RNG.standard_normal((workers, workers * 6)).astype(np.float32)
     able = with_halves(comm.hosts)
     assert {"asa", "ring", "hier-asa", "hier-ring"} <= set(able)
-    for name in able:
+    for name in [name for name in able if name != "ar"]:
         for wire in sorted({"32", "16"} & set(parse(name).spec.wires)):
             row = parse(f"{name}:{wire}")
             halves = row.spec.halves
@@ -175,7 +181,24 @@ def test_two_halves_are_the_whole_and_each_worker_has_its_chunk(workers, hosts):
                 assert is_same(both, whole[0].reshape(workers, -1)[np.array(halves.chunks(comm))]), row.name
 
 
-@pytest.mark.parametrize("strategy", ["ar", "tree:32", "root:16", "topk1", "none"])
+def test_the_halves_of_the_library_s_own_allreduce_are_its_reduce_scatter_and_its_allgather():
+    workers = 4
+    comm, (_, spec, wire) = AxisComm("w", workers), parse("ar")
+    x = RNG.standard_normal((workers, workers * 6)).astype(np.float32)
+    assert spec.halves
+    scatter, gather = (lambda v, half=half: half(v[0], comm, wire)[None] for half in spec.halves[:2])
+    mesh, rows = jax.sharding.Mesh(np.array(jax.devices()[:workers]), ("w",)), jax.sharding.PartitionSpec("w")
+    spread = functools.partial(jax.shard_map, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    both = jax.jit(spread(lambda v: gather(scatter(v)))).lower(x).compile()
+    moves = set(re.findall(r"(all-\w+|reduce-scatter)(?:-start)?\(", both.as_text() or ""))
+    assert moves == {"reduce-scatter", "all-gather"}
+    for whole in np.asarray(both(x)):
+        assert (np.abs(whole - sum_over_workers(x)) <= bound("ar", x)).all()
+    chunks = np.asarray(jax.jit(spread(scatter))(x))
+    assert is_same(chunks.reshape(-1), np.asarray(both(x))[0])
+
+
+@pytest.mark.parametrize("strategy", ["tree:32", "root:16", "topk1", "none"])
 def test_a_strategy_without_halves_is_refused_with_those_that_have(strategy):
     with pytest.raises(UsageError, match=f"got strategy '{strategy}'.*asa, ring"):
         shards_of(strategy, "mean", SoloComm(), None)
@@ -185,28 +208,66 @@ def test_a_strategy_without_halves_is_refused_with_those_that_have(strategy):
 
 
 @pytest.mark.parametrize(
-    ("workers", "hosts", "strategy", "config"),
+    ("workers", "hosts", "strategy", "config", "weights"),
     [
-        (3, None, "asa32", ADAMW),
-        (4, None, "ring32", Optim("momentum", weight_decay=0.01)),
-        (4, (0, 1, 0, 1), "hier-ring32", ADAMW),
-        (3, None, "shm", ADAMW),
+        (3, None, "asa32", ADAMW, PARAMS),
+        (4, None, "ring32", Optim("momentum", weight_decay=0.01), PARAMS),
+        (4, (0, 1, 0, 1), "hier-ring32", ADAMW, PARAMS),
+        (3, None, "shm", ADAMW, PARAMS),
+        # Under vmap XLA divides slices of a single entry otherwise: the next test.
+        (8, None, "ring32", ADAMW, WIDE),
     ],
 )
-def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts, strategy, config):
+def test_params_are_those_of_workers_that_update_all_bit_for_bit(workers, hosts, strategy, config, weights):
     comm, tx = AxisComm("w", workers, hosts), optimizer(config, lambda step: jnp.float32(0.01))
     rules = [rule_of(tx, strategy, comm, is_sharded=flag) for flag in (False, True)]
     rules = [averaged(rule, 0.9, program, "gradients") for rule in rules]
-    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, workers)) for rule in rules)
+    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, workers, weights)) for rule in rules)
     assert is_same(params, whole)
     average, gathered = (averages_of(rule, params, of) for rule, of in zip(rules, (all_of_it, state), strict=True))
     assert is_same(gathered, average)
     assert not is_same(average, params)
-    assert not is_same(params, tiled(PARAMS, workers))
+    assert not is_same(params, tiled(weights, workers))
     # Each worker's share of the state: a slice of every leaf that is one of params', rounded up to whole entries.
     floats = lambda tree: sum(x[0].nbytes for x in jax.tree.leaves(tree) if x.dtype == jnp.float32)  # noqa: E731
-    moments = floats(all_of_it) // sum(leaf.nbytes for leaf in PARAMS.values())
-    assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(PARAMS)
+    moments = floats(all_of_it) // sum(leaf.nbytes for leaf in weights.values())
+    assert floats(state) <= floats(all_of_it) / workers + 4 * moments * len(weights)
+
+
+def test_slices_of_a_single_entry_are_updated_in_a_program_of_a_worker_bit_for_bit():
+    """A bias of 5 entries on 8 workers, beside larger tensors; the program is one worker's, as between ranks."""
+    tx, workers, rng = optimizer(ADAMW, lambda step: jnp.float32(0.01)), 8, np.random.default_rng(1)
+
+    @jax.jit
+    def stepped(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole = (PARAMS, tx.init(PARAMS))
+    own = [(part, tx.init(part)) for part in (slices_of(PARAMS, chunk, workers) for chunk in range(workers))]
+    for _ in range(20):
+        grads = jax.tree.map(lambda x: np.asarray(rng.standard_normal(x.shape), np.float32), PARAMS)
+        whole = stepped(grads, whole[1], whole[0])
+        own = [stepped(slices_of(grads, chunk, workers), state, part) for chunk, (part, state) in enumerate(own)]
+    for chunk, (part, _) in enumerate(own):
+        assert is_same(part, slices_of(whole[0], chunk, workers)), chunk
+
+
+ENTRYWISE = [name for name, row in OPTIMIZERS.items() if row.cut == "entries"]
+
+
+@pytest.mark.parametrize("name", ENTRYWISE)
+def test_slices_are_updated_by_every_optimizer_of_entries_as_by_workers_that_update_all_bit_for_bit(name):
+    comm, config = AxisComm("w", 3), Optim(name, weight_decay=0.01, decay_bias=False, bias_lr_factor=2.0)
+    tx = optimizer(config, lambda step: 0.01 / (1 + step))
+    rules = [rule_of(tx, "asa32", comm, is_sharded=flag) for flag in (False, True)]
+    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, 3, FEW), range(20)) for rule in rules)
+    assert is_same(params, whole)
+    assert not is_same(params, tiled(FEW, 3))
+    # A worker's state is its slice of the whole one, but for what rounds its slice up.
+    like, of_one = jax.eval_shape(tx.init, FEW), lambda tree: [x[0] for x in jax.tree.leaves(jax.device_get(tree))]
+    first = jax.tree.leaves(slices_of(jax.tree.unflatten(jax.tree.structure(like), of_one(all_of_it)), 0, 3))
+    assert is_same([np.ravel(x) for x in of_one(state)], [np.ravel(x) for x in first])
 
 
 SLOW = ("lamb", "adafactor", "muon")  # compiles for five seconds each
@@ -252,6 +313,31 @@ def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_mas
             off = max(off, apart.max())
         assert off > 0
         assert np.abs(masters["big"] - FEW["big"]).max() > 10 * off
+
+
+@pytest.mark.parametrize(
+    ("wire", "entry", "apart", "same"),
+    [
+        ("32", 0, False, True),  # another worker's slice: overwritten
+        ("32", -1, False, False),  # its own: on all workers
+        ("16", 0, True, True),  # a change is added to it
+        ("16", -1, True, False),  # and what brings it back to the masters goes to all
+    ],
+)
+def test_a_flipped_bit_of_params_is_found_by_a_comparison_after_the_next_step_only_if_changes_travel(
+    wire, entry, apart, same
+):
+    comm, tx = AxisComm("w", 2), optimizer(Optim("momentum"), lambda step: jnp.float32(0.01))
+    rule, grads = rule_of(tx, "asa32", comm, is_sharded=True, wire=wire), tiled(FEW, 2)
+    before, state = trained(rule, begun(rule, 2, FEW), range(2))
+    before, flipped = jax.device_get(before), jax.device_get(before)
+    flipped["kernel"] = flipped["kernel"].copy()
+    flipped["kernel"][1].view(np.uint32).reshape(-1)[entry] ^= 1 << 22
+    copied = lambda tree: jax.tree.map(jnp.array, tree)  # noqa: E731
+    (want, _), (got, _) = (rule.update(copied(grads), copied(state), copied(each)) for each in (before, flipped))
+    assert not is_same(before, flipped)
+    assert apart != is_same(*(jax.tree.map(lambda x, w=w: x[w], got) for w in range(2)))
+    assert same == is_same(got["kernel"][0], want["kernel"][0])
 
 
 def test_leaves_are_dealt_by_cost():
@@ -307,6 +393,47 @@ def test_one_worker_runs_the_optimizer_itself():
     got, _ = tx.update(params, tx.init(params), params)
     want, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
     assert is_same(got, want)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+class Sending(Counting):
+    """`Counting`, of small gathers as well."""
+
+    sent: np.ndarray
+
+    def allgather(self, x: Any) -> Any:
+        self.sent = self.sent + self.times * (self.size - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(x))
+        return super().allgather(x)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wire", "hosts"),
+    [
+        ("asa32", "32", range(8)),
+        ("ring32", "32", range(8)),
+        ("hier-ring32", "32", (0, 1, 2, 3) * 2),
+        ("asa16", "16", range(8)),
+    ],
+)
+def test_googlenet_s_slices_are_as_many_bytes_on_the_wire_as_its_sums_and_clipping_a_float_to_each(
+    strategy, wire, hosts
+):
+    like = {name: jax.ShapeDtypeStruct((8, *shape), jnp.float32) for name, shape in tree("googlenet").items()}
+    whole, cut = (Sending(tuple(hosts)) for _ in range(2))
+    clipped = shards_of(strategy, "mean", cut, BUCKET_BYTES, clip_norm=1.0, gather_wire=wire)
+
+    def traced(move: Any) -> None:
+        jax.eval_shape(jax.vmap(move, axis_name="w"), like)
+
+    traced(lambda x: exchange(x, strategy, comm=whole))
+    traced(lambda x: clipped.gather(clipped.scatter(x)[0], x, wire))
+    scalars = 7 * 4
+    print(strategy, "whole", whole.sent.max(), "sharded", cut.sent.max() - scalars, "clipping", scalars)
+    assert (whole.sent > 2 * 7 / 8 * sum(math.prod(leaf.shape[1:]) for leaf in like.values())).all()
+    assert (cut.sent <= 1.01 * whole.sent).all()
+    assert strategy == "asa16" or (cut.sent <= 1.000_001 * whole.sent).all()
 
 
 # ---------------------------------------------------------------- refused
@@ -370,8 +497,11 @@ def states_of(whole: Any, chunks: tuple[int, ...]) -> dict[int, Any]:
     }
 
 
-@pytest.mark.parametrize("before", [(), (0,), (1, 0), (1, 2, 0)])
-@pytest.mark.parametrize("after", [(), (0,), (1, 0), (0, 1, 2), (3, 1, 2, 0)])
+EIGHT = (4, 0, 5, 1, 6, 2, 7, 3)
+
+
+@pytest.mark.parametrize("before", [(), (0,), (1, 0), (1, 2, 0), (2, 3, 0, 1), EIGHT])
+@pytest.mark.parametrize("after", [(), (0,), (1, 0), (0, 1, 2), (3, 1, 2, 0), EIGHT])
 def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before, after):
     whole = TX.init(PARAMS)
     noise = lambda x: RNG.standard_normal(x.shape).astype(np.float32) if x.dtype == jnp.float32 else x + 7  # noqa: E731
@@ -408,7 +538,7 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
 
 
 LAMB = optax.lamb(1e-2)
-FORMS = ["whole", "entries 2", "leaves 2", "leaves 3", "masters, entries 3", "masters, leaves 2"]
+FORMS = ["whole", "entries 2", "entries 8", "leaves 2", "leaves 3", "masters, entries 3", "masters, leaves 8"]
 
 
 def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict[str, Any]]:

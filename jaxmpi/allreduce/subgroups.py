@@ -45,6 +45,10 @@ class SubComm:
         """The rows of all, added in rank order."""
         return add_rows(self.allgather(x))
 
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """Columns of an all-to-all, added in rank order."""
+        return add_rows(self.alltoall(x.reshape(self.size, -1)))
+
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         """Row `root` of an allgather."""
         return take(self.allgather(x), root)

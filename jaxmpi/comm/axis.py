@@ -10,8 +10,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from jaxmpi.comm.agreement import Fingerprint
-from jaxmpi.comm.base import Pairs, Turn, ring_order
-from jaxmpi.comm.mpi import check_one_host
+from jaxmpi.comm.base import Pairs, Turn, check_one_host, ring_order
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
@@ -33,6 +32,10 @@ class AxisComm:
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`lax.psum`."""
         return lax.psum(x, self.axis)
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """`lax.psum_scatter`."""
+        return lax.psum_scatter(x, self.axis, tiled=True)
 
     def alltoall(self, x: PyTree) -> PyTree:
         """`lax.all_to_all` over the leading axis."""
@@ -124,6 +127,10 @@ class GlooComm(AxisComm):
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`lax.psum`."""
         return self._in_turn(super().allreduce, x)
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """`lax.psum_scatter`."""
+        return self._in_turn(super().reduce_scatter, x)
 
     def alltoall(self, x: PyTree) -> PyTree:
         """`lax.all_to_all` over the leading axis."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmpi.comm.agreement import Fingerprint
+from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
@@ -43,6 +44,10 @@ class Comm(Protocol):
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """Sum over workers; f32 in, f32 out."""
+        ...
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """f32[size m] -> f32[m]: the sum over workers of slice `rank`."""
         ...
 
     def alltoall(self, x: PyTree) -> PyTree:
@@ -107,6 +112,10 @@ class SoloComm:
         """X itself."""
         return x
 
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """X itself."""
+        return x
+
     def alltoall(self, x: PyTree) -> PyTree:
         """X itself."""
         return x
@@ -145,6 +154,14 @@ class SoloComm:
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """`jax.jit`."""
         return jax.jit(function, donate_argnums=donate_argnums)
+
+
+def check_one_host(hosts: Sequence[int]) -> None:
+    """Refuse what only the workers of one host can do."""
+    check(
+        len(set(hosts)) == 1,
+        f"strategy shm sums in the memory of one host; got workers on {len(set(hosts))} hosts: use hier-ring or asa",
+    )
 
 
 def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:

@@ -14,20 +14,13 @@ from jax import lax
 from jax._src import effects
 
 from jaxmpi.comm.agreement import Fingerprint
-from jaxmpi.comm.base import Comm, Pairs, SoloComm, Turn, ring_order
+from jaxmpi.comm.axis import add_rows
+from jaxmpi.comm.base import Comm, Pairs, SoloComm, Turn, check_one_host, ring_order
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.shared_compile import shared_jit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
-
-
-def check_one_host(hosts: Sequence[int]) -> None:
-    """Refuse what only the workers of one host can do."""
-    check(
-        len(set(hosts)) == 1,
-        f"strategy shm sums in the memory of one host; got workers on {len(set(hosts))} hosts: use hier-ring or asa",
-    )
 
 
 class RankComm:
@@ -40,6 +33,14 @@ class RankComm:
         self.size: int = processes.size
         self.hosts = processes.hosts
         self.order = ring_order(self.hosts)
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """An all-to-all and a sum in rank order: mpi4jax has no `MPI_Reduce_scatter_block`."""
+        return add_rows(self.alltoall(x.reshape(self.size, -1)))
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        """Leaves [size, ...]: row i goes to worker i, row j of the result came from worker j."""
+        raise NotImplementedError
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         """`lax.fori_loop`."""

@@ -83,6 +83,10 @@ class ForkComm(SoloComm):
         """The sum in rank order."""
         return self.sum_on_host([x])[0]
 
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """This worker's slice of the sum in rank order."""
+        return self.scatter_on_host(x)
+
     def alltoall(self, x: PyTree) -> PyTree:
         """This worker's column of all rows."""
         return jax.tree.map(lambda rows: rows[:, self.rank], self.allgather(x))

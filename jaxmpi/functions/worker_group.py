@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmpi.allreduce.api import Op, exchange
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.mpi import MpiComm, check_one_host
+from jaxmpi.comm.base import check_one_host
+from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
 from jaxmpi.functions import profiling

@@ -3,6 +3,7 @@
 """
 
 import ctypes
+import functools
 import gc
 import re
 import sys
@@ -88,6 +89,12 @@ def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
         np.testing.assert_allclose(np.asarray(params[name]), np.asarray(whole[name]), rtol=0, atol=off, err_msg=name)
     assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
     assert state[0].mu["kernel"].size == -(-97 * 31 // SIZE)
+
+
+def test_a_reduce_scatter_adds_in_rank_order():
+    rows = np.random.default_rng(0).standard_normal((SIZE, SIZE, 5)).astype(np.float32)  # of each rank, for each
+    mine = jax.jit(COMM.reduce_scatter)(rows[RANK].reshape(-1))
+    np.testing.assert_array_equal(np.asarray(mine), functools.reduce(np.add, rows[:, RANK]))
 
 
 def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
@@ -478,14 +485,15 @@ def test_the_process_grows_by_a_slice_of_the_moments():
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) <= 1.05 * whole / SIZE
 
 
-def test_the_bytes_of_the_moments_are_those_of_a_slice():
-    params = tree(0)
+@pytest.mark.parametrize("wire", ["32", "16"])
+def test_the_bytes_of_the_moments_and_of_masters_are_those_of_a_slice(wire):
+    params, parts = tree(0), MOMENTS + (wire == "16" and SIZE > 1)  # one worker needs no masters
     held = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
     before = held()
-    state = jaxmpi.sharded(optax.adam(1e-2)).init(params)
+    state = jaxmpi.sharded(optax.adam(1e-2), gather_wire=wire).init(params)
     took_bytes = held() - before
-    whole_bytes = MOMENTS * sum(leaf.nbytes for leaf in params.values())
-    padding_bytes = 4 * MOMENTS * len(SHAPES) + 64  # an entry a leaf, counters
+    whole_bytes = parts * sum(leaf.nbytes for leaf in params.values())
+    padding_bytes = 4 * parts * len(SHAPES) + 64  # an entry a leaf, counters
     assert whole_bytes // SIZE <= took_bytes <= whole_bytes / SIZE + padding_bytes
     assert took_bytes <= 1.05 * whole_bytes / SIZE
     del state

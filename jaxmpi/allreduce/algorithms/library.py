@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import StrategySpec
+from jaxmpi.allreduce.algorithms.spec import Halves, StrategySpec, own_chunks
 from jaxmpi.allreduce.algorithms.tree import pairwise_seconds
 from jaxmpi.allreduce.prices import Net, add, crossings, turn
 from jaxmpi.allreduce.wires import WIRES, Wire
@@ -15,6 +15,17 @@ def allreduce(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """Whatever the MPI library's (or XLA's) own allreduce does; 32 bits only."""
     del wire
     return comm.allreduce(x)
+
+
+def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The library's own reduce-scatter: f32[n] -> f32[n / w]. It may add in another order than its allreduce."""
+    del wire
+    return comm.reduce_scatter(x)
+
+
+def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
+    """The library's own allgather: f32[n / w] -> f32[n], in any wire."""
+    return wire.decode(comm.allgather(wire.encode(mine))).reshape(-1)
 
 
 def allreduce_seconds(net: Net, n: float, wire: str) -> float:
@@ -45,6 +56,12 @@ def none_seconds(net: Net, n: float, wire: str) -> float:
 
 
 # Libraries need not repeat it bit for bit, and a resumed run must.
-ALLREDUCE = StrategySpec(allreduce, ("32",), seconds=allreduce_seconds, is_candidate=lambda net: False)
+ALLREDUCE = StrategySpec(
+    allreduce,
+    ("32",),
+    seconds=allreduce_seconds,
+    is_candidate=lambda net: False,
+    halves=Halves(summed_slice, allgathered, own_chunks),
+)
 # It would always win.
 NONE = StrategySpec(none, ("32",), means=own_means, seconds=none_seconds, is_candidate=lambda net: False)

@@ -42,7 +42,8 @@ class HalvesOnHost(NamedTuple):
 class Halves(NamedTuple):
     """A sum in two halves, between which each worker has one w-th of it.
 
-    `gather(scatter(x))` are the bits of `sum`. The second half may take another wire than the first.
+    `gather(scatter(x))` are the bits of `sum`, except for a library's own, which may add in another order. The second
+    half may take another wire than the first.
     """
 
     scatter: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n / w], the sum over workers of this one's chunk
