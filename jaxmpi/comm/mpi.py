@@ -100,7 +100,7 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world."""
         super().__init__(processes, processes.world.Clone())
-        self.messages = processes.clone()  # of mpi4py alone: a message from one rank to another has a header there
+        self.headers, self.arrays = processes.clone(), processes.clone()  # of messages between two ranks, by mpi4py
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`MPI_Allreduce`, sum."""
