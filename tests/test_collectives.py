@@ -28,7 +28,7 @@ print("begun", flush=True)
 LIMITS = {"JAXMPI_EXCHANGE_TIMEOUT_S": "5", "JAXMPI_AGREE_TIMEOUT_S": "5", "JAXMPI_EXIT_TIMEOUT_S": "5"}
 PART = "part = jaxmpi.world().split(0)\na = jax.jit(lambda x: mpi.allreduce(x, comm=part))\n"
 STARTED = "@jax.jit\ndef s(x):\n    h = jaxmpi.start(mpi.allreduce, x)\n    y = x + 1\n    return y * jaxmpi.wait(h)\n"
-MISTAKES = {  # what ranks run, and what the error says
+MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many ranks if not 2
     "another shape": (
         "mpi.allreduce(jnp.ones(3 + rank))",
         r"allreduce differs between ranks:\s+rank 1: shape of argument 0: got \[4\], expected \[3\]",
@@ -113,6 +113,46 @@ MISTAKES = {  # what ranks run, and what the error says
         "mpi.send(jnp.ones(4), 1) if rank == 0 else mpi.recv(x, 0)",
         r"rank 1 expects float32\[3\], but got float32\[4\] from rank 0's send\(float32\[4\]",
     ),
+    "another order of started operations on a part of the ranks": (
+        "part = jaxmpi.world().split(0, key=-rank)\n"
+        "h = lambda op: jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, op, comm=part)))\n"
+        "a, b = h('max'), h('min')\n"
+        "a(x).block_until_ready(), b(x).block_until_ready(), (a, b)[rank](x).block_until_ready()",
+        r"rank 0 to 'allreduce\(float32\[3\], op=max\).*rank 1 to 'allreduce\(float32\[3\], op=min\)",
+    ),
+    "one rank is missing at a started operation of a part of the ranks": (
+        "part = jaxmpi.world().split(None if rank == 1 else 0, key=-rank)\n"
+        "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, comm=part)))\n"
+        "if part: s(x).block_until_ready()\n"
+        "if rank == 0: s(x).block_until_ready()\nelse: time.sleep(60)",
+        r"comparison of allreduce.* has waited \d s for rank \[2\];.*; rank 2 is at <string>:15 in <module>",
+        3,
+    ),
+    "one rank alone makes the first call on a communicator of mpi4py": (
+        "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Split(rank == 1, -rank)\n"
+        "if rank == 0: mpi.allreduce(x, comm=sub)\nelse: time.sleep(60)",
+        r"the first call on a communicator of 2 ranks has waited 5 s for rank \[2\];.*; rank 2 is at <string>:14 in ",
+        3,
+    ),
+    "a message that all ranks of a communicator of mpi4py do not come to at first": (
+        "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\n"
+        "if rank == 0: mpi.send(x, 1, comm=sub)\nelif rank == 1: mpi.recv(x, 0, comm=sub)\nelse: time.sleep(60)",
+        r"the first call on a communicator of 3 ranks has waited 5 s for rank \[2\]; .* does not concern",
+        3,
+    ),
+    "the script of one rank has ended before the first call on a communicator of mpi4py": (
+        "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\nif rank == 0: mpi.allreduce(x, comm=sub)",
+        r"rank 0 waits in the first call on a communicator of 2 ranks, .* for rank 1, whose script has ended;",
+    ),
+    "a started receive without a send": (
+        "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.recv, x, 0)))\n"
+        "if rank == 1: s(x).block_until_ready()\nelse: time.sleep(60)",
+        r"recv\(float32\[3\], source=0\), .* has waited 5 s; no message has come or gone.*; rank 0 is at <string>:13",
+    ),
+    "a started send without a receive": (
+        "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.send, x, 1)))\nif rank == 0: s(x)\nelse: time.sleep(60)",
+        r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;.*; rank 1 is at <string>",
+    ),
     "two receives that wait for each other": (
         "mpi.recv(x, 1 - rank); mpi.send(x, 1 - rank)",
         r"recv\(float32\[3\], source=\d\), <string>:\d+ in <module> has waited 5 s",
@@ -126,11 +166,14 @@ CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.m
 
 @pytest.mark.parametrize("mistake", CASES)
 def test_a_mistake_ends_the_job_with_rank_and_call(mistake):
-    script, message = MISTAKES[mistake]
-    ended = mpirun(2, "-c", f"{HEAD}import time\n{script}\nprint('went on', flush=True)\n", timeout_s=90, env=LIMITS)
+    script, message, *rest = MISTAKES[mistake]
+    ranks = rest[0] if rest else 2
+    ended = mpirun(
+        ranks, "-c", f"{HEAD}import time\n{script}\nprint('went on', flush=True)\n", timeout_s=90, env=LIMITS
+    )
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0, ended.out[-3000:]
-    assert ended.out.count("begun") == 2, ended.out[-3000:]
+    assert ended.out.count("begun") == ranks, ended.out[-3000:]
     assert re.search(message, ended.out), ended.out[-3000:]
 
 

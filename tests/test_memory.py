@@ -118,7 +118,9 @@ print("SEEN " + json.dumps([[name, words[name], seen[name]] for name in seen]))
 
 @pytest.mark.e2e
 def test_a_worker_s_process_grows_by_the_bytes_that_were_forecast():
-    ended = run([sys.executable, "-c", WIDE + REAL], timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
+    ended = run(
+        [sys.executable, "-c", WIDE + REAL], timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"}
+    )
     assert ended.code == 0, ended.out
     rows = re.findall(r'\["([\w ]+)", (\d+), (\d+)\]', ended.out)
     assert [name for name, _, _ in rows] == ["params", "moments", "step", "step of slices"], ended.out

@@ -38,9 +38,10 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     thread: Any = comm_thread.CommThread.__new__(comm_thread.CommThread)
-    thread.control = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
     thread._waited = polling.WaitClock()
-    job = comm_thread.Job("bucket 3", np.zeros(1, np.float32), iter(()))
+    control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
+    control.roll = SimpleNamespace(where=lambda ranks: "")
+    job = comm_thread.Job("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
     thread._segments = [comm_thread.Segment(job, iter(()), [SimpleNamespace()])]
     monkeypatch.setattr(comm_thread, "some_are_complete", lambda requests: False)
     for _ in range(2):

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmpi.allreduce.algorithms import STRATEGIES, parse
 from jaxmpi.allreduce.algorithms.table import HostSum
-from jaxmpi.allreduce.comm_thread import DONE, OPEN, START, comm_thread
+from jaxmpi.allreduce.comm_thread_handlers import DONE, OPEN, START, exchange_handlers
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
@@ -72,9 +72,9 @@ class Calls(NamedTuple):
             what: the exchange's name, for ranks to compare at each run.
             half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
         """
-        total = HostSum.named(strategy, comm_thread().comm, half)
+        total = HostSum.named(strategy, exchange_handlers().comm, half)
         ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
-        most = comm_thread().control.tags // 2  # a resumed exchange has the upper half
+        most = exchange_handlers().control.tags // 2  # a resumed exchange has the upper half
         check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
         each = zip(ends[:-1], labels, strict=True)
         buckets = [{"strategy": strategy, "half": half, "first": first, "label": label} for first, label in each]

@@ -24,8 +24,8 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.comm_thread import COLLECT, LATE, OPEN, SEND
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls
+from jaxmpi.allreduce.comm_thread_handlers import COLLECT, LATE, OPEN, SEND
 from jaxmpi.allreduce.sharded import Shards, cut, joined_rows
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import Entries, shape_of_slice, whole_of

@@ -27,8 +27,8 @@ from jaxmpi.allreduce.api import (
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, fuse, split_all
 from jaxmpi.allreduce.call_order import callers
-from jaxmpi.allreduce.comm_thread import COLLECT, LATE, OPEN, SEND
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, why_not
+from jaxmpi.allreduce.comm_thread_handlers import COLLECT, LATE, OPEN, SEND
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import OVERLAPS, check_bucket_bytes

@@ -45,8 +45,8 @@ from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, plan
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
-from jaxmpi.allreduce.comm_thread import RANK
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
+from jaxmpi.allreduce.comm_thread_handlers import RANK
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, is_carried
 from jaxmpi.allreduce.early_scatter import scattering

@@ -5,6 +5,10 @@ receiver's array undefined, or is read as numbers that it is not. And a rank tha
 waits for ever. So a header goes before each message, with its dtype, shape and the sender's line; whoever waits looks
 for messages, has a time limit, and names the call.
 
+Headers and arrays have communicators of their own. A header has a number of its sender's, which is the tag of the array
+behind it. So receives that wait at once for headers of one source and tag, as of started messages, get each its own
+header in the order in which they began, as MPI has it, and then that header's array.
+
 A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
 ranks may both send first. It looks again at its next message, and before the process ends.
 
@@ -14,6 +18,7 @@ Programs reach this through a handler in Python, mpi4py below it. On GPUs they c
 import functools
 import itertools
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +36,7 @@ from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 MESSAGE = "jaxmpi: a message between two ranks"
-HEADER = struct.Struct("qq80s160s")  # sender's rank, tag, dtype and shape, the sender's call
+HEADER = struct.Struct("qqq80s152s")  # sender's rank, tag, tag of the array, dtype and shape, the sender's call
 ANY = -2  # source or tag
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 Requests = list[Any]  # of mpi4py
@@ -48,7 +53,7 @@ def run(call: Call, *operands: jax.Array) -> list[jax.Array]:
     sent = operands[:1] if call.operation != "recv" else ()
     rest = operands[-1:] if results and call.source == NOBODY else ()
     options = {"comm": number_of(call.comm), **options_of(call, call.what(*operands))}
-    name, effect = _registered(), call.comm.effect
+    name, effect = registered(), call.comm.effect
     return host_callbacks.call(name, [*sent, *rest], results, effect=effect, **options)
 
 
@@ -131,10 +136,12 @@ class Unreceived(NamedTuple):
 
 
 _unreceived: list[Unreceived] = []
+_lock = threading.Lock()  # of the list: programs send from several threads
+_sent_numbers = itertools.count()
 
 
 @functools.cache
-def _registered() -> str:
+def registered() -> str:
     """Name of the handler, which is registered at the first use."""
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
     before_mpi_ends(check_all_received)
@@ -160,13 +167,16 @@ def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], comm:
     for requests in steps(_comms[comm], operands, results, **options):
         for request in requests:
             if not wait(request, TIMEOUT_S):
-                processes = _comms[comm].processes
-                partners = [processes.numbers[r] for r in sorted({options["source"], options["dest"]} - {ANY, NOBODY})]
-                raise TrainingError(
-                    f"{options['line']} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must "
-                    "call its part (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
-                    f"{processes.roll.where(partners)}"
-                )
+                raise lost(_comms[comm], **options)
+
+
+def lost(comm: MpiComm, source: int, dest: int, line: str, **_: Any) -> TrainingError:
+    """The error of a message that has not come or gone in time."""
+    partners = comm.processes.in_job(sorted({source, dest} - {ANY, NOBODY}))
+    return TrainingError(
+        f"{line} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must call its part "
+        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){comm.processes.roll.where(partners)}"
+    )
 
 
 def steps(
@@ -193,10 +203,12 @@ def steps(
 
 def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
     """Begin to send a header and an array."""
-    _unreceived[:] = [sent for sent in _unreceived if not sent.request.Test()]
-    header = np.frombuffer(HEADER.pack(comm.rank, tag, type_of(x).encode(), line.encode()), np.uint8)
-    _unreceived.append(Unreceived(comm.messages.Issend(header, dest, tag), line, comm, dest))
-    return [comm.messages.Isend(part, dest, tag) for part in _parts(x)]
+    number = next(_sent_numbers) % comm.processes.tags
+    header = np.frombuffer(HEADER.pack(comm.rank, tag, number, type_of(x).encode(), line.encode()), np.uint8)
+    with _lock:
+        _unreceived[:] = [sent for sent in _unreceived if not sent.request.Test()]
+        _unreceived.append(Unreceived(comm.headers.Issend(header, dest, tag), line, comm, dest))
+    return [comm.arrays.Isend(part, dest, number) for part in _parts(x)]
 
 
 def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
@@ -210,8 +222,8 @@ def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, 
     header = np.empty(HEADER.size, np.uint8)
     ranks, tags = MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag
     with comm.processes.roll.waiting(PARTNER, line, partner=None if source == ANY else source):
-        yield [comm.messages.Irecv(header, ranks, tags)]
-    rank, its_tag, *texts = HEADER.unpack(header.tobytes())
+        yield [comm.headers.Irecv(header, ranks, tags)]
+    rank, its_tag, number, *texts = HEADER.unpack(header.tobytes())
     theirs, call = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
     numbers = comm.processes.numbers
     check(
@@ -219,7 +231,7 @@ def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, 
         f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
         f"{call}; give both the same shape and dtype, or tell the messages apart by tags",
     )
-    yield [comm.messages.Irecv(part, rank, its_tag) for part in _parts(y)]
+    yield [comm.arrays.Irecv(part, rank, number) for part in _parts(y)]
     if status:
         given = _statuses[status]
         given.Set_source(rank)

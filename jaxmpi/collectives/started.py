@@ -7,12 +7,12 @@
 `start` hands the arrays to the communication thread of the process and returns at once; `wait` returns what has come.
 Starts have the order of the program, the same on all ranks. The thread compares over ranks which operation each has
 come to, one comparison after another, and only then has MPI begin it: so all ranks begin operations in one order, and
-none with another's numbers. Messages between two ranks are compared by their headers.
+none with another's numbers. A message between two ranks begins at once, in the program's order, and is compared by its
+header; other ranks take no part.
 """
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import math
 import threading
@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller
-from jaxmpi.allreduce.comm_thread import CommThread, Job, comm_thread
+from jaxmpi.allreduce.comm_thread import Job, comm_thread, same_calls
 from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
 from jaxmpi.collectives import api, messages
@@ -38,15 +38,12 @@ from jaxmpi.collectives.call import Call, like
 from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
-from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.exchange_watch import BESIDE
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import host_callbacks
 
 START, WAIT = "jaxmpi: an operation starts", "jaxmpi: an operation is waited for"
-WHAT_BYTES = 256  # of a call's description, for messages; ranks compare its digest, too
 
 
 # ---------------------------------------------------------------- while a program is traced
@@ -68,7 +65,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     """Begin an operation of `jaxmpi.collectives` inside jit, while the program goes on: `start(allreduce, x, "max")`.
 
     Arrays are copied. Several may be under way; ranks start them in the same order. Each handle is waited for once, in
-    the function that started it. All ranks compile the same starts, also those of a send or a recv.
+    the function that started it. All ranks of the communicator compile the same starts; of a message its two ranks do.
 
     Communicates: as the operation, on the communication thread.
 
@@ -138,11 +135,10 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, handle: Ha
     check_counts(call, ctx.avals_in)
     reason = host_callbacks.why_not() or ("" if call.comm.processes.may_overlap else "MPI has no MPI_THREAD_MULTIPLE")
     check(not reason, f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
-    if row_of(call).is_message:
-        call.comm.processes.assert_same("a message beside a program", call.operation)
-    else:
+    _registered()
+    if not row_of(call).is_message:
         call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
-    lane_of(call.comm)
+        lane_of(call.comm)
     _calls.append((call, [like(y) for y in row_of(call).results(call, *ctx.avals_in)], what))
     number = len(_calls) - 1
 
@@ -181,32 +177,38 @@ _tickets = itertools.count()
 
 
 @functools.cache
-def _thread() -> CommThread:
-    """The communication thread; all ranks of the job make the first call together."""
+def _registered() -> None:
+    """Register the handlers of programs and the end of messages, and start the thread, at the first use."""
+    messages.registered()
     host_callbacks.register(START, _start, ends_job=True)
     host_callbacks.register(WAIT, _wait, ends_job=True)
-    return comm_thread()
+    comm_thread()
 
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
     """(arrays) -> ticket u32[]; copies travel."""
     made, shapes, what = _calls[call]
     xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in shapes]
-    ticket, lane, thread = next(_tickets) % 2**32, lane_of(made.comm), _thread()
+    ticket, thread, bucket = next(_tickets) % 2**32, comm_thread(), ys[0] if ys else np.empty(0)
     results[0][...] = ticket
-    is_message = row_of(made).is_message
-    options = messages.options_of(made, what) if is_message else {}
-    steps = messages.steps(made.comm, xs, ys, **options) if is_message else began(made, lane.mpi, xs, ys)
-    job = thread.jobs[(ticket,)] = Job(what, ys[0] if ys else np.empty(0), iter([steps]))
-    if is_message:
+    if row_of(made).is_message:
+        options = messages.options_of(made, what)
+        steps = messages.steps(made.comm, xs, ys, **options)
+        begun = next(steps, None)  # here: the program's next message to or from that rank comes behind it
+        steps = itertools.chain([] if begun is None else [begun], steps)
+        lost = functools.partial(messages.lost, made.comm, **options)
+        job = thread.jobs[(ticket,)] = Job(what, bucket, iter([steps]), lost=lost)
         thread.hand_over(job)
     else:
+        lane = lane_of(made.comm)
+        steps = began(made, lane.mpi, xs, ys)
+        job = thread.jobs[(ticket,)] = Job(what, bucket, iter([steps]), control=lane.control)
         lane.add(job)
 
 
 def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
     """(ticket, what must be there before) -> (results); waits."""
-    job = _thread().wait((int(operands[0]),))
+    job = comm_thread().wait((int(operands[0]),))
     for result in results:
         np.copyto(result, job.bucket)
 
@@ -214,10 +216,10 @@ def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
 class Lane:
     """The operations that are started on one communicator, each begun once ranks have compared it."""
 
-    def __init__(self, thread: CommThread, comm: MpiComm) -> None:
-        """Take communicators for comparisons and for operations; all ranks call it together."""
-        self.thread, self.comm = thread, comm
-        self.openings, self.mpi = comm.processes.clone(), comm.processes.clone()
+    def __init__(self, comm: MpiComm) -> None:
+        """Take communicators for comparisons and for operations; all its ranks call it together, and no others."""
+        self.control = comm.processes.apart()
+        self.mpi = self.control.clone()
         self._lock, self._is_busy = threading.Lock(), False
         self._jobs: deque[Job] = deque()
 
@@ -227,8 +229,8 @@ class Lane:
             self._jobs.append(job)
             begins, self._is_busy = not self._is_busy, True
         if begins:
-            steps, roll = iter([self._compared()]), self.comm.processes.roll
-            self.thread.hand_over(Job(f"the comparison of {job.label}", np.empty(0), steps, roll=roll))
+            label, steps = f"the comparison of {job.label}", iter([self._compared()])
+            comm_thread().hand_over(Job(label, np.empty(0), steps, control=self.control))
 
     def _next(self) -> Job | None:
         with self._lock:
@@ -242,21 +244,14 @@ class Lane:
             UsageError: ranks have come to different operations.
         """
         while job := self._next():
-            what = job.label.encode()
-            mine = hashlib.sha256(what).digest() + what[-WHAT_BYTES:].ljust(WHAT_BYTES)
-            rows = np.empty((self.comm.size, len(mine)), np.uint8)
-            with self.comm.processes.roll.waiting(BESIDE, job.label):
-                yield [self.openings.Iallgather(np.frombuffer(mine, np.uint8), rows)]
-            if (rows != rows[0]).any():
-                calls = [row[-WHAT_BYTES:].tobytes().decode(errors="replace").rstrip() for row in rows]
-                raise UsageError(different_calls(dict(enumerate(calls))))
-            self.thread.begin(job)
+            yield from same_calls(self.control.world, self.control, job.label)
+            comm_thread().begin(job)
 
 
 @functools.cache
 def lane_of(comm: MpiComm) -> Lane:
-    """This communicator's; all ranks of the job call it together for its first operation."""
-    return Lane(_thread(), comm)
+    """This communicator's; all its ranks call it together for its first operation."""
+    return Lane(comm)
 
 
 def began(call: Call, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:

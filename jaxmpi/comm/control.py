@@ -281,6 +281,7 @@ class MpiProcesses:
             MPI.UNDEFINED not in places,
             f"communicator: got {world.size} ranks, of which {places.count(MPI.UNDEFINED)} are not of this job",
         )
+        self._meet_on(world, places)
         other = copy.copy(self)
         other.world = self.clone(world)
         other.rank, other.size = world.rank, world.size
@@ -291,6 +292,24 @@ class MpiProcesses:
         other.local_rank, other.local_size = other._local.rank, other._local.size
         other.roll = other._new_roll()
         return other
+
+    def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
+        """Wait without spinning for the ranks of a communicator of mpi4py, by their numbers here.
+
+        Raises:
+            TrainingError: who has not come within AGREE_TIMEOUT_S.
+        """
+        what = f"the first call on a communicator of {world.size} ranks"
+        with self.roll.meeting(ranks, what, AGREE_TIMEOUT_S) as meeting:
+            if wait(world.Ibarrier(), AGREE_TIMEOUT_S):
+                return
+            absent = self.roll.absent(meeting)
+        one_of = "" if self.roll.may_watch else "one of "  # else they do not say who is here
+        raise TrainingError(
+            f"{what} has waited {AGREE_TIMEOUT_S:g} s for {one_of}rank {absent}; all its ranks must make their first "
+            f"call on it together, also those that a message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
+            f"{self.roll.where(absent)}"
+        )
 
     def leave(self, code: int = 0) -> None:
         """Meet all ranks at the end. If some may be lost, and MPI's own end could hang, end the process there."""

@@ -13,6 +13,8 @@ message, reads it and puts it back. Python's waits are noted in a `Roll`.
 import functools
 import sys
 import threading
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from jaxmpi.runtime import failures
 
 FREE, WAITS, HELD = range(3)  # tags: nobody has the turn; an exchange waits for it; an exchange has it
 TELL, ASK, PLACE, ENDED = range(4)  # tags of what watching threads send each other
-COMPARED, CONTROL, BESIDE, PARTNER = WAYS = range(4)  # ways in which a rank waits
+COMPARED, CONTROL, BESIDE, PARTNER, MEETING = WAYS = range(5)  # ways in which a rank waits
 LOOK_S = 0.5  # between looks
 PROBES = 3  # MPICH fetches a message in the first, and finds it in the next
 SAID_AFTER_S = 20.0  # that an exchange waits for other ranks, or for another one of its process
@@ -42,8 +44,8 @@ EXCHANGE_TIMEOUT = "JAXMPI_EXCHANGE_TIMEOUT_S"
 class Call(NamedTuple):
     """A call that ranks make together."""
 
-    number: int  # of an exchange in programs, else 0
-    count: int  # how many of its way this process has begun
+    number: int  # of an exchange in programs, or of the ranks that meet, else 0
+    count: int  # how many of its way this process has begun; of meetings: with these ranks
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -68,6 +70,8 @@ class Wait:
 
 
 def _must(wait: Wait) -> str:
+    if wait.way == MEETING:
+        return "all its ranks must make their first call on it together"
     return "the other rank must call its part" if wait.way == PARTNER else "all ranks must call it as often"
 
 
@@ -97,6 +101,8 @@ class Roll:
         self.comm, self.numbers = comm, tuple(numbers)
         self.rank, self.others = comm.rank, tuple(sorted({*range(comm.size)} - {comm.rank}))
         self.counts = [0] * len(WAYS)
+        self.meetings: Counter[int] = Counter()  # by the number of the ranks that meet
+        self.may_watch = may_watch
         self.waits: set[Wait] = set()  # of Python
         self.turn: Turn | None = None
         self.held: Wait | None = None  # of a program
@@ -121,12 +127,30 @@ class Roll:
         self.counts[way] += 1
         partners = self.others if partner is None else (partner,)
         call, thread = Call(0, self.counts[way]), threading.get_ident() if way == CONTROL else None
-        wait = Wait(way=way, call=call, what=what, limit_s=limit_s, partners=partners, thread=thread)
+        with self._noted(Wait(way=way, call=call, what=what, limit_s=limit_s, partners=partners, thread=thread)):
+            yield
+
+    @contextmanager
+    def meeting(self, ranks: Sequence[int], what: str, limit_s: float) -> Iterator[Wait]:
+        """Note that this rank waits for some of these ranks, which have no communicator of ours yet; see `waiting`."""
+        number = zlib.crc32(np.array(sorted(ranks), np.int32).tobytes()) >> 1  # to fit i32
+        self.meetings[number] += 1
+        call, partners = Call(number, self.meetings[number]), tuple(sorted({*ranks} - {self.rank}))
+        wait = Wait(way=MEETING, call=call, what=what, limit_s=limit_s, partners=partners, thread=threading.get_ident())
+        with self._noted(wait):
+            yield wait
+
+    @contextmanager
+    def _noted(self, wait: Wait) -> Iterator[None]:
         self.waits.add(wait)
         try:
             yield
         finally:
             self.waits.discard(wait)
+
+    def absent(self, wait: Wait) -> list[int]:
+        """Numbers in the job of those that have not come to a wait, as far as they have said so."""
+        return self._job_numbers([rank for rank in wait.partners if not self._waits_too(rank, wait)])
 
     def where(self, numbers: Sequence[int]) -> str:
         """Say where ranks, by their numbers in the job, were when they were asked; empty if nobody has asked."""
@@ -198,9 +222,11 @@ class Roll:
 
     def _check_ended(self, wait: Wait, absent: Sequence[int]) -> None:
         """Raise `TrainingError` if nobody is left who could come, or one is missing of those that all must."""
-        is_message = wait.way == PARTNER
-        gone = [r for r in absent if r in self.ended and (is_message or self.ended[r][wait.way] < wait.call.count)]
-        if gone and (not is_message or gone == [*wait.partners]):
+        is_counted = wait.way not in (PARTNER, MEETING)
+        gone = [
+            r for r in absent if r in self.ended and not (is_counted and self.ended[r][wait.way] >= wait.call.count)
+        ]
+        if gone and (wait.way != PARTNER or gone == [*wait.partners]):
             raise TrainingError(
                 f"rank {self.numbers[self.rank]} waits in {wait.text()} for rank {self._named(gone)}, whose script has "
                 f"ended; {_must(wait)}"

@@ -101,7 +101,7 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world."""
         super().__init__(processes, processes.world.Clone())
-        self.messages = processes.clone()  # of mpi4py alone: a message from one rank to another has a header there
+        self.headers, self.arrays = processes.clone(), processes.clone()  # of messages between two ranks, by mpi4py
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`MPI_Allreduce`, sum."""
@@ -172,7 +172,8 @@ class MpiComm(RankComm):
     @functools.cached_property
     def reversed_mpi(self) -> Any:
         """The same ranks from the last to the first; all come here together for the first time."""
-        return self.mpi.Split(0, -self.rank)
+        self.processes.assert_same("the ranks in reverse", self.size)  # polled: it names who is absent
+        return self.processes.world.Split(0, -self.rank)  # `self.mpi` is the programs', which may be using it now
 
     def _make_shared_sum(self) -> SharedSum:
         """In order among mpi4jax's collectives. Its number is new on all ranks: one of them traces for all."""

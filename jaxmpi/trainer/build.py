@@ -25,7 +25,7 @@ from jaxmpi.allreduce.algorithms.table import fitting_on_host, with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import comm_thread
+from jaxmpi.allreduce.comm_thread_handlers import exchange_handlers
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import Shards, check_floats, shards_of
@@ -570,7 +570,7 @@ def exchange_for(
             early=is_early,
         )
         if is_beside:
-            comm_thread()
+            exchange_handlers()
         if workers.devices > 1 and workers.mesh:
             shards = ShardsOfDevices(of=shards, mesh=workers.mesh, deal=dealt)
         return base.Exchange(partial(exchange, **options), partial(exchange, **options, op="sum"), shards=shards)
@@ -585,7 +585,7 @@ def exchange_for(
     if mean and sum_up:
         return base.Exchange(mean, sum_up)
     if is_beside:
-        comm_thread()  # all ranks start it together; programs that come from another rank find it
+        exchange_handlers()  # all ranks make them together; programs that come from another rank find it
     return base.Exchange(
         partial(share, op="mean", **options),
         partial(share, op="sum", **options),

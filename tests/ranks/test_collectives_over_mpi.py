@@ -1,5 +1,6 @@
 """The collective operations against NumPy, for any number of ranks. Every rank knows what every rank holds."""
 
+import threading
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
+from jaxmpi.collectives.call import like
 from jaxmpi.runtime import host_callbacks
 
 COMM = jaxmpi.world()
@@ -409,6 +411,87 @@ def test_started_operations_give_what_the_operations_give():
         started, now = compiled()
         jax.tree.map(same, started[:-1], now)
         same(started[-1], mpi.allreduce(x))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
+    """Of a tree, to both sides, beside ordinary ones; with 2 ranks all are between one pair. 12 B and 160 kB."""
+    before, after = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+
+    def held_by(rank: int) -> dict[str, jax.Array]:
+        return {"small": jnp.arange(3.0) + rank, "large": jnp.arange(40_000.0) - rank}
+
+    @jax.jit
+    def program(tree: dict[str, jax.Array]) -> list[Any]:
+        twice = jax.tree.map(lambda leaf: 2 * leaf, tree)
+        right = jaxmpi.start(mpi.sendrecv, tree, tree, before, after)
+        left = jaxmpi.start(mpi.sendrecv, twice, twice, after, before)
+        beside = mpi.sendrecv(3 * tree["small"], tree["small"], before, after)
+        mpi.send(4 * tree["small"], after)
+        sent = jaxmpi.start(mpi.send, 5 * tree["small"], after)
+        first = jaxmpi.start(mpi.recv, tree["small"], before)
+        second = mpi.recv(tree["small"], before)
+        jaxmpi.wait(sent)
+        return [jaxmpi.wait(right), jaxmpi.wait(left), beside, jaxmpi.wait(first), second]
+
+    theirs, small = held_by(before), held_by(before)["small"]
+    expected = [theirs, jax.tree.map(lambda leaf: 2 * leaf, held_by(after)), 3 * small, 4 * small, 5 * small]
+    for _ in range(3):
+        jax.tree.map(same, program(held_by(RANK)), expected)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_a_started_message_takes_its_two_ranks_alone():
+    """Along an open chain: the first rank starts a send alone, the last a receive alone."""
+
+    @jax.jit
+    def program(x: jax.Array) -> jax.Array:
+        sent = jaxmpi.start(mpi.send, x, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY)
+        came = jaxmpi.start(mpi.recv, -x, RANK - 1 if RANK else mpi.NOBODY)
+        jaxmpi.wait(sent)
+        return jaxmpi.wait(came)
+
+    assert float(program(jnp.float32(RANK))) == max(RANK - 1, 0)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker starts nothing")
+def test_ranks_outside_a_part_take_no_part_in_what_it_starts():
+    part = COMM.split(RANK % 2)
+    if RANK % 2 == 0:
+        started = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, comm=part)))
+        assert float(started(jnp.float32(RANK))) == sum(range(0, SIZE, 2))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_a_reversed_scan_is_traced_while_an_earlier_program_exchanges():
+    """On rank 0 that waits in MPI by then, on rank 1 it waits for a gate."""
+    pair = COMM.split(0 if RANK < 2 else None)
+    if pair is None:
+        return
+    gate = threading.Event()
+
+    def pass_through(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
+        assert gate.wait(20)
+        np.copyto(results[0], operands[0])
+
+    @jax.jit
+    def earlier(x: jax.Array, square: jax.Array) -> jax.Array:
+        [passed] = host_callbacks.call("test: a gate", [x], [like(x)])
+        return mpi.allgather(passed + (square @ square)[0, 0], comm=pair)
+
+    host_callbacks.register("test: a gate", pass_through)
+    gate.set()
+    x, square = jnp.arange(3.0) + RANK, jnp.zeros((200, 200))  # JAX waits for programs that compute little
+    earlier(x, square).block_until_ready()
+    if RANK == 1:
+        gate.clear()
+    pending = earlier(x, square)
+    gradient = jax.jit(jax.grad(lambda x: (mpi.scan(x, comm=pair) ** 2).sum())).lower(x).compile()
+    gate.set()
+    both = np.stack([np.arange(3, dtype=np.float32) + rank for rank in range(2)])
+    same(gradient(x), 2 * np.cumsum(both, 0)[RANK:].sum(0))
+    same(pending, both)
+    host_callbacks.forget("test: a gate")
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker starts nothing")

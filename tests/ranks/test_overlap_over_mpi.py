@@ -20,7 +20,8 @@ from jaxmpi.allreduce import host_comm, overlap
 from jaxmpi.allreduce.algorithms.color_trees import forest, packets_of
 from jaxmpi.allreduce.algorithms.table import fitting_on_host
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import OPENINGS, THREAD, WINDOW, comm_thread
+from jaxmpi.allreduce.comm_thread import THREAD, WINDOW, comm_thread
+from jaxmpi.allreduce.comm_thread_handlers import OPENINGS, exchange_handlers
 from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
@@ -171,7 +172,7 @@ def test_in_a_loop():
 
 def test_an_exported_program_runs_on_all_ranks():
     """The first rank of the host traces for all."""
-    comm_thread()
+    exchange_handlers()
     x = jnp.arange(1000.0) * (RANK + 1)
 
     def trace() -> bytes:

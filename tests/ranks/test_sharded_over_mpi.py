@@ -24,7 +24,8 @@ import jaxmpi
 from jaxmpi.allreduce import early_scatter
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import COLLECT, DONE, OPEN, START, Job, comm_thread
+from jaxmpi.allreduce.comm_thread import Job, comm_thread
+from jaxmpi.allreduce.comm_thread_handlers import COLLECT, DONE, OPEN, START, exchange_handlers
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm import shared_params, shared_sync
@@ -148,7 +149,7 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 @pytest.mark.parametrize("strategy", ["asa:16", "ring:32"])
 def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
-    comm_thread()  # all ranks start their threads together
+    exchange_handlers()  # all ranks make them together
 
     def there_and_back(beside: Order | None) -> Any:
         halves = shards_of(strategy, "mean", COMM, 16 << 10, clip_norm=1.0, gather_wire="16", beside=beside)
@@ -167,7 +168,7 @@ def called(equation: Any) -> Any:
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_the_first_new_params_need_not_wait_for_the_last_gradients():
-    comm_thread()  # all ranks start their threads together
+    exchange_handlers()  # all ranks make them together
     halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
     jaxpr = jax.make_jaxpr(lambda x: halves.gather(halves.scatter(x)[0], x))(tree(0)).jaxpr
     needed: dict[Any, set[int]] = {}  # by variable: the waits that come before it
@@ -187,7 +188,7 @@ def test_the_first_new_params_need_not_wait_for_the_last_gradients():
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_sums_that_nobody_uses_are_waited_for():
     """Those of frozen layers: the thread writes into the program's buffers until then."""
-    comm_thread()  # all ranks start their threads together
+    exchange_handlers()  # all ranks make them together
     halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
     text = jax.jit(lambda x: jax.tree.leaves(halves.scatter(x)[0])[-1]).lower(tree(0)).as_text()
     assert text.count(f'"{START}"') == text.count(f'"{DONE}"') == len(SHAPES)
@@ -230,7 +231,7 @@ def net_params() -> Any:
 
 def step_of(strategy: str, is_late: bool, bucket_bytes: int = 4096) -> tuple[Any, Any, LateGather | None]:
     """(params, state, x) -> (params, state), and state 0."""
-    comm_thread()  # all ranks start their threads together
+    exchange_handlers()  # all ranks make them together
     params, tx, order = net_params(), optax.sgd(0.05, momentum=0.9), Order()
     halves = shards_of(strategy, "mean", COMM, bucket_bytes, clip_norm=1.0, beside=order)
     rule_of = lambda shards: gradients(tx, Exchange(lambda g: g, lambda g: g, shards=shards))  # noqa: E731
@@ -293,7 +294,7 @@ def test_each_leaf_is_waited_for_once_the_layers_before_it_are_computed():
 @pytest.mark.skipif(SIZE == 1, reason="there is no thread")
 def test_a_bucket_is_begun_when_none_of_an_earlier_turn_is_under_way():
     thread, begun = comm_thread(), list[int]()
-    mpi = thread.control.world.Clone()
+    mpi = exchange_handlers().control.world.Clone()
 
     def segment(tag: int) -> Iterator[list[Any]]:
         begun.append(tag)

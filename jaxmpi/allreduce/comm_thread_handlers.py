@@ -1,0 +1,158 @@
+"""The Python functions by which programs hand buckets to the communication thread.
+
+In a program an exchange is three kinds of calls. `open` numbers it, in the order of programs, so that all ranks give a
+bucket the same number. `start` hands a bucket to the thread and returns at once; it waits for nothing but its own
+gradients, so XLA runs it when they are there, on each rank in an order of its own. `done`, after the last start, waits
+until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
+is copied, and XLA, for which only these calls use the buffer, leaves it alone.
+
+An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
+
+Messages have no names, so ranks that run two programs of equal shapes in different orders would add up gradients of
+different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
+for that. The comparison travels while the program computes; waiting for it in `open` would put it before each step.
+"""
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxmpi.allreduce.algorithms.table import HostSum
+from jaxmpi.allreduce.comm_thread import THREAD, Job, Opening, comm_thread, same_calls
+from jaxmpi.allreduce.host_comm import HostComm, Requests
+from jaxmpi.comm.agreement import fingerprint
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi import MpiComm, world
+from jaxmpi.core.errors import check
+from jaxmpi.runtime import host_callbacks
+from jaxmpi.runtime.host_callbacks import copy_unless_shared
+
+OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "start", "done", "send", "collect"))
+RANK = f"{THREAD}: rank"
+LATE = itertools.count()  # programs whose buckets travel behind the next step; all ranks make the same
+OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on them; fewer are under way
+
+
+class ExchangeHandlers:
+    """Exchanges over all ranks of the job, on the communication thread."""
+
+    def __init__(self, control: MpiProcesses, order: tuple[int, ...], hosts: tuple[int, ...]) -> None:
+        """Register the functions; all ranks call this together.
+
+        Args:
+            control: agreement between ranks, used for these exchanges only.
+            order: ranks by host.
+            hosts: of every rank.
+        """
+        self.thread = comm_thread()
+        self.control, self.comm = control, HostComm(control.world.Clone(), order, hosts)
+        self._openings_comm = control.world.Clone()
+        self.count = 0  # segments so far, in all programs; equal on all ranks
+        self._agreed: set[str] = set()  # plans
+        self._openings: dict[int, Opening] = {}  # by ticket, of exchanges that ranks compare
+        calls = {OPEN: self._open, START: self._start, DONE: self._done, SEND: self._send, COLLECT: self._collect}
+        calls[RANK] = self._rank
+        for name, function in calls.items():
+            host_callbacks.register(name, function, ends_job=True)
+
+    def _rank(self, operands: list, results: list) -> None:
+        """Number i32[] of the rank that runs a program, which another one may have traced."""
+        results[0][...] = self.comm.mpi.rank
+
+    def _open(self, operands: list, results: list, segments: int, plan: str, what: str) -> None:
+        """Ticket u32[]: the number of the exchange's first segment.
+
+        Ranks compare a plan, which is JSON, when it is first used, and `what` at every call, if it is given.
+        """
+        self.thread.note("open")
+        if what:  # first: ranks at different exchanges may have plans that some of them know already
+            opening = Opening(what)
+            self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
+            steps = iter([self._compared(opening)])
+            self.thread.hand_over(Job(f"the comparison of {what}", np.empty(0), steps, control=self.control))
+        if plan not in self._agreed:
+            self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
+            self._agreed.add(plan)
+        results[0][...] = self.count
+        self.count = (self.count + segments) % 2**32
+
+    def _start(self, operands: list, results: list, **bucket: Any) -> None:
+        """(bucket, ticket) -> (the bucket, which is not ready, ticket)."""
+        copy_unless_shared(operands[0], results[0])
+        results[1][...] = operands[1]
+        self._carry((int(operands[1]), bucket["first"]), results[0], int(operands[1]), **bucket)
+
+    def _done(self, operands: list, results: list, first: int) -> None:
+        """(bucket, ticket, what must be there before) -> (sum, ticket); waits."""
+        job = self.thread.wait((int(operands[1]), first))
+        moved = job.bucket.ctypes.data != operands[0].ctypes.data
+        check(not moved, f"XLA has moved {job.label} while it travelled; use --exchange.overlap off, and report this")
+        copy_unless_shared(operands[0], results[0])
+        results[1][...] = operands[1]
+
+    def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
+        """(bucket, ticket, number u32[] of this step[, part i32[]]) -> (ticket); a copy travels."""
+        x, ticket, number, *part = operands
+        self._carry((late, int(number), bucket["first"]), placed(x, self.comm.size, *part), int(ticket), **bucket)
+        results[0][...] = ticket
+
+    def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
+        """(bucket, number of its step, ticket of this step, what must be there before) -> (its sum); waits.
+
+        If it is not under way, as after a resume, it is sent now: on all ranks alike. Of a bucket of which each worker
+        has one part, the number of that part comes behind the ticket.
+        """
+        x, number, ticket = operands[:3]
+        key = late, int(number), bucket["first"]
+        if key not in self.thread.jobs:
+            part = operands[3:4] if x.size < results[0].size else []
+            self._carry(key, placed(x, self.comm.size, *part), int(ticket) + again, **bucket)
+        np.copyto(results[0], self.thread.wait(key).bucket)
+
+    def _carry(
+        self,
+        key: tuple[int, ...],
+        x: np.ndarray,
+        number: int,
+        *,
+        strategy: str,
+        half: str,
+        first: int,
+        label: str,
+        turn: int = 0,
+    ) -> None:
+        total = HostSum.named(strategy, self.comm, half)
+        tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
+        opening, steps = self._openings.get(number), total.of(x, tags)
+        job = self.thread.jobs[key] = Job(label, x, steps, opening, self.control, turn=turn)
+        self.thread.note("start", label)
+        self.thread.hand_over(job)
+
+    def _compared(self, opening: Opening) -> Iterator[Requests]:
+        """Compare over ranks which exchange each has come to; then buckets that are held begin."""
+        yield from same_calls(self._openings_comm, self.control, opening.what)
+        opening.is_agreed = True
+        held, opening.held = opening.held, []  # openings are kept for a while, and jobs hold gradients
+        for job in held:
+            self.thread.begin(job)
+
+
+def placed(x: np.ndarray, parts: int, part: np.ndarray | None = None) -> np.ndarray:
+    """A copy of f32[n]; of one of `parts` equal parts of a vector that vector, zeros but for this part."""
+    if part is None:
+        return x.copy()
+    whole = np.zeros((parts, x.size), x.dtype)
+    whole[int(part)] = x
+    return whole.reshape(-1)
+
+
+@functools.cache
+def exchange_handlers() -> ExchangeHandlers:
+    """This process's; all ranks make the first call together."""
+    comm = world()
+    assert isinstance(comm, MpiComm)
+    return ExchangeHandlers(comm.processes.apart(), comm.order, comm.hosts)
