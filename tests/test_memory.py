@@ -156,6 +156,16 @@ def test_a_compressor_has_a_forecast(tmp_path, capsys):
     assert "gradients" in capsys.readouterr().out
 
 
+def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsys):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = ["--exchange.shard-update", "on", "--exchange.buddy", "1", "--on-rank-loss", "shrink"]
+    forecast.main([str(tmp_path / "tiny.py"), "-n", "4", "--data.loader", "threads", *line])
+    said = capsys.readouterr().out
+    off, on = map(float, re.findall(r"copies of slices +(\S+) +(\S+)", said)[0])
+    assert off == 0
+    assert on > 0
+
+
 def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():
     assert HELD.at_once == 1200 * MB
     assert dataclasses.replace(HELD, activations=20 * MB).at_once == 700 * MB
@@ -217,6 +227,11 @@ def workers(size: int) -> Workers:
         (4, {"optim": Optim("sgd")}, "off, each worker would hold 0 MB of the optimizer's state less"),
         (4, {"optim": Optim("adam", ema=0.9)}, "on, each of 4 workers holds 0.159 of 0.636 MB"),
         (4, {"rule": RuleConfig("subgd")}, "off, rule.name: got subgd with exchange.shard_update on"),
+        (
+            4,
+            {"exchange": ExchangeConfig("tree:32", shard_update="auto", buddy=1), "on_rank_loss": "shrink"},
+            "off, got strategy 'tree:32' for sharded updates; expected",
+        ),
     ],
 )
 def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, change, expected, monkeypatch):

@@ -308,8 +308,8 @@ def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) 
 
 
 def with_shards(experiment: Experiment, word: str) -> Experiment:
-    """The experiment with sharded updates on or off; without them nothing is gathered."""
-    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32"}
+    """The experiment with sharded updates on or off; without them nothing is gathered, and nobody needs a copy."""
+    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32", "buddy": 0}
     return dataclasses.replace(
         experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word, **whole)
     )
