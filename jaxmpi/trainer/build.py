@@ -297,7 +297,11 @@ def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) 
     if experiment.exchange.shard_update != "auto":
         return experiment, ""
     on, off = (with_shards(experiment, word) for word in ("on", "off"))
-    if not (why := why_whole(on, plan, workers)):
+    why, strategy = why_whole(on, plan, workers), on.exchange.strategy
+    is_beside = not why and chosen_overlap(off, workers, plan, strategy)[0]
+    if is_beside and not shares_params(on, workers, strategy):
+        why = "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
+    if not why:
         whole, own = (state_bytes(each, plan, workers) for each in (off, on))
         if whole - own >= SAVED_BYTES:
             of = f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
@@ -323,16 +327,10 @@ def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
     """
     if workers.size == 1:
         return "there is one worker"
-    off, strategy = with_shards(on, "off"), on.exchange.strategy
-    is_beside = False
-    if not shares_params(on, workers, strategy):
-        unfit = unfit_for_overlap(off, workers, plan)
-        is_beside, _ = overlap.chosen(on.exchange.overlap, strategy, workers.comm, unfit)
-    if is_beside:
-        return "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
     try:
         check_compatible(on)
-        build_rule(on, plan, workers, exchange_for(on, plan, workers, strategy, Order(), False))
+        build_rule(on, plan, workers, exchange_for(on, plan, workers, on.exchange.strategy, Order(), False))
+        chosen_overlap(on, workers, plan, on.exchange.strategy)
     except errors.UsageError as error:
         return str(error)
     return ""
@@ -408,10 +406,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
     is_early, why = is_scattered_early(experiment, workers, plan, strategy)
-    is_beside, shares = False, shares_params(experiment, workers, strategy)
-    if not shares:
-        unfit = unfit_for_overlap(experiment, workers, plan)
-        is_beside, why = overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
+    shares = shares_params(experiment, workers, strategy)
+    is_beside, why_beside = chosen_overlap(experiment, workers, plan, strategy)
+    why = why if shares else why_beside
     is_late = experiment.exchange.gather == "late" and workers.size > 1
     if is_late:
         unfit = "" if is_beside else why
@@ -708,6 +705,23 @@ def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tupl
     )
     predict = jax.jit(partial(steps.predict, forward))  # not `comm.jit`: one rank alone may ask
     return steps.local_gradients(forward, plan.micro_batch), partial(steps.eval_step, forward), predict
+
+
+def chosen_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+    """Return True if buckets travel beside the step's program, and a line that says why.
+
+    Raises:
+        UsageError: `exchange.overlap` on, where that cannot be.
+    """
+    if shares_params(experiment, workers, strategy):
+        return False, ""
+    unfit = unfit_for_overlap(experiment, workers, plan)
+    return overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
+
+
+def is_one_program(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> bool:
+    """Return True if the step has the fused form."""
+    return not is_split(experiment, workers) or chosen_overlap(experiment, workers, plan, strategy)[0]
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:

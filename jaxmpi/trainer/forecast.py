@@ -35,7 +35,7 @@ from jaxmpi.trainer.build import (
     why_whole,
     with_shards,
 )
-from jaxmpi.trainer.memory import Held, check_fits, held, mb, parts
+from jaxmpi.trainer.memory import SHARDED, Held, check_fits, held, mb, parts, with_activations
 
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
 PROCESS_BYTES = 250_000_000  # of a rank that has not begun, and its loader process: Python, JAX, MPI
@@ -77,7 +77,10 @@ def main(argv: Sequence[str]) -> None:
     found, free_bytes = forecast(experiment, workers), available_bytes()
     print("\n".join(table(found, workers, here, free_bytes)), flush=True)
     asked = found.on if found.on and experiment.exchange.shard_update == "on" else found.off
-    check_fits(asked, here, found.local_batch, free_bytes)
+    known = {SHARDED: found.on} if found.on else {}  # compiled, where a run has its own program to go by
+    others = tuple((name, known.get(name, other)) for name, other in asked.others)
+    asked = dataclasses.replace(asked, others=others)
+    check_fits(asked, here, experiment.micro_batch or found.local_batch, free_bytes)
 
 
 class Forecast(NamedTuple):
@@ -121,8 +124,10 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, ba
         assert rule.sharding
         assert isinstance(rule.sharding.shards, Shards)
         gradients = rule.sharding.shards.scattering(gradients, NO_SUM)
-    temp_bytes = activations(experiment, plan, gradients, batch)
-    return dataclasses.replace(found, activations=temp_bytes, process=PROCESS_BYTES // experiment.devices)
+    found = with_activations(found, activations(experiment, plan, gradients, batch))
+    process = PROCESS_BYTES // experiment.devices
+    others = tuple((name, dataclasses.replace(other, process=process)) for name, other in found.others)
+    return dataclasses.replace(found, process=process, others=others)
 
 
 def shapes_of_batch(plan: TrainingPlan) -> PyTree:
@@ -143,7 +148,7 @@ def table(found: Forecast, workers: Workers, here: int, free_bytes: int) -> list
     columns = {"off": found.off} | ({"on": found.on} if found.on else {})
     named = {word: parts(of) for word, of in columns.items()}
     lines = [
-        f"{workers.size} workers x local batch {found.local_batch}, {here} on a host; MB a worker",
+        f"{workers.size} workers x local batch {found.local_batch}, {here} on a host, split form; MB a worker",
         f"{'--exchange.shard-update':28}" + "".join(f"{word:>10}" for word in columns),
     ]
     for name in dict.fromkeys(name for each in named.values() for name in each):
