@@ -412,8 +412,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / "manifest.json"
     with open_regular(file) as opened:
-        text = opened.read(MANIFEST_BYTES + 1)
-    undamaged(len(text) <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
+        size = os.fstat(opened.fileno()).st_size
+        undamaged(size <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
+        text = opened.read(size)  # asked for more, Python would reserve as much
     try:
         manifest = json.loads(text)
         undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")

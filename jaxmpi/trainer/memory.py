@@ -147,7 +147,7 @@ def held_alone(
         strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
     )
     slices = -(-params // workers.size)
-    saved_once, saved = copied(plan, rule, strategy, state, moments)
+    saved_once, saved = copied(plan, rule, strategy, state, moments, takes_all=experiment.devices > 1)
     is_first_host = workers.comm.hosts[workers.mine[0]] == workers.comm.hosts[0]
     return Held(
         params=params,
@@ -171,11 +171,14 @@ def held_alone(
 
 
 def copied(
-    plan: TrainingPlan, rule: Rule, strategy: str, state: tuple[PyTree, PyTree], moments: int
+    plan: TrainingPlan, rule: Rule, strategy: str, state: tuple[PyTree, PyTree], moments: int, *, takes_all: bool
 ) -> tuple[int, int]:
     """Bytes that are copied for a checkpoint while steps go on: by one worker for all, and by each for itself.
 
     Nothing is copied at the end of a run, when nothing changes the state any more.
+
+    Args:
+        takes_all: the state of several devices is put together first.
     """
     if plan.timetable.save_every >= plan.timetable.total_steps or strategy.startswith("none"):
         return 0, 0
@@ -183,7 +186,7 @@ def copied(
     parts = {"params": params, "rule_state": moments, "model_state": model_state}
     common = equal_fields(rule.state_is_replicated, rule.params_are_replicated)
     once = sum(size for name, size in parts.items() if name in common)
-    return once, sum(parts.values()) - once
+    return once, sum(parts.values()) * (1 + takes_all) - once
 
 
 def largest_bucket(params: PyTree, bucket_bytes: int | None) -> int:
