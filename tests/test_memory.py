@@ -285,6 +285,12 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
             {"optim": Optim("schedule_free_sgd"), "schedule": Schedule("constant")},
             "off, exchange.shard_update: got on with optimizer schedule_free_sgd",
         ),
+        (2, {"optim": Optim("lamb")}, "on, each of 2 workers holds 0.262 of 0.424 MB"),
+        (
+            4,
+            {"optim": Optim("lamb")},
+            "off, rows of whole tensors would be filled up by 147 % of the params, above 68 %",
+        ),
         (4, {"optim": Optim("sgd")}, "off, each worker would hold 0 MB of the optimizer's state less"),
         (4, {"optim": Optim("adam", ema=0.9)}, "on, each of 4 workers holds 0.159 of 0.636 MB"),
         (4, {"rule": RuleConfig("subgd")}, "off, rule.name: got subgd with exchange.shard_update on"),

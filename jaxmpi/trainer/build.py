@@ -292,7 +292,8 @@ def settle_exchange(
 def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> tuple[Experiment, str]:
     """`--exchange.shard-update auto` as on or off, and a line that says why; empty if it was not left open.
 
-    On if it can be and each worker holds at least SAVED_BYTES less. Communicates nothing: all ranks know the same.
+    On if it can be, each worker holds at least SAVED_BYTES less, and rows of whole tensors have not too much padding.
+    Communicates nothing: all ranks know the same.
     """
     if experiment.exchange.shard_update != "auto":
         return experiment, ""
@@ -303,12 +304,32 @@ def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) 
         why = "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
     if not why:
         whole, own = (state_bytes(each, plan, workers) for each in (off, on))
-        if whole - own >= SAVED_BYTES:
+        dealt, most = deal_of(on, plan, workers), most_padding(whole / size_bytes(plan.params()), workers.size)
+        if dealt and dealt.padding > most:
+            filled = f"filled up by {dealt.padding:.0%} of the params, above {most:.0%}".replace("%", " %")
+            why = f"rows of whole tensors would be {filled}: more would be copied than updates save"
+        elif whole - own >= SAVED_BYTES:
             of = f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
             return on, f"exchange.shard_update auto: on, each of {workers.size} workers holds {of}"
-        saved = f"{(whole - own) / 1e6:.3g} MB of the optimizer's state"
-        why = f"each worker would hold {saved} less, which is less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+        else:
+            saved = f"{(whole - own) / 1e6:.3g} MB of the optimizer's state"
+            why = f"each worker would hold {saved} less, which is less than a bucket of {SAVED_BYTES / 1e6:.3g}"
     return off, f"exchange.shard_update auto: off, {why}"
+
+
+def most_padding(arrays: float, workers: int) -> float:
+    """Padding of rows, as a share of n params, with which a step of w workers copies as much as without sharding.
+
+        8 p (w - 1) / w = (3 + 2 s) (1 - (1 + p) / w)
+
+    Padding p n travels in both halves, read and written by who sends and by who receives. An update reads and writes
+    gradients, params twice and s arrays of state twice, of which a row is left.
+
+    Args:
+        arrays: s, of the optimizer's state, in params.
+    """
+    passes = 3 + 2 * arrays
+    return passes * (workers - 1) / (8 * (workers - 1) + passes)
 
 
 def with_shards(experiment: Experiment, word: str) -> Experiment:
