@@ -51,6 +51,7 @@ class Held:
     exchange: int  # what an exchange between programs has beside gradients, about
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     process: int = 0  # of the process itself, before it is there
+    compiler: int = 0  # of the one of the host that compiles for all, more
     saved: int = 0  # of a checkpoint, copied while steps go on: what each worker writes
     saved_once: int = 0  # and what one worker of the host writes for all
     shares_params: bool = False  # whether the workers of a host have one copy of the params
@@ -80,7 +81,7 @@ class Held:
 
     def on_host(self, workers: int) -> int:
         """The most at one time of so many workers of a host."""
-        return workers * self.at_once + self.shared + self.saved_once
+        return workers * self.at_once + self.shared + self.saved_once + self.compiler
 
     @property
     def shared(self) -> int:
@@ -252,7 +253,8 @@ def parts(of: Held) -> dict[str, int]:
         "model state": of.model_state,
     }
     named |= {"copies of slices": of.copies, "state before a step": of.before}
-    named |= {"copy for a checkpoint": of.saved, "copy for all workers": of.saved_once, "a process": of.process}
+    named |= {"copy for a checkpoint": of.saved, "copy for all workers": of.saved_once}
+    named |= {"a process": of.process, "compiling, once": of.compiler}
     if of.is_whole and of.activations is not None:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
     else:
