@@ -128,7 +128,7 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, ba
         assert isinstance(rule.sharding.shards, Shards)
         gradients = rule.sharding.shards.scattering(gradients, NO_SUM)
     program = compiled(experiment, plan, gradients, batch)
-    text, pool = len(program.as_text()), plan.feed.pool
+    text, pool = len(program.as_text() or ""), plan.feed.pool
     each = {
         "process": (RANK_BYTES + LOADED_BYTES * text) // experiment.devices
         + LOADER_BYTES * pool.size * (pool.kind != "threads"),
