@@ -122,6 +122,38 @@ def test_a_worker_s_process_grows_by_the_bytes_that_were_forecast():
         assert int(seen) <= 1.05 * int(said) + 4 * MB, (name, said, seen)
 
 
+START = """
+import re
+from pathlib import Path
+import jax, numpy as np
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import Workers, put
+from jaxmpi.core.train_state import create
+
+
+def bytes_of(field):
+    return int(re.search(rf"{field}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+
+workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
+put({0: create({"w": np.ones(1, np.float32)}, {}, {}, seed=0, worker=0)}, workers)
+states = {0: create({str(i): np.ones(10_000_000, np.float32) for i in range(6)}, {}, {}, seed=0, worker=0)}
+Path("/proc/self/clear_refs").write_text("5")
+start = bytes_of("VmRSS")
+state = jax.block_until_ready(put(states, workers))
+print("SEEN", bytes_of("VmHWM") - start, len(states), float(state.params["5"].sum()))
+"""
+
+
+@pytest.mark.e2e
+def test_a_state_that_goes_to_its_device_is_there_once_and_a_tensor_twice():
+    ended = run([sys.executable, "-c", START], timeout_s=60, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
+    seen = re.findall(r"SEEN (\d+) 0 10000000", ended.out)
+    assert seen, ended.out
+    assert int(seen[0]) <= 2.5 * 40 * MB  # of 240
+
+
 # ---------------------------------------------------------------- what fits
 
 HELD = Held(
