@@ -149,7 +149,7 @@ def held_alone(
     )
     slices = -(-params // workers.size)
     saved_once, saved = copied(plan, rule, strategy, state, moments, takes_all=experiment.devices > 1)
-    is_first_host = workers.comm.hosts[workers.mine[0]] == workers.comm.hosts[0]
+    hosts = workers.comm.hosts  # by rank; of one process, by worker
     return Held(
         params=params,
         model_state=model_state,
@@ -161,7 +161,7 @@ def held_alone(
         exchange=exchanges * (slices if is_early else round(arrays * params)),
         is_whole=is_whole,
         saved=saved,
-        saved_once=is_first_host * saved_once,
+        saved_once=saved_once * (hosts[workers.processes.rank] == hosts[0]),
         shares_params=shares,
         is_sharded=bool(rule.sharding),
         is_early=is_early,
