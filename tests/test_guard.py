@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,24 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
     one.save({0: state}, {}, None)
     state.params["w"][:] = 7  # as a donated buffer is written over
     one.wait()
+    found = format.restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
+    assert found is not None
+    assert (found.states[0].params["w"] == 1).all()
+
+
+@pytest.mark.parametrize(("is_last", "expected"), [(False, 1), (True, 0)])
+def test_the_last_checkpoint_of_a_run_is_written_without_a_copy(is_last, expected, tmp_path):
+    state = create({"w": np.ones((16, 125_000), np.float32)}, {}, {}, seed=0, worker=0)
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(1))
+    tracemalloc.start()
+    try:
+        one.save({0: state}, {}, None, is_last=is_last)
+        one.wait()
+        _, taken = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    size = state.params["w"].nbytes
+    assert expected * size <= taken <= (expected + 0.5) * size  # isfinite of a leaf takes a quarter of it
     found = format.restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
     assert found is not None
     assert (found.states[0].params["w"] == 1).all()

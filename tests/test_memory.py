@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import Workers
@@ -21,7 +22,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.trainer import build, forecast
-from jaxmpi.trainer.memory import Held, check_fits, is_short
+from jaxmpi.trainer.memory import Held, check_fits, held, is_short, with_activations
 from launching import mpirun, run, train_here
 from test_comm_xla import EXPERIMENT
 
@@ -143,6 +144,29 @@ states = build.initial_states(asked, workers, plan, rule)
 print("GROWN", workers.processes.rank, (bytes_of("VmHWM") - start) / (74 * 4 * WIDTH))
 """
 
+PUT = """
+import re
+from pathlib import Path
+import jax, numpy as np
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import Workers, put
+from jaxmpi.core.train_state import create
+
+
+def bytes_of(field):
+    return int(re.search(rf"{field}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+
+workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
+put({0: create({"w": np.ones(1, np.float32)}, {}, {}, seed=0, worker=0)}, workers)
+states = {0: create({str(i): np.ones(10_000_000, np.float32) for i in range(6)}, {}, {}, seed=0, worker=0)}
+Path("/proc/self/clear_refs").write_text("5")
+start = bytes_of("VmRSS")
+state = jax.block_until_ready(put(states, workers))
+print("SEEN", bytes_of("VmHWM") - start, len(states), float(state.params["5"].sum()))
+"""
+
 
 @pytest.mark.e2e
 def test_no_rank_but_the_first_has_a_copy_of_shared_params_while_they_are_made():
@@ -154,6 +178,14 @@ def test_no_rank_but_the_first_has_a_copy_of_shared_params_while_they_are_made()
     assert grown[1] == pytest.approx(1, abs=0.3), grown
 
 
+@pytest.mark.e2e
+def test_a_state_that_goes_to_its_device_is_there_once_and_a_tensor_twice():
+    ended = run([sys.executable, "-c", PUT], timeout_s=60, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
+    seen = re.findall(r"SEEN (\d+) 0 10000000", ended.out)
+    assert seen, ended.out
+    assert int(seen[0]) <= 2.5 * 40 * MB  # of 240
+
+
 # ---------------------------------------------------------------- what fits
 
 HELD = Held(
@@ -161,7 +193,6 @@ HELD = Held(
     model_state=0,
     moments=200 * MB,
     whole_moments=200 * MB,
-    sliced_moments=50 * MB,
     copies=0,
     before=0,
     gradients=100 * MB,
@@ -169,6 +200,13 @@ HELD = Held(
     is_whole=False,
     activations=800 * MB,
 )
+ON = dataclasses.replace(HELD, moments=50 * MB, is_sharded=True)  # of 4 workers
+# With one copy of the params and gradients as slices; the largest gradient is 40 MB.
+EARLY = dataclasses.replace(
+    ON, shares_params=True, is_early=True, gradients=25 * MB, exchange=25 * MB, bucket=40 * MB, activations=840 * MB
+)
+SHM = "--exchange.strategy shm --exchange.shard-update on"
+WITH_OTHERS = dataclasses.replace(HELD, others=(("--exchange.shard-update on", ON), (SHM, EARLY)))
 
 
 def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys):
@@ -179,7 +217,8 @@ def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys)
     assert "2 on a host" in said
     off, on = map(float, re.findall(r"optimizer's state +(\S+) +(\S+)", said)[0])
     assert off / 4 <= on <= 1.05 * off / 4
-    assert re.search(r"a process +125 +125", said)  # a rank's 250 MB are two workers'
+    off, on = map(float, re.findall(r"a process +(\S+) +(\S+)", said)[0])  # a rank's is two workers'
+    assert 0.5 * forecast.RANK_BYTES <= off * MB <= on * MB <= 0.6 * forecast.RANK_BYTES
 
 
 def test_a_compressor_has_a_forecast(tmp_path, capsys):
@@ -189,28 +228,96 @@ def test_a_compressor_has_a_forecast(tmp_path, capsys):
     assert "gradients" in capsys.readouterr().out
 
 
+def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsys):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = ["--exchange.shard-update", "on", "--exchange.buddy", "1", "--on-rank-loss", "shrink"]
+    forecast.main([str(tmp_path / "tiny.py"), "-n", "4", "--data.loader", "threads", *line])
+    said = capsys.readouterr().out
+    off, on = map(float, re.findall(r"copies of slices +(\S+) +(\S+)", said)[0])
+    assert off == 0
+    assert on > 0
+
+
 def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():
     assert HELD.at_once == 1200 * MB
     assert dataclasses.replace(HELD, activations=20 * MB).at_once == 700 * MB
     assert dataclasses.replace(HELD, is_whole=True).at_once == 1100 * MB
-    assert dataclasses.replace(HELD, before=300 * MB).sliced().at_once == (1500 - 2 * 150) * MB
+    assert dataclasses.replace(HELD, saved=300 * MB).at_once == 1500 * MB
+    assert dataclasses.replace(HELD, saved_once=300 * MB).on_host(4) == 5100 * MB
+
+
+def workers(size: int) -> Workers:
+    return Workers(AxisComm("w", size), SoloProcesses(), (0,), None)
+
+
+def refusal(of: Held, here: int, free_mb: int, batch: int = 32) -> str:
+    with pytest.raises(UsageError) as error:
+        check_fits(of, here, batch, free_mb * MB)
+    return str(error.value)
 
 
 def test_what_does_not_fit_is_refused_with_what_would():
-    check_fits(HELD, 4, 32, 4800 * MB)
-    with pytest.raises(UsageError) as error:
-        check_fits(HELD, 4, 32, 4799 * MB)
-    text = str(error.value)
+    check_fits(WITH_OTHERS, 4, 32, 4800 * MB)
+    text = refusal(WITH_OTHERS, 4, 4799)
     assert "got 4 workers on this host, 1,200 MB each (100 of params, 200 of optimizer's state, 100 of grad" in text
-    assert "4,800 in all; expected at most the 4,799 that are free" in text
-    assert (
-        "--micro-batch or --local-batch 16 (about 800 each), or --exchange.shard-update on (about 1,050 each)" in text
-    )
-    assert text.endswith("or 3 workers on this host")
-    with pytest.raises(UsageError, match=r"--exchange.shard-update on with --micro-batch or --local-batch 8 \(about 5"):
-        check_fits(HELD, 4, 32, 2200 * MB)
-    with pytest.raises(UsageError, match="take a smaller model"):
-        check_fits(dataclasses.replace(HELD, sliced_moments=None), 4, 32, 300 * MB)
+    assert "4,800 in all; expected at most the 4,799 that are free: --local-batch 16 (about 800 each), or --" in text
+    assert "or --exchange.shard-update on (about 1,050 each), or" in text
+    assert f"or {SHM} (about 915 each), or 3 workers on this host, with --local-batch 32 (about 1,200 each)" in text
+    assert "take a smaller model" in refusal(HELD, 4, 300)
+
+
+def test_a_micro_batch_is_offered_with_gradients_of_one_more_and_not_where_they_leave_early():
+    text = refusal(WITH_OTHERS, 4, 3300)
+    assert ": --local-batch 16 (about 800 each), or --micro-batch 8 (about 700 each), or --exch" in text
+    # 50 of moments, 25 + 40 that no batch changes, and half of 800; the params once.
+    assert f"{SHM} with --local-batch 16 (about 515 each)" in text
+    assert f"{SHM} with --micro" not in text
+    summed = dataclasses.replace(HELD, is_summed=True)  # 100 of its 800 are gradients
+    text = refusal(summed, 4, 4000, batch=8)
+    assert "--micro-batch 4 (about 850 each), or 3 workers on this host, with --micro-batch 8" in text
+    assert "--local-batch" not in text
+
+
+def test_slices_of_fewer_workers_are_larger():
+    assert "2 workers on this host, with --local-batch 32 (about 1,100 each)" in refusal(ON, 4, 2300)
+    assert "2 workers" not in refusal(ON, 4, 2199)  # and one worker alone has no slices
+    two = EARLY.with_fewer(0.5)
+    assert (two.moments, two.gradients, two.exchange, two.activations) == (100 * MB, 50 * MB, 50 * MB, 840 * MB)
+
+
+def planned(size: int, **change: object) -> Held:
+    """Of digits with Adam, unsharded, on one host."""
+    asked = dataclasses.replace(DIGITS, optim=Optim("adam"), effective_batch=32, **change)
+    plan, several = build.make_plan(asked, workers(size)), workers(size)
+    strategy = asked.exchange.strategy
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
+        exchange = build.exchange_for(asked, plan, several, strategy, Order(), False)
+        rule = build.build_rule(asked, plan, several, exchange)
+        return held(asked, several, plan, rule, strategy, is_whole=False)
+
+
+def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(monkeypatch):
+    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
+    others = dict(planned(4, step_mode="split", exchange=ExchangeConfig("asa:32")).others)
+    assert set(others) == {"--exchange.shard-update on", SHM}
+    assert others["--exchange.shard-update on"].moments <= 1.05 * others[SHM].whole_moments / 4
+    assert others[SHM].shares_params
+    assert not others[SHM].is_early  # the step is split
+    own = planned(4, exchange=ExchangeConfig("shm:32", bucket_bytes=1 << 16))
+    [(option, early)] = with_activations(own, 1 * MB).others
+    assert option == "--exchange.shard-update on"
+    assert (early.is_early, early.bucket) == (True, 131_072)  # 64 x 512 f32
+    assert early.activations == 1 * MB + 131_072
+
+
+def test_checkpoints_are_copied_beside_the_steps_that_go_on():
+    own = planned(4, exchange=ExchangeConfig("shm:32"), train_for="1ep", checkpoint_every="1st")
+    assert own.saved_once == own.params + own.moments  # equal on all workers, so one writes them
+    assert own.saved == own.model_state
+    on = dict(own.others)["--exchange.shard-update on"]
+    assert (on.saved_once, on.saved) == (on.params, on.moments + on.model_state)
+    only_last = planned(4, exchange=ExchangeConfig("shm:32"), train_for="1ep", checkpoint_every="0st")
+    assert (only_last.saved, only_last.saved_once) == (0, 0)
 
 
 def test_freed_memory_is_given_back_at_once_where_twice_what_is_held_is_not_free():
@@ -250,10 +357,6 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
 # ---------------------------------------------------------------- --exchange.shard-update auto
 
 
-def workers(size: int) -> Workers:
-    return Workers(AxisComm("w", size), SoloProcesses(), (0,), None)
-
-
 @pytest.mark.parametrize(
     ("size", "change", "expected"),
     [
@@ -265,9 +368,20 @@ def workers(size: int) -> Workers:
             {"optim": Optim("schedule_free_sgd"), "schedule": Schedule("constant")},
             "off, exchange.shard_update: got on with optimizer schedule_free_sgd",
         ),
+        (2, {"optim": Optim("lamb")}, "on, each of 2 workers holds 0.262 of 0.424 MB"),
+        (
+            4,
+            {"optim": Optim("lamb")},
+            "off, rows of whole tensors would be filled up by 147 % of the params, above 68 %",
+        ),
         (4, {"optim": Optim("sgd")}, "off, each worker would hold 0 MB of the optimizer's state less"),
         (4, {"optim": Optim("adam", ema=0.9)}, "on, each of 4 workers holds 0.159 of 0.636 MB"),
         (4, {"rule": RuleConfig("subgd")}, "off, rule.name: got subgd with exchange.shard_update on"),
+        (
+            4,
+            {"exchange": ExchangeConfig("tree:32", shard_update="auto", buddy=1), "on_rank_loss": "shrink"},
+            "off, got strategy 'tree:32' for sharded updates; expected",
+        ),
     ],
 )
 def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, change, expected, monkeypatch):

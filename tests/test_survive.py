@@ -227,7 +227,7 @@ def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
         (file, row["path"]): (row["shape"], row["crc32"])
         for file, rows in files.items()
         for row in rows
-        if file == "common.bin" or format.is_below(row, format.RULE_STATE)
+        if file == "common.bin" or format.is_at(row["path"], format.RULE_STATE)
     }
 
 

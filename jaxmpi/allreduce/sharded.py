@@ -460,8 +460,9 @@ def sharded(
     Args:
         tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do, and may go by the
             names and the number of axes of tensors, not by their shapes. Or it treats every tensor by itself, as LARS,
-            LAMB, Adafactor and Muon: then each worker updates whole tensors. Which, is tried out in `init`.
-        strategy: asa, ring or hier-<one of them>, with any wire, which gradients take; shm, ar; or auto.
+            LAMB, Adafactor and Muon: then each worker updates whole tensors, dealt by their numbers of entries. Which,
+            is tried out in `init`.
+        strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
         bucket_bytes: as of `exchange`.

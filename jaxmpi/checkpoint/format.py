@@ -195,9 +195,13 @@ def checksum(manifest: dict[str, Any]) -> int:
 
 def halves(state: TrainState, replicated: bool, same_params: bool = True) -> tuple[PyTree, PyTree]:
     """(fields equal on all workers, this worker's own fields), as dicts."""
-    fields = state._asdict()
-    equal = ("step", *(("params",) if same_params else ()), *(("rule_state",) if replicated else ()))
+    fields, equal = state._asdict(), equal_fields(replicated, same_params)
     return {k: fields[k] for k in equal}, {k: v for k, v in fields.items() if k not in equal}
+
+
+def equal_fields(replicated: bool, same_params: bool = True) -> tuple[str, ...]:
+    """Fields of a state that are equal on all workers, and so are written once."""
+    return ("step", *(("params",) if same_params else ()), *(("rule_state",) if replicated else ()))
 
 
 def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
@@ -408,8 +412,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / "manifest.json"
     with open_regular(file) as opened:
-        text = opened.read(MANIFEST_BYTES + 1)
-    undamaged(len(text) <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
+        size = os.fstat(opened.fileno()).st_size
+        undamaged(size <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
+        text = opened.read(size)  # asked for more, Python would reserve as much
     try:
         manifest = json.loads(text)
         undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")

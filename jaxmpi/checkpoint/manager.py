@@ -1,4 +1,4 @@
-"""Checkpoints in the background: training blocks for the copy in memory, a thread writes it.
+"""Checkpoints in the background: training blocks for the copy in memory, a thread writes it. The last needs no copy.
 
 A write error surfaces in a later call, so a `Saver` is polled. All ranks save the same checkpoints in the same order.
 """
@@ -51,17 +51,21 @@ class Saver:
         self._saved: int | None = None  # step of a whole checkpoint that `taken` has not returned yet
         self._is_whole = True  # the last checkpoint, on this rank
 
-    def save(self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None) -> None:
+    def save(
+        self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None, *, is_last: bool = False
+    ) -> None:
         """Copy this process's state and start to write it; a later call raises errors of the write.
 
         Args:
             states: of this process's workers, in host memory that may change once this returns.
             extra: JSON values kept beside.
             score: checkpoints with the lowest are kept as the best.
+            is_last: that memory stays as it is until `wait`, so it is not copied.
         """
         self.wait()
         step = int(next(iter(states.values())).step)
-        files = jax.tree.map(lambda x: np.array(x, order="C"), format.files_of(states, *self._equal))
+        files = format.files_of(states, *self._equal)
+        files = files if is_last else jax.tree.map(lambda x: np.array(x, order="C"), files)
         write = threading.Thread(target=self._write, args=(files, step, extra, score), name=f"jaxmpi-save-{step}")
         self._thread, self._is_whole = write, False
         write.start()

@@ -240,8 +240,8 @@ class AsynchronousWorker:
         assert self.chief is not None
         self.chief.evaluate(step, state)
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Announce a checkpoint."""
+    def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
+        """Announce a checkpoint, of which each worker writes its part when it comes to it."""
         assert self.chief is not None
         self.chief.save(step, state)
 

@@ -292,24 +292,49 @@ def settle_exchange(
 def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> tuple[Experiment, str]:
     """`--exchange.shard-update auto` as on or off, and a line that says why; empty if it was not left open.
 
-    On if it can be and each worker holds at least SAVED_BYTES less. Communicates nothing: all ranks know the same.
+    On if it can be, each worker holds at least SAVED_BYTES less, and rows of whole tensors have not too much padding.
+    Communicates nothing: all ranks know the same.
     """
     if experiment.exchange.shard_update != "auto":
         return experiment, ""
     on, off = (with_shards(experiment, word) for word in ("on", "off"))
-    if not (why := why_whole(on, plan, workers)):
+    why, strategy = why_whole(on, plan, workers), on.exchange.strategy
+    is_beside = not why and chosen_overlap(off, workers, plan, strategy)[0]
+    if is_beside and not shares_params(on, workers, strategy):
+        why = "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
+    if not why:
         whole, own = (state_bytes(each, plan, workers) for each in (off, on))
-        if whole - own >= SAVED_BYTES:
+        dealt, most = deal_of(on, plan, workers), most_padding(whole / size_bytes(plan.params()), workers.size)
+        if dealt and dealt.padding > most:
+            filled = f"filled up by {dealt.padding:.0%} of the params, above {most:.0%}".replace("%", " %")
+            why = f"rows of whole tensors would be {filled}: more would be copied than updates save"
+        elif whole - own >= SAVED_BYTES:
             of = f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
             return on, f"exchange.shard_update auto: on, each of {workers.size} workers holds {of}"
-        saved = f"{(whole - own) / 1e6:.3g} MB of the optimizer's state"
-        why = f"each worker would hold {saved} less, which is less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+        else:
+            saved = f"{(whole - own) / 1e6:.3g} MB of the optimizer's state"
+            why = f"each worker would hold {saved} less, which is less than a bucket of {SAVED_BYTES / 1e6:.3g}"
     return off, f"exchange.shard_update auto: off, {why}"
 
 
+def most_padding(arrays: float, workers: int) -> float:
+    """Padding of rows, as a share of n params, with which a step of w workers copies as much as without sharding.
+
+        8 p (w - 1) / w = (3 + 2 s) (1 - (1 + p) / w)
+
+    Padding p n travels in both halves, read and written by who sends and by who receives. An update reads and writes
+    gradients, params twice and s arrays of state twice, of which a row is left.
+
+    Args:
+        arrays: s, of the optimizer's state, in params.
+    """
+    passes = 3 + 2 * arrays
+    return passes * (workers - 1) / (8 * (workers - 1) + passes)
+
+
 def with_shards(experiment: Experiment, word: str) -> Experiment:
-    """The experiment with sharded updates on or off; without them nothing is gathered."""
-    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32"}
+    """The experiment with sharded updates on or off; without them nothing is gathered, and nobody needs a copy."""
+    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32", "buddy": 0}
     return dataclasses.replace(
         experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word, **whole)
     )
@@ -323,16 +348,10 @@ def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
     """
     if workers.size == 1:
         return "there is one worker"
-    off, strategy = with_shards(on, "off"), on.exchange.strategy
-    is_beside = False
-    if not shares_params(on, workers, strategy):
-        unfit = unfit_for_overlap(off, workers, plan)
-        is_beside, _ = overlap.chosen(on.exchange.overlap, strategy, workers.comm, unfit)
-    if is_beside:
-        return "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
     try:
         check_compatible(on)
-        build_rule(on, plan, workers, exchange_for(on, plan, workers, strategy, Order(), False))
+        build_rule(on, plan, workers, exchange_for(on, plan, workers, on.exchange.strategy, Order(), False))
+        chosen_overlap(on, workers, plan, on.exchange.strategy)
     except errors.UsageError as error:
         return str(error)
     return ""
@@ -408,10 +427,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
     is_early, why = is_scattered_early(experiment, workers, plan, strategy)
-    is_beside, shares = False, shares_params(experiment, workers, strategy)
-    if not shares:
-        unfit = unfit_for_overlap(experiment, workers, plan)
-        is_beside, why = overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
+    shares = shares_params(experiment, workers, strategy)
+    is_beside, why_beside = chosen_overlap(experiment, workers, plan, strategy)
+    why = why if shares else why_beside
     is_late = experiment.exchange.gather == "late" and workers.size > 1
     if is_late:
         unfit = "" if is_beside else why
@@ -708,6 +726,23 @@ def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tupl
     )
     predict = jax.jit(partial(steps.predict, forward))  # not `comm.jit`: one rank alone may ask
     return steps.local_gradients(forward, plan.micro_batch), partial(steps.eval_step, forward), predict
+
+
+def chosen_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+    """Return True if buckets travel beside the step's program, and a line that says why.
+
+    Raises:
+        UsageError: `exchange.overlap` on, where that cannot be.
+    """
+    if shares_params(experiment, workers, strategy):
+        return False, ""
+    unfit = unfit_for_overlap(experiment, workers, plan)
+    return overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
+
+
+def is_one_program(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> bool:
+    """Return True if the step has the fused form."""
+    return not is_split(experiment, workers) or chosen_overlap(experiment, workers, plan, strategy)[0]
 
 
 def is_split(experiment: Experiment, workers: Workers) -> bool:

@@ -35,10 +35,13 @@ from jaxmpi.trainer.build import (
     why_whole,
     with_shards,
 )
-from jaxmpi.trainer.memory import Held, check_fits, held, mb, parts
+from jaxmpi.trainer.memory import SHARDED, Held, check_fits, held, mb, measured, parts
 
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
-PROCESS_BYTES = 250_000_000  # of a rank that has not begun, and its loader process: Python, JAX, MPI
+# Measured: docs/exchange.md#memory. Of a rank without its programs, which are Python, JAX and MPI; of a loader process.
+RANK_BYTES, LOADER_BYTES = 200_000_000, 25_000_000
+# For a character of the text of its largest program, of each rank, and more of the one that compiles for its host.
+LOADED_BYTES, COMPILED_BYTES = 100, 200
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,7 +80,10 @@ def main(argv: Sequence[str]) -> None:
     found, free_bytes = forecast(experiment, workers), available_bytes()
     print("\n".join(table(found, workers, here, free_bytes)), flush=True)
     asked = found.on if found.on and experiment.exchange.shard_update == "on" else found.off
-    check_fits(asked, here, found.local_batch, free_bytes)
+    known = {SHARDED: found.on} if found.on else {}  # compiled, where a run has its own program to go by
+    others = tuple((name, known.get(name, other)) for name, other in asked.others)
+    asked = dataclasses.replace(asked, others=others)
+    check_fits(asked, here, experiment.micro_batch or found.local_batch, free_bytes)
 
 
 class Forecast(NamedTuple):
@@ -121,8 +127,16 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, ba
         assert rule.sharding
         assert isinstance(rule.sharding.shards, Shards)
         gradients = rule.sharding.shards.scattering(gradients, NO_SUM)
-    temp_bytes = activations(experiment, plan, gradients, batch)
-    return dataclasses.replace(found, activations=temp_bytes, process=PROCESS_BYTES // experiment.devices)
+    program = compiled(experiment, plan, gradients, batch)
+    text, pool = len(program.as_text() or ""), plan.feed.pool
+    each = {
+        "process": (RANK_BYTES + LOADED_BYTES * text) // experiment.devices
+        + LOADER_BYTES * pool.size * (pool.kind != "threads"),
+        "compiler": COMPILED_BYTES * text,
+    }
+    found = measured(dataclasses.replace(found, **each), program)
+    others = tuple((name, dataclasses.replace(other, **each)) for name, other in found.others)
+    return dataclasses.replace(found, others=others)
 
 
 def shapes_of_batch(plan: TrainingPlan) -> PyTree:
@@ -131,11 +145,10 @@ def shapes_of_batch(plan: TrainingPlan) -> PyTree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches))
 
 
-def activations(experiment: Experiment, plan: TrainingPlan, gradients: Callable, batch: PyTree) -> int:
-    """Bytes that XLA allots to the gradients of one worker's batch beside arguments and results."""
+def compiled(experiment: Experiment, plan: TrainingPlan, gradients: Callable, batch: PyTree) -> jax.stages.Compiled:
+    """The program of the gradients of one worker's batch."""
     state = (*jax.eval_shape(plan.init, jax.random.key(0)), batch, worker_key(experiment.seed, 0), np.int32(0))
-    analysis = jax.jit(gradients).lower(*state).compile().memory_analysis()
-    return analysis.temp_size_in_bytes if analysis else 0
+    return jax.jit(gradients).lower(*state).compile()
 
 
 def table(found: Forecast, workers: Workers, here: int, free_bytes: int) -> list[str]:
@@ -143,7 +156,7 @@ def table(found: Forecast, workers: Workers, here: int, free_bytes: int) -> list
     columns = {"off": found.off} | ({"on": found.on} if found.on else {})
     named = {word: parts(of) for word, of in columns.items()}
     lines = [
-        f"{workers.size} workers x local batch {found.local_batch}, {here} on a host; MB a worker",
+        f"{workers.size} workers x local batch {found.local_batch}, {here} on a host, split form; MB a worker",
         f"{'--exchange.shard-update':28}" + "".join(f"{word:>10}" for word in columns),
     ]
     for name in dict.fromkeys(name for each in named.values() for name in each):

@@ -141,9 +141,12 @@ class LockStep:
             self.run.recorder.write("stopped", step=step, why=why)
             self.run.recorder.say(f"stopped at step {step}: {why}")
 
-    def save(self, step: int, state: TrainState) -> None:
+    def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
         """A checkpoint; the saver's thread writes it."""
-        save(self.run, state, step, score(self.run.experiment, self.result) if self._evaluated == step else None)
+        run = self.run
+        is_last = is_last or step >= run.plan.clock.total_steps
+        figure = score(run.experiment, self.result) if self._evaluated == step else None
+        save(run, state, step, figure, is_last=is_last)
         if self.run.shrinking:
             self.run.shrinking.is_unsaved = False
 

@@ -83,8 +83,12 @@ class Coordinator(Protocol):
         """Evaluate the params that stand for all workers'."""
         ...
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Begin a checkpoint."""
+    def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
+        """Begin a checkpoint.
+
+        Args:
+            is_last: no step follows before it is written.
+        """
         ...
 
     def leave(self, step: int, state: TrainState) -> None:
@@ -144,7 +148,7 @@ def do_due(coordinator: Coordinator, step: int, due: DueEvents, state: TrainStat
     if due.evaluate:
         coordinator.evaluate(step, state)
     if due.save or coordinator.is_stopped:
-        coordinator.save(step, state)
+        coordinator.save(step, state, is_last=due.leave or coordinator.is_stopped)
     if due.leave:
         coordinator.leave(step, state)
     coordinator.settle(step, due)

@@ -6,22 +6,34 @@ costs no compilation, for the step runs that program. So a run is checked twice:
 shapes need, and before the first step.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
+from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.working_memory import at_work
+from jaxmpi.checkpoint.format import equal_fields
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import check
-from jaxmpi.core.pytrees import size_bytes
+from jaxmpi.core.pytrees import PyTree, size_bytes
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime.allocator import give_back_at_once, keep_freed_memory
-from jaxmpi.trainer.build import TrainingPlan, rule_state, state_bytes, why_whole, with_shards
+from jaxmpi.trainer.build import (
+    TrainingPlan,
+    build_rule,
+    exchange_for,
+    is_one_program,
+    rule_state,
+    shares_params,
+    why_whole,
+    with_shards,
+)
 
 KEPT_FREED = 2  # times what is held at once that there must be to keep freed memory; at most 1.9 was seen
+SHARDED = "--exchange.shard-update on"
 EARLY = "slices of gradients", "activations and a bucket"  # of gradients that are added up when they come
 
 
@@ -33,17 +45,25 @@ class Held:
     model_state: int
     moments: int  # of the rule's state, which the optimizer's is
     whole_moments: int  # the same without sharded updates
-    sliced_moments: int | None  # and with them; None if updates cannot be sharded, or only a trial shows it
     copies: int  # of other workers' slices, `--exchange.buddy`: those that count, and those to come
     before: int  # of params and state as they were, if the step keeps them until it counts
     gradients: int  # that exist together
     exchange: int  # what an exchange between programs has beside gradients, about
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     process: int = 0  # of the process itself, before it is there
+    compiler: int = 0  # of the one of the host that compiles for all, more
+    saved: int = 0  # of a checkpoint, copied while steps go on: what each worker writes
+    saved_once: int = 0  # and what one worker of the host writes for all
     shares_params: bool = False  # whether the workers of a host have one copy of the params
+    is_sharded: bool = False  # whether the optimizer's state, and what goes with it, is a slice
     is_early: bool = False  # whether gradients leave their program as slices; activations then have a bucket in them
+    bucket: int = 0  # of gradients that leave early, the largest
+    is_summed: bool = (
+        False  # whether micro-batches' gradients are added up; activations then have the last ones in them
+    )
     padding: float = 0.0  # of rows of whole tensors, the share that fills them up
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
+    others: tuple[tuple[str, "Held"], ...] = ()  # the same step with other options, by their spelling
 
     @property
     def kept(self) -> int:
@@ -54,43 +74,70 @@ class Held:
     def at_once(self) -> int:
         """The most at one time: activations are gone when gradients are exchanged."""
         activations = self.activations or 0
-        lasting = self.process + self.kept + self.copies + self.before
+        lasting = self.process + self.kept + self.copies + self.before + self.saved
         if self.is_whole:
             return lasting + max(self.gradients, activations)
         return lasting + self.gradients + max(self.exchange, activations)
 
     def on_host(self, workers: int) -> int:
         """The most at one time of so many workers of a host."""
-        return workers * self.at_once + self.shared
+        return workers * self.at_once + self.shared + self.saved_once + self.compiler
 
     @property
     def shared(self) -> int:
         """Once a host."""
         return self.params * self.shares_params
 
-    def sliced(self) -> "Held":
-        """The same with sharded updates."""
-        moments = self.moments if self.sliced_moments is None else self.sliced_moments
-        saved = self.moments - moments
-        return replace(self, moments=moments, before=self.before - saved * bool(self.before))
+    @property
+    def fixed(self) -> int:
+        """Of activations, what is there for any number of examples."""
+        inside = 2 * self.gradients * self.is_whole + self.bucket + self.gradients * self.is_summed
+        return min(self.activations or 0, inside)
 
     def with_share(self, share: float) -> "Held":
-        """The same for a share of the local batch: activations are as many as its examples, other buffers stay."""
-        activations = self.activations or 0
-        fixed = min(activations, 2 * self.gradients) if self.is_whole else 0
-        return replace(self, activations=fixed + round(share * (activations - fixed)))
+        """The same for a share of the examples at a time, in a smaller local batch or a smaller micro-batch."""
+        fixed = self.fixed
+        return replace(self, activations=fixed + round(share * ((self.activations or 0) - fixed)))
+
+    def summed(self) -> "Held":
+        """The same with micro-batches: gradients of one more are there at most."""
+        if self.is_summed:
+            return self
+        return replace(self, activations=(self.activations or 0) + self.gradients, is_summed=True)
+
+    def with_fewer(self, share: float) -> "Held":
+        """The same for a share of the workers, with the same local batch: slices are larger."""
+        if not self.is_sharded:
+            return self
+        more = 1 / share
+        moments = round(more * self.moments)
+        before = self.before + (moments - self.moments) * bool(self.before)
+        rest = {"moments": moments, "before": before, "copies": round(more * self.copies)}
+        rest |= {"saved": round(more * self.saved)}
+        if self.is_early:
+            rest |= {"gradients": round(more * self.gradients), "exchange": round(more * self.exchange)}
+        return replace(self, **rest)
 
 
 def held(
     experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule, strategy: str, *, is_whole: bool
 ) -> Held:
-    """Memory of each worker, as far as shapes say it.
+    """Memory of each worker, as far as shapes say it, and with other options.
 
     Args:
         rule, strategy: of the run.
         is_whole: as of `Held`.
     """
-    params, model_state = map(size_bytes, jax.eval_shape(plan.init, jax.random.key(0)))
+    of = held_alone(experiment, workers, plan, rule, strategy, is_whole=is_whole)
+    return replace(of, others=tuple(others(experiment, workers, plan, strategy, is_whole=is_whole)))
+
+
+def held_alone(
+    experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule, strategy: str, *, is_whole: bool
+) -> Held:
+    """The same without other options."""
+    state = jax.eval_shape(plan.init, jax.random.key(0))
+    params, model_state = map(size_bytes, state)
     shapes = plan.params()
     moments = size_bytes(rule_state(rule, shapes))
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
@@ -101,21 +148,76 @@ def held(
         strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
     )
     slices = -(-params // workers.size)
+    saved_once, saved = copied(plan, rule, strategy, state, moments, takes_all=experiment.devices > 1)
+    hosts = workers.comm.hosts  # by rank; of one process, by worker
     return Held(
         params=params,
         model_state=model_state,
         moments=moments,
         whole_moments=size_bytes(jax.eval_shape(rule.init, shapes)),
-        sliced_moments=moments if rule.sharding else sliced_moments(experiment, workers, plan),
         copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
         exchange=exchanges * (slices if is_early else round(arrays * params)),
         is_whole=is_whole,
+        saved=saved,
+        saved_once=saved_once * (hosts[workers.processes.rank] == hosts[0]),
         shares_params=shares,
+        is_sharded=bool(rule.sharding),
         is_early=is_early,
+        bucket=is_early * largest_bucket(shapes, experiment.exchange.bucket_bytes),
+        is_summed=plan.micro_batch not in (0, plan.feed.samplers[0].local_batch),
         padding=padding(rule),
     )
+
+
+def copied(
+    plan: TrainingPlan, rule: Rule, strategy: str, state: tuple[PyTree, PyTree], moments: int, *, takes_all: bool
+) -> tuple[int, int]:
+    """Bytes that are copied for a checkpoint while steps go on: by one worker for all, and by each for itself.
+
+    Nothing is copied at the end of a run, when nothing changes the state any more.
+
+    Args:
+        takes_all: the state of several devices is put together first.
+    """
+    if plan.timetable.save_every >= plan.timetable.total_steps or strategy.startswith("none"):
+        return 0, 0
+    params, model_state = map(size_bytes, state)
+    parts = {"params": params, "rule_state": moments, "model_state": model_state}
+    common = equal_fields(rule.state_is_replicated, rule.params_are_replicated)
+    once = sum(size for name, size in parts.items() if name in common)
+    return once, sum(parts.values()) * (1 + takes_all) - once
+
+
+def largest_bucket(params: PyTree, bucket_bytes: int | None) -> int:
+    """Bytes of the largest bucket: a large leaf is one by itself."""
+    largest = max((size_bytes(leaf) for leaf in jax.tree.leaves(params)), default=0)
+    whole = size_bytes(params)
+    return whole if bucket_bytes is None else min(whole, max(bucket_bytes, largest))
+
+
+def others(
+    experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str, *, is_whole: bool
+) -> Iterator[tuple[str, Held]]:
+    """The same with sharded updates, and with one copy of the params a host; where that can be, in the same form.
+
+    An optimizer of the user's own is not tried out.
+    """
+    if experiment.optim.transform is not None:
+        return
+    shared = "" if strategy.startswith("shm") else "shm"
+    for name in dict.fromkeys((strategy, shared or strategy)):
+        on = with_shards(experiment, "on")
+        on = replace(on, exchange=replace(on.exchange, strategy=name))
+        options = f"--exchange.strategy {name} " * (name != strategy)
+        options += SHARDED * (experiment.exchange.shard_update != "on")
+        if not options or (name != strategy and not shares_params(on, workers, name)):
+            continue
+        if why_whole(on, plan, workers) or is_one_program(on, workers, plan, name) != is_whole:
+            continue
+        rule = build_rule(on, plan, workers, exchange_for(on, plan, workers, name, Order(), False))
+        yield options.strip(), held_alone(on, workers, plan, rule, name, is_whole=is_whole)
 
 
 def padding(rule: Rule) -> float:
@@ -124,18 +226,16 @@ def padding(rule: Rule) -> float:
     return cut.deal.padding if isinstance(cut, Leaves) else 0.0
 
 
-def sliced_moments(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> int | None:
-    """Bytes of the optimizer's state of one worker with sharded updates, if they can be; a user's is not tried out."""
-    on = with_shards(experiment, "on")
-    if experiment.optim.transform is not None or why_whole(on, plan, workers):
-        return None
-    return state_bytes(on, plan, workers)
-
-
 def measured(of: Held, program: jax.stages.Compiled) -> Held:
     """The same with what XLA allots to the program; as it was if XLA does not say."""
     analysis = program.memory_analysis()
-    return of if analysis is None else replace(of, activations=analysis.temp_size_in_bytes)
+    return of if analysis is None else with_activations(of, analysis.temp_size_in_bytes)
+
+
+def with_activations(of: Held, temp_bytes: int) -> Held:
+    """The same with what the program takes; with other options a bucket more if gradients are then sent early."""
+    named = [(name, replace(other, activations=temp_bytes + other.bucket - of.bucket)) for name, other in of.others]
+    return replace(of, activations=temp_bytes, others=tuple(named))
 
 
 # ---------------------------------------------------------------- in words
@@ -152,7 +252,9 @@ def parts(of: Held) -> dict[str, int]:
         "optimizer's state": of.moments,
         "model state": of.model_state,
     }
-    named |= {"copies of slices": of.copies, "state before a step": of.before, "a process": of.process}
+    named |= {"copies of slices": of.copies, "state before a step": of.before}
+    named |= {"copy for a checkpoint": of.saved, "copy for all workers": of.saved_once}
+    named |= {"a process": of.process, "compiling, once": of.compiler}
     if of.is_whole and of.activations is not None:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
     else:
@@ -166,10 +268,11 @@ def words(of: Held, workers: int) -> str:
     """A line for the headline."""
     moments = f"{mb(of.moments)} of the optimizer's state"
     is_sharded = of.moments < of.whole_moments
+    on = dict(of.others).get(SHARDED)
     if is_sharded:
         moments = f"{mb(of.moments)} of {mb(of.whole_moments)} of the optimizer's state"
-    elif of.sliced().moments < of.moments:
-        moments += f" ({mb(of.sliced().moments)} with --exchange.shard-update on)"
+    elif on and on.moments < of.moments:
+        moments += f" ({mb(on.moments)} with {SHARDED})"
     others = [
         f"{mb(size)} of {name}" for name, size in parts(of).items() if not name.startswith(("params", "optimizer's"))
     ]
@@ -224,32 +327,50 @@ def make_room(of: Held, workers: Workers, plan: TrainingPlan, free_bytes: int) -
     else:
         keep_freed_memory()  # again, if a run of this process before was short
     if workers.processes.local_rank == 0 and jax.default_backend() == "cpu":
-        check_fits(of, here, plan.feed.samplers[0].local_batch, free_bytes)
+        check_fits(of, here, plan.micro_batch or plan.feed.samplers[0].local_batch, free_bytes)
 
 
-def check_fits(of: Held, here: int, local_batch: int, free_bytes: int) -> None:
-    """Raise `UsageError` if so many workers of one host do not fit, with what would."""
+def check_fits(of: Held, here: int, batch: int, free_bytes: int) -> None:
+    """Raise `UsageError` if so many workers of one host do not fit, with what would.
+
+    Args:
+        batch: examples of a worker at a time: of a micro-batch, or of the local batch.
+    """
     need, each = of.on_host(here), ", ".join(f"{mb(size)} of {name}" for name, size in parts(of).items())
     check(
         need <= free_bytes,
         f"memory: got {here} worker{'s' * (here > 1)} on this host, {mb(of.at_once)} MB each ({each}), {mb(need)} in "
         f"all; expected at most the {mb(free_bytes)} that are free: "
-        + (", or ".join(ways(of, here, local_batch, free_bytes)) or "take a smaller model, or a host of more memory"),
+        + (", or ".join(ways(of, here, batch, free_bytes)) or "take a smaller model, or a host of more memory"),
     )
 
 
-def ways(of: Held, here: int, local_batch: int, free_bytes: int) -> list[str]:
+def ways(of: Held, here: int, batch: int, free_bytes: int) -> list[str]:
     """Options with which it would fit, each with what a worker would hold."""
     found: list[str] = []
-    sizes = [size for size in range(local_batch, 0, -1) if local_batch % size == 0]
-    kinds: list[tuple[str, Any]] = [("", of)]
-    if of.sliced().moments < of.moments:
-        kinds.append(("--exchange.shard-update on", of.sliced()))
-    for option, base in kinds:
-        fitting = [size for size in sizes if base.with_share(size / local_batch).on_host(here) <= free_bytes]
-        if fitting:
-            batch = f"--micro-batch or --local-batch {fitting[0]}" if fitting[0] < local_batch else ""
-            less = mb(base.with_share(fitting[0] / local_batch).at_once)
-            found.append(f"{' with '.join(filter(None, (option, batch)))} (about {less} each)")
-    fewer = max(0, free_bytes - of.shared) // of.at_once
-    return [*found, *([f"{fewer} worker{'s' * (fewer > 1)} on this host"] if fewer else [])]
+    smaller = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
+
+    def add(options: str, form: Held) -> bool:
+        fits = form.on_host(here) <= free_bytes
+        if fits:
+            found.append(f"{options} (about {mb(form.at_once)} each)")
+        return fits
+
+    for options, base in (("", of), *of.others):
+        if options and add(options, base):
+            continue
+        # A micro-batch has gradients whole again where they leave early, and the local batch is its multiple.
+        forms = {"--local-batch": base} if not base.is_summed else {}
+        forms |= {"--micro-batch": base.summed()} if not base.is_early else {}
+        for flag, form in forms.items():
+            named = f"{options} with {flag}" if options else flag
+            any(add(f"{named} {size}", form.with_share(size / batch)) for size in smaller)
+    for workers in range(here - 1, of.is_sharded, -1):
+        fewer = of.with_fewer(workers / here)
+        if fewer.on_host(workers) <= free_bytes:
+            as_many = f", with {'--micro-batch' if of.is_summed else '--local-batch'} {batch}"
+            found.append(
+                f"{workers} worker{'s' * (workers > 1)} on this host{as_many} (about {mb(fewer.at_once)} each)"
+            )
+            break
+    return found

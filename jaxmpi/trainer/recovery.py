@@ -60,7 +60,7 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
 
 
 def placed(run: Run, states: dict[int, TrainState]) -> TrainState:
-    """This process's workers on its devices; `states` has them no more, since they take as much memory on the host.
+    """This process's workers on its devices; `states` is emptied.
 
     Params that ranks share go where all read them.
     """
@@ -72,7 +72,6 @@ def placed(run: Run, states: dict[int, TrainState]) -> TrainState:
         state = put(states, run.workers)._replace(params=params)
     else:
         state = put(states, run.workers)
-    states.clear()
     give_back_freed_memory()
     return state
 

@@ -221,8 +221,11 @@ def go_on(
         callbacks.carry_rate(experiment.callbacks, kept)
 
 
-def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
+def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last: bool) -> None:
     """A checkpoint; it is written while the run goes on.
+
+    Args:
+        is_last: no step follows before it is written.
 
     Raises:
         TrainingError: the one before could not be written, or params or other state were not finite; or the run
@@ -234,7 +237,7 @@ def save(run: Run, state: TrainState, step: int, score: float | None) -> None:
     note_saved(run)
     if not run.functions.exchanges:
         return run.recorder.say("strategy none: workers have drifted apart, so nothing is saved")
-    run.saver.save(states_to_save(run, state), extra_to_save(run, step), score)
+    run.saver.save(states_to_save(run, state), extra_to_save(run, step), score, is_last=is_last)
 
 
 def note_saved(run: Run) -> None:
