@@ -84,7 +84,7 @@ def survivor(monkeypatch) -> Any:
     shrinking: Any = ShrinkCoordinator(SoloProcesses(), None, 2, None, is_unsaved=True)  # pyright: ignore[reportArgumentType]
     shrinking.held = CommittedState(7, STATE, np.zeros(7), is_settled=True)
     plan = SimpleNamespace(
-        clock=SimpleNamespace(effective_batch=8),
+        clock=SimpleNamespace(effective_batch=8, total_steps=200),
         scaled_for=2,
         headline="",
         timetable=Timetable(100, 100, 100, 100, 200),
@@ -128,10 +128,10 @@ def test_a_dropped_checkpoint_is_due_until_one_is_saved(survivor, monkeypatch):
 
         monkeypatch.setattr(lock_step, "save", lost)
         with pytest.raises(Lost):
-            lock_step.LockStep.save(coordinator, 7, STATE)
+            lock_step.LockStep.save(coordinator, 7, STATE, is_last=False)
         assert recovery.gone_on(survivor, ends)[1].overdue.save
-        monkeypatch.setattr(lock_step, "save", lambda *args: None)
-        lock_step.LockStep.save(coordinator, 7, STATE)
+        monkeypatch.setattr(lock_step, "save", lambda *args, **options: None)
+        lock_step.LockStep.save(coordinator, 7, STATE, is_last=False)
         assert not recovery.gone_on(survivor, ends)[1].overdue.save
 
 
