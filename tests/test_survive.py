@@ -123,7 +123,7 @@ def test_a_dropped_checkpoint_is_due_until_one_is_saved(survivor, monkeypatch):
             coordinator, position = recovery.gone_on(survivor, ends)
             assert position.overdue.save
 
-        def lost(*args: Any) -> None:
+        def lost(*args: Any, **options: Any) -> None:
             raise Lost
 
         monkeypatch.setattr(lock_step, "save", lost)
