@@ -41,6 +41,14 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         "mpi.bcast(x if rank else x.astype(jnp.int32))",
         r"bcast differs between ranks:\s+rank 1: dtypes: got \['float32'\], expected \['int32'\]",
     ),
+    "another dtype of a mean": (
+        "mpi.allreduce(x.astype(jnp.int32) if rank else jnp.ones((3, 2), jnp.uint8), 'mean')",
+        r"rank 1: mean of: got int32, expected uint8",
+    ),
+    "two communicators of the same ranks": (
+        "from mpi4py import MPI\nboth = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()\nmpi.allreduce(x, comm=both[rank])",
+        r"has waited 5 s for the others, which wait in a first call on another communicator",
+    ),
     "another operation": ("mpi.allreduce(x, 'sum' if rank else 'max')", r"rank 1: op: got sum, expected max"),
     "another root": ("jax.jit(lambda x: mpi.bcast(x, rank))(x)", r"rank 1: root: got 1, expected 0"),
     "another order": (
@@ -268,6 +276,8 @@ def test_start_takes_operations_alone_and_its_handles_are_waited_for_by_one_work
         jax.jit(lambda x: (jaxmpi.start(mpi.allreduce, x), x)[1])(x)
     waited = jax.jit(jax.value_and_grad(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)).sum()))
     assert float(waited(x)[0]) == 3
+    of = jax.checkpoint(lambda w, c: (w * jaxmpi.wait(jaxmpi.start(mpi.allreduce, jax.lax.stop_gradient(c)))).sum())
+    assert jax.jit(jax.grad(of))(x, 2 * x).tolist() == [2, 2, 2]
 
 
 def test_one_worker_gets_what_is_its_own(no_launcher):
@@ -289,6 +299,9 @@ def test_one_worker_gets_what_is_its_own(no_launcher):
         (lambda: mpi.allreduce({"w": jnp.ones(3)}, "xor"), r"leaf 'w' is float32; xor expects bools or integers"),
         (lambda: mpi.allreduce(1j, "max"), r"complex64, which has no order"),
         (lambda: mpi.bcast(jnp.ones(3), 5), r"bcast: root: got 5; expected a rank below 1"),
+        (lambda: mpi.reduce_scatter(jnp.int32(3), "mean"), r"has shape \[\]; expected 1 rows, one for each rank"),
+        (lambda: mpi.recv(jnp.ones(3), tag=-2), r"recv: tag: got -2; expected a number from 0 to \d+, or None for any"),
+        (lambda: mpi.send(jnp.ones(3), 0, tag=1 << 40), r"send: tag: got \d+; expected a number from 0 to \d+$"),
         (lambda: mpi.alltoall(jnp.ones(3)), r"has shape \[3\]; expected 1 rows, one for each rank"),
         (lambda: mpi.alltoallv(jnp.ones(3), [2]), r"got \[2\] for 3 rows; expected 1 numbers that add up to the rows"),
         (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), r"take the collectives of jax.lax"),

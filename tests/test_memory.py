@@ -203,7 +203,14 @@ HELD = Held(
 ON = dataclasses.replace(HELD, moments=50 * MB, is_sharded=True)  # of 4 workers
 # With one copy of the params and gradients as slices; the largest gradient is 40 MB.
 EARLY = dataclasses.replace(
-    ON, shares_params=True, is_early=True, gradients=25 * MB, exchange=25 * MB, bucket=40 * MB, activations=840 * MB
+    ON,
+    shares_params=True,
+    is_early=True,
+    takes_micro_batches=False,
+    gradients=25 * MB,
+    exchange=25 * MB,
+    bucket=40 * MB,
+    activations=840 * MB,
 )
 SHM = "--exchange.strategy shm --exchange.shard-update on"
 WITH_OTHERS = dataclasses.replace(HELD, others=(("--exchange.shard-update on", ON), (SHM, EARLY)))
@@ -219,6 +226,15 @@ def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys)
     assert off / 4 <= on <= 1.05 * off / 4
     off, on = map(float, re.findall(r"a process +(\S+) +(\S+)", said)[0])  # a rank's is two workers'
     assert 0.5 * forecast.RANK_BYTES <= off * MB <= on * MB <= 0.6 * forecast.RANK_BYTES
+
+
+def test_the_forecast_of_a_step_with_overlap_is_of_the_split_form_and_says_so(tmp_path, capsys):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = ["--exchange.strategy", "asa", "--exchange.shard-update", "on", "--exchange.overlap", "on"]
+    forecast.main([str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", *line])
+    said = capsys.readouterr().out
+    assert re.search(r"--exchange.shard-update +off +on\n", said)
+    assert "overlap on takes the fused form: here are the parts of the split one" in said
 
 
 def test_a_compressor_has_a_forecast(tmp_path, capsys):
@@ -278,6 +294,11 @@ def test_a_micro_batch_is_offered_with_gradients_of_one_more_and_not_where_they_
     assert "--local-batch" not in text
 
 
+def test_a_run_that_is_resumed_keeps_its_batches():
+    text = refusal(dataclasses.replace(WITH_OTHERS, batch_stays=True), 4, 4799)
+    assert text.endswith(f"that are free: --exchange.shard-update on (about 1,050 each), or {SHM} (about 915 each)")
+
+
 def test_slices_of_fewer_workers_are_larger():
     assert "2 workers on this host, with --local-batch 32 (about 1,100 each)" in refusal(ON, 4, 2300)
     assert "2 workers" not in refusal(ON, 4, 2199)  # and one worker alone has no slices
@@ -320,9 +341,12 @@ def test_checkpoints_are_copied_beside_the_steps_that_go_on():
     assert (only_last.saved, only_last.saved_once) == (0, 0)
 
 
-def test_freed_memory_is_given_back_at_once_where_twice_what_is_held_is_not_free():
+def test_freed_memory_is_given_back_at_once_where_twice_what_is_held_is_not_free(monkeypatch):
+    monkeypatch.delenv("JAXMPI_ALLOCATOR", raising=False)
     assert not is_short(HELD, 4, 9600 * MB)
     assert is_short(HELD, 4, 9599 * MB)
+    monkeypatch.setenv("JAXMPI_ALLOCATOR", "keep")
+    assert not is_short(HELD, 4, 9599 * MB)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
@@ -362,6 +386,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
     [
         (4, {}, "on, each of 4 workers holds 0.106 of 0.424 MB"),
         (1, {}, "off, there is one worker"),
+        (4, {"exchange": ExchangeConfig("shm:32", overlap="on")}, "on, each of 4 workers holds 0.106 of 0.424 MB"),
         (4, {"exchange": ExchangeConfig("tree:32")}, "off, got strategy 'tree:32' for sharded updates; expected"),
         (
             4,

@@ -8,6 +8,10 @@ divided as integers.
 import jax
 import jax.numpy as jnp
 
+from jaxmpi.core.errors import check
+
+MOST = 1 << 14  # workers
+
 
 def halves(x: jax.Array) -> jax.Array:
     """Integers [...] of 32 or 64 bits as their high and low halves [..., 2]; shorter ones as they are, in 32 bits."""
@@ -28,6 +32,9 @@ def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike) 
     if jnp.iinfo(dtype).bits < 32:
         return total.astype(real) / workers
     shift = jnp.iinfo(dtype).bits // 2
+    check(
+        workers <= MOST, f"a mean of {jnp.dtype(dtype)}: got {workers} workers; expected at most {MOST}: cast to floats"
+    )
     high, rest = jnp.divmod(total[..., 0], workers)
     low, rest = jnp.divmod((rest << shift) + total[..., 1], workers)
     whole = (high.astype(dtype) << shift) + low.astype(dtype)

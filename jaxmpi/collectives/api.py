@@ -21,6 +21,8 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.runtime.in_flight import check_may_send
 
+LEAST_TAGS = 1 << 15  # that every MPI has
+
 # ---------------------------------------------------------------- reductions
 
 
@@ -85,10 +87,13 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
     row, chosen = OPERATIONS[operation], _comm_of(operation, comm)
     check(op in row.ops, f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
     root = _root(operation, root, chosen)
+    if operation == "reduce_scatter":
+        _check_rows(operation, x, chosen)
     plans = [_plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
     leaves = [jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans, strict=True)]
     if op == "mean":
-        sums = _each(operation, [_summand(leaf) for leaf in leaves], chosen, op="sum", root=root)
+        dtypes = [leaf.dtype.name for leaf in leaves]
+        sums = _each(operation, [_summand(leaf) for leaf in leaves], chosen, means_of=dtypes, op="sum", root=root)
         added = chosen.size if root is None or chosen.rank == root else 1
         results = [_divided(y, added, leaf.dtype) for y, leaf in zip(sums, leaves, strict=True)]
     else:
@@ -306,7 +311,7 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
         TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     chosen = _comm_of("send", comm)
-    options = {"dest": _partner("send", "dest", dest, chosen), "sendtag": _index("send", "tag", tag)}
+    options = {"dest": _partner("send", "dest", dest, chosen), "sendtag": _tag("send", "tag", tag, chosen)}
     if dest != NOBODY:
         _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, **options)
 
@@ -331,7 +336,11 @@ def recv(
     source = _partner("recv", "source", source, chosen)
     if source == NOBODY:
         return x
-    options = {"source": source, "recvtag": _tag("recv", tag), "status": _status(status)}
+    options = {
+        "source": source,
+        "recvtag": tag if tag is None else _tag("recv", "tag", tag, chosen),
+        "status": _status(status),
+    }
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     leaves = [jnp.zeros(leaf.shape, leaf.dtype) if is_shape(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, **options))
@@ -357,8 +366,8 @@ def sendrecv(
     options = {
         "source": _partner("sendrecv", "source", source, chosen),
         "dest": _partner("sendrecv", "dest", dest, chosen),
-        "sendtag": _index("sendrecv", "sendtag", sendtag),
-        "recvtag": _tag("sendrecv", recvtag),
+        "sendtag": _tag("sendrecv", "sendtag", sendtag, chosen),
+        "recvtag": recvtag if recvtag is None else _tag("sendrecv", "recvtag", recvtag, chosen),
         "status": _status(status),
     }
     received = [_one("sendrecv", chosen, jnp.asarray(x), jnp.asarray(place), **options)[0] for x, place in pairs]
@@ -381,8 +390,11 @@ def _partner(operation: str, name: str, rank: Any, comm: Comm) -> int | None:
     return number
 
 
-def _tag(operation: str, tag: Any) -> int | None:
-    return None if tag is None else _index(operation, "tag", tag)
+def _tag(operation: str, name: str, tag: Any, comm: Comm) -> int:
+    number, most = _index(operation, name, tag), comm.processes.tags if isinstance(comm, MpiComm) else LEAST_TAGS
+    is_any = "" if name == "sendtag" or operation == "send" else ", or None for any"
+    check(0 <= number < most, f"{operation}: {name}: got {number}; expected a number from 0 to {most - 1}{is_any}")
+    return number
 
 
 def _status(status: Any) -> int:
@@ -397,15 +409,22 @@ def _comm_of(operation: str, comm: Any) -> Comm:
     return communicator(comm)
 
 
-def _each(operation: str, leaves: list[jax.Array], comm: Comm, **options: Any) -> list[jax.Array]:
-    """A call for each leaf; small leaves of one dtype in one, where the operation takes each number by itself."""
-    row = OPERATIONS[operation]
+def _each(
+    operation: str, leaves: list[jax.Array], comm: Comm, means_of: Sequence[str] = (), **options: Any
+) -> list[jax.Array]:
+    """A call for each leaf; small leaves of one dtype in one, where the operation takes each number by itself.
+
+    Args:
+        means_of: dtypes of leaves that are summed for means, of which these may be parts.
+    """
+    row, means_of = OPERATIONS[operation], means_of or [""] * len(leaves)
     if not row.is_elementwise or row.is_message or comm.size == 1 or len(leaves) < 2:
-        return [result for leaf in leaves for result in _one(operation, comm, leaf, **options)]
+        pairs = zip(leaves, means_of, strict=True)
+        return [y for leaf, mean_of in pairs for y in _one(operation, comm, leaf, mean_of=mean_of, **options)]
     results = list(leaves)
-    for group in _groups(leaves):
+    for group in _groups(leaves, means_of):
         flat = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
-        [total] = _one(operation, comm, flat, **options)
+        [total] = _one(operation, comm, flat, mean_of=means_of[group[0]], **options)
         ends = np.cumsum([leaves[i].size for i in group]).tolist()
         parts = [total] if len(group) == 1 else jnp.split(total, ends[:-1])
         for i, part in zip(group, parts, strict=True):
@@ -413,17 +432,17 @@ def _each(operation: str, leaves: list[jax.Array], comm: Comm, **options: Any) -
     return results
 
 
-def _groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
-    """Leaves that travel together: of one dtype, up to BUCKET_BYTES; a leaf as big as that is alone."""
+def _groups(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[int]]:
+    """Leaves that travel together: of one dtype, and for means of one, up to BUCKET_BYTES; one as big is alone."""
     groups: list[list[int]] = []
     open_groups: dict[Any, tuple[list[int], int]] = {}
-    for i, leaf in enumerate(leaves):
-        group, held_bytes = open_groups.get(leaf.dtype, ([], BUCKET_BYTES))
+    for i, (leaf, mean_of) in enumerate(zip(leaves, means_of, strict=True)):
+        group, held_bytes = open_groups.get((leaf.dtype, mean_of), ([], BUCKET_BYTES))
         if held_bytes + leaf.nbytes > BUCKET_BYTES:
             group, held_bytes = [], 0
             groups.append(group)
         group.append(i)
-        open_groups[leaf.dtype] = group, held_bytes + leaf.nbytes
+        open_groups[leaf.dtype, mean_of] = group, held_bytes + leaf.nbytes
     return groups
 
 

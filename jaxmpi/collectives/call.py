@@ -21,6 +21,7 @@ class Call:
     operation: str
     comm: MpiComm
     op: str = ""
+    mean_of: str = ""  # dtype of what is summed for a mean, of which the operands may be parts of another
     root: int | None = None
     counts: tuple[tuple[int, ...], ...] = ()  # rows that rank i sends to rank j
     source: int | None = None  # of a message; None: any
@@ -42,7 +43,8 @@ class Call:
             options |= {"source": self.source, "recvtag": self.recvtag}
         options = {"op": self.op or None, "root": self.root, "reversed": self.is_reversed or None, **options}
         named = [f"{name}={value}" for name, value in options.items() if value is not None]
-        said = f"{self.operation}({', '.join([*map(type_of, operands[:1]), *named])})"
+        types = [f"mean of {self.mean_of}, sent as {type_of(x)}" if self.mean_of else type_of(x) for x in operands[:1]]
+        said = f"{self.operation}({', '.join([*types, *named])})"
         return f"{said}, {self.line}" if self.line else said
 
     def derived(self, operation: str, **changes: Any) -> "Call":

@@ -71,7 +71,7 @@ def _abstract(*operands: Any, call: Call) -> tuple[list, set]:
 def facts(call: Call, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
     """Facts of a call that must be equal on all ranks; in a program also the user's lines, if they count."""
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
-    options: dict[str, Any] = {"op": call.op, "root": call.root, "reversed": call.is_reversed}
+    options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
     options |= shared | {"dtypes": [x.dtype.name for x in operands], "counts": call.counts}
     if not is_traced:
         return fingerprint(call.operation, options)
@@ -122,6 +122,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequenc
     if not row_of(call).is_message:
         with one_thread(call.comm) as is_part:
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
+            if call.is_reversed:
+                call.comm.meet_in_reverse()
             number = None if is_part else number_of(call.comm, what_of(call, ctx.avals_in))
 
     def run(*arrays: jax.Array) -> list[jax.Array]:

@@ -29,7 +29,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
-from jaxmpi.allreduce.call_order import caller
+from jaxmpi.allreduce.call_order import caller, one_thread
 from jaxmpi.allreduce.comm_thread import Job, comm_thread, same_calls
 from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
@@ -137,8 +137,9 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, handle: Ha
     check(not reason, f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
     _registered()
     if not row_of(call).is_message:
-        call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
-        lane_of(call.comm)
+        with one_thread(call.comm):
+            call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
+            lane_of(call.comm)
     _calls.append((call, [like(y) for y in row_of(call).results(call, *ctx.avals_in)], what))
     number = len(_calls) - 1
 
@@ -150,7 +151,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, handle: Ha
 
 _nothing_p = jax.extend.core.Primitive("jaxmpi_start_nothing")
 _nothing_p.multiple_results = True
-_nothing_p.def_effectful_abstract_eval(lambda *, handle: ([], {host_callbacks.KEPT}))
+_nothing_p.def_effectful_abstract_eval(lambda *, handle: ([], {host_callbacks.CHECKED}))
 
 
 def _lower_nothing(ctx: mlir.LoweringRuleContext, *, handle: Handle) -> Sequence[Any]:

@@ -299,14 +299,16 @@ class MpiProcesses:
         Raises:
             TrainingError: who has not come within AGREE_TIMEOUT_S.
         """
+        self._let_exchanges_end()
         what = f"the first call on a communicator of {world.size} ranks"
         with self.roll.meeting(ranks, what, AGREE_TIMEOUT_S) as meeting:
             if wait(world.Ibarrier(), AGREE_TIMEOUT_S):
                 return
             absent = self.roll.absent(meeting)
         one_of = "" if self.roll.may_watch else "one of "  # else they do not say who is here
+        late = f"{one_of}rank {absent}" if absent else "the others, which wait in a first call on another communicator"
         raise TrainingError(
-            f"{what} has waited {AGREE_TIMEOUT_S:g} s for {one_of}rank {absent}; all its ranks must make their first "
+            f"{what} has waited {AGREE_TIMEOUT_S:g} s for {late}; all its ranks must make their first "
             f"call on it together, also those that a message does not concern (JAXMPI_AGREE_TIMEOUT_S sets the time)"
             f"{self.roll.where(absent)}"
         )

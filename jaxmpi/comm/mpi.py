@@ -169,6 +169,10 @@ class MpiComm(RankComm):
         part = self.processes.world.Split(number, key)
         return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else None
 
+    def meet_in_reverse(self) -> None:
+        """Make `reversed_mpi`, if it is not there; all ranks come here together."""
+        _ = self.reversed_mpi
+
     @functools.cached_property
     def reversed_mpi(self) -> Any:
         """The same ranks from the last to the first; all come here together for the first time."""

@@ -22,10 +22,13 @@ def keep_freed_memory() -> None:
     _set({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
 
 
+def is_settled() -> bool:
+    """Whether JAXMPI_ALLOCATOR says what becomes of freed memory."""
+    return os.environ.get("JAXMPI_ALLOCATOR") in ("system", "keep")
+
+
 def give_back_at_once() -> None:
     """Have glibc map each buffer of 1 MiB or more by itself, and unmap it as soon as it is freed."""
-    if os.environ.get("JAXMPI_ALLOCATOR") in ("system", "keep"):
-        return
     _set({_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**21})
     give_back_freed_memory()
 

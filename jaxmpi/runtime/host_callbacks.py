@@ -219,15 +219,22 @@ class Kept(effects.Effect):
     """Effect that keeps calls in a program if nobody uses their results; data alone orders them."""
 
 
-def admit(effect: effects.Effect, *, is_ordered: bool = True) -> effects.Effect:
-    """Let JAX lower an effect, also in branches and loops."""
-    kinds = ("lowerable", "control_flow_allowed", "custom_derivatives_allowed", *["ordered"] * is_ordered)
+@dataclass(frozen=True)
+class Checked(effects.Effect):
+    """Effect that keeps what is checked when a program is compiled, and does nothing in it."""
+
+
+def admit(effect: effects.Effect, *, is_ordered: bool = True, may_repeat: bool = False) -> effects.Effect:
+    """Let JAX lower an effect, also in branches and loops; in `jax.checkpoint` if it may be repeated."""
+    kinds = ["lowerable", "control_flow_allowed", "custom_derivatives_allowed"]
+    kinds += ["ordered"] * is_ordered + ["remat_allowed"] * may_repeat
     for kind in kinds:
         getattr(effects, f"{kind}_effects").add_type(type(effect))
     return effect
 
 
 ORDERED, KEPT = admit(Ordered()), admit(Kept(), is_ordered=False)
+CHECKED = admit(Checked(), is_ordered=False, may_repeat=True)
 
 
 def call(

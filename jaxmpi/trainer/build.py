@@ -299,8 +299,7 @@ def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) 
         return experiment, ""
     on, off = (with_shards(experiment, word) for word in ("on", "off"))
     why, strategy = why_whole(on, plan, workers), on.exchange.strategy
-    is_beside = not why and chosen_overlap(off, workers, plan, strategy)[0]
-    if is_beside and not shares_params(on, workers, strategy):
+    if not why and not shares_params(on, workers, strategy) and chosen_overlap(off, workers, plan, strategy)[0]:
         why = "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
     if not why:
         whole, own = (state_bytes(each, plan, workers) for each in (off, on))

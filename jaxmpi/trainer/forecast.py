@@ -32,6 +32,7 @@ from jaxmpi.trainer.build import (
     exchange_for,
     make_plan,
     pieces,
+    shares_params,
     why_whole,
     with_shards,
 )
@@ -108,6 +109,12 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
         name = "asa:" + (experiment.exchange.strategy.partition(":")[2] or "32")
         notes.append(f"strategy auto, which takes what a probe of the ranks finds fastest, is counted as {name}")
         exchange = dataclasses.replace(experiment.exchange, strategy=name)
+        experiment = dataclasses.replace(experiment, exchange=exchange)
+    if experiment.exchange.overlap == "on" and not shares_params(
+        with_shards(experiment, "on"), workers, experiment.exchange.strategy
+    ):
+        notes.append("overlap on takes the fused form: here are the parts of the split one")
+        exchange = dataclasses.replace(experiment.exchange, overlap="auto", gather="in-step")
         experiment = dataclasses.replace(experiment, exchange=exchange)
     off, on = (with_shards(experiment, word) for word in ("off", "on"))
     if why := why_whole(on, plan, workers):

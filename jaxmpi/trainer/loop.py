@@ -118,7 +118,8 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     do_due(coordinator, position.step, position.overdue, state)
     with contextlib.closing(coordinator.batches()) as batches, contextlib.ExitStack() as at:
         at.enter_context(phases.phase("waiting for the first batch"))
-        for step, batch in enumerate(timer.batches(batches, first), first):
+        steps = timer.batches(batches, first) if not coordinator.is_stopped else ()
+        for step, batch in enumerate(steps, first):
             if step == first:
                 at.close()
                 at.enter_context(phases.phase("compiling and making the first step"))

@@ -20,7 +20,7 @@ from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, size_bytes
 from jaxmpi.rules.base import Rule
-from jaxmpi.runtime.allocator import give_back_at_once, keep_freed_memory
+from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
 from jaxmpi.trainer.build import (
     TrainingPlan,
     build_rule,
@@ -58,9 +58,10 @@ class Held:
     is_sharded: bool = False  # whether the optimizer's state, and what goes with it, is a slice
     is_early: bool = False  # whether gradients leave their program as slices; activations then have a bucket in them
     bucket: int = 0  # of gradients that leave early, the largest
-    is_summed: bool = (
-        False  # whether micro-batches' gradients are added up; activations then have the last ones in them
-    )
+    is_summed: bool = False  # whether gradients of micro-batches are added up; activations have the last of them
+    takes_micro_batches: bool = True  # if it is asked to: whether the step stays as it is
+    batch_stays: bool = False  # whether it is another run's if batches change
+    devices: int = 1  # a rank, each a worker's
     padding: float = 0.0  # of rows of whole tensors, the share that fills them up
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
     others: tuple[tuple[str, "Held"], ...] = ()  # the same step with other options, by their spelling
@@ -148,8 +149,9 @@ def held_alone(
         strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
     )
     slices = -(-params // workers.size)
-    saved_once, saved = copied(plan, rule, strategy, state, moments, takes_all=experiment.devices > 1)
-    hosts = workers.comm.hosts  # by rank; of one process, by worker
+    saved_once, saved = copied(rule, strategy, state, moments, takes_all=experiment.devices > 1)
+    hosts = workers.processes.hosts
+    saves = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)  # before its end
     return Held(
         params=params,
         model_state=model_state,
@@ -160,19 +162,22 @@ def held_alone(
         gradients=slices if is_early else params,
         exchange=exchanges * (slices if is_early else round(arrays * params)),
         is_whole=is_whole,
-        saved=saved,
-        saved_once=saved_once * (hosts[workers.processes.rank] == hosts[0]),
+        saved=saves * saved,
+        saved_once=saves * saved_once * (hosts[workers.processes.rank] == hosts[0]),
         shares_params=shares,
         is_sharded=bool(rule.sharding),
         is_early=is_early,
         bucket=is_early * largest_bucket(shapes, experiment.exchange.bucket_bytes),
         is_summed=plan.micro_batch not in (0, plan.feed.samplers[0].local_batch),
+        takes_micro_batches=not is_early and not (is_whole and workers.size > 1 and workers.mesh is None),
+        batch_stays=experiment.resume,
+        devices=experiment.devices,
         padding=padding(rule),
     )
 
 
 def copied(
-    plan: TrainingPlan, rule: Rule, strategy: str, state: tuple[PyTree, PyTree], moments: int, *, takes_all: bool
+    rule: Rule, strategy: str, state: tuple[PyTree, PyTree], moments: int, *, takes_all: bool
 ) -> tuple[int, int]:
     """Bytes that are copied for a checkpoint while steps go on: by one worker for all, and by each for itself.
 
@@ -181,7 +186,7 @@ def copied(
     Args:
         takes_all: the state of several devices is put together first.
     """
-    if plan.timetable.save_every >= plan.timetable.total_steps or strategy.startswith("none"):
+    if strategy.startswith("none"):
         return 0, 0
     params, model_state = map(size_bytes, state)
     parts = {"params": params, "rule_state": moments, "model_state": model_state}
@@ -311,8 +316,8 @@ def workers_here(workers: Workers) -> int:
 
 
 def is_short(of: Held, here: int, free_bytes: int) -> bool:
-    """Whether memory has no room for holes between freed buffers, on CPUs."""
-    return KEPT_FREED * of.on_host(here) > free_bytes and jax.default_backend() == "cpu"
+    """Whether memory has no room for holes between freed buffers, on CPUs, and none are to be there."""
+    return KEPT_FREED * of.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()
 
 
 def make_room(of: Held, workers: Workers, plan: TrainingPlan, free_bytes: int) -> None:
@@ -359,13 +364,15 @@ def ways(of: Held, here: int, batch: int, free_bytes: int) -> list[str]:
     for options, base in (("", of), *of.others):
         if options and add(options, base):
             continue
+        if of.batch_stays:
+            continue
         # A micro-batch has gradients whole again where they leave early, and the local batch is its multiple.
         forms = {"--local-batch": base} if not base.is_summed else {}
-        forms |= {"--micro-batch": base.summed()} if not base.is_early else {}
+        forms |= {"--micro-batch": base.summed()} if base.takes_micro_batches else {}
         for flag, form in forms.items():
             named = f"{options} with {flag}" if options else flag
             any(add(f"{named} {size}", form.with_share(size / batch)) for size in smaller)
-    for workers in range(here - 1, of.is_sharded, -1):
+    for workers in range(here - of.devices, of.is_sharded, -of.devices) if not of.batch_stays else ():
         fewer = of.with_fewer(workers / here)
         if fewer.on_host(workers) <= free_bytes:
             as_many = f", with {'--micro-batch' if of.is_summed else '--local-batch'} {batch}"
