@@ -1,10 +1,11 @@
 """Cost of a collective call inside jit, beside mpi4jax's same call and a bare one of mpi4py; and start and wait.
 
     python scripts/bench_collectives.py calls [--ranks 2 4 8] [--rounds 20] [--png calls.png]
-    python scripts/bench_collectives.py overlap [--ms 500]
+    python scripts/bench_collectives.py overlap [--ms 500] [--rate 200mbit]
 
 `calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. `overlap`: a computation and
-an exchange that take equally long, in sequence, and with start and wait. Run it on a quiet machine.
+an exchange that take equally long, in sequence, and with start and wait; on one host, or between two emulated ones.
+Run it on a quiet machine.
 """
 
 import argparse
@@ -79,14 +80,14 @@ def overlap(goal_s: float, rounds: int) -> dict[str, list[float]]:
         return jax.lax.fori_loop(0, n, lambda _, a: jnp.tanh(a @ a), a)
 
     a, n, floats = jnp.eye(256) / 2, 20, 1 << 20
-    for _ in range(3):  # a time is not quite in proportion to an amount
+    for _ in range(4):  # a time is not quite in proportion to an amount
         alone, sent = jax.jit(lambda a, n=n: compute(n, a)), jax.jit(lambda x: mpi.allreduce(x, "max"))
         x = jnp.ones(floats)
         runs: dict[str, Any] = {
             "compute": lambda alone=alone: alone(a).block_until_ready(),
             "exchange": lambda sent=sent, x=x: sent(x).block_until_ready(),
         }
-        timed = harness.take_turns(runs, 3, warm_up=1)
+        timed = harness.take_turns(runs, 3, warm_up=2)
         took = jaxmpi.broadcast(np.array([np.median(timed["compute"]), np.median(timed["exchange"])]))
         n, floats = int(n * goal_s / took[0]), int(floats * goal_s / took[1])
     x = jnp.ones(floats)
@@ -136,7 +137,8 @@ def line(by: dict[str, dict[str, list[float]]], name: str) -> list[plots.Point]:
 
 def show_overlap(options: argparse.Namespace) -> dict[str, Any]:
     """Print seconds, and the ratio to the longer of both."""
-    found = harness.on_ranks(overlap, options.ms / 1e3, options.rounds, ranks=2, env={"JAX_PLATFORMS": "cpu"})
+    job = {"ranks": 2, "rate": options.rate, "env": {"JAX_PLATFORMS": "cpu"}}
+    found = harness.on_ranks(overlap, options.ms / 1e3, options.rounds, **job)
     longer = np.maximum(found["compute"], found["exchange"])
     rows = [
         [name, f"{np.median(values):.3f}", harness.interval(np.array(values) / longer, 2)]
@@ -153,6 +155,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks, of calls")
     parser.add_argument("--rounds", type=int, default=20, help="measured rounds")
     parser.add_argument("--ms", type=float, default=500, help="of compute and of exchange, of overlap")
+    parser.add_argument("--rate", default="", help="of each emulated host's link, of overlap; default: one host")
     parser.add_argument("--png", type=Path, help="where plots of calls go")
     parser.add_argument("--json", type=Path, help="where results go")
     options = parser.parse_args()
