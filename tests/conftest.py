@@ -7,6 +7,9 @@ import gc
 import importlib.metadata
 import os
 import signal
+import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +102,23 @@ def pytest_report_header() -> list[str]:
 
         lines.append(f"MPI: rank {control.rank} of {control.size}, {MPI.get_vendor()}")
     return lines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A temporary folder of its own for each rank: they would clear away old ones at the same time and trip over it."""
+    if UNDER_MPI and not config.option.basetemp:
+        folder = tempfile.TemporaryDirectory(prefix="pytest-rank-")
+        config.add_cleanup(folder.cleanup)
+        config.option.basetemp = folder.name
+
+
+@pytest.fixture(autouse=True)
+def hooks_of_before() -> Iterator[None]:
+    """A test that trains installs hooks by which a thread's error ends the process: not for the tests after it."""
+    before = sys.excepthook, threading.excepthook
+    yield
+    sys.excepthook, threading.excepthook = before
 
 
 @pytest.fixture

@@ -317,9 +317,9 @@ class TestLoadersThatFail:
             pool = batches._hold.pool
 
             def kill() -> None:
-                wait_until(lambda: any(path.name in pool.doing(i)[0] for i in range(2)))
-                number = next(i for i in range(2) if str(path) in pool.doing(i)[0])
-                os.kill(int(pool._board[number, HERE]), signal.SIGKILL)
+                at: list[int] = []
+                wait_until(lambda: bool(at.extend(i for i in range(2) if str(path) in pool.doing(i)[0]) or at))
+                os.kill(int(pool._board[at[0], HERE]), signal.SIGKILL)
 
             killer = threading.Thread(target=kill)
             killer.start()
