@@ -307,7 +307,7 @@ def test_slices_of_fewer_workers_are_larger():
 
 
 def planned(size: int, **change: object) -> Held:
-    """Of digits with Adam, unsharded, on one host."""
+    """The memory of digits with Adam, unsharded, on one host."""
     asked = dataclasses.replace(DIGITS, optim=Optim("adam"), effective_batch=32, **change)
     plan, several = build.make_plan(asked, workers(size)), workers(size)
     strategy = asked.exchange.strategy

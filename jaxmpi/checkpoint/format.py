@@ -295,8 +295,8 @@ def restore(
     Args:
         like: states of the same structure, shapes and dtypes, as the run starts with.
         slicing: how the rule's state is held now. One that was held otherwise is put together and cut anew.
-        reads_params: if not, this process gets shapes in their place, but where masters are to be made of params or
-            params of masters.
+        reads_params: False for a process that needs no params: it gets their shapes. It reads them all the same if
+            one of checkpoint and run keeps masters.
         say: receives a line for each damaged checkpoint that is skipped.
 
     Communicates, raises: see `first_whole`.
@@ -584,7 +584,7 @@ def without(manifest: dict, field: str) -> dict:
 
 
 def has_masters(manifest: dict, slicing: Slicing | None) -> bool:
-    """Whether the checkpoint or the run keeps masters, which the other may keep as params."""
+    """Return True if the checkpoint or the run keeps masters: then params are made of masters, or masters of params."""
     here = [f"{RULE_STATE}/{name}" for name, _ in named_leaves(slicing.whole)] if slicing else []
     there = [row["path"] for rows in manifest["files"].values() for row in rows]
     return bool(masters_in(here) or masters_in(there))

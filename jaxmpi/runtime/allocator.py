@@ -23,7 +23,7 @@ def keep_freed_memory() -> None:
 
 
 def is_settled() -> bool:
-    """Whether JAXMPI_ALLOCATOR says what becomes of freed memory."""
+    """Return True if JAXMPI_ALLOCATOR says what becomes of freed memory."""
     return os.environ.get("JAXMPI_ALLOCATOR") in ("system", "keep")
 
 

@@ -59,9 +59,9 @@ class Held:
     is_early: bool = False  # whether gradients leave their program as slices; activations then have a bucket in them
     bucket: int = 0  # of gradients that leave early, the largest
     is_summed: bool = False  # whether gradients of micro-batches are added up; activations have the last of them
-    takes_micro_batches: bool = True  # if it is asked to: whether the step stays as it is
-    batch_stays: bool = False  # whether it is another run's if batches change
-    devices: int = 1  # a rank, each a worker's
+    takes_micro_batches: bool = True  # whether the step keeps its form with them
+    batch_stays: bool = False  # whether the run is resumed, which keeps its batches
+    devices: int = 1  # of a rank; each is a worker
     padding: float = 0.0  # of rows of whole tensors, the share that fills them up
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
     others: tuple[tuple[str, "Held"], ...] = ()  # the same step with other options, by their spelling
@@ -91,17 +91,17 @@ class Held:
 
     @property
     def fixed(self) -> int:
-        """Of activations, what is there for any number of examples."""
+        """Bytes among the activations that are the same for any number of examples."""
         inside = 2 * self.gradients * self.is_whole + self.bucket + self.gradients * self.is_summed
         return min(self.activations or 0, inside)
 
     def with_share(self, share: float) -> "Held":
-        """The same for a share of the examples at a time, in a smaller local batch or a smaller micro-batch."""
+        """The same with a smaller local batch or micro-batch, of this share of the examples."""
         fixed = self.fixed
         return replace(self, activations=fixed + round(share * ((self.activations or 0) - fixed)))
 
     def summed(self) -> "Held":
-        """The same with micro-batches: gradients of one more are there at most."""
+        """The same with micro-batches: gradients of one are there beside their sum."""
         if self.is_summed:
             return self
         return replace(self, activations=(self.activations or 0) + self.gradients, is_summed=True)
@@ -258,8 +258,8 @@ def parts(of: Held) -> dict[str, int]:
         "model state": of.model_state,
     }
     named |= {"copies of slices": of.copies, "state before a step": of.before}
-    named |= {"copy for a checkpoint": of.saved, "copy for all workers": of.saved_once}
-    named |= {"a process": of.process, "compiling, once": of.compiler}
+    named |= {"copy for a checkpoint": of.saved, "copy of the host for a checkpoint": of.saved_once}
+    named |= {"a process": of.process, "compiler of the host": of.compiler}
     if of.is_whole and of.activations is not None:
         named["gradients, activations and buckets"] = max(of.gradients, of.activations)
     else:
@@ -316,7 +316,7 @@ def workers_here(workers: Workers) -> int:
 
 
 def is_short(of: Held, here: int, free_bytes: int) -> bool:
-    """Whether memory has no room for holes between freed buffers, on CPUs, and none are to be there."""
+    """Return True if memory has no room for holes between freed buffers: on CPUs, if the user leaves it open."""
     return KEPT_FREED * of.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()
 
 

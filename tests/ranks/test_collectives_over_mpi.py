@@ -228,7 +228,7 @@ def test_messages_between_two_ranks():
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
-    """As on GPUs: without handlers in programs."""
+    """Messages go as on GPUs: without handlers in programs."""
     from mpi4py import MPI
 
     status, left, right = MPI.Status(), (RANK - 1) % SIZE, (RANK + 1) % SIZE
@@ -415,7 +415,7 @@ def test_started_operations_give_what_the_operations_give():
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
-    """Of a tree, to both sides, beside ordinary ones; with 2 ranks all are between one pair. 12 B and 160 kB."""
+    """Messages of a tree, to both sides, beside ordinary ones: 12 B and 160 kB. With 2 ranks all have one pair."""
     before, after = (RANK - 1) % SIZE, (RANK + 1) % SIZE
 
     def held_by(rank: int) -> dict[str, jax.Array]:
