@@ -97,7 +97,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(experiment: Experiment, workers: Workers) -> Forecast:
-    """The memory of one worker whose step has the split form.
+    """The memory of one worker, whose step has the split form; a single one's is one program.
 
     Raises:
         UsageError: as a run of this experiment.
@@ -142,6 +142,9 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, ba
         "compiler": COMPILED_BYTES * text,
     }
     found = measured(dataclasses.replace(found, **each), program)
+    if workers.size == 1:  # gradients are no results there: they come where activations were, and updates beside them
+        activations = max(2 * found.gradients, found.activations or 0)
+        found = dataclasses.replace(found, is_whole=True, activations=activations)
     others = tuple((name, dataclasses.replace(other, **each)) for name, other in found.others)
     return dataclasses.replace(found, others=others)
 
@@ -162,8 +165,9 @@ def table(found: Forecast, workers: Workers, here: int, free_bytes: int) -> list
     """Lines for the terminal."""
     columns = {"off": found.off} | ({"on": found.on} if found.on else {})
     named = {word: parts(of) for word, of in columns.items()}
+    form = "one program" if workers.size == 1 else "split form"
     lines = [
-        f"{workers.size} workers x local batch {found.local_batch}, {here} on a host, split form; MB a worker",
+        f"{workers.size} workers x local batch {found.local_batch}, {here} on a host, {form}; MB a worker",
         f"{'--exchange.shard-update':28}" + "".join(f"{word:>10}" for word in columns),
     ]
     for name in dict.fromkeys(name for each in named.values() for name in each):
