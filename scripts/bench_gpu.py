@@ -1,6 +1,7 @@
-"""Models on one GPU beside PyTorch twins: images a second, memory, a step's parts; devices of ranks.
+"""Models on one GPU beside PyTorch twins: images a second, memory, a step's parts; devices and steps of ranks.
 
     python scripts/bench_gpu.py [--models resnet50 vgg16] [--dtypes float32 bfloat16] [--batch 128] [--out FILE]
+    python scripts/bench_gpu.py --only-exchange --ranks 2 --models resnet50
     python scripts/bench_gpu.py --dry
 
 jaxmpi is the trainer's own step with one worker. PyTorch is the twin of tests/torch_zoo.py with the same layers,
@@ -14,6 +15,8 @@ exit code is 77. With --dry all runs on the CPU at tiny size, which checks this 
 - to device: the copy of a batch, alone, until it is there.
 - forward, forward+backward: in training, from a batch on the device; alone, so forward keeps nothing for backward.
 - update: the optimizer alone.
+
+With --only-exchange, ranks that share the GPU run the trainer's step in every form of FORMS, by turns.
 """
 
 import argparse
@@ -41,7 +44,8 @@ from zoo_steps import ALONE, recipe, step_memory
 
 import jaxmpi
 from jaxmpi.comm.control import processes
-from jaxmpi.comm.topology import put
+from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.train_state import Batch
@@ -67,11 +71,18 @@ SIZES = {  # of a measurement: dry or not
 }
 TORCH_MODES = ("default", "reduce-overhead", "max-autotune")
 Run = Callable[[int], None]  # does a part so many times and waits for the last
+FORMS = {  # of a step between ranks
+    "no exchange": ExchangeConfig("none"),
+    "asa32": ExchangeConfig("asa32", overlap="off"),
+    "asa16": ExchangeConfig("asa16", overlap="off"),
+    "shm": ExchangeConfig("shm"),
+    "asa32, overlap on": ExchangeConfig("asa32", overlap="on"),
+}
 
 
-def host_batches(config: Experiment) -> list[Batch]:
+def host_batches(config: Experiment, workers: Workers = ALONE) -> list[Batch]:
     """The first batches of the trainer's loader."""
-    return list(itertools.islice(build.make_plan(config, ALONE).feed.batches(), BATCHES))
+    return list(itertools.islice(build.make_plan(config, workers).feed.batches(), BATCHES))
 
 
 # ---------------------------------------------------------------- the two sides
@@ -80,14 +91,14 @@ def host_batches(config: Experiment) -> list[Batch]:
 class Jaxmpi:
     """The trainer's step and its parts."""
 
-    def __init__(self, config: Experiment, dry: bool, torch_mode: str) -> None:
-        plan = build.make_plan(config, ALONE)
+    def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
+        plan = build.make_plan(config, workers)
         config = dataclasses.replace(config, model=plan.feed.model)
-        self.config, self.functions = config, build.build_functions(config, ALONE, plan)
-        self.state = put(build.initial_states(config, ALONE, plan, self.functions.rule), ALONE)
-        batches = host_batches(config)
+        self.config, self.functions = config, build.build_functions(config, workers, plan)
+        self.state = put(build.initial_states(config, workers, plan, self.functions.rule), workers)
+        batches = host_batches(config, workers)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients, *_ = build.pieces(config, ALONE, plan)
+        local_gradients, *_ = build.pieces(config, workers, plan)
         self.gradients = jax.jit(local_gradients)
         self.forward = jax.jit(lambda *args: local_gradients(*args)[1:])  # XLA leaves out what only gradients need
         self.update = jax.jit(self.functions.rule.update)
@@ -360,6 +371,46 @@ def device_lines() -> list[str]:
         return control.allgather_object("; ".join(mine))
 
 
+# ---------------------------------------------------------------- steps of ranks that share the GPU
+
+
+def step_seconds(model: str, dtype: str, batch: int, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Be a rank: seconds of a step in every form, by turns."""
+    failures.install_excepthooks()
+    prepare.prepare()
+    workers, config = gather_workers(1), recipe(model, local_batch=batch, compute_dtype=dtype)
+    with failures.at_work():
+        sides = {
+            name: Jaxmpi(dataclasses.replace(config, exchange=form), False, "", workers) for name, form in FORMS.items()
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in FORMS}
+        for turn in range(rounds + SETTLE):
+            for name in FORMS if turn % 2 else [*FORMS][::-1]:
+                workers.processes.barrier()
+                begin = time.perf_counter()
+                sides[name].steps(steps)
+                seconds[name].append((time.perf_counter() - begin) / steps)
+    return {name: values[SETTLE:] for name, values in seconds.items()}
+
+
+def exchange_table(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Images a second of all ranks by rank 0's clock, and a step over one without an exchange, by form; what failed."""
+    rows, failed = [], []
+    for model, dtype in itertools.product(options.models, options.dtypes):
+        sizes = options.batch, options.rounds, options.steps
+        env = {"JAX_PLATFORMS": "cpu"} if options.dry else {}
+        try:
+            seconds = harness.on_ranks(step_seconds, model, dtype, *sizes, ranks=options.ranks, env=env)
+        except harness.JobFailed as error:
+            failed.append(f"{model}, {dtype}: {error}")
+            continue
+        alone = np.array(seconds["no exchange"])
+        for form, values in seconds.items():
+            images = quartiles(options.ranks * options.batch / np.array(values))
+            rows.append([model, dtype, form, images, quartiles(np.array(values) / alone, ".2f")])
+    return harness.table(("model", "dtype", "exchange", "images/s", "step / step without"), rows), failed
+
+
 # ---------------------------------------------------------------- the whole measurement
 
 PROBES = {
@@ -404,8 +455,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="turns of every part, 20 by default")
     parser.add_argument("--steps", type=int, help="of a turn, 10 by default")
     parser.add_argument("--torch-mode", choices=TORCH_MODES, default="default", help="mode of torch.compile")
-    parser.add_argument("--ranks", type=int, default=2, help="of the job that shows which rank has which device")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="of the job whose devices are shown, or whose steps are measured"
+    )
     parser.add_argument("--only-devices", action="store_true", help="show that, and measure nothing")
+    parser.add_argument("--only-exchange", action="store_true", help="measure the steps of these ranks alone")
     parser.add_argument("--out", type=Path, help="FILE.json and FILE.md")
     parser.add_argument("--dry", action="store_true", help="all of it on the CPU at tiny size, in some minutes")
     options = parser.parse_args()
@@ -434,6 +488,12 @@ def main() -> None:
     if not options.dry and probe("jax", options.dry) in ("", "cpu"):
         print("bench_gpu.py: no GPU: JAX finds none (`uv sync --extra cuda` makes it look for one); --dry needs none")
         sys.exit(NO_GPU)
+    if options.only_exchange:
+        table, failed = exchange_table(options)
+        print("\n".join([table, *failed]))
+        if options.out:
+            options.out.with_suffix(".md").write_text(table + "\n")
+        sys.exit(1 if failed else 0)
     sides, facts, rows, failed = sides_here(options.dry), machine(options.dry), [], []
     try:
         on_cpu = {"JAX_PLATFORMS": "cpu"} if options.dry else {}

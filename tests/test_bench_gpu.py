@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import sys
 from typing import Any
 
@@ -66,6 +67,14 @@ def test_dry_run_shows_the_device_of_every_rank(dry):
         line = dry["facts"][f"device {rank}"]
         assert line.startswith(f"rank {rank}, local rank {rank}: cpu")
         assert line.endswith("sum of ranks + 1: 3")  # they have spoken with each other
+
+
+@pytest.mark.slow
+def test_dry_run_steps_in_every_form_between_ranks():
+    ended = run([*SCRIPT, "--dry", "--only-exchange", "--models", "alexnet_tiny", "--dtypes", "float32"], timeout_s=280)
+    assert ended.code == 0, ended.out[-4000:]
+    rows = re.findall(r"^\| alexnet_tiny \| float32 \| ([\w, ]+) \| [\d,]+ \(", ended.out, re.M)
+    assert rows == ["no exchange", "asa32", "shm", "asa32, overlap on"]
 
 
 @pytest.mark.e2e

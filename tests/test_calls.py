@@ -50,6 +50,10 @@ print("both have run", flush=True)
 first, second = (f, g) if rank == 0 else (g, f)
 print("numbers", first(x).sum(), second(x).sum(), flush=True)
 """
+AS_ON_A_GPU = """
+from jaxmpi.runtime import host_callbacks
+host_callbacks.why_copies = lambda: "as on a GPU"
+"""
 IN_A_BRANCH = """
 @jax.jit
 def h(x, taken):
@@ -76,6 +80,8 @@ BESIDE_IN_A_BRANCH = IN_A_BRANCH.replace(
         ("shm", IN_A_BRANCH),
         ("topk5/ring32", COMPRESSED),
         ("ring32", BESIDE),
+        ("asa32", AS_ON_A_GPU + IN_ANOTHER_ORDER),
+        ("asa32", AS_ON_A_GPU + STUCK),
         ("ring32", BESIDE_IN_A_BRANCH),
     ],
 )

@@ -27,6 +27,8 @@ k: 0 for `ar` and `shm`; 2 for `asa` (slices sent, sum sent) and `root` (vectors
 more where w is no power of two; height + 1 for `color<k>`; that of <cross> over the hosts for `hier-<cross>`.
 """
 
+import os
+
 import numpy as np
 
 from jaxmpi.allreduce.algorithms import parse
@@ -35,7 +37,8 @@ U = 2.0**-24
 
 # For jax.jit: XLA's emitters as users have them. Those that conftest.py chooses compile sooner; they write a value out
 # wherever it is used, and a multiply and an add may be one operation in one program and two in another.
-USUAL_EMITTERS = {"xla_cpu_use_fusion_emitters": True}
+ON_CPU = not os.environ.get("JAX_PLATFORMS", "").startswith("cuda")  # to ask JAX would start the device
+USUAL_EMITTERS = {"xla_cpu_use_fusion_emitters": True} if ON_CPU else {}
 TINY = 2.0**-126  # smallest normal f32
 WIRE = {"32": (0.0, 0.0), "16": (2.0**-11, 2.0**-39), "bf16": (2.0**-8, 0.0), "8": (2.0**-14, 1 / 253)}  # r and f
 # Largest relative error of one rounding to a leaf's dtype, and half the spacing of its subnormals. bf16 has the

@@ -77,7 +77,7 @@ def exchange(
         order: in which leaves come to exist; buckets are then those of `overlap.exchange`. Default: as in the tree.
 
     Communicates: a comparison of structure and options between ranks, then the strategy once a bucket. Inside jit these
-    are compared while tracing; whenever the program runs on CPUs, ranks compare which exchange they have come to. Ranks
+    are compared while tracing; whenever the program runs, ranks compare which exchange they have come to. Ranks
     at different ones end the job, and say which; docs/exchange.md has those that cannot be told apart.
 
     Raises:

@@ -28,8 +28,8 @@ from jaxmpi.runtime import host_callbacks
 def number_of(comm: Comm, what: str) -> int | None:
     """Number of an exchange by which programs compare it; None if there is nothing to compare.
 
-    There is nothing to compare if there is one worker, one program for all of them, or no CPU: a GPU's program would
-    wait for all its work at each message. All ranks call it together, after they have agreed on what is exchanged.
+    There is nothing to compare if there is one worker, or one program for all of them; nothing can be where programs do
+    not call Python. All ranks call it together, after they have agreed on what is exchanged.
 
     Args:
         comm: who exchanges.

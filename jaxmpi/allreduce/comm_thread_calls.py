@@ -96,18 +96,22 @@ def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
     """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn.
 
     In a portable program data alone orders waits, so results of the first sums may travel beside the last. No wait may
-    be left out, though nobody uses its sum: until then the thread writes into the program's buffer.
+    be left out, though nobody uses its sum: until then the thread writes into the program's buffer. On a GPU it has a
+    buffer of its own.
     """
     [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(calls.segments))
-    started = [
-        host_callbacks.call(START, [vector, ticket], [like(vector), TICKET], [(0, 0)], None, **bucket)
-        for vector, bucket in zip(vectors, calls.buckets, strict=True)
-    ]
-    before, sums = [own for _, own in started], []  # what waits must not hold up what computes
+    is_copied = bool(host_callbacks.why_copies())
+    place: list[tuple[int, int]] = [] if is_copied else [(0, 0)]
+    started = []  # of each bucket: on a CPU the buffer into which the sum comes, and a ticket
+    for vector, bucket in zip(vectors, calls.buckets, strict=True):
+        results = [TICKET] if is_copied else [like(vector), TICKET]
+        started.append(host_callbacks.call(START, [vector, ticket], results, place, None, **bucket))
+    before, sums = [own for *_, own in started], []  # what waits must not hold up what computes
     effect = host_callbacks.KEPT if calls.effect is host_callbacks.ORDERED else calls.effect
-    for (x, own), bucket in zip(started, calls.buckets, strict=True):
-        operands, results = [x, own, *before], [like(x), TICKET]
-        total, last = host_callbacks.call(DONE, operands, results, [(0, 0)], effect, first=bucket["first"])
+    for vector, buffer_and_ticket, bucket in zip(vectors, started, calls.buckets, strict=True):
+        operands, results = [*buffer_and_ticket, *before], [like(vector), TICKET]
+        options = {"first": bucket["first"]} | ({"is_copied": 1} if is_copied else {})
+        total, last = host_callbacks.call(DONE, operands, results, place, effect, **options)
         sums, before = [*sums, total], [last]
     return sums
 

@@ -4,7 +4,8 @@ In a program an exchange is three kinds of calls. `open` numbers it, in the orde
 bucket the same number. `start` hands a bucket to the thread and returns at once; it waits for nothing but its own
 gradients, so XLA runs it when they are there, on each rank in an order of its own. `done`, after the last start, waits
 until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
-is copied, and XLA, for which only these calls use the buffer, leaves it alone.
+is copied, and XLA, for which only these calls use the buffer, leaves it alone. On a GPU, whose buffers Python sees as
+copies, `start` leaves a copy with the thread, and `done` takes the sum from there.
 
 An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
 
@@ -81,18 +82,31 @@ class ExchangeHandlers:
         self.count = (self.count + segments) % 2**32
 
     def _start(self, operands: list, results: list, **bucket: Any) -> None:
-        """(bucket, ticket) -> (the bucket, which is not ready, ticket)."""
-        copy_unless_shared(operands[0], results[0])
-        results[1][...] = operands[1]
-        self._carry((int(operands[1]), bucket["first"]), results[0], int(operands[1]), **bucket)
+        """(bucket, ticket) -> ([the bucket, which is not ready,] ticket)."""
+        x, ticket = operands
+        *place, own = results
+        check(
+            not (place and host_callbacks.sees_copies()),
+            "an exchange beside a program was traced where programs run on CPUs, and runs on a GPU; expected one kind "
+            "of device: trace and export it on a GPU",
+        )
+        own[...] = ticket
+        if place:
+            copy_unless_shared(x, place[0])
+        self._carry((int(ticket), bucket["first"]), place[0] if place else x.copy(), int(ticket), **bucket)
 
-    def _done(self, operands: list, results: list, first: int) -> None:
-        """(bucket, ticket, what must be there before) -> (sum, ticket); waits."""
-        job = self.thread.wait((int(operands[1]), first))
-        moved = job.bucket.ctypes.data != operands[0].ctypes.data
-        check(not moved, f"XLA has moved {job.label} while it travelled; use --exchange.overlap off, and report this")
-        copy_unless_shared(operands[0], results[0])
-        results[1][...] = operands[1]
+    def _done(self, operands: list, results: list, first: int, is_copied: int = 0) -> None:
+        """([bucket,] ticket, what must be there before) -> (sum, ticket); waits."""
+        ticket = operands[1 - is_copied]
+        job = self.thread.wait((int(ticket), first))
+        if is_copied:
+            np.copyto(results[0], job.bucket)
+        else:
+            moved = job.bucket.ctypes.data != operands[0].ctypes.data
+            advice = "use --exchange.overlap off, and report this"
+            check(not moved, f"XLA has moved {job.label} while it travelled; {advice}")
+            copy_unless_shared(operands[0], results[0])
+        results[1][...] = ticket
 
     def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
         """(bucket, ticket, number u32[] of this step[, part i32[]]) -> (ticket); a copy travels."""

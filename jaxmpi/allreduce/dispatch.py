@@ -11,6 +11,7 @@ from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
+from jaxmpi.runtime import host_callbacks
 
 MPI_COUNTS = 2**31  # what MPI's counts stay below
 
@@ -35,9 +36,12 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
 
 
 def is_carried(name: str, comm: Comm) -> bool:
-    """Return True if the communication thread makes the sums: between hosts it has many messages under way at once."""
+    """Return True if the communication thread makes the sums: between hosts it has many messages under way at once.
+
+    From GPUs it may take longer: nobody has measured that.
+    """
     is_far = isinstance(comm, MpiComm) and comm is world() and len(set(comm.hosts)) > 1
-    return is_far and not comm_thread_calls.why_not(name, comm)
+    return is_far and not (comm_thread_calls.why_not(name, comm) or host_callbacks.why_copies())
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:

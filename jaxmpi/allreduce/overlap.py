@@ -61,7 +61,7 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
 
     Args:
         asked: a word of `OVERLAPS`. auto is on if ranks are on several hosts: inside one, an exchange is work for
-            memory and cores, of which the backward pass leaves none.
+            memory and cores, of which the backward pass leaves none. On GPUs it is off: nobody has measured it there.
         unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
@@ -75,6 +75,8 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
         return not reason, "overlap delayed: gradients are applied one step late, which is not synchronous SGD"
     if asked == "auto" and not unfit and isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1:
         reason = "all ranks are on one host"  # whatever else there is: it is the one that no option changes
+    elif asked == "auto" and not reason and host_callbacks.why_copies():
+        reason = "on GPUs it is on only if it is asked for"
     reason = "as set" if asked == "off" else reason
     on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
@@ -101,7 +103,7 @@ def exchange(
         strategy: asa, ring, tree, color<k>, pipering or hier-<cross> of one of these, with any wire; or auto, which
             then takes one of these.
         op: mean or sum.
-        comm: all MPI ranks, on CPUs; default: the world.
+        comm: all MPI ranks, on CPUs or CUDA GPUs; default: the world.
         bucket_bytes: as of `jaxmpi.exchange`; what waits for the last gradient of a bucket is less if this is less.
         order: of the function that computed the tree; default: from the last leaf to the first.
         portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such

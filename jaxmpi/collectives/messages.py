@@ -12,7 +12,8 @@ header in the order in which they began, as MPI has it, and then that header's a
 A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
 ranks may both send first. It looks again at its next message, and before the process ends.
 
-Programs reach this through a handler in Python, mpi4py below it. On GPUs they call mpi4jax instead, unchecked.
+Programs reach this through a handler in Python, mpi4py below it, which sees arrays of a GPU as copies on the host.
+Without handlers they call mpi4jax instead, unchecked.
 """
 
 import functools

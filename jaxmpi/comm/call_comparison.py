@@ -14,10 +14,11 @@ unequal ones some ranks hear at once, while others have a wrong result for the s
 
 A callback in the program may have its sum before that: it waits for its operands, not for the comparison.
 
-All of it is messages of mpi4jax in the program. A step of few milliseconds bears neither a call into Python, which
-waits for the interpreter that dispatches the next step (1.10 of a step of 4 ms), nor a wait before the first message,
-at which ranks must meet once more (1.07 to 1.15); this is 0.99 to 1.02. A sum, which needs all ranks anyway, waits for
-no number. A bcast's root waits until all have come.
+On CPUs all of it is messages of mpi4jax in the program. A step of few milliseconds bears neither a call into Python,
+which waits for the interpreter that dispatches the next step (1.10 of a step of 4 ms), nor a wait before the first
+message, at which ranks must meet once more (1.07 to 1.15); this is 0.99 to 1.02. A sum, which needs all ranks anyway,
+waits for no number. A bcast's root waits until all have come. A program for a GPU makes the same messages from Python:
+there mpi4jax would wait for the device's work and copy at each of them, and Python, given no array, does neither.
 
 From its first to its last message an exchange has the process's turn, which is a message to itself: who receives it has
 the turn, and sends it again at the end. Else two programs that two threads have dispatched could exchange at once, and
@@ -64,6 +65,7 @@ class CallComparison:
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
         # It has more than one process: in one of this process alone MPICH copies no message, so a send would wait.
         self._turn = comm.processes.clone()
+        self._held = np.zeros(2, np.int32)  # the number under way, of programs for a GPU
         self.is_possible = self._give_first_turn()
         if not self.is_possible:
             return
@@ -71,6 +73,9 @@ class CallComparison:
         self._distances = distances(comm.size)
         self._name = f"{DIFFERS} {next(_numbers)}"
         host_callbacks.register(self._name, self._differs, ends_job=True)
+        self._from_python = f"{self._name}, begun", f"{self._name}, ended"
+        for name, function in zip(self._from_python, (self._begin, self._end), strict=True):
+            host_callbacks.register(name, function, ends_job=True)
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
         comm.processes.roll.turn = self
@@ -106,14 +111,17 @@ class CallComparison:
         """Describe an exchange; this rank may still be tracing what another runs already."""
         return self._texts.get(number, f"exchange {number} of {self._of}")
 
-    def begin(self, number: int) -> jax.Array:
-        """Wait for this process's turn and send the number on; what `end` needs.
+    def begin(self, number: int) -> jax.Array | None:
+        """Wait for this process's turn and send the number on; what `end` needs, if that is of the program.
 
         These messages need nothing of the data, so they are the first that a program does: of two programs the one that
         was dispatched first has its turn first.
         """
         import mpi4jax
 
+        if host_callbacks.why_copies():
+            host_callbacks.call(self._from_python[0], [], [], effect=self._comm.effect, number=number)
+            return None
         waits = jnp.array([number, 0], jnp.int32)  # how many exchanges there were before comes with the turn
         free = self._to_self(waits, sendtag=WAITS, recvtag=FREE)
         held = jnp.stack([jnp.int32(number), free[1] + 1])
@@ -122,10 +130,13 @@ class CallComparison:
             mpi4jax.send(held, (self._comm.rank + distance) % self._comm.size, comm=self._others)
         return held
 
-    def end(self, number: int, held: jax.Array) -> None:
+    def end(self, number: int, held: jax.Array | None) -> None:
         """Compare with the others' numbers, and give the turn away."""
         import mpi4jax
 
+        if held is None:
+            host_callbacks.call(self._from_python[1], [], [], effect=self._comm.effect, number=number)
+            return
         theirs = jnp.stack([mpi4jax.recv(held, rank, comm=self._others)[0] for rank in self._heard()])
 
         def differs() -> None:
@@ -153,6 +164,30 @@ class CallComparison:
     def _heard(self) -> list[int]:
         """The ranks whose numbers come to this one."""
         return [(self._comm.rank - distance) % self._comm.size for distance in self._distances]
+
+    def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
+        """Handler for `begin`."""
+        _, before = self._swapped(np.array([number, 0], np.int32), sendtag=WAITS, recvtag=FREE)
+        held = np.array([number, before + 1], np.int32)
+        self._swapped(held, sendtag=HELD, recvtag=WAITS)
+        for distance in self._distances:
+            self._others.Send(held, (self._comm.rank + distance) % self._comm.size)
+        self._held = held
+
+    def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
+        """Handler for `end`."""
+        theirs = np.zeros((len(self._distances), 2), np.int32)
+        for message, rank in zip(theirs, self._heard(), strict=True):
+            self._others.Recv(message, rank)
+        if (theirs[:, 0] != number).any():
+            self._differs([theirs[:, 0]], results, number)
+        self._swapped(self._held, sendtag=FREE, recvtag=HELD)
+
+    def _swapped(self, message: np.ndarray, sendtag: int, recvtag: int) -> np.ndarray:
+        """Leave a message with this process, and take the one that is there under another tag."""
+        taken, me = np.zeros(2, np.int32), self._comm.rank
+        self._turn.Sendrecv(message, me, sendtag, taken, me, recvtag)
+        return taken
 
     def _differs(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
         """Handler that programs call behind an exchange if another rank has come to another one."""

@@ -1,19 +1,23 @@
-"""Python functions in jitted programs on CPUs: XLA FFI handlers made with ctypes, no compiler needed.
+"""Python functions in jitted programs on CPUs and CUDA GPUs: XLA FFI handlers made with ctypes, no compiler needed.
 
 A program holds a function's name and nothing of this process: it is the same on all ranks, can be read from the
 compilation cache, and can be exported. XLA runs independent calls in any order and several at once, even on one core;
 so calls carry an ordered effect by default. Then they run one after another in the order of the program,
 through scans, branches and jits in it, and programs in the order in which they were started.
+
+On a CPU a function sees XLA's own buffers. On a GPU it sees copies on the host (`jaxmpi.runtime.gpu_buffers`), and
+holds up the thread that puts work on the device: what is there goes on, and nothing is added.
 """
 
+import contextlib
 import ctypes
 import functools
-import math
 import os
 import struct
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast, string_at
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +33,15 @@ from jax.experimental import io_callback
 from jax.interpreters import mlir, xla
 
 from jaxmpi.core.errors import TrainingError, UsageError, check, lookup
-from jaxmpi.runtime import failures, launchers
+from jaxmpi.runtime import failures, gpu_buffers, launchers
+from jaxmpi.runtime.gpu_buffers import Buffer
 
 # (operands, results, **attributes) -> None: read the first, which are read-only, and fill the second.
 Function = Callable[..., None]
 TARGET = "jaxmpi_python"
 EXPORTABLE = (jax.export.DisabledSafetyCheck.custom_call(TARGET),)  # `disabled_checks` of `jax.export.export`
 _functions: dict[str, Function] = {}
+_ending: set[str] = set()  # names of those whose errors end the job
 
 
 # ---------------------------------------------------------------- xla/ffi/api/c_api.h, in `jax.ffi.include_dir()`
@@ -117,6 +123,12 @@ class CreateError(ctypes.Structure):
     _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("code", c_int))
 
 
+class GetStream(ctypes.Structure):
+    """XLA_FFI_Stream_Get_Args."""
+
+    _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("context", c_void_p), ("stream", c_void_p))
+
+
 class Api(ctypes.Structure):
     """The beginning of XLA_FFI_Api."""
 
@@ -126,6 +138,10 @@ class Api(ctypes.Structure):
         ("version", Version),
         ("internal", c_void_p),
         ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(CreateError))),
+        ("get_message", c_void_p),
+        ("destroy", c_void_p),
+        ("register", c_void_p),
+        ("get_stream", ctypes.CFUNCTYPE(c_void_p, POINTER(GetStream))),
     )
 
 
@@ -183,30 +199,38 @@ def can_go(dtype: Any) -> bool:
 def register(name: str, function: Function, ends_job: bool = False) -> None:
     """Let programs call `function(operands, results, **attributes)` by `name`, from any thread of XLA's.
 
-    operands: read-only views of XLA's own buffers; results: views to fill, aligned to 64 bytes, whose content is
-    undefined before. Views must not outlive the call. Any dtype and shape, size 0 included.
+    operands: read-only views of XLA's own buffers, on a GPU of copies; results: views to fill, aligned to 64 bytes,
+    whose content is undefined before. Views must not outlive the call. Any dtype and shape, size 0 included.
 
     What the function raises becomes an XLA error with type, message, rank and line, raised where the program's
-    results are waited for; with `ends_job` it ends all ranks at once, through `failures.fail`.
+    results are waited for; with `ends_job` it ends all ranks at once, through `failures.fail`. On a GPU JAX raises such
+    an error again in each later program that has calls in order: the process has to start anew.
 
     Raises:
         UsageError: the name is taken.
     """
     check(name not in _functions, f"a Python function {name!r} is registered already; forget() it first")
-    _functions[name] = function if not ends_job else functools.partial(_or_end_job, function)
+    _functions[name] = function
+    if ends_job:
+        _ending.add(name)
     why_not()  # XLA knows the handler from now on: a program from the cache need not be traced here
 
 
-def _or_end_job(function: Function, *buffers: list[np.ndarray], **attributes: Any) -> None:
+@contextlib.contextmanager
+def _end_of_job(name: str) -> Iterator[None]:
+    """End all ranks if the call fails, where that was asked for."""
     try:
-        function(*buffers, **attributes)
+        yield
     except BaseException as error:
-        failures.fail(error, error.__traceback__)
+        if name in _ending:
+            failures.fail(error, error.__traceback__)
+        raise
 
 
 def forget(name: str) -> None:
     """Let go of a function; a program that still calls it gets an error."""
     _functions.pop(name, None)
+    _ending.discard(name)
 
 
 @dataclass(frozen=True)
@@ -257,7 +281,7 @@ def call(
             its results.
         attributes: constants of the program, passed on by name.
 
-    If XLA's interface is not the one this file knows, or off CPUs, it is `io_callback`, ordered, with copies.
+    If XLA's interface is not the one this file knows, or on other devices, it is `io_callback`, ordered, with copies.
 
     Communicates: what the function does.
     """
@@ -266,6 +290,14 @@ def call(
     if why_not():
         return _by_callback(name, operands, results, attributes)
     return _python_p.bind(*operands, results=like, in_place=tuple(in_place), effect=effect, constants=constants)
+
+
+def sees_copies() -> bool:
+    """Return True in a function that is called on copies of a GPU's arrays."""
+    return getattr(_thread, "sees_copies", False)
+
+
+_thread = threading.local()
 
 
 def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
@@ -287,7 +319,8 @@ def _by_callback(name: str, operands: Sequence, results: Sequence, attributes: d
 
 
 def _run(name: str, operands: list[np.ndarray], results: list[np.ndarray], attributes: dict[str, Any]) -> None:
-    lookup(_functions, name, "Python function of a program")(operands, results, **attributes)
+    with _end_of_job(name):
+        lookup(_functions, name, "Python function of a program")(operands, results, **attributes)
 
 
 _python_p = jax.extend.core.Primitive(TARGET)
@@ -321,21 +354,26 @@ def _token_type() -> Any:
 
 
 mlir.register_lowering(_python_p, _lower, platform="cpu")
+mlir.register_lowering(_python_p, _lower, platform="cuda")
 
 
 # ---------------------------------------------------------------- from XLA to a function
 
 
-@ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
-def _handler(frame: Any) -> int | None:
-    """Entry point that XLA calls. ctypes swallows exceptions, so none may leave; None is success."""
-    try:
-        return _handle(frame.contents)
-    except BaseException as error:
-        return _as_xla_error(frame.contents, error)
+def handler_of(run: Callable[[Frame, str, dict[str, Any]], None]) -> Any:
+    """Make the entry point that XLA calls; `run` calls the function of this name in an execution."""
+
+    @ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
+    def handler(frame: Any) -> int | None:
+        try:  # ctypes swallows exceptions, so none may leave; None is success
+            return _handle(frame.contents, run)
+        except BaseException as error:
+            return _as_xla_error(frame.contents, error)
+
+    return handler
 
 
-def _handle(frame: Frame) -> None:
+def _handle(frame: Frame, run: Callable[[Frame, str, dict[str, Any]], None]) -> None:
     if frame.extension and frame.extension.contents.kind == METADATA:
         version = cast(frame.extension, POINTER(MetadataExtension)).contents.metadata.contents.version
         version.major, version.minor = MAJOR, MINOR
@@ -343,36 +381,48 @@ def _handle(frame: Frame) -> None:
         need = ctypes.sizeof(Frame)
         check(frame.struct_size >= need, f"XLA's call frame has {frame.struct_size} bytes, expected {need} or more")
         attributes = _decode(frame.attributes)
-        _run(attributes.pop("name"), _views(frame.operands, False), _views(frame.results, True), attributes)
+        run(frame, attributes.pop("name"), attributes)
 
 
-def _views(buffers: Buffers, writable: bool) -> list[np.ndarray]:
+def _run_on_cpu(frame: Frame, name: str, attributes: dict[str, Any]) -> None:
+    operands = [x.array(is_written=False) for x in _buffers(frame.operands)]
+    _run(name, operands, [x.array(is_written=True) for x in _buffers(frame.results)], attributes)
+
+
+def _run_on_gpu(frame: Frame, name: str, attributes: dict[str, Any]) -> None:
+    asked = GetStream(ctypes.sizeof(GetStream), None, frame.context, None)
+    check(not frame.api.contents.get_stream(asked), "XLA does not give the stream of the GPU on which it calls Python")
+    buffers = _buffers(frame.operands), _buffers(frame.results)
+    with _end_of_job(name), gpu_buffers.on_host(asked.stream, *buffers) as (operands, results):
+        _thread.sees_copies = True
+        try:
+            _run(name, operands, results, attributes)
+        finally:
+            _thread.sees_copies = False
+
+
+HANDLERS = {"cpu": handler_of(_run_on_cpu), "CUDA": handler_of(_run_on_gpu)}  # by XLA's name of the platform
+
+
+def _buffers(buffers: Buffers) -> list[Buffer]:
+    """All but tokens."""
     pointers = _read(f"{buffers.size}P", buffers.items)
     every = [BUFFER.unpack(string_at(pointer, BUFFER.size)) for pointer in pointers]
-    mode = WRITE if writable else READ
     return [
-        _view(dtype, data, _read(f"{rank}q", dims), mode) for _, _, dtype, data, rank, dims in every if dtype != TOKEN
+        Buffer(_dtype(number), _read(f"{rank}q", dims), data)
+        for _, _, number, data, rank, dims in every
+        if number != TOKEN
     ]
+
+
+def _dtype(number: int) -> np.dtype:
+    check(number in DTYPES, f"XLA's type number {number} cannot go to Python; cast it to 8 bits or more")
+    return DTYPES[number]
 
 
 def _read(format: str, address: int | None) -> tuple[int, ...]:
     """Numbers in memory; none if there is no address."""
     return struct.unpack(format, string_at(address, struct.calcsize(format))) if address else ()
-
-
-def _view(number: int, data: int, shape: tuple[int, ...], mode: int) -> np.ndarray:
-    """XLA's buffer, row-major, without a copy."""
-    check(number in DTYPES, f"XLA's type number {number} cannot go to Python; cast it to 8 bits or more")
-    dtype = DTYPES[number]
-    size_bytes = math.prod(shape) * dtype.itemsize
-    if size_bytes == 0:  # the pointer may be null
-        return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, _memory_at(data, size_bytes, mode))
-
-
-READ, WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_at.restype, _memory_at.argtypes = ctypes.py_object, (c_void_p, ctypes.c_ssize_t, c_int)
 
 
 def _decode(attributes: Attributes) -> dict[str, Any]:
@@ -411,6 +461,11 @@ def _told(error: BaseException) -> str:
 # ---------------------------------------------------------------- whether XLA's interface is the one known here
 
 
+def why_copies() -> str:
+    """Why functions do not see XLA's own buffers; empty if they do."""
+    return why_not() or ("arrays of a GPU are copied to the host" if jax.default_backend() != "cpu" else "")
+
+
 @functools.cache
 def why_not() -> str:
     """Why calls go through `io_callback`; empty if the handler works, as a tiny program shows once a process.
@@ -419,10 +474,13 @@ def why_not() -> str:
     """
     if os.environ.get("JAXMPI_FFI") == "off":
         return "JAXMPI_FFI is off"
-    if jax.default_backend() != "cpu":
+    is_cuda = "cuda" in jax.local_devices()[0].client.platform_version.lower()
+    if jax.default_backend() != "cpu" and not is_cuda:
         return f"the backend is {jax.default_backend()}"
     try:
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(cast(_handler, c_void_p).value), platform="cpu")
+        for platform in HANDLERS if is_cuda else ["cpu"]:
+            capsule = jax.ffi.pycapsule(cast(HANDLERS[platform], c_void_p).value)
+            jax.ffi.register_ffi_target(TARGET, capsule, platform=platform)
         _probe()
     except Exception as error:  # an interface of another age may fail in any way; it is said, and there is another way
         reason = f"{type(error).__name__}: {error}"

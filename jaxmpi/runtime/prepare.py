@@ -31,6 +31,7 @@ def prepare() -> None:
         pin_cores(here.local_rank, here.local_size)
         pin_gpu(here.local_rank, here.local_size)
     use_compilation_cache()
+    os.environ.setdefault("MPI4JAX_USE_CUDA_MPI", "0")  # else each process with a GPU warns that it is not set
 
 
 _prepared = threading.Event()

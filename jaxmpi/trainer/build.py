@@ -434,6 +434,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         unfit = "" if is_beside else why
         unfit = "the ranks of the host share their params, so nothing is gathered" if shares else unfit
         unfit = unfit or "the optimizer updates whole tensors" * bool(deal_of(experiment, plan, workers))
+        unfit = unfit or "it has not been tried on GPUs" * bool(host_callbacks.why_copies())
         errors.check(not unfit, f"exchange.gather: got late, but {unfit}; use in-step")
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state

@@ -20,7 +20,7 @@ from jaxmpi.recover import decisions
 from jaxmpi.runtime import phases
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
 from jaxmpi.trainer.loop import Position, Progress
-from jaxmpi.trainer.memory import Held, make_room, measured, words_of_step, workers_here
+from jaxmpi.trainer.memory import Held, make_room, measured, words_of_step, words_on_gpu, workers_here
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.resume import note_saved, save
 from jaxmpi.trainer.run import Run
@@ -88,7 +88,7 @@ class LockStep:
         held = measured(held, run.functions.ahead.compiled(state, batch))
         here = workers_here(run.workers)
         free_bytes = available_bytes() + here * held.kept + held.shared  # that is there already
-        run.recorder.say(words_of_step(held, here, free_bytes))
+        run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
         make_room(held, run.workers, run.plan, free_bytes)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:

@@ -287,14 +287,29 @@ def words(of: Held, workers: int) -> str:
     return f"{sharded}each worker holds, in MB, {', '.join([params, moments, *others])}"
 
 
+def words_on_gpu(of: Held) -> str:
+    """The line before the first step of a worker that has a GPU; empty if it has none."""
+    counted = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if not counted or "bytes_limit" not in counted:
+        return ""
+    free_bytes = counted["bytes_limit"] - counted["bytes_in_use"] + of.kept
+    here = mb(of.at_once - of.process - of.saved)  # which are the host's
+    return f"a step holds {words_of_activations(of)}{here} MB at once, of {mb(free_bytes)} that its GPU has free"
+
+
+def words_of_activations(of: Held) -> str:
+    """The part of a step's line that counts activations, if they are known."""
+    named = "gradients, activations and buckets" if of.is_whole else EARLY[1] if of.is_early else "activations"
+    return f"{mb(of.activations)} MB of {named}, " if of.activations is not None else ""
+
+
 def words_of_step(of: Held, here: int, free_bytes: int) -> str:
     """A line before the first step.
 
     Args:
         here: workers of this host.
     """
-    named = "gradients, activations and buckets" if of.is_whole else EARLY[1] if of.is_early else "activations"
-    known = f"{mb(of.activations)} MB of {named}, " if of.activations is not None else ""
+    known = words_of_activations(of)
     short = "; freed buffers are given back at once, twice that is not free" if is_short(of, here, free_bytes) else ""
     return (
         f"a step holds {known}{mb(of.at_once)} MB at once: {mb(of.on_host(here))} for {here} "

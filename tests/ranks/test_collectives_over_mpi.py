@@ -228,7 +228,7 @@ def test_messages_between_two_ranks():
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
-    """Messages go as on GPUs: without handlers in programs."""
+    """Messages go as where programs have no handlers."""
     from mpi4py import MPI
 
     status, left, right = MPI.Status(), (RANK - 1) % SIZE, (RANK + 1) % SIZE
@@ -463,6 +463,7 @@ def test_ranks_outside_a_part_take_no_part_in_what_it_starts():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the gate holds up the thread that starts programs")
 def test_a_reversed_scan_is_traced_while_an_earlier_program_exchanges():
     """On rank 0 that waits in MPI by then, on rank 1 it waits for a gate."""
     pair = COMM.split(0 if RANK < 2 else None)

@@ -31,6 +31,7 @@ SIZE, RANK = COMM.size, int(COMM.rank)
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(SIZE == 1, reason="devices of one process exchange in one program"),
+    pytest.mark.skipif(jax.local_device_count() < 3, reason="there are fewer devices"),
 ]
 SHAPES = {"kernel": (17, 5), "bias": (5,), "scale": (), "big": (3, 40, 2), "empty": (0, 4), "out": (5, 17)}
 STEPS, RATE = 3, 0.01

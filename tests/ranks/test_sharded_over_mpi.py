@@ -48,6 +48,7 @@ from jaxmpi.trainer.resume import slice_layout, slicing_of
 COMM = jaxmpi.world()
 pytestmark = pytest.mark.e2e  # optimizers are tried out, and take seconds to compile
 SIZE, RANK = COMM.size, int(COMM.rank)
+on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="it is refused on GPUs, or memory is the GPU's")
 SHAPES = {"kernel": (97, 31), "bias": (31,), "scale": (), "big": (3, 3, 64, 64)}
 MOMENTS = 2  # of Adam
 
@@ -248,6 +249,7 @@ def step_of(strategy: str, is_late: bool, bucket_bytes: int = 4096) -> tuple[Any
     return step, jax.jit(sharding.init)(params, np.int32(sharding.chunks[RANK])), gather
 
 
+@on_cpus
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_that_do_not():
     """Looked at after steps 2 and 6, and begun anew after step 4, as a resumed run is."""
@@ -330,6 +332,7 @@ def until(is_so: Any) -> None:
         time.sleep(0.01)
 
 
+@on_cpus
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 @pytest.mark.parametrize("name", ["adam", "lars"])
 def test_params_that_ranks_share_are_those_that_are_gathered_and_stay_where_they_are(name):
@@ -387,6 +390,7 @@ def copied(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
         np.copyto(to, x)
 
 
+@on_cpus
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_gradients_that_are_scattered_as_they_come_give_the_params_of_those_that_are_scattered_whole(monkeypatch):
     monkeypatch.setattr(early_scatter, "LARGE", 64)  # the zeros of the scan and of the lookup
@@ -471,6 +475,7 @@ def resident_bytes() -> int:
     return int(found[1]) << 10
 
 
+@on_cpus
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of a process's memory is Linux's")
 def test_the_process_grows_by_a_slice_of_the_moments():
     params = {"big": jnp.ones((2048, 2048)), "odd": jnp.ones((97, 31))}

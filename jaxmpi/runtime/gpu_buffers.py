@@ -1,0 +1,166 @@
+"""Buffers of a GPU as arrays of the host, for Python functions that programs call on CUDA devices.
+
+XLA calls a handler while it puts a program's work on a stream, and gives it addresses of the GPU. So operands are
+copied to the host behind that work. The function reads and fills memory of the host, and its results are copied back.
+That memory is page-locked: CUDA copies other memory through a buffer of its own. It is kept for the next call, since to
+lock pages takes longer than to copy into them.
+
+The calls are those of CUDA's driver, which is there wherever a GPU is. The runtime library has another name with each
+version of CUDA, and takes device 0 for granted; the driver knows the device of a stream.
+"""
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.core.errors import TrainingError
+
+DRIVER = "libcuda.so.1"
+PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all devices of the process
+ALIGNED_BYTES = 64
+LEAST_BYTES = 1 << 20  # of a page-locked block
+
+
+class DriverError(TrainingError):
+    """CUDA's driver has answered with an error."""
+
+
+class Buffer(NamedTuple):
+    """An array in memory, row-major."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    address: int  # may be null if there are no bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def array(self, *, is_written: bool) -> np.ndarray:
+        """The array itself, without a copy, if its memory is the host's."""
+        if self.size_bytes == 0:
+            return np.empty(self.shape, self.dtype)
+        memory = _memory_at(self.address, self.size_bytes, WRITE if is_written else READ)
+        return np.ndarray(self.shape, self.dtype, memory)
+
+
+READ, WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype, _memory_at.argtypes = ctypes.py_object, (c_void_p, ctypes.c_ssize_t, c_int)
+
+
+class Block(NamedTuple):
+    """Page-locked memory of the host."""
+
+    address: int
+    size_bytes: int
+
+
+@functools.cache
+def driver() -> Any:
+    """CUDA's driver, which XLA has loaded."""
+    library = ctypes.CDLL(DRIVER)
+    library.cuMemcpyDtoHAsync_v2.argtypes = (c_void_p, c_uint64, c_size_t, c_void_p)
+    library.cuMemcpyHtoDAsync_v2.argtypes = (c_uint64, c_void_p, c_size_t, c_void_p)
+    library.cuMemHostAlloc.argtypes = (ctypes.POINTER(c_void_p), c_size_t, c_uint)
+    for name in ("cuStreamSynchronize", "cuMemFreeHost", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"):
+        getattr(library, name).argtypes = (c_void_p,)
+    library.cuStreamGetCtx.argtypes = (c_void_p, ctypes.POINTER(c_void_p))
+    return library
+
+
+def call_driver(call: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver.
+
+    Raises:
+        DriverError: it answers with an error.
+    """
+    code = getattr(driver(), call)(*arguments)
+    if code:
+        text = c_char_p()
+        driver().cuGetErrorString(code, byref(text))
+        raise DriverError(f"{call}: CUDA's driver gives error {code}: {(text.value or b'unknown').decode()}")
+
+
+@contextmanager
+def on_host(
+    stream: int | None, operands: Sequence[Buffer], results: Sequence[Buffer]
+) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
+    """Yield copies of operands, and arrays that become the results; an operand in a result's buffer is in its array.
+
+    Waits for the stream's work so far if an array has bytes, and not if none has.
+    """
+    sizes: dict[int, int] = {}  # by address; XLA may pass the beginning of a buffer as well
+    for x in [*operands, *results]:
+        sizes[x.address] = max(sizes.get(x.address, 0), x.size_bytes)
+    offsets, end = {}, 0
+    for address, size_bytes in sizes.items():
+        offsets[address], end = end, end + -(-size_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    if not end:
+        yield [x.array(is_written=False) for x in operands], [x.array(is_written=True) for x in results]
+        return
+    with device_of(stream), page_locked(end) as block:
+        read = {x.address: sizes[x.address] for x in operands if x.size_bytes}
+        filled = [x for x in results if x.size_bytes]
+        places = {address: block.address + offset for address, offset in offsets.items()}
+        for address, size_bytes in read.items():
+            call_driver("cuMemcpyDtoHAsync_v2", places[address], address, size_bytes, stream)
+        if read:
+            call_driver("cuStreamSynchronize", stream)
+        here = [[x._replace(address=places[x.address]) for x in every] for every in (operands, results)]
+        yield [x.array(is_written=False) for x in here[0]], [x.array(is_written=True) for x in here[1]]
+        for x in filled:
+            call_driver("cuMemcpyHtoDAsync_v2", x.address, places[x.address], x.size_bytes, stream)
+        if filled:
+            call_driver("cuStreamSynchronize", stream)
+
+
+@contextmanager
+def device_of(stream: int | None) -> Iterator[None]:
+    """Make the stream's device this thread's, which may be one of XLA's threads that has none."""
+    context = c_void_p()
+    call_driver("cuStreamGetCtx", stream, byref(context))
+    call_driver("cuCtxPushCurrent_v2", context)
+    try:
+        yield
+    finally:
+        driver().cuCtxPopCurrent_v2(byref(context))
+
+
+_kept: list[Block] = []  # as many as calls were under way at once, on several devices
+_lock = threading.Lock()
+
+
+@contextmanager
+def page_locked(size_bytes: int) -> Iterator[Block]:
+    """A block of so many bytes or more, until the end."""
+    with _lock:
+        block = _kept.pop() if _kept else Block(0, 0)
+    if block.size_bytes < size_bytes:
+        if block.address:
+            call_driver("cuMemFreeHost", block.address)
+        block = new_block(max(size_bytes, LEAST_BYTES))
+    try:
+        yield block
+    except BaseException:
+        with suppress(DriverError):  # it may be copied to still: to free it waits for that
+            call_driver("cuMemFreeHost", block.address)
+        raise
+    with _lock:
+        _kept.append(block)
+
+
+def new_block(size_bytes: int) -> Block:
+    """Page-locked memory."""
+    address = c_void_p()
+    call_driver("cuMemHostAlloc", byref(address), size_bytes, PORTABLE)
+    assert address.value
+    return Block(address.value, size_bytes)
