@@ -74,7 +74,6 @@ Run = Callable[[int], None]  # does a part so many times and waits for the last
 FORMS = {  # of a step between ranks
     "no exchange": ExchangeConfig("none"),
     "asa32": ExchangeConfig("asa32", overlap="off"),
-    "asa16": ExchangeConfig("asa16", overlap="off"),
     "shm": ExchangeConfig("shm"),
     "asa32, overlap on": ExchangeConfig("asa32", overlap="on"),
 }
@@ -395,20 +394,25 @@ def step_seconds(model: str, dtype: str, batch: int, rounds: int, steps: int) ->
 
 def exchange_table(options: argparse.Namespace) -> tuple[str, list[str]]:
     """Images a second of all ranks by rank 0's clock, and a step over one without an exchange, by form; what failed."""
-    rows, failed = [], []
+    rows, found, failed, table = [], [], [], ""
     for model, dtype in itertools.product(options.models, options.dtypes):
         sizes = options.batch, options.rounds, options.steps
         env = {"JAX_PLATFORMS": "cpu"} if options.dry else {}
         try:
             seconds = harness.on_ranks(step_seconds, model, dtype, *sizes, ranks=options.ranks, env=env)
-        except harness.JobFailed as error:
+        except (harness.JobFailed, UsageError) as error:
             failed.append(f"{model}, {dtype}: {error}")
             continue
         alone = np.array(seconds["no exchange"])
         for form, values in seconds.items():
             images = quartiles(options.ranks * options.batch / np.array(values))
             rows.append([model, dtype, form, images, quartiles(np.array(values) / alone, ".2f")])
-    return harness.table(("model", "dtype", "exchange", "images/s", "step / step without"), rows), failed
+        found.append({"model": model, "dtype": dtype, "batch": options.batch, "seconds": seconds})
+        table = harness.table(("model", "dtype", "exchange", "images/s", "step / step without"), rows)
+        if options.out:
+            harness.save(options.out.with_suffix(".json"), {"facts": machine(options.dry), "rows": found})
+            options.out.with_suffix(".md").write_text(table + "\n")
+    return table, failed
 
 
 # ---------------------------------------------------------------- the whole measurement
@@ -491,8 +495,6 @@ def main() -> None:
     if options.only_exchange:
         table, failed = exchange_table(options)
         print("\n".join([table, *failed]))
-        if options.out:
-            options.out.with_suffix(".md").write_text(table + "\n")
         sys.exit(1 if failed else 0)
     sides, facts, rows, failed = sides_here(options.dry), machine(options.dry), [], []
     try:

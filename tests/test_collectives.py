@@ -4,6 +4,7 @@ import functools
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,17 @@ from jaxmpi.collectives.table import OPERATIONS, described
 from launching import ROOT, mpirun
 
 HEAD = """
-import jax, jax.numpy as jnp, jaxmpi
+import time, jax, jax.numpy as jnp, jaxmpi
 from jaxmpi import collectives as mpi
 rank = int(jaxmpi.world().rank)
 x = jnp.ones(3) * rank
 f = jax.jit(lambda x: mpi.allreduce(x, "max"))
 g = jax.jit(lambda x: mpi.allreduce(x, "max") + 1)
 f(x).block_until_ready(), g(x).block_until_ready()
-print("begun", flush=True)
+print("begun", time.time(), flush=True)
 """
-LIMITS = {"JAXMPI_EXCHANGE_TIMEOUT_S": "5", "JAXMPI_AGREE_TIMEOUT_S": "5", "JAXMPI_EXIT_TIMEOUT_S": "5"}
+LIMIT_S = 5
+LIMITS = {f"JAXMPI_{what}_TIMEOUT_S": str(LIMIT_S) for what in ("EXCHANGE", "AGREE", "EXIT")}
 PART = "part = jaxmpi.world().split(0)\na = jax.jit(lambda x: mpi.allreduce(x, comm=part))\n"
 STARTED = "@jax.jit\ndef s(x):\n    h = jaxmpi.start(mpi.allreduce, x)\n    y = x + 1\n    return y * jaxmpi.wait(h)\n"
 MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many ranks if not 2
@@ -176,13 +178,14 @@ CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.m
 def test_a_mistake_ends_the_job_with_rank_and_call(mistake):
     script, message, *rest = MISTAKES[mistake]
     ranks = rest[0] if rest else 2
-    ended = mpirun(
-        ranks, "-c", f"{HEAD}import time\n{script}\nprint('went on', flush=True)\n", timeout_s=90, env=LIMITS
-    )
+    ended = mpirun(ranks, "-c", f"{HEAD}\n{script}\nprint('went on', flush=True)\n", timeout_s=90, env=LIMITS)
+    end_s = time.time()
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0, ended.out[-3000:]
     assert ended.out.count("begun") == ranks, ended.out[-3000:]
     assert re.search(message, ended.out), ended.out[-3000:]
+    begun_s = max(float(found) for found in re.findall(r"begun ([\d.]+)", ended.out))
+    assert end_s - begun_s < LIMIT_S + 15  # to ask who is late takes up to 10; programs of the mistake, mpirun's end
 
 
 MPI4JAX = """

@@ -17,7 +17,7 @@ import jaxmpi
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import exchange, exchange_gradients
-from jaxmpi.allreduce.sharded import Shards, shards_of
+from jaxmpi.allreduce.sharded import ShardedState, Shards, shards_of
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.orbax_export import model_of
 from jaxmpi.comm.axis import AxisComm
@@ -382,14 +382,17 @@ def test_in_a_loop_of_one_s_own_updates_are_those_of_the_chain_bit_for_bit():
         return jax.vmap(step, axis_name="w")(tiled(PARAMS, 3), grads)
 
     (updates, _), (sliced, state) = stepped(chain), stepped(cut)
+    assert isinstance(state, ShardedState)
     assert is_same(sliced, updates)
-    assert jax.tree.map(lambda x: x.shape[1:], state[0].mu)["kernel"] == (12, 1)
+    assert jax.tree.map(lambda x: x.shape[1:], state.own[0].mu)["kernel"] == (12, 1)
 
 
 def test_one_worker_runs_the_optimizer_itself():
     tx = jaxmpi.sharded(optax.adam(1e-2), comm=SoloComm())
     params = jax.tree.map(jnp.asarray, PARAMS)
-    assert is_same(tx.init(params), optax.adam(1e-2).init(params))
+    state = tx.init(params)
+    assert isinstance(state, ShardedState)
+    assert is_same(state.own, optax.adam(1e-2).init(params))
     got, _ = tx.update(params, tx.init(params), params)
     want, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
     assert is_same(got, want)

@@ -107,7 +107,8 @@ def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
         results = [TICKET] if is_copied else [like(vector), TICKET]
         started.append(host_callbacks.call(START, [vector, ticket], results, place, None, **bucket))
     before, sums = [own for *_, own in started], []  # what waits must not hold up what computes
-    effect = host_callbacks.KEPT if calls.effect is host_callbacks.ORDERED else calls.effect
+    is_free = calls.effect is host_callbacks.ORDERED and not is_copied  # a GPU's calls run one after another anyway
+    effect = host_callbacks.KEPT if is_free else calls.effect
     for vector, buffer_and_ticket, bucket in zip(vectors, started, calls.buckets, strict=True):
         operands, results = [*buffer_and_ticket, *before], [like(vector), TICKET]
         options = {"first": bucket["first"]} | ({"is_copied": 1} if is_copied else {})

@@ -20,6 +20,7 @@ So what a message rounds off is in the next one (error feedback), and params are
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -442,6 +443,16 @@ class MasteredState(NamedTuple):
     masters: PyTree  # this worker's slice of params in 32 bits
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "shapes"))
+@dataclass(frozen=True)
+class ShardedState:
+    """State of `sharded`, and how it is cut, for whoever saves it."""
+
+    own: PyTree  # this worker's share
+    chunks: tuple[int, ...]  # by worker: the number of its share
+    shapes: tuple[tuple[int, ...], ...] | None  # of the leaves of `own`, whole; None: shares are whole tensors
+
+
 def sharded(
     tx: optax.GradientTransformation,
     strategy: str = "asa32",
@@ -470,8 +481,9 @@ def sharded(
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
             updates bring params to within a rounding of it. Params must then be changed by these updates alone.
 
-    State: tx's for this worker's share, its own. `init` and `update` need params. Communicates: as much as `exchange`,
-    and one float with `clip_norm`; for whole tensors rows are padded to the longest.
+    State: `ShardedState`, in which `own` is tx's for this worker's share. `init` and `update` need params.
+    Communicates: as much as `exchange`, and one float with `clip_norm`; for whole tensors rows are padded to the
+    longest.
 
     Raises:
         UsageError: as `exchange`; a strategy without halves; params that are not float32; an optimizer that mixes
@@ -492,12 +504,19 @@ def sharded(
     def init(params: PyTree) -> PyTree:
         check_floats(params)
         of = shards(params, cut_for(tx, params))
-        state = of.cut.init(tx, params, of.chunk())
-        return MasteredState(state, of.own(params)) if of.keeps_masters else state
+        state, whole = of.cut.init(tx, params, of.chunk()), tx.init
+        if of.keeps_masters:
+            state, whole = MasteredState(state, of.own(params)), lambda tree: MasteredState(tx.init(tree), tree)
+        shapes = None if of.deal else tuple(x.shape for x in jax.tree.leaves(jax.eval_shape(whole, params)))
+        return ShardedState(state, of.chunks, shapes)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
+        made, own = updated(updates, state.own, params)
+        return made, replace(state, own=own)
+
+    def updated(updates: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         of_tx = state.of_tx if isinstance(state, MasteredState) else state
         of = shards(updates, "leaves" if isinstance(of_tx, DealtState) else "entries")
         mean, _ = of.scatter(updates)

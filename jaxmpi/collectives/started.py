@@ -122,8 +122,9 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
 
 def entry_of(x: jax.Array) -> jax.Array:
     """What depends on all of an array: itself on a CPU; of a GPU's one entry, since all would be copied to the host."""
-    if not (host_callbacks.why_copies() and x.size):
+    if not (host_callbacks.why_copies() and jnp.size(x)):
         return x
+    x = jnp.asarray(x)
     return jax.lax.slice(jax.lax.optimization_barrier(x), [0] * x.ndim, [1] * x.ndim)
 
 

@@ -46,9 +46,10 @@ class Buffer(NamedTuple):
 
     def array(self, *, is_written: bool) -> np.ndarray:
         """The array itself, without a copy, if its memory is the host's."""
-        if self.size_bytes == 0:
+        size_bytes = self.size_bytes
+        if size_bytes == 0:
             return np.empty(self.shape, self.dtype)
-        memory = _memory_at(self.address, self.size_bytes, WRITE if is_written else READ)
+        memory = _memory_at(self.address, size_bytes, WRITE if is_written else READ)
         return np.ndarray(self.shape, self.dtype, memory)
 
 

@@ -9,7 +9,6 @@ On a CPU a function sees XLA's own buffers. On a GPU it sees copies on the host 
 holds up the thread that puts work on the device: what is there goes on, and nothing is added.
 """
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -17,7 +16,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p, cast, string_at
 from dataclasses import dataclass
 from typing import Any
@@ -216,15 +215,9 @@ def register(name: str, function: Function, ends_job: bool = False) -> None:
     why_not()  # XLA knows the handler from now on: a program from the cache need not be traced here
 
 
-@contextlib.contextmanager
-def _end_of_job(name: str) -> Iterator[None]:
-    """End all ranks if the call fails, where that was asked for."""
-    try:
-        yield
-    except BaseException as error:
-        if name in _ending:
-            failures.fail(error, error.__traceback__)
-        raise
+def _end_job_if_asked(name: str, error: BaseException) -> None:
+    if name in _ending:
+        failures.fail(error, error.__traceback__)
 
 
 def forget(name: str) -> None:
@@ -319,8 +312,11 @@ def _by_callback(name: str, operands: Sequence, results: Sequence, attributes: d
 
 
 def _run(name: str, operands: list[np.ndarray], results: list[np.ndarray], attributes: dict[str, Any]) -> None:
-    with _end_of_job(name):
+    try:
         lookup(_functions, name, "Python function of a program")(operands, results, **attributes)
+    except BaseException as error:
+        _end_job_if_asked(name, error)
+        raise
 
 
 _python_p = jax.extend.core.Primitive(TARGET)
@@ -393,12 +389,15 @@ def _run_on_gpu(frame: Frame, name: str, attributes: dict[str, Any]) -> None:
     asked = GetStream(ctypes.sizeof(GetStream), None, frame.context, None)
     check(not frame.api.contents.get_stream(asked), "XLA does not give the stream of the GPU on which it calls Python")
     buffers = _buffers(frame.operands), _buffers(frame.results)
-    with _end_of_job(name), gpu_buffers.on_host(asked.stream, *buffers) as (operands, results):
-        _thread.sees_copies = True
-        try:
+    try:
+        with gpu_buffers.on_host(asked.stream, *buffers) as (operands, results):
+            _thread.sees_copies = True
             _run(name, operands, results, attributes)
-        finally:
-            _thread.sees_copies = False
+    except gpu_buffers.DriverError as error:  # of a copy; the other ranks would wait
+        _end_job_if_asked(name, error)
+        raise
+    finally:
+        _thread.sees_copies = False
 
 
 HANDLERS = {"cpu": handler_of(_run_on_cpu), "CUDA": handler_of(_run_on_gpu)}  # by XLA's name of the platform

@@ -300,7 +300,8 @@ def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) 
     on, off = (with_shards(experiment, word) for word in ("on", "off"))
     why, strategy = why_whole(on, plan, workers), on.exchange.strategy
     if not why and not shares_params(on, workers, strategy) and chosen_overlap(off, workers, plan, strategy)[0]:
-        why = "an exchange beside the backward pass needs the update behind it (exchange.overlap off)"
+        unfit = unfit_slices(on, workers, plan)
+        why = f"the exchange goes on beside the backward pass, and sharded it could not: {unfit}" if unfit else ""
     if not why:
         whole, own = (state_bytes(each, plan, workers) for each in (off, on))
         dealt, most = deal_of(on, plan, workers), most_padding(whole / size_bytes(plan.params()), workers.size)

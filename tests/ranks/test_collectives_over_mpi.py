@@ -413,6 +413,40 @@ def test_started_operations_give_what_the_operations_give():
         same(started[-1], mpi.allreduce(x))
 
 
+def test_started_operations_in_a_scan_and_a_branch_give_what_the_operations_give():
+    def body(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        handle = jaxmpi.start(mpi.allreduce, x)
+        carry = jnp.sin(carry)
+        total = jaxmpi.wait(handle, after=carry)
+        return carry + total, total
+
+    def plain(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = mpi.allreduce(x)
+        return jnp.sin(carry) + total, total
+
+    xs = numbers((5, 3), RANK)
+    run = jax.jit(lambda body, xs: jax.lax.scan(body, xs[0], xs), static_argnums=0)
+    jax.tree.map(same, run(body, xs), run(plain, xs))
+    branch = jax.jit(lambda x, b: jax.lax.cond(b, lambda x: body(x, x)[1], lambda x: x, x))
+    same(branch(xs[0], True), mpi.allreduce(xs[0]))
+    same(branch(xs[0], False), xs[0])
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+@pytest.mark.parametrize(
+    "after", [jnp.ones((3, 2)), jnp.float32(2), np.ones((0, 2)), 0.5], ids=["2", "0", "none", "float"]
+)
+def test_a_wait_may_be_behind_arrays_of_any_shape_as_on_a_gpu(after, monkeypatch):
+    monkeypatch.setattr(host_callbacks, "why_copies", lambda: "as on a GPU")
+
+    @jax.jit
+    def program(x: jax.Array) -> jax.Array:
+        handle = jaxmpi.start(mpi.allreduce, x)
+        return jaxmpi.wait(handle, after=jax.tree.map(lambda y: y * 2, after))
+
+    same(program(jnp.ones(3)), jnp.full(3, float(SIZE)))
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
     """Messages of a tree, to both sides, beside ordinary ones: 12 B and 160 kB. With 2 ranks all have one pair."""

@@ -16,6 +16,7 @@ from flax import nnx
 
 import jaxmpi
 from jaxmpi.comm import exchange_watch
+from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses, processes
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.sampler import Sampler
@@ -191,6 +192,59 @@ def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
         assert (alone.own["debt"] == (SIZE - 1) / 2).all()
         assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
     processes().barrier()
+
+
+def after_two_steps(tx: optax.GradientTransformation, params: Any) -> Any:
+    """State for whole numbers as gradients, equal on all ranks: their mean is exact in any order."""
+    state = tx.init(params)
+    for scale in (1.0, 0.5):
+        _, state = tx.update(jax.tree.map(lambda x, scale=scale: scale * (x + 1), params), state, params)
+    return state
+
+
+def test_slices_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_numbers_of_ranks(
+    tmp_path_factory, monkeypatch, standard_promotion
+):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
+    asa, ring = (jaxmpi.sharded(optax.adam(1e-2), name) for name in ("asa32", "ring32"))
+    single = jaxmpi.sharded(optax.adam(1e-2), comm=SoloComm())
+
+    def restored(tx: optax.GradientTransformation) -> Any:
+        saved = kept.restore(params, {"opt": tx.init(params), "rank": np.int32(-1)})
+        assert saved is not None
+        assert saved.own["rank"] in (RANK, 0)
+        return saved.own["opt"]
+
+    def is_as_trained(tx: optax.GradientTransformation) -> bool:
+        return jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), restored(tx), after_two_steps(tx, params)))
+
+    kept.save(1, params, {"opt": after_two_steps(asa, params), "rank": np.int32(RANK)}, {"chunks": "of the user"})
+    assert is_as_trained(asa)
+    assert is_as_trained(ring)
+    processes().barrier()
+    if RANK == 0:  # goes on alone
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "processes", SoloProcesses)
+            assert is_as_trained(single)
+            kept.save(2, params, {"opt": after_two_steps(single, params), "rank": np.int32(0)})
+    processes().barrier()
+    assert is_as_trained(ring)
+    with pytest.raises(jaxmpi.UsageError, match=r"shared: got a state of jaxmpi.sharded, .* give it in own"):
+        kept.save(3, {"opt": asa.init(params)})
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has all tensors")
+def test_whole_tensors_of_an_optimizer_that_were_dealt_otherwise_are_refused(tmp_path_factory):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
+    asa, ring = (jaxmpi.sharded(optax.lars(1e-2), name) for name in ("asa32", "ring32"))
+    kept.save(1, params, after_two_steps(asa, params))
+    saved = kept.restore(params, asa.init(params))
+    assert saved is not None
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(asa, params)))
+    with pytest.raises(jaxmpi.UsageError, match=rf"dealt to {SIZE} workers in the order .* take as many workers"):
+        kept.restore(params, ring.init(params))
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_alike_unless_that_is_asked_for(tmp_path_factory):

@@ -90,7 +90,7 @@ def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
         assert np.abs(params[name]).max() < 8
         np.testing.assert_allclose(np.asarray(params[name]), np.asarray(whole[name]), rtol=0, atol=off, err_msg=name)
     assert len(set(processes().allgather_object(tree_digest(jax.device_get(params))))) == 1
-    assert state[0].mu["kernel"].size == -(-97 * 31 // SIZE)
+    assert state.own[0].mu["kernel"].size == -(-97 * 31 // SIZE)
 
 
 def test_a_reduce_scatter_adds_in_rank_order():
@@ -107,7 +107,7 @@ def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
     # Params are off masters by a rounding of one change, 2^-11 of it, and of a sum. LARS changes no entry by 1e-2.
     dealt = deal(params, SIZE)
     own = dealt.row_of(dealt.part(params, [*next_chunks(COMM)][RANK])).entries
-    apart = np.abs(np.asarray(own - state.masters.entries))
+    apart = np.abs(np.asarray(own - state.own.masters.entries))
     assert 0 < apart.max() < 1e-2 * 2.0**-10
 
 
