@@ -37,6 +37,7 @@ from jaxmpi.core.random_keys import packed, unpacked
 from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, mpi_end, prepare
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
+WORD_S = 5.0  # beyond that, for rank 0 to say who did not
 ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
 START_S = 60.0  # for MPI to start in one process
@@ -619,7 +620,7 @@ class MpiProcesses:
             return late
         self.world.Send(np.zeros(1, np.uint8), 0, tag=1)  # one byte: sent at once, whoever is late
         data = np.empty(4096, np.uint8)
-        if not wait(self.world.Irecv(data, 0, tag=2), 2 * LATE_S):  # it asks the others for half of that
+        if not wait(self.world.Irecv(data, 0, tag=2), LATE_S + WORD_S):
             return [0]
         self.world.Recv(np.empty(1, np.uint8), 0, tag=5)  # it came before the answer
         return json.loads(data.tobytes())
