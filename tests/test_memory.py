@@ -428,6 +428,18 @@ def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, chang
     assert settled.exchange.shard_update == expected[: expected.index(",")]
 
 
+def test_auto_leaves_updates_whole_if_slices_could_not_stay_beside_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(build, "chosen_overlap", lambda *args: (True, "overlap on: ranks are on 2 hosts"))
+    asked = dataclasses.replace(DIGITS, optim=Optim("adam"), exchange=ExchangeConfig("hier-asa", shard_update="auto"))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
+        settled, why = build.settle_shards(asked, build.make_plan(asked, workers(4)), workers(4))
+    assert settled.exchange.shard_update == "off"
+    assert why.endswith(
+        "sharded it could not: the halves of hier-asa do not run beside a program, as those of asa and ring do"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "asked", "expected"),
     [

@@ -443,14 +443,15 @@ class MasteredState(NamedTuple):
     masters: PyTree  # this worker's slice of params in 32 bits
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "shapes"))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "is_dealt", "whole"))
 @dataclass(frozen=True)
 class ShardedState:
     """State of `sharded`, and how it is cut, for whoever saves it."""
 
     own: PyTree  # this worker's share
     chunks: tuple[int, ...]  # by worker: the number of its share
-    shapes: tuple[tuple[int, ...], ...] | None  # of the leaves of `own`, whole; None: shares are whole tensors
+    is_dealt: bool  # whether shares are whole tensors; else slices of each
+    whole: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes: of the leaves of `own`, or of the dealt tensors
 
 
 def sharded(
@@ -507,18 +508,25 @@ def sharded(
         state, whole = of.cut.init(tx, params, of.chunk()), tx.init
         if of.keeps_masters:
             state, whole = MasteredState(state, of.own(params)), lambda tree: MasteredState(tx.init(tree), tree)
-        shapes = None if of.deal else tuple(x.shape for x in jax.tree.leaves(jax.eval_shape(whole, params)))
-        return ShardedState(state, of.chunks, shapes)
+        named = named_leaves(params if of.deal else jax.eval_shape(whole, params))
+        shapes = tuple((name, tuple(x.shape)) for name, x in named)
+        return ShardedState(state, of.chunks, bool(of.deal), shapes)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
-        made, own = updated(updates, state.own, params)
+        check(isinstance(state, ShardedState), f"sharded: got a state of {type(state).__name__}; expected that of init")
+        made, own = updated(updates, state.own, params, state.chunks)
         return made, replace(state, own=own)
 
-    def updated(updates: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def updated(updates: PyTree, state: PyTree, params: PyTree, chunks: tuple) -> tuple[PyTree, PyTree]:
         of_tx = state.of_tx if isinstance(state, MasteredState) else state
         of = shards(updates, "leaves" if isinstance(of_tx, DealtState) else "entries")
+        check(
+            chunks == of.chunks,
+            f"sharded: got a state whose slices have the order {chunks}; expected {of.chunks}, that of {strategy} on "
+            "these workers: restore it by jaxmpi.Checkpoints with this transformation's init",
+        )
         mean, _ = of.scatter(updates)
         own = of.own(params)
         if not of.keeps_masters:

@@ -288,6 +288,7 @@ def restore(
     same_params: bool = True,
     slicing: Slicing | None = None,
     reads_params: bool = True,
+    admits: Callable[[dict[str, Any], int], None] = lambda extra, workers: None,
     say: Callable[[str], None] = print,
 ) -> Saved | None:
     """Read the newest checkpoint that is whole on all ranks, for this process's workers; None if there is none.
@@ -297,6 +298,7 @@ def restore(
         slicing: how the rule's state is held now. One that was held otherwise is put together and cut anew.
         reads_params: False for a process that needs no params: it gets their shapes. It reads them all the same if
             one of checkpoint and run keeps masters.
+        admits: raises UsageError for a checkpoint that is not to be read, by its extra values and number of workers.
         say: receives a line for each damaged checkpoint that is skipped.
 
     Communicates, raises: see `first_whole`.
@@ -304,6 +306,7 @@ def restore(
 
     def read(path: Path) -> Saved:
         manifest = read_manifest(path)
+        admits(manifest["extra"], manifest["workers"])
         if reads_params or has_masters(manifest, slicing):
             return read_all(path, manifest, like)
         bare = {worker: state._replace(params=()) for worker, state in like.items()}

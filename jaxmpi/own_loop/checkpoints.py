@@ -1,6 +1,7 @@
 """A loop's own trees, saved and restored in the trainer's format: atomic, checksummed, for any number of ranks."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ class Checkpoints:
         Communicates: barriers, a gather of short texts and one of the files' indices.
 
         Raises:
+            UsageError: a state of `jaxmpi.sharded` in `shared`, or several of several strategies.
             TrainingError: on all ranks alike: a number is not finite, by rank and path; earlier checkpoints stay.
             OSError: it cannot be written; earlier checkpoints stay.
         """
@@ -62,8 +64,8 @@ class Checkpoints:
         control = processes()
         if control.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-        cuts = _cuts(shared, own)
-        files = format.files_of({control.rank: _state(step, shared, own)}, replicated=CHUNKS not in cuts)
+        cuts, state = _cuts(shared, own, control.size), _state(step, shared, own, control.size)
+        files = format.files_of({control.rank: state}, replicated=CHUNKS not in cuts)
         odd = control.allgather_object(not_finite(files) if self._check_finite else "")
         if any(odd):
             rank = next(rank for rank, path in enumerate(odd) if path)
@@ -86,52 +88,54 @@ class Checkpoints:
         Communicates: a gather of rank 0's list, and one for each checkpoint that is tried.
 
         Raises:
-            UsageError: on all ranks alike: it is of another tree (path, got, expected), all are damaged, or whole
-                tensors of `jaxmpi.sharded` were dealt otherwise.
+            UsageError: on all ranks alike: it is of another tree (path, got, expected), all are damaged, or states of
+                `jaxmpi.sharded` cannot become those of this run: whole tensors, and slices over a part of the ranks,
+                need as many ranks and the strategy as before, all of them the optimizer and `gather_wire`.
         """
         check_may_send("jaxmpi.Checkpoints.restore")
         control = processes()
-        like = {control.rank: _state(0, shared, own)}
-        cuts, sliced = _cuts(shared, own), _sliced(own)
+        like = {control.rank: _state(0, shared, own, control.size)}
+        cuts, sliced = _cuts(shared, own, control.size), _sliced(own, control.size)
         slicing = None
         if sliced:
             held = lambda mine, chunk, read: Entries(control.size).restored(None, mine, chunk, read)  # noqa: E731
             slicing = format.Slicing([_whole(state) for state in sliced], sliced[0].chunks, held)
         saved = format.restore(
-            self._folder, like, control, workers=control.size, replicated=not sliced, slicing=slicing
+            self._folder,
+            like,
+            control,
+            workers=control.size,
+            replicated=not sliced,
+            slicing=slicing,
+            admits=partial(_check_cuts, cuts, control.size, self._folder),
         )
         if saved is None:
             return None
-        check(
-            saved.extra.get(DEALT) == cuts.get(DEALT),
-            f"{self._folder}: got whole tensors of jaxmpi.sharded, dealt to {saved.workers} workers in the order "
-            f"{saved.extra.get(DEALT)}; expected {control.size} in the order {cuts.get(DEALT)}: take as many workers, "
-            "and the strategy, as before",
-        )
         state, given = saved.states[control.rank], (packed(shared), packed(own))
-        common, mine = as_given((state.params, _with_slices(own, state)), given)
+        common, mine = as_given((state.params, _with_slices(own, state, control.size)), given)
         if saved.workers != control.size:
             mine = jax.tree.map(lambda x, here: here if is_key_data(x) else x, mine, given[1], is_leaf=is_key_data)
-        return Restored(saved.step, unpacked(common), unpacked(mine), saved.extra.get(OF_USER, saved.extra))
+        extra = saved.extra.get(OF_USER, saved.extra)  # those of 0.1 have the user's alone
+        return Restored(saved.step, unpacked(common), unpacked(mine), extra)
 
 
-OF_USER, CHUNKS, CUT, DEALT = "of user", "chunks", "cut", "dealt"  # in a manifest's extra values
+OF_USER, CHUNKS, CUT, SHARDED = "of user", "chunks", "cut", "sharded"  # in a manifest's extra values
 
 
 def _is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedState)
 
 
-def _is_sliced(x: Any) -> bool:
-    return isinstance(x, ShardedState) and x.shapes is not None
+def _is_sliced(x: Any, size: int) -> bool:
+    """Return True for a state of `jaxmpi.sharded` of which all ranks have slices, which can be cut anew."""
+    return isinstance(x, ShardedState) and not x.is_dealt and len(x.chunks) == size
 
 
-def _sliced(tree: PyTree) -> list[ShardedState]:
-    """States of `jaxmpi.sharded` in a tree that are slices of every leaf."""
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_sharded) if _is_sliced(x)]
+def _sliced(tree: PyTree, size: int) -> list[ShardedState]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_sharded) if _is_sliced(x, size)]
 
 
-def _cuts(shared: PyTree, own: PyTree) -> dict[str, Any]:
+def _cuts(shared: PyTree, own: PyTree, size: int) -> dict[str, Any]:
     """How states of `jaxmpi.sharded` in a rank's own tree are cut, for the manifest.
 
     Raises:
@@ -139,34 +143,56 @@ def _cuts(shared: PyTree, own: PyTree) -> dict[str, Any]:
     """
     misplaced = any(map(_is_sharded, jax.tree.leaves(shared, is_leaf=_is_sharded)))
     check(not misplaced, "shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own")
-    states = [x for x in jax.tree.leaves(own, is_leaf=_is_sharded) if _is_sharded(x)]
-    orders = {x.chunks for x in states}
+    found, orders = [], set()
+    for path, state in jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded):
+        if not _is_sharded(state):
+            continue
+        is_sliced, order = _is_sliced(state, size), [int(chunk) for chunk in state.chunks]
+        orders |= {tuple(order)} if is_sliced else set()
+        whole = [[name, list(shape)] for name, shape in state.whole]
+        kept = [] if is_sliced else [size, order]  # what must be as it was
+        found.append([jax.tree_util.keystr(path, simple=True, separator="/"), whole, kept])
     check(len(orders) < 2, "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints")
-    found: dict[str, Any] = {}
-    for state in states:
-        order = [int(chunk) for chunk in state.chunks]
-        found |= {CHUNKS: order, CUT: "entries"} if _is_sliced(state) else {DEALT: order}
-    return found
+    return {SHARDED: found} | ({CHUNKS: [*orders.pop()], CUT: "entries"} if orders else {})
+
+
+def _check_cuts(cuts: dict[str, Any], size: int, folder: Path, extra: dict[str, Any], workers: int) -> None:
+    """Refuse a checkpoint whose states of `jaxmpi.sharded` do not become those of this run.
+
+    Raises:
+        UsageError: they are of other trees; or are not slices over all ranks, and were cut otherwise.
+    """
+    there, here = extra.get(SHARDED, []) if OF_USER in extra else [], cuts[SHARDED]
+    saved_by = f"{folder}: got states of jaxmpi.sharded, saved by {workers} ranks"
+    leaves = [[f"{at}/{name} {shape}" for at, whole, _ in rows for name, shape in whole] for rows in (there, here)]
+    got, expected = (next((x for x in a if x not in b), "no other") for a, b in (leaves, leaves[::-1]))
+    way_out = (
+        "take the same trees, optimizer and gather_wire; in less than 32 bits one rank has another form than several"
+    )
+    check(leaves[0] == leaves[1], f"{saved_by}, with {got}; expected {expected}: {way_out}")
+    kept = [[row[2] for row in rows] for rows in (there, here)]
+    way_out = "whole tensors, and slices over a part of the ranks, need as many ranks and the strategy as before"
+    check(kept[0] == kept[1], f"{saved_by} as {kept[0]}; expected {kept[1]} on {size}: {way_out}")
 
 
 def _whole(state: ShardedState) -> PyTree:
     """Shapes of the whole of which a rank has slices."""
-    assert state.shapes is not None
-    leaves, structure = jax.tree.flatten(state.own)
-    shapes = zip(state.shapes, leaves, strict=True)
-    return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in shapes])
+    leaves, structure = jax.tree.flatten(packed(state.own))
+    shapes = zip(state.whole, leaves, strict=True)
+    return jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, x.dtype) for (_, shape), x in shapes])
 
 
-def _with_slices(own: PyTree, state: TrainState) -> PyTree:
+def _with_slices(own: PyTree, state: TrainState, size: int) -> PyTree:
     """A rank's own tree as it was read: slices are a field of their own."""
-    slices = iter(state.rule_state)
-    put = lambda mine, read: replace(mine, own=next(slices)) if _is_sliced(mine) else read  # noqa: E731
-    return jax.tree.map(put, own, state.model_state["arrays"], is_leaf=_is_sliced)
+    is_sliced, slices = partial(_is_sliced, size=size), iter(state.rule_state)
+    put = lambda mine, read: replace(mine, own=next(slices)) if is_sliced(mine) else read  # noqa: E731
+    return jax.tree.map(put, own, state.model_state["arrays"], is_leaf=is_sliced)
 
 
-def _state(step: int, shared: PyTree, own: PyTree) -> TrainState:
+def _state(step: int, shared: PyTree, own: PyTree, size: int) -> TrainState:
     """A state like the trainer's, with arrays of NumPy; slices of `jaxmpi.sharded` are where it has its optimizer's."""
-    rest = jax.tree.map(lambda x: () if _is_sliced(x) else x, packed(own), is_leaf=_is_sliced)
-    slices = [state.own for state in _sliced(own)]
+    is_sliced = partial(_is_sliced, size=size)
+    rest = jax.tree.map(lambda x: () if is_sliced(x) else x, packed(own), is_leaf=is_sliced)
+    slices = [state.own for state in _sliced(packed(own), size)]
     common, mine, slices = jax.tree.map(np.asarray, (packed(shared), rest, slices))
     return TrainState(np.array(step, np.int64), common, {"arrays": mine}, slices, np.zeros(0, np.uint32))

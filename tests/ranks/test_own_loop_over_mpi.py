@@ -219,9 +219,16 @@ def test_slices_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
     def is_as_trained(tx: optax.GradientTransformation) -> bool:
         return jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), restored(tx), after_two_steps(tx, params)))
 
-    kept.save(1, params, {"opt": after_two_steps(asa, params), "rank": np.int32(RANK)}, {"chunks": "of the user"})
+    extra = {"chunks": "of the user"}
+    kept.save(1, params, {"opt": after_two_steps(asa, params), "rank": np.int32(RANK)}, extra)
     assert is_as_trained(asa)
     assert is_as_trained(ring)
+    saved = kept.restore(params, {"opt": ring.init(params), "rank": np.int32(-1)})
+    assert saved is not None
+    assert saved.extra == extra
+    if SIZE > 1:
+        with pytest.raises(jaxmpi.UsageError, match=r"the order \(0, 1.*; expected \(1, .* restore it by"):
+            ring.update(params, asa.init(params), params)
     processes().barrier()
     if RANK == 0:  # goes on alone
         with monkeypatch.context() as patch:
@@ -234,6 +241,35 @@ def test_slices_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
         kept.save(3, {"opt": asa.init(params)})
 
 
+@pytest.mark.parametrize("what", ["another optimizer", "another place", "another wire"])
+def test_slices_of_another_optimizer_place_or_wire_are_refused(what, tmp_path_factory, standard_promotion):
+    """Their leaves can have names and shapes of those that are asked for."""
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
+    adam, lion = (jaxmpi.sharded(tx, "asa32").init(params) for tx in (optax.adam(1e-2), optax.lion(1e-2)))
+    coarse = jaxmpi.sharded(optax.adam(1e-2), "ring32", gather_wire="16").init(params)
+    kept.save(1, params, {"a": adam, "b": adam})
+    asked = {"another optimizer": {"a": adam, "b": lion}, "another place": {"b": adam, "c": adam}}
+    own = asked.get(what, {"a": coarse, "b": coarse})
+    if SIZE > 1 or what != "another wire":
+        with pytest.raises(
+            jaxmpi.UsageError, match=rf"saved by {SIZE} ranks, with .*; expected .*: take the same trees"
+        ):
+            kept.restore(params, own)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="a part of the ranks is all of them")
+def test_slices_over_a_part_of_the_ranks_stay_with_each_rank(tmp_path_factory, standard_promotion):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    part = COMM.split(RANK)
+    params = {"w": jnp.full(7, float(RANK)), "b": jnp.ones((2, 3))}
+    tx = jaxmpi.sharded(optax.adam(1e-2), comm=part)
+    kept.save(1, {}, after_two_steps(tx, params))
+    saved = kept.restore({}, tx.init(params))
+    assert saved is not None
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(tx, params)))
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank has all tensors")
 def test_whole_tensors_of_an_optimizer_that_were_dealt_otherwise_are_refused(tmp_path_factory):
     kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
@@ -243,7 +279,7 @@ def test_whole_tensors_of_an_optimizer_that_were_dealt_otherwise_are_refused(tmp
     saved = kept.restore(params, asa.init(params))
     assert saved is not None
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(asa, params)))
-    with pytest.raises(jaxmpi.UsageError, match=rf"dealt to {SIZE} workers in the order .* take as many workers"):
+    with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks as .* the strategy as before"):
         kept.restore(params, ring.init(params))
 
 
