@@ -60,7 +60,7 @@ from jaxmpi.comm.shared_sync import Host
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
-from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.pytrees import PyTree, RanksOwn, named_leaves
 from jaxmpi.core.slices import Entries, cut_for, rows_of, shape_of_slice, whole_of
 from jaxmpi.runtime import host_callbacks
 
@@ -445,7 +445,7 @@ class MasteredState(NamedTuple):
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "is_dealt", "whole"))
 @dataclass(frozen=True)
-class ShardedState:
+class ShardedState(RanksOwn):
     """State of `sharded`, and how it is cut, for whoever saves it."""
 
     own: PyTree  # this worker's share
@@ -516,26 +516,23 @@ def sharded(
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
         check(isinstance(state, ShardedState), f"sharded: got a state of {type(state).__name__}; expected that of init")
-        made, own = updated(updates, state.own, params, state.chunks)
-        return made, replace(state, own=own)
-
-    def updated(updates: PyTree, state: PyTree, params: PyTree, chunks: tuple) -> tuple[PyTree, PyTree]:
-        of_tx = state.of_tx if isinstance(state, MasteredState) else state
+        held = state.own
+        of_tx = held.of_tx if isinstance(held, MasteredState) else held
         of = shards(updates, "leaves" if isinstance(of_tx, DealtState) else "entries")
         check(
-            chunks == of.chunks,
-            f"sharded: got a state whose slices have the order {chunks}; expected {of.chunks}, that of {strategy} on "
-            "these workers: restore it by jaxmpi.Checkpoints with this transformation's init",
+            state.chunks == of.chunks,
+            f"sharded: got a state whose slices have the order {state.chunks}; expected {of.chunks}, that of "
+            f"{strategy} on these workers: restore it by jaxmpi.Checkpoints with this transformation's init",
         )
         mean, _ = of.scatter(updates)
         own = of.own(params)
         if not of.keeps_masters:
             made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, own)
-            return of.gather(made, updates), of_tx
-        assert isinstance(state, MasteredState)
-        made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, state.masters)
-        masters = jax.tree.map(jnp.add, state.masters, made)
+            return of.gather(made, updates), replace(state, own=of_tx)
+        assert isinstance(held, MasteredState)
+        made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, held.masters)
+        masters = jax.tree.map(jnp.add, held.masters, made)
         changes = jax.tree.map(jnp.subtract, masters, own)
-        return of.gather(changes, updates, gather_wire), MasteredState(of_tx, masters)
+        return of.gather(changes, updates, gather_wire), replace(state, own=MasteredState(of_tx, masters))
 
     return optax.GradientTransformation(init, update)

@@ -121,7 +121,7 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
 
 
 def entry_of(x: jax.Array) -> jax.Array:
-    """What depends on all of an array: itself on a CPU; of a GPU's one entry, since all would be copied to the host."""
+    """Return something that waits for the whole array: itself, or of a GPU's one entry, as all would be copied."""
     if not (host_callbacks.why_copies() and jnp.size(x)):
         return x
     x = jnp.asarray(x)

@@ -32,7 +32,7 @@ from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_o
 from jaxmpi.core.env import building_for_mpicc, getting_mpi, seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
-from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, named_leaves
+from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, has_ranks_own, named_leaves
 from jaxmpi.core.random_keys import packed, unpacked
 from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, mpi_end, prepare
 
@@ -762,8 +762,10 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     Communicates: one broadcast a leaf over all ranks, after a comparison of structure, shapes and dtypes.
 
     Raises:
-        UsageError: ranks gave trees of different structure; rank, path, got, expected.
+        UsageError: ranks gave trees of different structure; rank, path, got, expected. A state of `jaxmpi.sharded`.
     """
     in_flight.check_may_send("jaxmpi.broadcast")
+    way_out = "leave it out; its init makes it alike from equal params, and jaxmpi.Checkpoints restores it"
+    check(not has_ranks_own(tree), f"broadcast: got a state of jaxmpi.sharded, which is each rank's own; {way_out}")
     sent = packed(tree)
     return unpacked(as_given(processes().bcast(sent, root), sent))

@@ -61,6 +61,16 @@ def mean_of_floats(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
+class RanksOwn:
+    """A node of a tree with numbers that are each rank's own, which must not be made equal."""
+
+
+def has_ranks_own(tree: PyTree) -> bool:
+    """Return True if a tree has such a node."""
+    is_own = lambda x: isinstance(x, RanksOwn)  # noqa: E731
+    return any(map(is_own, jax.tree.leaves(tree, is_leaf=is_own)))
+
+
 def as_given(arrays: PyTree, given: PyTree) -> PyTree:
     """NumPy arrays as JAX arrays, if `given` has such in their place."""
     return jax.tree.map(lambda x, like: jnp.asarray(x) if isinstance(like, jax.Array) else x, arrays, given)

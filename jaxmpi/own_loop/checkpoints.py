@@ -13,7 +13,7 @@ from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import not_finite, of_step
 from jaxmpi.comm.control import processes
 from jaxmpi.core.errors import AgreedError, check
-from jaxmpi.core.pytrees import PyTree, as_given
+from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own, path_name
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 from jaxmpi.core.slices import Entries
 from jaxmpi.core.train_state import TrainState
@@ -141,8 +141,7 @@ def _cuts(shared: PyTree, own: PyTree, size: int) -> dict[str, Any]:
     Raises:
         UsageError: one is in the shared tree, of which rank 0's is written; or they are cut in two ways.
     """
-    misplaced = any(map(_is_sharded, jax.tree.leaves(shared, is_leaf=_is_sharded)))
-    check(not misplaced, "shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own")
+    check(not has_ranks_own(shared), "shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own")
     found, orders = [], set()
     for path, state in jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded):
         if not _is_sharded(state):
@@ -151,7 +150,7 @@ def _cuts(shared: PyTree, own: PyTree, size: int) -> dict[str, Any]:
         orders |= {tuple(order)} if is_sliced else set()
         whole = [[name, list(shape)] for name, shape in state.whole]
         kept = [] if is_sliced else [size, order]  # what must be as it was
-        found.append([jax.tree_util.keystr(path, simple=True, separator="/"), whole, kept])
+        found.append([path_name(path), whole, kept])
     check(len(orders) < 2, "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints")
     return {SHARDED: found} | ({CHUNKS: [*orders.pop()], CUT: "entries"} if orders else {})
 

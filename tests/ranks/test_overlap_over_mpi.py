@@ -132,7 +132,7 @@ def test_what_is_not_finite_on_the_last_rank_reaches_all(odd):
         assert not np.isfinite(total).any()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the processor makes these sums, a GPU those beside them")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU may keep a subnormal sum that a CPU makes 0")
 def test_sums_of_what_is_subnormal_are_those_of_a_program():
     tiny = np.float32(1.2e-38) * np.linspace(-1, 1, 64, dtype=np.float32)
     rows = np.where(np.arange(SIZE)[:, None] % 2, tiny[::-1] * np.float32(0.99), tiny).astype(np.float32)

@@ -239,6 +239,8 @@ def test_slices_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_num
     assert is_as_trained(ring)
     with pytest.raises(jaxmpi.UsageError, match=r"shared: got a state of jaxmpi.sharded, .* give it in own"):
         kept.save(3, {"opt": asa.init(params)})
+    with pytest.raises(jaxmpi.UsageError, match=r"broadcast: got a state of jaxmpi.sharded, which is each rank's own"):
+        jaxmpi.broadcast((params, asa.init(params)))
 
 
 @pytest.mark.parametrize("what", ["another optimizer", "another place", "another wire"])
