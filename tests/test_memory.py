@@ -6,9 +6,11 @@ import re
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxmpi.allreduce.buckets import Order
@@ -20,7 +22,10 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.experiments.digits import experiment as DIGITS
+from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer
+from jaxmpi.rules import base
 from jaxmpi.trainer import build, forecast
 from jaxmpi.trainer.memory import Held, check_fits, held, is_short, with_activations
 from launching import mpirun, run, train_here
@@ -205,6 +210,7 @@ HELD = Held(
     before=0,
     gradients=100 * MB,
     exchange=300 * MB,
+    update=100 * MB,
     is_whole=False,
     activations=800 * MB,
 )
@@ -217,6 +223,7 @@ EARLY = dataclasses.replace(
     takes_micro_batches=False,
     gradients=25 * MB,
     exchange=25 * MB,
+    update=0,
     bucket=40 * MB,
     activations=840 * MB,
 )
@@ -265,9 +272,32 @@ def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsy
 def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():
     assert HELD.at_once == 1200 * MB
     assert dataclasses.replace(HELD, activations=20 * MB).at_once == 700 * MB
+    assert dataclasses.replace(HELD, update=900 * MB).at_once == 1300 * MB
     assert dataclasses.replace(HELD, is_whole=True).at_once == 1100 * MB
     assert dataclasses.replace(HELD, saved=300 * MB).at_once == 1500 * MB
     assert dataclasses.replace(HELD, saved_once=300 * MB).on_host(4) == 5100 * MB
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_xla_allots_to_an_update_as_many_arrays_as_the_table_says(name):
+    def allotted(tx: optax.GradientTransformation, params: dict) -> float:
+        jitted: list[Any] = []
+
+        def jit(function: Any, **options: Any) -> Any:
+            jitted.append(jax.jit(function, **options))
+            return jitted[0]
+
+        base.descend(tx, jit)
+        program = jitted[0].lower(params, jax.eval_shape(tx.init, params), params).compile()
+        return program.memory_analysis().temp_size_in_bytes / size_bytes(params)
+
+    shapes = {"in": (300, 256), "kernel": (256, 1024), "bias": (1024,), "out": (256, 300)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    configs = [Optim(name, weight_decay=decay, clip_norm=1.0) for decay in (0.0, 0.1)]
+    most = max(allotted(optimizer(config, lambda step: np.float32(0.1)), params) for config in configs)
+    # Less than one array of difference are a few leaves.
+    assert OPTIMIZERS[name].arrays - 1 < most <= OPTIMIZERS[name].arrays + 0.01
 
 
 def workers(size: int) -> Workers:

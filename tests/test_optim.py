@@ -18,6 +18,7 @@ from jaxmpi.optim.optimizers import (
     TRIED_STEPS,
     at_step,
     check_takes_gradients,
+    clip_by_global_norm,
     is_linear,
     is_linear_at,
     not_bias,
@@ -203,7 +204,7 @@ SAME_AS_OPTAX = [
     ({"name": "mine", "transform": optax.sgd(0.1)}, optax.sgd(0.1)),
     (
         {"name": "mine", "transform": optax.adamw, "clip_norm": 0.5},
-        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(falling)),
+        optax.chain(clip_by_global_norm(0.5), optax.adamw(falling)),
     ),
     ({"name": "rmsprop"}, plain(optax.scale_by_rms())),
     ({"name": "adagrad"}, plain(optax.scale_by_rss())),
@@ -214,7 +215,7 @@ SAME_AS_OPTAX = [
         {"name": "sgd", "weight_decay": 0.01, "decay_bias": False},
         plain(decayed(mask={"conv": {"kernel": True, "bias": False}, "scale": False})),
     ),
-    ({"name": "sgd", "clip_norm": 0.5}, optax.chain(optax.clip_by_global_norm(0.5), plain(optax.identity()))),
+    ({"name": "sgd", "clip_norm": 0.5}, optax.chain(clip_by_global_norm(0.5), plain(optax.identity()))),
 ]
 
 
@@ -227,6 +228,24 @@ SAME_AS_OPTAX = [
 def test_optimizers_are_optax(fields, expected):
     got, wanted = run(configured(**fields)), run(expected)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, wanted))
+
+
+def test_clipping_is_optax_s_within_its_roundings():
+    def both(largest: float, grads: dict) -> list[dict]:
+        ways = clip_by_global_norm(largest), optax.clip_by_global_norm(largest)
+        return [jax.tree.map(np.asarray, way.update(grads, way.init(grads))[0]) for way in ways]
+
+    rng = np.random.default_rng(0)
+    grads = {"w": rng.standard_normal((30, 7), np.float32), "b": np.zeros(3, np.float32)}
+    got, wanted = both(0.5, grads)
+    # Two operations each, in two orders, on normal numbers.
+    assert (np.abs(got["w"] - wanted["w"]) <= 4 * 2.0**-24 * np.abs(wanted["w"])).all()
+    assert (got["b"] == 0).all()
+    for kept in (100.0, np.inf):
+        assert (both(kept, grads)[0]["w"] == grads["w"]).all()
+    for bad in (np.nan, np.inf):
+        got, wanted = both(0.5, {"w": np.array([1.0, bad], np.float32)})
+        np.testing.assert_array_equal(got["w"], wanted["w"])
 
 
 OWN = {

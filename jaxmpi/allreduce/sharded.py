@@ -60,7 +60,7 @@ from jaxmpi.comm.shared_sync import Host
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
-from jaxmpi.core.pytrees import PyTree, RanksOwn, named_leaves
+from jaxmpi.core.pytrees import PyTree, RanksOwn, clipped, named_leaves
 from jaxmpi.core.slices import Entries, cut_for, rows_of, shape_of_slice, whole_of
 from jaxmpi.runtime import host_callbacks
 
@@ -261,7 +261,7 @@ class Shards(NamedTuple):
         square = jnp.zeros(())
         if self.clip_norm or self.gives_square:
             square = self._of_all(squares(slices)).sum()  # in one order on all workers
-        return clipped(slices, square, self.clip_norm), square
+        return clipped(slices, jnp.sqrt(square), self.clip_norm), square
 
     def _of_all(self, x: jax.Array) -> jax.Array:
         """f32[] -> f32[w], by worker."""
@@ -378,13 +378,6 @@ def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
 def squares(slices: PyTree) -> jax.Array:
     """f32[]: the sum of the squares of all entries."""
     return sum((jnp.square(x).sum() for x in jax.tree.leaves(slices)), jnp.zeros(()))
-
-
-def clipped(slices: PyTree, square: jax.Array, largest: float) -> PyTree:
-    """As `optax.clip_by_global_norm` has it, for a known square of the norm; as they are if `largest` is 0."""
-    norm = jnp.sqrt(square)
-    clip = lambda x: jax.lax.select(jnp.broadcast_to(norm < largest, x.shape), x, (x / norm) * largest)  # noqa: E731
-    return jax.tree.map(clip, slices) if largest else slices
 
 
 def shards_of(

@@ -24,9 +24,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, as_cut, as_it_was, in_order
-from jaxmpi.allreduce.sharded import Shards, clipped, squares, vectors_of
+from jaxmpi.allreduce.sharded import Shards, squares, vectors_of
 from jaxmpi.core.deals import Deal, Leaves
-from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.pytrees import PyTree, clipped
 from jaxmpi.core.slices import Entries
 
 
@@ -180,7 +180,7 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
 
     def clip(made: PyTree, by_number: jax.Array) -> tuple[PyTree, jax.Array]:
         square = by_number.reshape(processes, places)[chunks].reshape(-1).sum()
-        return with_axis(clipped(without_axis(made), square, of.clip_norm)), square[None]
+        return with_axis(clipped(without_axis(made), jnp.sqrt(square), of.clip_norm)), square[None]
 
     def whole(travelled: list[jax.Array]) -> PyTree:
         rows = [as_it_was(x, places, processes).reshape(shards.size, -1) for x in travelled]

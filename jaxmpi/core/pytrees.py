@@ -95,6 +95,18 @@ def tree_digest(tree: PyTree) -> str:
     return digest.hexdigest()
 
 
+def clipped(tree: PyTree, norm: jax.Array, largest: float) -> PyTree:
+    """A tree of this norm, f32[], with at most the largest one: x <- x min(1, largest / |x|); as it is if that is 0.
+
+    By one factor, since XLA computes a product again in each of its uses. It does not do so with a quotient, which
+    `optax.clip_by_global_norm` has: with Adam, whose two moments use it, that takes a copy of the whole gradient.
+    """
+    if not largest:
+        return tree
+    factor = jnp.where(norm < largest, 1.0, largest / norm)
+    return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)
+
+
 def size_bytes(tree: PyTree) -> int:
     """Bytes of arrays, or of the shapes of some."""
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

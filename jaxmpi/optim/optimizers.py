@@ -15,7 +15,7 @@ import optax.contrib
 
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
-from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
 from jaxmpi.core.slices import cut_for
 
 ScheduleFreeState = optax.contrib.ScheduleFreeState
@@ -36,6 +36,7 @@ class OptimizerSpec(NamedTuple):
     # what workers can each update a share of: "entries" of every tensor, whole "leaves"; empty: neither
     cut: str = ""
     cost: Callable[[Sequence[int]], float] = math.prod  # of the update of a tensor, by its shape
+    arrays: float = 0  # that XLA allots to the update on CPUs beside gradients, state and params, as big as these
 
 
 def changed(config: Optim, names: Sequence[str]) -> list[str]:
@@ -109,39 +110,52 @@ def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transfo
     return optax.contrib.schedule_free(base, lr, **given(config, b1="b1"))
 
 
+def clip_by_global_norm(largest: float) -> Transform:
+    """Optax's of this name, but for roundings and for the copy of the gradient that it makes (`clipped`)."""
+
+    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
+        return clipped(updates, optax.tree.norm(updates), largest), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 MOMENTUM = 0.9  # of `momentum` and `nesterov`, if Optim names none
 MOMENTS = ("b1", "b2", "eps")
 VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
+OWN_ARRAYS = 1  # `OptimizerSpec.arrays` of an optimizer of the user's own: those of most
 TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
     "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, cut="entries"),
-    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries"),
+    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries", arrays=1),
     "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, cut="entries"),
     "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, cut="entries"),
     "nadamw": OptimizerSpec(
         lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, cut="entries"
     ),
     "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS, cut="entries"),
-    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, cut="entries"),
+    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, cut="entries", arrays=2),
     "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, cut="entries"),
     "lion": OptimizerSpec(
         lambda c: optax.scale_by_lion(**given(c, b1="b1", b2="b2")),
         decays_after=True,
         takes=("b1", "b2"),
         cut="entries",
+        arrays=1,
     ),
     "rmsprop": OptimizerSpec(
-        lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps"), cut="entries"
+        lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps"), cut="entries", arrays=1
     ),
-    "adagrad": OptimizerSpec(lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",), cut="entries"),
-    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, cut="leaves"),
-    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), cut="leaves"),
-    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), cut="leaves"),
-    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum"), cut="leaves", cost=muon_cost),
-    "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",)),
-    "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS),
+    "adagrad": OptimizerSpec(
+        lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",), cut="entries", arrays=1
+    ),
+    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, cut="leaves", arrays=2),
+    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), cut="leaves", arrays=3),
+    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), cut="leaves", arrays=2),
+    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum"), cut="leaves", cost=muon_cost, arrays=8),
+    "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",), arrays=1),
+    "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS, arrays=1),
 }
 
 
@@ -179,7 +193,7 @@ def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
         UsageError: an unknown optimizer, a setting that it does not have, or a `transform` that is none.
     """
     rate = [scale_biases(config.bias_lr_factor)] if config.bias_lr_factor != 1 else []
-    clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    clip = [clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     mask = config.decay_mask or (None if config.decay_bias else not_bias)
     if config.transform is not None:
         return optax.chain(*clip, own(config, lr), *rate)

@@ -280,6 +280,26 @@ def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
     return then(*operands) if np.all(is_due) else operands  # devices of one process count alike
 
 
+def in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> Callable[..., tuple]:
+    """A jit of (grads, state, params) -> (params, state, ...) that writes state and params where they lie.
+
+    Both are donated. JAX gives each result, in order, the first donated array of its shape. So the program returns them
+    in the order of its arguments: else new params take the place of a moment, and XLA copies both.
+    """
+
+    def in_order(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
+        params, state, *more = step(grads, state, params)
+        return state, params, *more
+
+    jitted = jit(in_order, donate_argnums=(1, 2))
+
+    def stepped(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
+        state, params, *more = jitted(grads, state, params)
+        return params, state, *more
+
+    return stepped
+
+
 def descend(
     tx: optax.GradientTransformation, jit: Callable[..., Callable]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
@@ -289,4 +309,22 @@ def descend(
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return jit(step, donate_argnums=(1, 2))
+    return in_place(step, jit)
+
+
+def direction(
+    tx: optax.GradientTransformation, jit: Callable[..., Callable]
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """An optimizer's updates, jitted: (grads, state, params) -> (updates, state); the state is donated."""
+
+    def in_order(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = tx.update(grads, state, params)
+        return state, updates  # as in `in_place`
+
+    jitted = jit(in_order, donate_argnums=(1,))
+
+    def directed(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        state, updates = jitted(grads, state, params)
+        return updates, state
+
+    return directed

@@ -1,9 +1,9 @@
 """Memory that a worker holds in a step, part by part, before the first one.
 
 Shapes say what params, gradients and the optimizer's state take. An exchange's arrays are as many as were measured of
-its strategy. XLA says what it allots for activations: the program of the first step is asked before it runs, which
-costs no compilation, for the step runs that program. So a run is checked twice: before a state is made, by what its
-shapes need, and before the first step.
+its strategy, and an update's as of its optimizer. XLA says what it allots for activations: the program of the first
+step is asked before it runs, which costs no compilation, for the step runs that program. So a run is checked twice:
+before a state is made, by what its shapes need, and before the first step.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, size_bytes
+from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
 from jaxmpi.trainer.build import (
@@ -49,6 +50,7 @@ class Held:
     before: int  # of params and state as they were, if the step keeps them until it counts
     gradients: int  # that exist together
     exchange: int  # what an exchange between programs has beside gradients, about
+    update: int  # what the update has beside gradients, about: their mean, and what XLA allots
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     process: int = 0  # of the process itself, before it is there
     compiler: int = 0  # of the one of the host that compiles for all, more
@@ -78,7 +80,7 @@ class Held:
         lasting = self.process + self.kept + self.copies + self.before + self.saved
         if self.is_whole:
             return lasting + max(self.gradients, activations)
-        return lasting + self.gradients + max(self.exchange, activations)
+        return lasting + self.gradients + max(self.exchange, self.update, activations)
 
     def on_host(self, workers: int) -> int:
         """The most at one time of so many workers of a host."""
@@ -115,6 +117,7 @@ class Held:
         before = self.before + (moments - self.moments) * bool(self.before)
         rest = {"moments": moments, "before": before, "copies": round(more * self.copies)}
         rest |= {"saved": round(more * self.saved)}
+        rest |= {"update": round(more * self.update)}
         if self.is_early:
             rest |= {"gradients": round(more * self.gradients), "exchange": round(more * self.exchange)}
         return replace(self, **rest)
@@ -149,6 +152,9 @@ def held_alone(
         strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
     )
     slices = -(-params // workers.size)
+    spec = optimizers.OPTIMIZERS.get(experiment.optim.name)
+    beside = spec.arrays if spec else optimizers.OWN_ARRAYS
+    stepped = slices / (1 - padding(rule)) if rule.sharding else params
     saved_once, saved = copied(rule, strategy, state, moments, takes_all=experiment.devices > 1)
     hosts = workers.processes.hosts
     saves = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)  # before its end
@@ -161,6 +167,7 @@ def held_alone(
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
         exchange=exchanges * (slices if is_early else round(arrays * params)),
+        update=exchanges * round((beside + (not is_early)) * stepped),
         is_whole=is_whole,
         saved=saves * saved,
         saved_once=saves * saved_once * (hosts[workers.processes.rank] == hosts[0]),
@@ -265,7 +272,10 @@ def parts(of: Held) -> dict[str, int]:
     else:
         gradients, activations = EARLY if of.is_early else ("gradients", "activations")
         named |= {gradients: of.gradients, activations: of.activations or 0}
-    named["new slices" if of.is_early else "buckets"] = of.exchange
+    if of.update > of.exchange:
+        named["update"] = of.update
+    else:
+        named["new slices" if of.is_early else "buckets"] = of.exchange
     return {name: size for name, size in named.items() if size or name in ("params", "optimizer's state")}
 
 

@@ -20,6 +20,8 @@ NUMPY |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 NOW: Any = lambda function: function  # noqa: E731
 FLOATS = ("float32", "float16", "bfloat16")
 ORDERED = ("bool", "int8", "uint16", "int32", *FLOATS)
+ALL_OPERATIONS = ("bool", "int32", "float32", "bfloat16", "complex64")  # are tried with these
+OF_64_BITS = ("int64", "uint64", "float64", "complex128")
 
 
 def in_jit(*dtypes: str) -> list[tuple[str, Any]]:
@@ -27,8 +29,8 @@ def in_jit(*dtypes: str) -> list[tuple[str, Any]]:
 
 
 def held(dtype: str, shape: tuple[int, ...] = (SIZE, 3), seed: int = 0) -> list[jax.Array]:
-    """Arrays of all ranks: small integers, of which all sums and products are exact."""
-    drawn = np.random.default_rng(seed).integers(0, 3, (SIZE, *shape))
+    """Arrays of all ranks: integers, of which all sums are exact, and all products of those that are small."""
+    drawn = np.random.default_rng(seed).integers(0, 3, (SIZE, *shape)) * (2**40 + 1 if dtype in OF_64_BITS else 1)
     return [jnp.asarray(x % 2 == 0 if dtype == "bool" else x, dtype) for x in drawn]
 
 
@@ -49,13 +51,18 @@ def combined(rows: list[jax.Array], op: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "way"), [("bfloat16", NOW), *((dtype, jax.jit) for dtype in (*ORDERED, "complex64"))]
+    ("dtype", "way"), [("bfloat16", NOW), ("float64", NOW), *in_jit(*ORDERED, "complex64", *OF_64_BITS)]
 )
 def test_reductions_of_every_dtype_equal_numpys(dtype, way):
-    ops = ["sum", "prod"] + ["max", "min"] * (dtype != "complex64")
-    ops += ["and", "or", "xor"] * (dtype not in (*FLOATS, "complex64"))
-    rows = held(dtype)
+    kind = jnp.dtype(dtype).kind
+    ops = ["sum", "prod"] + ["max", "min"] * (kind != "c") + ["and", "or", "xor"] * (kind in "biu")
+    if dtype not in ALL_OPERATIONS:
+        ops = ["sum", *ops[2:][-1:]]  # one is looked up apart from the dtype, which is of a kind of those with all
+    with jax.enable_x64(dtype in OF_64_BITS):
+        reduce_all(ops, held(dtype), way)
 
+
+def reduce_all(ops: list[str], rows: list[jax.Array], way: Any) -> None:
     def every(x: jax.Array) -> dict[str, list]:
         return {
             op: [
@@ -80,8 +87,15 @@ def test_reductions_of_every_dtype_equal_numpys(dtype, way):
             same(jnp.asarray(NUMPY[op](before, rows[0])).astype(rows[0].dtype), rows[0])  # it changes nothing
 
 
-@pytest.mark.parametrize(("dtype", "way"), [("bool", NOW), *in_jit("bool", "bfloat16", "complex64", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("dtype", "way"), [("bool", NOW), *in_jit("bool", "bfloat16", "complex64", "float8_e4m3fn", "uint64", "complex128")]
+)
 def test_arrays_of_every_dtype_arrive_as_they_were(dtype, way):
+    with jax.enable_x64(dtype in OF_64_BITS):
+        move_all(dtype, way)
+
+
+def move_all(dtype: str, way: Any) -> None:
     rows = held(dtype)
     ragged = [held(dtype, (rank + 1, 2), seed=rank)[0] for rank in range(SIZE)]
     counts = [[(i + j) % 3 for j in range(SIZE)] for i in range(SIZE)]
