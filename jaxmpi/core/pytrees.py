@@ -96,15 +96,23 @@ def tree_digest(tree: PyTree) -> str:
 
 
 def clipped(tree: PyTree, norm: jax.Array, largest: float) -> PyTree:
-    """A tree of this norm, f32[], with at most the largest one: x <- x min(1, largest / |x|); as it is if that is 0.
+    """A tree scaled down to a largest norm; 0: no clipping.
 
-    By one factor, since XLA computes a product again in each of its uses. It does not do so with a quotient, which
-    `optax.clip_by_global_norm` has: with Adam, whose two moments use it, that takes a copy of the whole gradient.
+    x <- x min(1, largest / |x|) ;  by one factor, since XLA computes a product anew in each of its uses, but stores a
+    quotient, as `optax.clip_by_global_norm` has. With Adam, whose two moments use it, that is a copy of the gradient.
+
+    Args:
+        norm: of the whole tree, f32[].
     """
     if not largest:
         return tree
     factor = jnp.where(norm < largest, 1.0, largest / norm)
-    return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)
+
+    def scaled(x: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(x.dtype, factor.dtype)
+        return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
+
+    return jax.tree.map(scaled, tree)
 
 
 def size_bytes(tree: PyTree) -> int:

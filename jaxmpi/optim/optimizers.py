@@ -36,7 +36,9 @@ class OptimizerSpec(NamedTuple):
     # what workers can each update a share of: "entries" of every tensor, whole "leaves"; empty: neither
     cut: str = ""
     cost: Callable[[Sequence[int]], float] = math.prod  # of the update of a tensor, by its shape
-    arrays: float = 0  # that XLA allots to the update on CPUs beside gradients, state and params, as big as these
+    arrays: int = (
+        0  # at most, as big as the params, that XLA allots to an update on CPUs beside what it takes and gives
+    )
 
 
 def changed(config: Optim, names: Sequence[str]) -> list[str]:
@@ -111,7 +113,7 @@ def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transfo
 
 
 def clip_by_global_norm(largest: float) -> Transform:
-    """Optax's of this name, but for roundings and for the copy of the gradient that it makes (`clipped`)."""
+    """Clip by the norm of all gradients, as Optax does but for roundings and a copy (`clipped`)."""
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         return clipped(updates, optax.tree.norm(updates), largest), state
@@ -123,7 +125,7 @@ MOMENTUM = 0.9  # of `momentum` and `nesterov`, if Optim names none
 MOMENTS = ("b1", "b2", "eps")
 VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
-OWN_ARRAYS = 1  # `OptimizerSpec.arrays` of an optimizer of the user's own: those of most
+OWN_ARRAYS = 1  # `OptimizerSpec.arrays` of an optimizer of the user's own: not tried out
 TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
@@ -142,7 +144,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         decays_after=True,
         takes=("b1", "b2"),
         cut="entries",
-        arrays=1,
+        arrays=2,
     ),
     "rmsprop": OptimizerSpec(
         lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps"), cut="entries", arrays=1
@@ -157,6 +159,14 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",), arrays=1),
     "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS, arrays=1),
 }
+
+
+def arrays_of(config: Optim, *, gives_square: bool = False) -> int:
+    """`OptimizerSpec.arrays` of any optimizer, one more if decoupled decay stands beside the square of the gradient."""
+    if config.transform is not None:
+        return OWN_ARRAYS + gives_square
+    row = OPTIMIZERS[config.name]
+    return row.arrays + (gives_square and row.decays_after)
 
 
 def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:

@@ -8,6 +8,7 @@ and thrown away. Asynchronous rules give the arithmetic of both ends in NumPy, a
 random schedules without MPI (docs/decisions/0009).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -280,13 +281,17 @@ def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
     return then(*operands) if np.all(is_due) else operands  # devices of one process count alike
 
 
-def in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> Callable[..., tuple]:
-    """A jit of (grads, state, params) -> (params, state, ...) that writes state and params where they lie.
+def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> Callable[..., tuple]:
+    """Jit a step that writes state and params where they lie.
 
-    Both are donated. JAX gives each result, in order, the first donated array of its shape. So the program returns them
-    in the order of its arguments: else new params take the place of a moment, and XLA copies both.
+    JAX gives each result, in order, the first donated array of its shape. So inside the program the results come in the
+    order of the arguments. Else new params take the place of a moment, and XLA copies both.
+
+    Args:
+        step: (grads, state, params) -> (params, state, ...), whose state and params are donated.
     """
 
+    @functools.wraps(step)
     def in_order(grads: PyTree, state: PyTree, params: PyTree) -> tuple:
         params, state, *more = step(grads, state, params)
         return state, params, *more
@@ -309,22 +314,22 @@ def descend(
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return in_place(step, jit)
+    return step_in_place(step, jit)
 
 
-def direction(
+def updates_of(
     tx: optax.GradientTransformation, jit: Callable[..., Callable]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """An optimizer's updates, jitted: (grads, state, params) -> (updates, state); the state is donated."""
+    """The updates of an optimizer, jitted: (grads, state, params) -> (updates, state); the state is donated."""
 
-    def in_order(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = tx.update(grads, state, params)
-        return state, updates  # as in `in_place`
+        return state, updates  # in this order: see `step_in_place`
 
-    jitted = jit(in_order, donate_argnums=(1,))
+    jitted = jit(update, donate_argnums=(1,))
 
-    def directed(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def updated(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         state, updates = jitted(grads, state, params)
         return updates, state
 
-    return directed
+    return updated

@@ -10,7 +10,7 @@ import optax
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend, direction, either, in_place, l2
+from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend, either, l2, step_in_place, updates_of
 
 
 def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -54,7 +54,7 @@ def nesterov(tx: optax.GradientTransformation, exchange: Exchange, delta: float,
     outward = jax.jit(lambda params, state: jax.tree.map(lambda y, v: y - delta * v, params, state[1]))
     inward = jax.jit(lambda tree, state: jax.tree.map(lambda w, v: w + delta * v, tree, state[1]))
     travelling = spring._replace(outward=outward, inward=inward)
-    return Rule(init, in_place(update, exchange.jit), False, asynchronous=travelling)
+    return Rule(init, step_in_place(update, exchange.jit), False, asynchronous=travelling)
 
 
 class Elastic(NamedTuple):
@@ -75,7 +75,7 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
     Communicates: one sum of alpha (w_i - c) every tau steps. Needs k alpha <= 1, or the center overshoots the workers'
     mean. Zhang et al. 2015, equations 5 and 6.
     """
-    descent = direction(tx, exchange.jit)
+    descent = updates_of(tx, exchange.jit)
     pull = exchange.jit(lambda params, center: jax.tree.map(lambda w, c: config.alpha * (w - c), params, center))
     add = exchange.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
     less = exchange.jit(lambda a, b: jax.tree.map(jnp.subtract, a, b))

@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import MASTERS, OF_TX
-from jaxmpi.rules.base import Exchange, Halves, Rule, Sharding, descend, in_place
+from jaxmpi.rules.base import Exchange, Halves, Rule, Sharding, descend, step_in_place
 
 
 def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool = False) -> Rule:
@@ -42,7 +42,7 @@ def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
         updates, state = tx.update(mean, state, params)
         return optax.apply_updates(params, updates), state, square(mean)
 
-    step = in_place(step, exchange.jit)
+    step = step_in_place(step, exchange.jit)
     return lambda grads, state, params: step(exchange.mean(grads), state, params)
 
 

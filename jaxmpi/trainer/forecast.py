@@ -24,6 +24,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import worker_key
+from jaxmpi.optim.optimizers import arrays_of
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer.build import (
@@ -143,7 +144,7 @@ def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, ba
     }
     found = measured(dataclasses.replace(found, **each), program)
     if workers.size == 1:  # gradients are no results there: they come where activations were, and updates beside them
-        activations = max(2 * found.gradients, found.activations or 0)
+        activations = max((2 + arrays_of(experiment.optim)) * found.gradients, found.activations or 0)
         found = dataclasses.replace(found, is_whole=True, activations=activations)
     others = tuple((name, dataclasses.replace(other, **each)) for name, other in found.others)
     return dataclasses.replace(found, others=others)

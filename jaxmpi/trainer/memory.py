@@ -33,6 +33,7 @@ from jaxmpi.trainer.build import (
     with_shards,
 )
 
+DEALT_ARRAYS = 5  # at most, as big as its row, that whole tensors take on their way into an update and back: 2 to 5
 KEPT_FREED = 2  # times what is held at once that there must be to keep freed memory; at most 1.9 was seen
 SHARDED = "--exchange.shard-update on"
 EARLY = "slices of gradients", "activations and a bucket"  # of gradients that are added up when they come
@@ -50,7 +51,7 @@ class Held:
     before: int  # of params and state as they were, if the step keeps them until it counts
     gradients: int  # that exist together
     exchange: int  # what an exchange between programs has beside gradients, about
-    update: int  # what the update has beside gradients, about: their mean, and what XLA allots
+    update: int  # what an update has beside gradients, about: their mean, and what XLA allots
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     process: int = 0  # of the process itself, before it is there
     compiler: int = 0  # of the one of the host that compiles for all, more
@@ -64,7 +65,7 @@ class Held:
     takes_micro_batches: bool = True  # whether the step keeps its form with them
     batch_stays: bool = False  # whether the run is resumed, which keeps its batches
     devices: int = 1  # of a rank; each is a worker
-    padding: float = 0.0  # of rows of whole tensors, the share that fills them up
+    padding: float = 0.0  # of rows of whole tensors, as a share of the params
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
     others: tuple[tuple[str, "Held"], ...] = ()  # the same step with other options, by their spelling
 
@@ -152,9 +153,13 @@ def held_alone(
         strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
     )
     slices = -(-params // workers.size)
-    spec = optimizers.OPTIMIZERS.get(experiment.optim.name)
-    beside = spec.arrays if spec else optimizers.OWN_ARRAYS
-    stepped = slices / (1 - padding(rule)) if rule.sharding else params
+    shards = rule.sharding and rule.sharding.shards
+    beside = optimizers.arrays_of(experiment.optim, gives_square=not shards and rule.measured is not None)
+    if shards and isinstance(shards.cut, Leaves):
+        beside += DEALT_ARRAYS
+    is_apart = not is_early or bool(experiment.optim.clip_norm or (shards and shards.gives_square))  # the mean is
+    stepped = slices * (1 + padding(rule)) if shards else params
+    whole_state = params + model_state + moments
     saved_once, saved = copied(rule, strategy, state, moments, takes_all=experiment.devices > 1)
     hosts = workers.processes.hosts
     saves = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)  # before its end
@@ -167,7 +172,8 @@ def held_alone(
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
         exchange=exchanges * (slices if is_early else round(arrays * params)),
-        update=exchanges * round((beside + (not is_early)) * stepped),
+        # Before a step counts its outcome is there, and what is chosen of this and of the state before.
+        update=exchanges * max(round((beside + is_apart) * stepped), whole_state * (experiment.on_nonfinite == "skip")),
         is_whole=is_whole,
         saved=saves * saved,
         saved_once=saves * saved_once * (hosts[workers.processes.rank] == hosts[0]),
@@ -233,7 +239,7 @@ def others(
 
 
 def padding(rule: Rule) -> float:
-    """Share of a worker's row that fills it up, if workers update whole tensors."""
+    """What fills up the rows of workers that update whole tensors, as a share of the params."""
     cut = rule.sharding.shards.cut if rule.sharding else None
     return cut.deal.padding if isinstance(cut, Leaves) else 0.0
 
@@ -272,10 +278,8 @@ def parts(of: Held) -> dict[str, int]:
     else:
         gradients, activations = EARLY if of.is_early else ("gradients", "activations")
         named |= {gradients: of.gradients, activations: of.activations or 0}
-    if of.update > of.exchange:
-        named["update"] = of.update
-    else:
-        named["new slices" if of.is_early else "buckets"] = of.exchange
+    named["new slices" if of.is_early else "buckets"] = of.exchange
+    named["an update"] = of.update
     return {name: size for name, size in named.items() if size or name in ("params", "optimizer's state")}
 
 
