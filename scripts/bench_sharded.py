@@ -12,6 +12,10 @@ AlexNet's tree do not fit into 24 GB on 8 ranks.
 
 Instead the trainer's whole step of GoogLeNet, asa32: updates whole and sharded, each with overlap and without, and new
 params that travel behind the next forward pass. A turn is ten steps, from whole params to whole params.
+
+    python scripts/bench_sharded.py --update
+
+The optimizer's program alone, in this process: of whole trees, without an exchange.
 """
 
 import argparse
@@ -34,9 +38,12 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.bench.options import trees
 from jaxmpi.comm.control import processes
+from jaxmpi.config import Optim
+from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.runtime import prepare
+from jaxmpi.runtime.allocator import keep_freed_memory
 
 SHARDED = "sharded "
 STEPS = 10  # of a turn with --step
@@ -125,6 +132,24 @@ def print_steps(options: argparse.Namespace, env: dict[str, str]) -> None:
         print(harness.row([name, harness.interval(seconds, 3), harness.interval(ratios, 2)]), flush=True)
 
 
+def print_updates(names: list[str], rounds: int) -> None:
+    """Print a row per tree and optimizer."""
+    prepare.prepare()
+    keep_freed_memory()
+    print(harness.table(("tree", "optimizer", "ms an update")))
+    for tree, (name, clip_norm) in itertools.product(names, (("adam", 0.0), ("adam", 1.0), ("momentum", 0.0))):
+        params: Any = [jnp.ones(shape) for shape in trees([tree])[tree].values()]
+        tx = optimizer(Optim(name, clip_norm=clip_norm), lambda step: 1e-3)
+        step, grads, state = base.descend(tx, jax.jit), jax.tree.map(jnp.copy, params), tx.init(params)
+        times = []
+        for _ in range(rounds + 2):
+            begin = time.perf_counter()
+            params, state = jax.block_until_ready(step(grads, state, params))
+            times.append(1e3 * (time.perf_counter() - begin))
+        cells = [tree, name + ", clip_norm" * bool(clip_norm), harness.interval(times[2:], 1)]
+        print(harness.row(cells), flush=True)
+
+
 def main() -> None:
     """Print a row per tree and contender."""
     parser = harness.parser(__doc__)
@@ -133,8 +158,11 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--step", action="store_true", help="the trainer's whole step, in place of trees")
+    parser.add_argument("--update", action="store_true", help="the optimizer's program alone")
     parser.add_argument("--model", default="googlenet", choices=("googlenet", "digits_cnn"), help="with --step")
     options = parser.parse_args()
+    if options.update:
+        return print_updates(options.trees, options.rounds)
     strategies = ["asa32", *([] if options.rate else ["shm"])]
     print(f"{options.ranks} ranks{f' over {options.rate}' * bool(options.rate)}, Adam; {options.rounds} rounds\n")
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
