@@ -102,7 +102,7 @@ def clipped(tree: PyTree, norm: jax.Array, largest: float) -> PyTree:
     quotient, as `optax.clip_by_global_norm` has. With Adam, whose two moments use it, that is a copy of the gradient.
 
     Args:
-        norm: of the whole tree, f32[].
+        norm: of the whole tree, a number.
     """
     if not largest:
         return tree

@@ -36,9 +36,8 @@ class OptimizerSpec(NamedTuple):
     # what workers can each update a share of: "entries" of every tensor, whole "leaves"; empty: neither
     cut: str = ""
     cost: Callable[[Sequence[int]], float] = math.prod  # of the update of a tensor, by its shape
-    arrays: int = (
-        0  # at most, as big as the params, that XLA allots to an update on CPUs beside what it takes and gives
-    )
+    # at most, as big as the params, that XLA allots to an update on CPUs beside what it takes and gives
+    arrays: int = 0
 
 
 def changed(config: Optim, names: Sequence[str]) -> list[str]:

@@ -52,6 +52,7 @@ class Held:
     gradients: int  # that exist together
     exchange: int  # what an exchange between programs has beside gradients, about
     update: int  # what an update has beside gradients, about: their mean, and what XLA allots
+    chosen: int = 0  # of the state before and the outcome, if a step may be skipped: a third state
     is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
     process: int = 0  # of the process itself, before it is there
     compiler: int = 0  # of the one of the host that compiles for all, more
@@ -76,12 +77,12 @@ class Held:
 
     @property
     def at_once(self) -> int:
-        """The most at one time: activations are gone when gradients are exchanged."""
+        """The most at one time: activations go before gradients are exchanged, buckets before params are updated."""
         activations = self.activations or 0
         lasting = self.process + self.kept + self.copies + self.before + self.saved
         if self.is_whole:
             return lasting + max(self.gradients, activations)
-        return lasting + self.gradients + max(self.exchange, self.update, activations)
+        return lasting + self.gradients + max(self.exchange, self.update, self.chosen, activations)
 
     def on_host(self, workers: int) -> int:
         """The most at one time of so many workers of a host."""
@@ -119,6 +120,7 @@ class Held:
         rest = {"moments": moments, "before": before, "copies": round(more * self.copies)}
         rest |= {"saved": round(more * self.saved)}
         rest |= {"update": round(more * self.update)}
+        rest |= {"chosen": self.chosen + (moments - self.moments) * bool(self.chosen)}
         if self.is_early:
             rest |= {"gradients": round(more * self.gradients), "exchange": round(more * self.exchange)}
         return replace(self, **rest)
@@ -147,19 +149,17 @@ def held_alone(
     moments = size_bytes(rule_state(rule, shapes))
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     exchanges = workers.size > 1 and not is_whole
-    shares = bool(rule.sharding and rule.sharding.shards.shared_params)
-    is_early = bool(rule.sharding and rule.sharding.shards.early)
+    shards = rule.sharding and rule.sharding.shards
+    shares, is_early = bool(shards and shards.shared_params), bool(shards and shards.early)
     arrays = at_work(
         strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
     )
     slices = -(-params // workers.size)
-    shards = rule.sharding and rule.sharding.shards
     beside = optimizers.arrays_of(experiment.optim, gives_square=not shards and rule.measured is not None)
     if shards and isinstance(shards.cut, Leaves):
         beside += DEALT_ARRAYS
     is_apart = not is_early or bool(experiment.optim.clip_norm or (shards and shards.gives_square))  # the mean is
     stepped = slices * (1 + padding(rule)) if shards else params
-    whole_state = params + model_state + moments
     saved_once, saved = copied(rule, strategy, state, moments, takes_all=experiment.devices > 1)
     hosts = workers.processes.hosts
     saves = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)  # before its end
@@ -172,8 +172,8 @@ def held_alone(
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
         exchange=exchanges * (slices if is_early else round(arrays * params)),
-        # Before a step counts its outcome is there, and what is chosen of this and of the state before.
-        update=exchanges * max(round((beside + is_apart) * stepped), whole_state * (experiment.on_nonfinite == "skip")),
+        update=exchanges * round((beside + is_apart) * stepped),
+        chosen=exchanges * (experiment.on_nonfinite == "skip") * (params + model_state + moments),
         is_whole=is_whole,
         saved=saves * saved,
         saved_once=saves * saved_once * (hosts[workers.processes.rank] == hosts[0]),
@@ -279,7 +279,7 @@ def parts(of: Held) -> dict[str, int]:
         gradients, activations = EARLY if of.is_early else ("gradients", "activations")
         named |= {gradients: of.gradients, activations: of.activations or 0}
     named["new slices" if of.is_early else "buckets"] = of.exchange
-    named["an update"] = of.update
+    named |= {"an update": of.update, "the state that is chosen": of.chosen}
     return {name: size for name, size in named.items() if size or name in ("params", "optimizer's state")}
 
 
