@@ -1,8 +1,8 @@
 """The training loop, one for all rules: a step, what is due after it, and the next.
 
-A coordinator has all that differs between rules. In lock step all workers make step k together, exchange inside it and
-vote on it (`lock_step`). Asynchronous workers meet a center or each other between steps of their own (`asynchronous`).
-A list of callbacks has all that happens around a step whatever the rule.
+A coordinator has all that differs between rules. Workers in lock step exchange inside each step, and vote on it
+(`lock_step`); asynchronous ones exchange between steps of their own (`asynchronous`). A list of callbacks has what
+happens around a step whatever the rule.
 """
 
 import contextlib
@@ -84,11 +84,7 @@ class Coordinator(Protocol):
         ...
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Begin a checkpoint.
-
-        Args:
-            is_last: no step follows before it is written.
-        """
+        """Begin a checkpoint; with `is_last` no step follows before it is written."""
         ...
 
     def leave(self, step: int, state: TrainState) -> None:
