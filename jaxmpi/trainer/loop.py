@@ -104,8 +104,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     """Steps position.step + 1 to the last; the last evaluation.
 
     Raises:
-        TrainingError, decisions.RollBack: as the coordinator.
-        decisions.Preempted: the run was asked to leave, and has been saved.
+        TrainingError, decisions.RollBack, decisions.Preempted: as the coordinator; of the last the run has been saved.
     """
     timer, first = coordinator.timer, position.step + 1
     state = coordinator.begin(position)
