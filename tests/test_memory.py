@@ -293,17 +293,18 @@ def programs_of_updates(name: str, params: dict) -> Iterator[tuple[int, Any, tup
         jitted.append(jax.jit(function, **options))
         return jitted[-1]
 
-    most, with_square = arrays_of(config), arrays_of(config, gives_square=True)
-    for tx, of, arrays in (
-        (alone, base.descend, most),
-        (clipping, base.descend, most),
-        (alone, lambda tx, jit: measured(tx, base.Exchange(jit, jit, jit)), with_square),
-        (alone, base.updates_of, most + 1),  # the updates lie nowhere else
-    ):
+    most = arrays_of(config)
+    of_rules: list[tuple[Any, Any, int]] = [(alone, base.descend, most), (clipping, base.descend, most)]
+    if name in ("momentum", "adamw", "lion"):  # of each kind one
+        of_rules += [
+            (alone, lambda tx, jit: measured(tx, base.Exchange(jit, jit, jit)), arrays_of(config, gives_square=True)),
+            (alone, base.updates_of, most + 1),  # the updates lie nowhere else
+        ]
+    for tx, of, arrays in of_rules:
         of(tx, jit)
         yield arrays, jitted[-1], (params, jax.eval_shape(tx.init, params), params)
     cut = OPTIMIZERS[name].cut
-    for wire in {"entries": ("32", "16"), "leaves": ("32",), "": ()}[cut]:
+    for wire in ("32", "16")[: 2 if name == "adamw" else 1] if cut else ():
         dealt = deal(params, 2) if cut == "leaves" else None
         halves = shards_of("asa32", "mean", AxisComm("w", 2), None, deal=dealt, gather_wire=wire)
         sharding, chunk = sharded(alone, halves, jit).sharding, jax.ShapeDtypeStruct((), np.int32)
