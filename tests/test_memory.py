@@ -315,7 +315,7 @@ def programs_of_updates(name: str, params: dict) -> Iterator[tuple[int, Any, tup
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's buffers on CPUs")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the table is of XLA on CPUs")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_lies_where_its_arguments_did_and_takes_no_more_arrays_than_the_table_says(name):
     shapes = {"in": (300, 256), "a": (256, 512), "b": (256, 512), "bias": (512,), "out": (512, 150)}

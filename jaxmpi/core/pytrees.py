@@ -96,7 +96,7 @@ def tree_digest(tree: PyTree) -> str:
 
 
 def clipped(tree: PyTree, norm: jax.Array, largest: float) -> PyTree:
-    """A tree scaled down to a largest norm; 0: no clipping.
+    """Scale a tree down to a largest norm; 0 means no clipping.
 
     x <- x min(1, largest / |x|) ;  by one factor, since XLA computes a product anew in each of its uses, but stores a
     quotient, as `optax.clip_by_global_norm` has. With Adam, whose two moments use it, that is a copy of the gradient.

@@ -36,7 +36,7 @@ class OptimizerSpec(NamedTuple):
     # what workers can each update a share of: "entries" of every tensor, whole "leaves"; empty: neither
     cut: str = ""
     cost: Callable[[Sequence[int]], float] = math.prod  # of the update of a tensor, by its shape
-    # at most, as big as the params, that XLA allots to an update on CPUs beside what it takes and gives
+    # as big as the params, that XLA allots to an update on CPUs beside arguments and results, at most
     arrays: int = 0
 
 

@@ -104,7 +104,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     """Steps position.step + 1 to the last; the last evaluation.
 
     Raises:
-        TrainingError, decisions.RollBack, decisions.Preempted: as the coordinator; of the last the run has been saved.
+        TrainingError, decisions.RollBack: as the coordinator. decisions.Preempted: asked to leave; its state is saved.
     """
     timer, first = coordinator.timer, position.step + 1
     state = coordinator.begin(position)

@@ -1,7 +1,7 @@
 """Memory that a worker holds in a step, part by part, before the first one.
 
-Shapes say what params, gradients and the optimizer's state take. An exchange's arrays are as many as were measured of
-its strategy, and an update's as of its optimizer. XLA says what it allots for activations: the program of the first
+Shapes say what params, gradients and the optimizer's state take. Arrays of an exchange are as many as were measured of
+its strategy, those of an update as of its optimizer. XLA says what it allots for activations: the program of the first
 step is asked before it runs, which costs no compilation, for the step runs that program. So a run is checked twice:
 before a state is made, by what its shapes need, and before the first step.
 """
@@ -239,7 +239,7 @@ def others(
 
 
 def padding(rule: Rule) -> float:
-    """What fills up the rows of workers that update whole tensors, as a share of the params."""
+    """Padding of the rows of workers that update whole tensors, as a share of the params."""
     cut = rule.sharding.shards.cut if rule.sharding else None
     return cut.deal.padding if isinstance(cut, Leaves) else 0.0
 
