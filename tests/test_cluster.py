@@ -41,10 +41,19 @@ def on_cluster(*args: str, timeout_s: float = 60, env: dict[str, str] | None = N
     return ended
 
 
+def ranks_run(count: int, line: str) -> list[str]:
+    """An mpirun line for a shell's line on each rank.
+
+    Open MPI's launcher may wait without end for ranks on other hosts that were gone before it had heard of their start:
+    8 in 90 of `nproc` on two busy cores, none of 90 that slept. Programs that use MPI live longer than that.
+    """
+    return ["mpirun", "-n", str(count), "sh", "-c", f"{line}; sleep 1"]
+
+
 @pytest.mark.e2e
 def test_hosts_have_names_slots_and_shared_memory_of_their_own():
     line = "echo $(hostname) $OMPI_COMM_WORLD_RANK; touch /dev/shm/$(hostname); ls /dev/shm | grep -c node"
-    ended = on_cluster("--hosts", "3", "--slots", "2", "--", "mpirun", "-n", "6", "sh", "-c", line)
+    ended = on_cluster("--hosts", "3", "--slots", "2", "--", *ranks_run(6, line))
     assert ended.code == 0, ended.out
     assert {f"node{rank // 2} {rank}" for rank in range(6)} <= set(ended.out.splitlines())
     assert ended.out.splitlines().count("1") == 6  # nobody sees another host's file
@@ -56,7 +65,7 @@ def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
     page = (ROOT / "docs" / "launching.md").read_text()
     said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", page, re.M)
     assert said is not None
-    ended = on_cluster("--hosts", "3", "--", "mpirun", "-n", "3", "hostname", env={said[1]: said[2]})
+    ended = on_cluster("--hosts", "3", "--", *ranks_run(3, "hostname"), env={said[1]: said[2]})
     assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]
 
 
@@ -64,13 +73,13 @@ def test_hosts_are_one_scheduling_group():
     """Else a rank that yields may keep its core from ranks of other hosts."""
     if os.geteuid() or not os.access("/sys/fs/cgroup/cpu", os.W_OK):
         pytest.skip("no control group can be made")
-    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "grep", "-w", "cpu", "/proc/self/cgroup")
+    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "grep -w cpu /proc/self/cgroup"))
     assert re.findall(r":(/.*)", ended.out) == ["/jaxmpi-cluster"] * 2, ended.out
 
 
 def test_hosts_share_all_cores():
     """A launcher that binds gives the only rank of every host the same core."""
-    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "nproc")
+    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "nproc"))
     assert re.findall(r"^\d+$", ended.out, re.M) == 2 * [str(len(os.sched_getaffinity(0)))]
 
 
@@ -163,7 +172,7 @@ def test_params_that_travel_behind_the_next_step_are_waited_for_from_the_first_l
 
 @pytest.mark.e2e
 def test_ranks_run_in_the_folder_of_the_call():
-    ended = on_cluster("--hosts", "2", "--", "mpirun", "-n", "2", "pwd")
+    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "pwd"))
     assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
 
 
