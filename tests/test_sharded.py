@@ -35,7 +35,7 @@ from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, muon_cost, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
-from launching import ROOT, train, train_here
+from launching import ROOT, train
 from references import sum_over_workers
 from test_strategies import Counting
 from tolerances import USUAL_EMITTERS, WIRE, U, bound
@@ -640,31 +640,22 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 # ---------------------------------------------------------------- the trainer
 
 
-@pytest.mark.slow  # five runs, 25 s; bits and checkpoints are proven in one process above
-def test_a_run_has_the_bits_of_workers_that_update_all_and_goes_on_without_them(tmp_path):
+@pytest.mark.slow  # ten runs, two of them on 8 ranks; bits and checkpoints are proven in one process above
+@pytest.mark.timeout(900)
+def test_a_run_has_the_bits_of_workers_that_update_all_on_any_number_of_ranks_that_goes_on(tmp_path):
     experiment = str(ROOT / "experiments" / "digits.py")
     options = ["--optim.name", "adamw", "--optim.weight-decay", "0.01", "--effective-batch", "48", "--seed", "3"]
-    options += [
-        "--optim.ema",
-        "0.9",
-        "--exchange.strategy",
-        "asa32",
-        "--checkpoint-every",
-        "10st",
-        "--eval-every",
-        "40st",
-    ]
-    for word in ("on", "off"):
-        where = ["--run-dir", str(tmp_path / word), "--train-for", "20st", "--exchange.shard-update", word]
-        ended = train(2, experiment, *options, *where, env={"XLA_FLAGS": ""})  # bits are those of users' programs
-        assert ended.code == 0, ended.out
-        assert ("updates sharded over 2 workers" in ended.out) == (word == "on")
-    for word in ("on", "off"):
-        ended = train_here(experiment, *options, "--run-dir", str(tmp_path / word), "--resume", "--train-for", "24st")
-        assert ended.code == 0, ended.out
-    for step in (20, 24):
-        on, off = (jaxmpi.load(tmp_path / word, step=step).params for word in ("on", "off"))
-        assert is_same(on, off), step
+    options += ["--optim.ema", "0.9", "--exchange.strategy", "asa32", "--checkpoint-every", "10st"]
+    options += ["--eval-every", "40st", "--schedule.span", "40st"]
+    for ranks, end in ((2, 10), (8, 12), (3, 14), (4, 16), (1, 18)):
+        for word in ("on", "off"):
+            where = ["--run-dir", str(tmp_path / word), "--train-for", f"{end}st", "--exchange.shard-update", word]
+            resumed = ["--resume"] if end > 10 else []
+            ended = train(ranks, experiment, *options, *where, *resumed, timeout_s=300, env={"XLA_FLAGS": ""})
+            assert ended.code == 0, ended.out  # without flags: bits are those of users' programs
+            assert (f"updates sharded over {ranks} workers" in ended.out) == (word == "on" and ranks > 1)
+        on, off = (jaxmpi.load(tmp_path / word, step=end).params for word in ("on", "off"))
+        assert is_same(on, off), end
 
 
 @pytest.mark.parametrize("others", [{"shard_update": "off"}, {"shard_update": "auto"}, {"gather_wire": "16"}])

@@ -16,13 +16,14 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint import format
-from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import Entries, whole_of_slices
 from jaxmpi.core.train_state import TrainState
+from jaxmpi.recover.replica_check import checksum, difference
 
 SLICES = 7  # tag of messages about them
 
@@ -77,6 +78,27 @@ class Copies:
             self._comm.pass_on(own, came, distance)
             by_number[numbers[(rank - distance) % size]] = jax.tree.unflatten(structure, came)
         return Slices(self._layout, by_number)
+
+
+def difference_of_copies(slices: Slices, processes: Processes, step: int) -> str:
+    """Which workers hold one slice differently, and in which leaf, on all ranks alike; empty if all copies are equal.
+
+    It finds what happened to a slice or its copy since the copy was sent, and what the message changed.
+
+    Communicates: a gather of CRC-32 of the leaves held here, as text.
+    """
+    held = {number: dict(named_leaves(state)) for number, state in slices.by_number.items()}
+    mine = [[n, [checksum(np.asarray(leaf)) for leaf in leaves.values()]] for n, leaves in held.items()]
+    rows: dict[int, dict[int, np.ndarray]] = {}  # by number of the slice, by worker
+    for worker, pairs in enumerate(processes.allgather_object(mine)):
+        for number, sums in pairs:
+            rows.setdefault(number, {})[worker] = np.array(sums, np.uint32)
+    names = [f"{format.RULE_STATE}/{name}" for name in next(iter(held.values()))]  # all slices have the same leaves
+    texts = (
+        difference(row, names, step, f"copies of slice {number} of the optimizer's state")
+        for number, row in sorted(rows.items())
+    )
+    return "; ".join(filter(None, texts))
 
 
 def recut(

@@ -54,18 +54,19 @@ def fingerprint(leaf: jax.Array) -> jax.Array:
     return (bits * odd).sum(dtype=jnp.uint32)
 
 
-def difference(rows: Mapping[int, np.ndarray], leaves: list[str], step: int) -> str:
+def difference(rows: Mapping[int, np.ndarray], leaves: list[str], step: int, what: str = "params of workers") -> str:
     """Which workers differ from most of the others, and in which leaf; empty if all are equal.
 
     Args:
         rows: fingerprints by worker.
         leaves: their paths.
+        what: is compared, for the message.
     """
     votes = Counter(row.tobytes() for row in rows.values())
     if len(votes) == 1:
         return ""
     (most, count), *others = votes.most_common()
-    text = f"params of workers differ after step {step}: "
+    text = f"{what} differ after step {step}: "
     if count == others[0][1]:
         groups = [[worker for worker, row in rows.items() if row.tobytes() == key] for key in votes]
         return text + f"workers {' and '.join(map(str, groups))} apart; which of them are right cannot be told"

@@ -55,7 +55,7 @@ class LockStep:
         if run.shrinking:
             run.shrinking.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
         with phases.phase("comparing the params of all workers"):
-            run.guard.compare(position.state, position.step)  # what must be compiled for it is so from now on
+            self.compare(position.step, position.state)  # what must be compiled for it is so from now on
         run.recorder.start_window(run.plan.examples(position.step))
         lone, config = run.functions.lone if run.functions.exchanges else None, run.experiment
         self._probe = ComputeOnlyProbe(lone, self.start, config.compute_only_every, config.log_every)
@@ -122,8 +122,9 @@ class LockStep:
         self.run.guard.settle()
 
     def compare(self, step: int, state: TrainState) -> None:
-        """Fingerprints of replicated state."""
-        self.run.guard.compare(state, step)
+        """Fingerprints of replicated state, and of slices whose copies others hold."""
+        held = self.run.shrinking and self.run.shrinking.held
+        self.run.guard.compare(state, step, held.slices if held else None)
 
     def log(self, step: int, state: TrainState) -> None:
         """A line of all workers' steps since the last, and perhaps a step without exchange, to know its time."""

@@ -38,7 +38,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import named_leaves, tree_digest
 from jaxmpi.core.slices import Entries
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.recover.buddies import Slices
+from jaxmpi.recover.buddies import Slices, difference_of_copies
 from jaxmpi.recover.buddies import recut as recut_slices
 from jaxmpi.rules.base import Exchange, Rule
 from jaxmpi.rules.gradients import gradients
@@ -145,6 +145,26 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
     assert isinstance(control, MpiProcesses)
     recut = recut_slices(control, own, state, like, slicing, "rank 9 is gone")
     jax.tree.map(np.testing.assert_array_equal, recut.rule_state, part(new, RANK))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no copies")
+def test_a_copy_that_is_not_its_slice_any_more_is_named():
+    tx, params = optax.adam(1e-2), jax.device_get(tree(0))
+    layout = slice_layout(
+        gradients(tx, Exchange(lambda g: g, lambda g: g, shards=shards_of("asa32", "mean", COMM, None)))
+    )
+    assert layout
+
+    def slice_of(number: int) -> Any:
+        return jax.tree.map(lambda leaf: np.full(np.shape(leaf), number, np.asarray(leaf).dtype), tx.init(params))
+
+    slices = Slices(layout, {number: slice_of(number) for number in (RANK, (RANK - 1) % SIZE)})
+    assert difference_of_copies(slices, processes(), 7) == ""
+    if RANK == 1:
+        copy = slices.by_number[0][0].nu["bias"]
+        copy.view(np.uint32).reshape(-1)[-1] ^= 1 << 3
+    text = difference_of_copies(slices, processes(), 7)
+    assert text.startswith("copies of slice 0 of the optimizer's state differ after step 7: workers [0] and [1] apart")
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
