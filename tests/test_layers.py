@@ -12,6 +12,10 @@ import pytest
 import jaxmpi
 
 PACKAGE = Path(__file__).parent.parent / "jaxmpi"
+SETTINGS = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+LAYERS = SETTINGS["tool"]["importlinter"]["contracts"][0]["layers"]
+FLOORS = LAYERS[:2:-1]  # from the ground up
+ROOMS = [room for floor in FLOORS for room in floor.split(" | ")]
 
 
 def run(*line: str) -> subprocess.CompletedProcess:
@@ -26,13 +30,39 @@ def test_the_contracts_on_imports_hold():
 
 
 def test_the_map_in_the_docs_has_the_rooms_on_their_floors():
-    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
-    experiments, models, train, *floors = settings["tool"]["importlinter"]["contracts"][0]["layers"]
-    assert train == "train"  # the module that `python -m` runs, above all rooms
-    assert (experiments, models) == ("experiments", "models")  # of the repository, which no room knows
-    rooms = {(str(n), room) for n, floor in enumerate(reversed(floors), 1) for room in floor.split(" | ")}
+    # Above all rooms: two folders of the repository, which no room knows, and the module that `python -m` runs.
+    assert LAYERS[:3] == ["experiments", "models", "train"]
+    rooms = {(str(n), room) for n, floor in enumerate(FLOORS, 1) for room in floor.split(" | ")}
     page = (PACKAGE.parent / "docs" / "design.md").read_text()
     assert set(re.findall(r"^\| (\d) \| `(\w+)` \|", page, re.MULTILINE)) == rooms
+
+
+def folders_of_rooms() -> list[str]:
+    """Rooms and the packages inside them, as `data` and `data.sources`."""
+    found = [file.parent for room in ROOMS for file in (PACKAGE / room).rglob("__init__.py")]
+    return sorted(".".join(folder.relative_to(PACKAGE).parts) for folder in found)
+
+
+def imported_rooms(folder: Path, name: str) -> list[str]:
+    """Rooms of the modules that those of a folder import from outside it, from the ground up."""
+    nodes = [node for file in folder.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    modules = {
+        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    rooms = {module.split(".")[1] for module in modules if re.match(rf"jaxmpi\.(?!{re.escape(name)}\.)", module)}
+    return [room for room in ROOMS if room in rooms]
+
+
+@pytest.mark.parametrize("name", folders_of_rooms())
+def test_a_room_names_its_modules_and_the_rooms_that_it_imports(name):
+    folder = PACKAGE.joinpath(*name.split("."))
+    text = " ".join(str(ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))).split())
+    parts, _, imports = text.rpartition("It imports ")
+    modules = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
+    assert {*re.findall(r"`(\w+)`", parts)} == modules - {"__init__"}
+    *most, last = [f"`{room}`" for room in imported_rooms(folder, name)] or ["no other room"]
+    assert imports == f"{', '.join(most)} and {last}." if most else f"{last}."
 
 
 def test_importing_the_package_loads_no_jax():

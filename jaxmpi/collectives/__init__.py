@@ -3,10 +3,11 @@
     from jaxmpi import collectives as mpi
     total = mpi.allreduce(x, "sum")
 
-`python -m jaxmpi.collectives` lists them with what each sends. In reading order: `api`, the functions; `table`, a row
-for each; `call`; `primitive`, their place in JAX; `messages`, from one rank to another; `started`, beside a program.
+In reading order: `api`, the functions; `table`, a row for each; `call`, arguments except the arrays; `primitive`, their
+place in JAX; `messages`, from one rank to another; `dtypes` that MPI has; `started`, beside a program; `__main__`, a
+list of them with what each sends: `python -m jaxmpi.collectives`.
 
-It imports `core`, `runtime`, `config`, `comm` and `allreduce`.
+It imports `core`, `runtime`, `comm` and `allreduce`.
 """
 
 from jaxmpi.collectives.api import allgather as allgather

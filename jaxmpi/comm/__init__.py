@@ -1,8 +1,11 @@
-"""Communication: the control plane between processes, and collectives inside jit.
+"""Communication: messages between processes, and collectives inside jit.
 
-`control` carries small messages outside jit; `base` is the protocol inside jit, with `mpi`, `axis`, `xla_mesh` and
-`mpi_fault_tolerant` behind it; `call_comparison` compares which exchange ranks have come to; `shared_sum` adds in
-shared memory; `topology` says which ranks and devices the workers are.
+In reading order: `agreement`, fingerprints of calls; `polling`, waits that give up; `mailbox`, messages without a wait;
+`mpi_info`, facts about the MPI library; `control`, small messages outside jit; `base`, the protocol inside jit; `axis`
+over a mapped axis; `mpi` over mpi4jax; `mpi_fault_tolerant` over mpi4py, whose errors return; `xla_mesh`, XLA's own
+collectives; `topology`, which ranks and devices the workers are; `shared_sync`, how far the ranks of a host are;
+`shared_sum`, sums in shared memory; `shared_params`, one copy a host; `shared_compile`, one compilation a host;
+`call_comparison`, the exchange that each rank has come to; `exchange_watch`, absent ranks by name.
 
 It imports `core` and `runtime`.
 """

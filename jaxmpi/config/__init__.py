@@ -1,7 +1,8 @@
-"""Settings of a run: frozen dataclasses that check themselves, flags made from them, experiment files.
+"""Settings of a run: frozen dataclasses that check themselves, flags, experiment files.
 
-In reading order: `schema` (Experiment), `data`, `optim`, `rule_config`, `exchange_config`, `choices`, `durations`,
-`flags`, `experiment_file`.
+In reading order: `schema`, the experiment; `data`, `optim`, `rule_config` and `exchange_config`, its parts; `choices`,
+fields that take one of a few words; `durations`, turned into steps; `flags`, made from fields; `renamed`, names of 0.1;
+`experiment_file`, file and command line as one experiment.
 
 It imports `core` and `runtime`.
 """

@@ -1,7 +1,10 @@
 """Basics: errors, files, pytrees, shared memory; nothing here needs training or MPI.
 
-In reading order: `errors`, `env`, `files`, `pytrees`, `slices`, `random_keys`, `json_tree`, `shared_memory`, `futex`,
-`scheduling`, `train_state`.
+In reading order: `errors`, with messages for the user; `frames`, lines of the user's code in these; `env`, environment
+variables; `files`, opened and written safely; `json_tree`, differences of JSON values; `pytrees`, leaves by name;
+`random_keys` as numbers; `train_state` between two steps; `slices` of leaves and `deals` of whole ones, for sharded
+updates; `shared_memory` between processes of a host; `futex`, sleep until a word of it changes; `scheduling` of a
+thread.
 
 It imports no other room.
 """

@@ -1,4 +1,14 @@
-"""Data: the source of examples, their order, what becomes of them, batches made ahead."""
+"""Data: sources of examples, their order, and batches made ahead.
+
+In reading order: `sources`; `sampler`, which examples a worker reads at a step; `decode`, images to pixels; `augment`,
+an image's way into a batch; `example`, one row of a batch; `ring_buffer`, memory that a worker shares with its loaders;
+`loader_worker`, a loader; `loader_pool`, those of a worker; `batch_loader`, batches in exact order; `packing`,
+`jaxmpi data`; `group_cache`, a data set in the memory of a group of workers.
+
+Loader processes start fast, since nothing here imports JAX or MPI.
+
+It imports `core` and `config`.
+"""
 
 from jaxmpi.config.data import data_dir as data_dir
 from jaxmpi.data.augment import Augment as Augment

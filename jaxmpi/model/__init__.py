@@ -1,6 +1,7 @@
-"""The model contract: three functions and a few facts, and adapters that make them from other libraries' models.
+"""The model contract, and adapters for models of other libraries.
 
-In reading order: `contract`, `batch_statistics`, `adapters`, `check`.
+In reading order: `contract`, three functions and a few facts; `batch_statistics` over workers; `adapters` for Flax,
+Equinox and plain functions; `check`, a model tried on shapes alone.
 
 It imports `core`.
 """

@@ -1,7 +1,9 @@
 """Output of a run: its record, terminal, trace, plots and report.
 
-In reading order: `record_format`, `step_timing`, `flops`, `recorder`, `sinks`, `terminal`, `trace`, `gradient_noise`,
-`plots`, `record_reader`, `report_charts`, `report`. `page/` holds the files of the report's page.
+In reading order: `record_format`, words of the record; `step_timing`, parts of a step's time; `flops` of a step;
+`gradient_noise`, how far the batch can grow; `samples` of a model; `sinks`, where lines of the record go too;
+`terminal`; `recorder`, the record; `trace`, a timeline of all ranks; `plots` in files; `record_reader`;
+`report_charts`, figures of a report; `report`, the page. `page/` holds its files.
 
 It imports `core`, `runtime` and `comm`.
 """

@@ -1,6 +1,6 @@
 """Optimizers and schedules, made from settings.
 
-`schedules`, then `optimizers`.
+In reading order: `schedules` of the learning rate; `optimizers` by name, with masks and averages.
 
-It imports `core` and `config`.
+It imports `core`, `model` and `config`.
 """

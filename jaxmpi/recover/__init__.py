@@ -1,6 +1,7 @@
 """Failures during a run: noticed, agreed upon, survived.
 
-In reading order: `signals`, `watchdog`, `replica_check`, `decisions`, `shrink`.
+In reading order: `signals` to save and leave; `watchdog`, who is late; `replica_check`, equal bits on all workers;
+`decisions` that all ranks take together; `buddies`, copies of slices; `shrink`, the run without a dead rank.
 
-It imports `core`, `runtime`, `config`, `comm`, `allreduce`, `checkpoint` and `observe`.
+It imports `core`, `runtime`, `config`, `comm`, `checkpoint` and `observe`.
 """

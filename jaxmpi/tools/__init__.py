@@ -1,6 +1,7 @@
-"""Commands besides training: `jaxmpi doctor`, `plan`, `experiments`, and the table of all.
+"""Commands besides training, and the table of all.
 
-`cli` finds the command; `doctor` and `scaling_forecast` are its larger ones.
+In reading order: `cli`, the table, which imports a command by its name when it is called; `doctor`, machine, MPI and
+JAX; `scaling_forecast`, speed with more workers; `experiments` that come with jaxmpi.
 
-It imports every room but `trainer` and `bench`.
+It imports `core`, `runtime`, `config`, `comm`, `allreduce`, `observe`, `recover` and `launch`.
 """

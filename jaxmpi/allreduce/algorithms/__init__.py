@@ -1,18 +1,23 @@
 """How a bucket is summed: one module for each algorithm, one row of `table.STRATEGIES` for each strategy.
 
-A module holds the sum inside a program, the same sum in NumPy if there is one, its cost, and its row; `spec` says what
-each must be.
+In reading order: `spec`, what a strategy must be; `library`, the bounds; `root`, all to one rank; `ring`; `asa`,
+all-to-all; `tree`, halving and doubling; `color_trees`; `hierarchical`, hosts first; `shared_memory` of one host;
+`table`, all of them. A module holds the sum inside a program, the same sum in NumPy if there is one, its cost, and its
+row.
 
 Inside a program a strategy takes f32[n], n % comm.size == 0, and gives the sum over workers, bitwise equal on all of
 them; it adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on rank.
-Loops over packets and round a ring are `lax` loops, so that a step at 64 ranks traces and compiles as fast as one at 2.
+Loops over packets and round a ring are loops of `jax.lax`, so that a step at 64 ranks traces and compiles as fast as
+one at 2.
 
 In NumPy a sum changes this rank's vector in place and is a generator: if it must wait it yields the requests it waits
 for. So one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions
 and roundings are those in the program: the same bits.
 
-What a sum was encoded to is what all workers decode, the one that made it included: so all hold the same bits. A
-place is an index into `comm.order`: ranks of one host are neighbours.
+What a sum was encoded to is what all workers decode, the one that made it included: so all hold the same bits. A place
+is an index into `comm.order`: ranks of one host are neighbours.
+
+It imports `core`, `comm` and `allreduce`.
 """
 
 from jaxmpi.allreduce.algorithms.spec import ALL as ALL
