@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from optax.contrib import schedule_free_eval_params
 
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.format import Damaged, read_manifest
@@ -120,8 +121,6 @@ def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str,
             if {f"{where}/{field}" for field in SCHEDULE_FREE} <= names:
                 kept.setdefault(where, name)
     for where, name in kept.items():
-        from optax.contrib import schedule_free_eval_params  # seconds to import
-
         [b1] = leaves_of(path, name, files[name], f"{where}/b1").values()
         z = leaves_of(path, name, files[name], f"{where}/z")
         fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from rich import progress
+from rich.console import Console
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check, lookup
@@ -528,9 +530,6 @@ def splits_in(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def bar(text: str, total: int) -> Iterator[Progress]:
     """A progress bar on the terminal."""
-    from rich import progress
-    from rich.console import Console
-
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),

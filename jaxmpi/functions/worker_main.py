@@ -8,6 +8,9 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+import jax
+
+from jaxmpi.functions import lifecycle
 from jaxmpi.functions.transport import SocketTransport, WorkerDied
 from jaxmpi.runtime import affinity, allocator, caches
 
@@ -16,15 +19,11 @@ def main(master: Connection) -> None:
     """Learn what this process is to be, set it up, call the master back, carry out its orders."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
     told: dict[str, Any] = json.loads(master.recv_bytes())
-    import jax
-
     sys.path[:], sys.argv[:] = told["path"], told["argv"]  # a script that it imports may read its arguments
     jax.config.update("jax_enable_x64", told["x64"])
     allocator.keep_freed_memory()
     affinity.pin_cores(told["rank"], told["size"])
     caches.use_compilation_cache()
-    from jaxmpi.functions import lifecycle
-
     line = SocketTransport(told["rank"], told["size"], {0: master}, {})
     try:
         lifecycle.serve(lifecycle.forked_team(line, told["fork"]))

@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -114,8 +116,6 @@ def written(experiment: Experiment, folder: Path) -> Path:
     Raises:
         UsageError: it holds what cannot be pickled.
     """
-    import cloudpickle
-
     try:
         pickled = cloudpickle.dumps(experiment)
     except Exception as error:  # whatever an object of the user's raises

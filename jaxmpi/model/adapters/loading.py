@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, by_path, mismatches, path_name
+from jaxmpi.model.adapters.equinox import state_names
 from jaxmpi.model.contract import a
 
 
@@ -41,8 +42,6 @@ def into_nnx(module: Any, params: PyTree, model_state: PyTree, source: str) -> A
 def into_equinox(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
     """An Equinox module, or (module, state), with other arrays; params and model state are dicts by path."""
     import equinox as eqx
-
-    from jaxmpi.model.adapters.equinox import state_names
 
     net, state = module if isinstance(module, tuple) else (module, None)
     arrays = {name: jnp.asarray(leaf) for name, leaf in {**params, **model_state}.items()}
