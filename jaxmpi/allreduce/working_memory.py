@@ -1,6 +1,6 @@
 """Memory of an exchange beside the gradients: arrays as big as these, results included, as measured.
 
-`python scripts/exchange_memory.py` measures them; docs/exchange.md has its figures.
+`python scripts/exchange_memory.py` measures them; docs/performance.md has its figures.
 """
 
 from jaxmpi.allreduce.algorithms import parse

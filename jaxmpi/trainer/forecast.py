@@ -40,7 +40,8 @@ from jaxmpi.trainer.build import (
 from jaxmpi.trainer.memory import SHARDED, Held, check_fits, held, mb, measured, parts
 
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
-# Measured: docs/exchange.md#memory. Of a rank without its programs, which are Python, JAX and MPI; of a loader process.
+# Measured: docs/performance.md#memory-of-a-process. Of a rank without its programs, which are Python, JAX and MPI;
+# of a loader process.
 RANK_BYTES, LOADER_BYTES = 200_000_000, 25_000_000
 # For a character of the text of its largest program, of each rank, and more of the one that compiles for its host.
 LOADED_BYTES, COMPILED_BYTES = 100, 200
