@@ -10,7 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems show no times of other processes")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(sys.platform != "linux", reason="other systems show no times of other processes"),
+]
 
 LIMIT_S = 60.0  # of a worker
 # Steps of 2 ms of CPU time and perhaps a nap, until all have run so long together; whatever else the core has to do.

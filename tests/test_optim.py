@@ -478,6 +478,7 @@ def in_a_run(folder: Path, transform: str, rate: str, *flags: str) -> tuple[list
     return [row for row in rows if row["kind"] == "train"], ended.out
 
 
+@pytest.mark.e2e
 def test_a_run_with_an_optimizer_and_a_schedule_of_optax_resumes_bit_for_bit(tmp_path):
     whole, said = in_a_run(tmp_path / "a", "optax.adamw", HALVES)
     assert "lr as schedule.rate says, x 1 (none)" in said

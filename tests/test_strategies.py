@@ -152,7 +152,9 @@ def test_any_order_of_ranks(strategy, order):
     assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(strategy, rows)).all()
 
 
-@pytest.mark.parametrize("workers", [5, 7, 17])
+@pytest.mark.parametrize(
+    "workers", [5, pytest.param(7, marks=pytest.mark.e2e), pytest.param(17, marks=pytest.mark.e2e)]
+)
 @pytest.mark.parametrize("strategy", ["tree:16", "color3:16", "color16:32", "pipering:16", "root:16"])
 def test_odd_numbers_of_workers(strategy, workers):
     rows = gauss(workers, 4 * workers)
@@ -203,6 +205,7 @@ ALONE, EIGHTS, APART = (0,) * 64, tuple(i // 8 for i in range(64)), tuple(range(
 SLOWEST = ["ar:32", "asa:16", "ring:16", "tree:32", "root:32", "pipering:16", "color16:16", "none:32"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("strategy", "hosts"), [*((strategy, ALONE) for strategy in SLOWEST), ("hier-asa:32", EIGHTS), ("asa:16", APART)]
 )

@@ -52,12 +52,14 @@ def params(run_dir: str) -> bytes:
     return jaxmpi.load(run_dir).params["w"].tobytes()
 
 
+@pytest.mark.e2e
 def test_one_stream_is_that_of_one_worker_for_any_number(tmp_path):
     one, three = (main.train(streams(tmp_path, devices=n), "lines") for n in (1, 3))
     assert one["eval_count"] == three["eval_count"] == 13
     assert three["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.e2e
 def test_streams_of_their_own_are_all_evaluated_once(tmp_path):
     run = streams(tmp_path, EACH, devices=3)  # 13 examples: 5, 4 and 4
     figures = main.train(run, "lines")
@@ -115,6 +117,7 @@ def test_one_stream_goes_on_with_another_number_of_workers_and_others_do_not(tmp
         assert figures["eval_loss"] == pytest.approx(main.train(alone, "lines")["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_has_one_state_a_worker(tmp_path):
     run = streams(tmp_path, EACH, devices=2, train_for="2st")
     main.train(run, "lines")

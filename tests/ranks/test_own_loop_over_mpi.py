@@ -202,6 +202,7 @@ def after_two_steps(tx: optax.GradientTransformation, params: Any) -> Any:
     return state
 
 
+@pytest.mark.e2e
 def test_slices_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_numbers_of_ranks(
     tmp_path_factory, monkeypatch, standard_promotion
 ):
@@ -273,6 +274,7 @@ def test_slices_over_a_part_of_the_ranks_stay_with_each_rank(tmp_path_factory, s
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has all tensors")
+@pytest.mark.e2e
 def test_whole_tensors_of_an_optimizer_that_were_dealt_otherwise_are_refused(tmp_path_factory):
     kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
     params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
