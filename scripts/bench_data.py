@@ -77,13 +77,13 @@ def write(folder: Path, images: int, formats: bool) -> None:
     if formats:
         from jaxmpi.config.data import Data
         from jaxmpi.data import ArraySource, open_source, write_batch_files
-        from jaxmpi.data.packing import Recipe, pack
+        from jaxmpi.data.packing import PackingOptions, pack
 
         source = open_source(Data(source="imagefolder", dir=str(folder), resize=SHORTER), "train")
         rows = [source[i] for i in range(len(source))]
         images_of = np.stack([centre(image) for image, _ in rows])
         write_batch_files(ArraySource(images_of, [label for _, label in rows]), folder / "batches", "train", BATCH)
-        pack(source, folder / "packed" / "train", Recipe(resize=SHORTER))
+        pack(source, folder / "packed" / "train", PackingOptions(resize=SHORTER))
 
 
 def centre(image: np.ndarray) -> np.ndarray:

@@ -57,7 +57,7 @@ def write_images(folder: Path, images: int) -> None:
             path.write_bytes(blob)
     for split in ("train", "validation"):
         files = open_source(Data(source="imagefolder", dir=str(folder / "files")), split)
-        packing.pack(files, folder / "packed" / split, packing.Recipe(resize=256))
+        packing.pack(files, folder / "packed" / split, packing.PackingOptions(resize=256))
 
 
 def epoch_s(launcher: list[str], file: Path, options: argparse.Namespace, *flags: str) -> float:

@@ -30,7 +30,7 @@ from jaxmpi.rules.base import Exchange
 from jaxmpi.rules.easgd import easgd
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.rules.gossip_transport import GossipThread
-from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Layout, Server, ServerExchange
+from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Server, ServerExchange, ServerLayout
 from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint, converse
 
 STEP_S = 0.02  # of computing, in `slow`
@@ -67,7 +67,7 @@ class Rank:
         control = harness.control()
         self.control, self.number = control, control.rank
         self.workers = control.size - servers
-        self.layout = Layout(floats, max(servers, 1), "32")
+        self.layout = ServerLayout(floats, max(servers, 1), "32")
         alone = Exchange(lambda tree: tree, lambda tree: tree)
         rule = easgd(optax.sgd(0.1), alone, RuleConfig("easgd")).asynchronous
         assert rule is not None

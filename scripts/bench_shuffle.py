@@ -203,7 +203,7 @@ def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str
     files = open_source(Data(source="imagefolder", dir=str(folder / "files"), resize=256), "train")
     full = open_source(Data(source="imagefolder", dir=str(folder / "files")), "train")
     packing.pack(full, folder / "packed" / "train")
-    packing.pack(full, folder / "small" / "train", packing.Recipe(resize=256))
+    packing.pack(full, folder / "small" / "train", packing.PackingOptions(resize=256))
     packed, small = (
         open_source(Data(source="packed", dir=str(folder / name), resize=px), "train")
         for name, px in (("packed", 256), ("small", 0))

@@ -32,7 +32,7 @@ from jaxmpi.experiments.lm300m import experiment as LM300M
 from jaxmpi.models.lstm import lstm
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer.forecast import forecast
-from jaxmpi.trainer.memory import Held
+from jaxmpi.trainer.memory import WorkerMemory
 
 STEPS = 2
 EXPERIMENT = """
@@ -57,7 +57,7 @@ def asked(width: int, words: int, word: str, batch: int) -> Experiment:
     )
 
 
-def forecast_of(width: int, words: int, word: str, batch: int, ranks: int) -> Held:
+def forecast_of(width: int, words: int, word: str, batch: int, ranks: int) -> WorkerMemory:
     """Bytes that a worker would hold, part by part."""
     workers = Workers(AxisComm("workers", ranks, (0,) * ranks), SoloProcesses(), (0,), None)
     found = forecast(asked(width, words, word, batch), workers)

@@ -38,7 +38,15 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim.optimizers import at_step, is_linear, optimizer
 from jaxmpi.rules import base, parameter_server, registry
 from jaxmpi.rules.gosgd import Gossip
-from jaxmpi.rules.parameter_server import Counters, GlobalProgress, Layout, Report, Server, ServerExchange, TimeSpent
+from jaxmpi.rules.parameter_server import (
+    Counters,
+    GlobalProgress,
+    Server,
+    ServerExchange,
+    ServerLayout,
+    TimeSpent,
+    WorkerReport,
+)
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import async_chief, async_start
 from jaxmpi.trainer import build as trainer_build
@@ -46,7 +54,7 @@ from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.callbacks import Callback
-from jaxmpi.trainer.loop import Progress
+from jaxmpi.trainer.loop import RunProgress
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema
@@ -275,7 +283,7 @@ class LoneWorker(Worker):
         self.ledger = GlobalProgress(1, target=100, bound=0)
 
     def tell(self, asks, examples=0.0):
-        self.ledger.report(0, Report(1, self.saved, self.is_done, **asks), Counters(examples=examples))
+        self.ledger.report(0, WorkerReport(1, self.saved, self.is_done, **asks), Counters(examples=examples))
         [(_, answer)] = self.ledger.answers()
         return answer
 
@@ -311,13 +319,13 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     parts = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
     evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
     chief = async_chief.ChiefWorker(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
-    assert chief.progress(state, worker.tell({}, examples=10)) == Progress(1, DueEvents(log=True, save=True))
+    assert chief.progress(state, worker.tell({}, examples=10)) == RunProgress(1, DueEvents(log=True, save=True))
     chief.log(1, state)
     chief.save(1, state)
     while chief.is_writing:
         chief.wait(state)
     worker.is_done = True
-    assert chief.progress(state, worker.tell({"leave": 1.0}, examples=5)) == Progress(1, is_over=True)
+    assert chief.progress(state, worker.tell({"leave": 1.0}, examples=5)) == RunProgress(1, is_over=True)
     chief.finish(state)
     [saved] = found(tmp_path)
     assert saved.name == "step_00000001"
@@ -367,7 +375,7 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
     made: list[list[float]] = [[], [], []]
     workers, evaluations, states = [], [], []
     ledger = GlobalProgress(3, 1e9, 0)
-    server = Server(Layout(100, 1, "16"), 0, np.zeros(100, np.float32), lambda *shard: None, ledger)
+    server = Server(ServerLayout(100, 1, "16"), 0, np.zeros(100, np.float32), lambda *shard: None, ledger)
     for number in range(3):
 
         def taken(begin=0, end=None, number=number):
@@ -392,7 +400,7 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
         evaluations.append(SharedEvaluation(run, workers[-1]))
         evaluations[-1].rehearse(states[-1])
         made[number].clear()
-        ledger.report(number, Report(0, 0), Counters())
+        ledger.report(number, WorkerReport(0, 0), Counters())
     for _ in ledger.answers():
         pass
     evaluations[0].begin(40, states[0])

@@ -27,14 +27,14 @@ from jaxmpi.rules.parameter_server import (
     POST,
     PUSH,
     READ,
-    Answer,
     Counters,
     GlobalProgress,
-    Layout,
-    Report,
     Server,
+    ServerAnswer,
     ServerExchange,
+    ServerLayout,
     TimeSpent,
+    WorkerReport,
 )
 from tolerances import U
 
@@ -55,7 +55,7 @@ def begun(workers: int, target: float = 1e9, bound: int = 0) -> GlobalProgress:
     """GlobalStatus of workers that have all come, so that reports are answered."""
     ledger = GlobalProgress(workers, target, bound)
     for worker in range(workers):
-        ledger.report(worker, Report(0, 0), [*Counters()])
+        ledger.report(worker, WorkerReport(0, 0), [*Counters()])
     assert len([*ledger.answers()]) == workers
     return ledger
 
@@ -82,7 +82,7 @@ class Case(NamedTuple):
 class SimulatedWorker:
     """Learns small integers, so that sums of halves are exact, and meets the center after each."""
 
-    def __init__(self, case: Case, layout: Layout, number: int, start: np.ndarray) -> None:
+    def __init__(self, case: Case, layout: ServerLayout, number: int, start: np.ndarray) -> None:
         self.case, self.layout, self.number = case, layout, number
         self.w, self.base = start.copy(), start.copy()
         self.clock = 0
@@ -96,13 +96,13 @@ class SimulatedWorker:
         self.w = self.w + step
         self.clock += 1
         report = [
-            *Report(self.clock, 0, self.clock == self.case.rounds),
+            *WorkerReport(self.clock, 0, self.clock == self.case.rounds),
             *Counters(steps=1, examples=10),
             *TimeSpent(steps=1),
         ]
         self.talk = ServerExchange(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
 
-    def finish(self) -> Answer:
+    def finish(self) -> ServerAnswer:
         self.w, self.base = self.case.rule.meet(self.w, self.base, self.talk.sent, self.talk.seen)
         answer, self.talk = self.talk.answer, None
         return answer
@@ -116,7 +116,7 @@ class World:
 
     def __init__(self, case: Case, rng: random.Random) -> None:
         self.case, self.rng = case, rng
-        layout = Layout(N, case.servers, case.wire)
+        layout = ServerLayout(N, case.servers, case.wire)
         start = np.arange(N, dtype=np.float32) % 8
         self.workers = {i: SimulatedWorker(case, layout, i, start) for i in range(case.workers)}
         self.ledger = GlobalProgress(case.workers, 10 * case.workers * case.rounds, case.bound)
@@ -286,7 +286,7 @@ def test_what_a_wire_keeps_back_stays_with_an_asgd_worker(wire):
 @pytest.mark.parametrize("n", [1, BLOCK, 10_000, 3_000_000])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
-    layout = Layout(n, servers, wire)
+    layout = ServerLayout(n, servers, wire)
     pieces = [piece for server in range(servers) for piece in layout.segments(server)]
     assert [a for a, _ in pieces] == [0, *(b for _, b in pieces[:-1])]
     assert pieces[-1][1] == n
@@ -297,7 +297,7 @@ def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
 
 def test_reading_changes_nothing():
     world = World(Case(asynchronous("easgd"), 1, 2, 1), random.Random(0))
-    talk = ServerExchange(Layout(N, 2, "32"), READ, np.empty(N, np.float32), None)
+    talk = ServerExchange(ServerLayout(N, 2, "32"), READ, np.empty(N, np.float32), None)
     world.workers[0].talk, world.workers[0].clock = talk, 1
     before = world.center()
     while not talk.is_over():
@@ -317,12 +317,12 @@ def said(server: Server, worker: int, talk: ServerExchange) -> ServerExchange:
 
 
 def test_worker_0_is_told_where_the_time_of_all_workers_went():
-    layout, ledger = Layout(N, 1, "32"), begun(3)
+    layout, ledger = ServerLayout(N, 1, "32"), begun(3)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
     for worker, seconds in ((1, 2.0), (0, 0.5), (1, 4.0)):
         spent = TimeSpent(steps=2, compute=seconds, sync=seconds / 8)
-        said(server, worker, ServerExchange(layout, PUSH, None, [*Report(1, 0), *Counters(), *spent]))
-    report = [*Report(1, 0), *Counters(), *TimeSpent()]
+        said(server, worker, ServerExchange(layout, PUSH, None, [*WorkerReport(1, 0), *Counters(), *spent]))
+    report = [*WorkerReport(1, 0), *Counters(), *TimeSpent()]
     talks = [ServerExchange(layout, PUSH, None, report, workers=told) for told in (3, 0)]
     answers = [said(server, worker, talk).answer for worker, talk in enumerate(talks)]
     times, none = [answer.times for answer in answers if answer]
@@ -334,7 +334,7 @@ def test_worker_0_is_told_where_the_time_of_all_workers_went():
 
 @pytest.mark.parametrize("pieces", [0, 1, 2.5])
 def test_what_a_worker_posts_all_fetch_and_it_may_post_again(pieces):
-    layout, rng = Layout(N, 1, "16"), np.random.default_rng(0)
+    layout, rng = ServerLayout(N, 1, "16"), np.random.default_rng(0)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, begun(3))
     posted = {worker: rng.integers(1, 256, int(pieces * layout.message_bytes()), np.uint8) for worker in (0, 2)}
 
@@ -354,9 +354,9 @@ def test_what_a_worker_posts_all_fetch_and_it_may_post_again(pieces):
 
 def test_all_that_live_take_part_in_an_evaluation():
     ledger = begun(3)
-    ledger.report(0, Report(1, 0, evaluate=5.0), Counters())
+    ledger.report(0, WorkerReport(1, 0, evaluate=5.0), Counters())
     assert ledger.evaluating() == {0, 1, 2}
-    ledger.report(1, Report(1, 0, evaluated=5.0), Counters())
+    ledger.report(1, WorkerReport(1, 0, evaluated=5.0), Counters())
     ledger.lose(2)
     status = ledger.answer(0).status
     assert (status.evaluate, status.evaluated, status.alive) == (5.0, 1, 2)
@@ -386,9 +386,9 @@ class StraightLine:
 def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, answers, dumb_s, is_patient):
     """The slowest worker may be evaluating; two answers hold the params, the third is the report's."""
     monkeypatch.setattr(parameter_server_transport, "TIMEOUT_S", 0.2)
-    layout, ledger = Layout(N, 1, "32"), begun(1)
+    layout, ledger = ServerLayout(N, 1, "32"), begun(1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Counters(), *TimeSpent()])
+    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*WorkerReport(5, 0), *Counters(), *TimeSpent()])
     lines: list[Any] = [StraightLine(server, answers, dumb_s)]  # without MPI
     if is_patient:
         assert parameter_server_transport.converse(talk, lines) >= dumb_s * 0.9
@@ -400,9 +400,9 @@ def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, an
 
 def test_a_talk_that_lacks_only_the_books_knows_it():
     """A worker too far ahead is answered on its params at once, on its report later: that is what it waits for."""
-    layout, ledger = Layout(N, 1, "32"), begun(2, bound=1)
+    layout, ledger = ServerLayout(N, 1, "32"), begun(2, bound=1)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*Report(5, 0), *Counters(), *TimeSpent()])
+    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*WorkerReport(5, 0), *Counters(), *TimeSpent()])
     assert not talk.lacks_only_books()
     for sending in talk.ready():
         server.take(0, sending.message)
@@ -411,7 +411,7 @@ def test_a_talk_that_lacks_only_the_books_knows_it():
         talk.take(0, server.out[0].popleft())
     assert talk.lacks_only_books()
     assert not server.out[0]
-    said(server, 1, ServerExchange(layout, PUSH, None, [*Report(4, 0), *Counters(), *TimeSpent()]))
+    said(server, 1, ServerExchange(layout, PUSH, None, [*WorkerReport(4, 0), *Counters(), *TimeSpent()]))
     talk.take(0, server.out[0].popleft())
     assert talk.is_over()
     assert not talk.lacks_only_books()
@@ -421,10 +421,10 @@ def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():
     ledger = begun(3, bound=2)
     new = [*Counters()]
     for clock in (1, 2):
-        ledger.report(0, Report(clock, 0), new)
+        ledger.report(0, WorkerReport(clock, 0), new)
         assert [w for w, _ in ledger.answers()] == [0]
-    ledger.report(0, Report(3, 0), new)
-    ledger.report(1, Report(1, 0), new)
+    ledger.report(0, WorkerReport(3, 0), new)
+    ledger.report(1, WorkerReport(1, 0), new)
     assert [w for w, _ in ledger.answers()] == [1]  # worker 2 has done nothing yet
     ledger.lose(2)
     assert [w for w, _ in ledger.answers()] == [0]
@@ -440,9 +440,9 @@ def test_staleness_counts_what_others_did_between():
 def test_the_end_is_over_when_all_that_are_there_have_heard():
     ledger = begun(3)
     new = [*Counters()]
-    ledger.report(0, Report(1, 0, 1, closing=1), new)
+    ledger.report(0, WorkerReport(1, 0, 1, closing=1), new)
     assert [w for w, _ in ledger.answers()] == [0]
-    ledger.report(1, Report(1, 0, 1), new)
+    ledger.report(1, WorkerReport(1, 0, 1), new)
     assert [a.status.closing for _, a in ledger.answers()] == [1]
     assert not ledger.is_over()
     ledger.lose(2)
@@ -452,7 +452,7 @@ def test_the_end_is_over_when_all_that_are_there_have_heard():
 def test_when_worker_0_dies_the_others_hear_it():
     ledger = begun(2)
     ledger.lose(0)
-    ledger.report(1, Report(1, 0), [*Counters()])
+    ledger.report(1, WorkerReport(1, 0), [*Counters()])
     assert [a.status.closing for _, a in ledger.answers()] == [2]
 
 
@@ -460,7 +460,10 @@ def test_when_worker_0_dies_the_others_hear_it():
 def test_all_workers_stop_for_the_same_reason(first, then, stop):
     """So that no rank leaves with the code of a run that is over and another with that of one to go on with."""
     ledger = begun(2, target=10)
-    said = {"enough": (Report(1, 0), [*Counters(examples=10)]), "leave": (Report(1, 0, leave=1), [*Counters()])}
+    said = {
+        "enough": (WorkerReport(1, 0), [*Counters(examples=10)]),
+        "leave": (WorkerReport(1, 0, leave=1), [*Counters()]),
+    }
     heard = []
     for worker, what in enumerate((first, then)):
         ledger.report(worker, *said[what])
@@ -471,8 +474,8 @@ def test_all_workers_stop_for_the_same_reason(first, then, stop):
 def test_a_worker_that_is_done_holds_nobody_back():
     """Its clock stands still, while others come to their end."""
     ledger = begun(2, bound=1)
-    ledger.report(0, Report(1, 0, is_done=1), [*Counters()])
-    ledger.report(1, Report(9, 0), [*Counters()])
+    ledger.report(0, WorkerReport(1, 0, is_done=1), [*Counters()])
+    ledger.report(1, WorkerReport(9, 0), [*Counters()])
     assert [w for w, _ in ledger.answers()] == [0, 1]
 
 
@@ -489,21 +492,21 @@ def test_nobody_is_answered_before_all_that_live_have_come():
     """So all workers begin together: one that dies on the way, or is given up, is not waited for."""
     ledger, new = GlobalProgress(4, 1e9, bound=0), [*Counters()]
     for worker in (2, 0):
-        ledger.report(worker, Report(0, 0), new)
+        ledger.report(worker, WorkerReport(0, 0), new)
         assert [*ledger.answers()] == []
     assert ledger.awaited() == {1, 3}
     ledger.lose(3)
     assert [*ledger.answers()] == []
-    ledger.report(1, Report(0, 0), new)
+    ledger.report(1, WorkerReport(0, 0), new)
     assert [worker for worker, _ in ledger.answers()] == [0, 1, 2]
-    ledger.report(2, Report(9, 0), new)  # from here on nobody waits
+    ledger.report(2, WorkerReport(9, 0), new)  # from here on nobody waits
     assert [worker for worker, _ in ledger.answers()] == [2]
 
 
 def test_workers_that_are_late_at_the_start_can_be_begun_without():
-    layout, ledger = Layout(N, 1, "32"), GlobalProgress(2, 1e9, bound=0)
+    layout, ledger = ServerLayout(N, 1, "32"), GlobalProgress(2, 1e9, bound=0)
     server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = ServerExchange(layout, PUSH, None, [*Report(0, 0), *Counters(), *TimeSpent()])
+    talk = ServerExchange(layout, PUSH, None, [*WorkerReport(0, 0), *Counters(), *TimeSpent()])
     for sending in talk.ready():
         server.take(0, sending.message)
     assert not server.out.get(0)

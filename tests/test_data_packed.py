@@ -24,13 +24,13 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, packing
 from jaxmpi.data.decode import encoded
-from jaxmpi.data.packing import Recipe
+from jaxmpi.data.packing import PackingOptions
 from jaxmpi.data.sources.packed import INDEX, MANIFEST, ROW, Packed, PackedSource, shard_name
 from jaxmpi.runtime.failures import exit_code
 from launching import on_small_disk
 
 RNG = np.random.default_rng(0)
-PNG = Recipe(quality=0, shard_bytes=400)
+PNG = PackingOptions(quality=0, shard_bytes=400)
 
 
 def noise(n: int, px: int = 6, channels: int = 3, classes: int = 0) -> ArraySource:
@@ -88,7 +88,7 @@ def test_it_is_a_source_of_the_trainer(packed, monkeypatch):
 
 def test_the_digest_is_that_of_content_and_not_of_place(packed, tmp_path):
     source, folder = packed
-    packing.pack(source, tmp_path / "again", Recipe(quality=0, shard_bytes=10**6), threads=1)
+    packing.pack(source, tmp_path / "again", PackingOptions(quality=0, shard_bytes=10**6), threads=1)
     other = noise(20)
     packing.pack(other, tmp_path / "other", PNG)
     digests = [Packed(path).digest() for path in (folder, tmp_path / "again", tmp_path / "other")]
@@ -132,13 +132,13 @@ def test_files_keep_their_bytes_unless_another_size_is_asked_for(folder, tmp_pat
     same = Packed(tmp_path / "as is")
     assert [same.encoded(i) for i in range(8)] == [source.encoded(i) for i in range(8)]
     assert same.names == ("cat", "dog")
-    packing.pack(source, tmp_path / "small", Recipe(resize=16))
+    packing.pack(source, tmp_path / "small", PackingOptions(resize=16))
     small = Packed(tmp_path / "small")
     images = [Image.open(io.BytesIO(small.encoded(i)[0])) for i in range(8)]
     assert [image.size for image in images[:4]] == [(16, 24), (16, 24), (38, 16), (16, 16)]
     assert [image.mode for image in images[:4]] == ["RGB", "RGB", "L", "RGB"]
     assert small.encoded(1) == source.encoded(1)  # it has that size: its very bytes
-    low = Recipe(resize=16, quality=10)
+    low = PackingOptions(resize=16, quality=10)
     assert packing.pack(source, tmp_path / "low", low).size_bytes < sum(small.manifest.shard_bytes)
 
 
@@ -222,7 +222,7 @@ def test_a_packing_that_was_stopped_goes_on(tmp_path):
     kept = {path.name: path.stat().st_ino for path in (tmp_path / "a").glob("shard-*.bin")}
     assert len(kept) >= 2
     with pytest.raises(UsageError, match=r"begun from something else: resize: got 9, expected 0"):
-        packing.pack(whole, tmp_path / "a", Recipe(resize=9, quality=0, shard_bytes=400))
+        packing.pack(whole, tmp_path / "a", PackingOptions(resize=9, quality=0, shard_bytes=400))
     steps: list[int] = []
     packing.pack(whole, tmp_path / "a", PNG, progress=steps.append)
     assert steps[0] > 1  # those that were done, at once
@@ -305,15 +305,15 @@ from jaxmpi.data import ArraySource
 from jaxmpi.data import packing
 from jaxmpi.data.sources.packed import Packed
 images = np.random.default_rng(0).integers(0, 256, (60, 30, 30, 3), np.uint8)
-source, recipe = ArraySource(images, np.zeros(60, int)), packing.Recipe(quality=0, shard_bytes=20000)
+source, options = ArraySource(images, np.zeros(60, int)), packing.PackingOptions(quality=0, shard_bytes=20000)
 try:
-    packing.pack(source, sys.argv[1] + "/train", recipe)
+    packing.pack(source, sys.argv[1] + "/train", options)
     raise SystemExit("it fits")
 except UsageError as error:
     print(error)
 print(sorted(name for name in os.listdir(sys.argv[1] + "/train") if name.endswith(".tmp")))
 subprocess.run(["mount", "-o", "remount,size=1m", sys.argv[1]], check=True)
-print(packing.pack(source, sys.argv[1] + "/train", recipe), packing.damaged(Packed(sys.argv[1] + "/train")))
+print(packing.pack(source, sys.argv[1] + "/train", options), packing.damaged(Packed(sys.argv[1] + "/train")))
 """
 
 
@@ -378,7 +378,7 @@ def test_corrupt_examples_stop_or_are_skipped_and_counted(tmp_path, capsys):
     bad = Bad(source.images, source.labels)
     with pytest.raises(CorruptExample, match=r"file7\.jpg"):
         packing.pack(bad, tmp_path / "stop", PNG)
-    skip = Recipe(quality=0, shard_bytes=400, on_error="skip")
+    skip = PackingOptions(quality=0, shard_bytes=400, on_error="skip")
     assert packing.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)
     assert packing.pack(bad, tmp_path / "skip", skip)[::2] == (19, 1)  # read from what was done
     got = PackedSource(str(tmp_path / "skip"), 3, 0)
@@ -419,10 +419,10 @@ def test_the_header_alone_is_verified_on_request(folder, tmp_path):
     path = folder / "train" / "dog" / "1.jpg"
     path.write_bytes(half_of(jpeg((40, 40))))
     source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
-    assert packing.pack(source, tmp_path / "x", Recipe(verify="header")).records == 8
+    assert packing.pack(source, tmp_path / "x", PackingOptions(verify="header")).records == 8
     path.write_bytes(b"no image at all" * 9)
     with pytest.raises(CorruptExample, match=r"dog/1\.jpg"):
-        packing.pack(source, tmp_path / "y", Recipe(verify="header"))
+        packing.pack(source, tmp_path / "y", PackingOptions(verify="header"))
 
 
 def test_a_packing_that_an_earlier_version_began_goes_on(tmp_path):
@@ -436,7 +436,7 @@ def test_corrupt_files_are_named(folder, tmp_path):
     (folder / "train" / "dog" / "1.jpg").write_bytes(jpeg((40, 40))[:500])
     source = open_source(Data(source="imagefolder", dir=str(folder)), "train")
     with pytest.raises(CorruptExample, match=r"dog/1\.jpg \(example 5\) is corrupt"):
-        packing.pack(source, tmp_path / "x", Recipe(resize=16))
+        packing.pack(source, tmp_path / "x", PackingOptions(resize=16))
     (folder / "train" / "dog" / "1.jpg").write_bytes(b"")
     with pytest.raises(CorruptExample, match=r"dog/1\.jpg .*the file is empty"):
         packing.pack(source, tmp_path / "y")
@@ -586,7 +586,7 @@ def test_an_index_that_is_wrong(packed, field, row, value):
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> tuple[Path, list[tuple[bytes, int]]]:
     folder = tmp_path_factory.mktemp("pristine")
-    packing.pack(noise(12), folder, Recipe(quality=0, shard_bytes=600))
+    packing.pack(noise(12), folder, PackingOptions(quality=0, shard_bytes=600))
     source = Packed(folder)
     return folder, [source.encoded(i) for i in range(12)]
 

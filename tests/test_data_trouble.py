@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
         Image.fromarray(np.ascontiguousarray(image)).save(place / f"{i}.png")
     write_batch_files(ArraySource(images, [0] * N), tmp_path / "batchfiles", "train", rows=2, seed=None)
     source = open_source(data(tmp_path, "imagefolder"), "train")
-    packing.pack(source, tmp_path / "packed" / "train", packing.Recipe(shard_bytes=100))
+    packing.pack(source, tmp_path / "packed" / "train", packing.PackingOptions(shard_bytes=100))
     return tmp_path
 
 
@@ -97,7 +97,7 @@ def test_packing_from_a_file_system_that_answers_eio(folder, kind, tmp_path):
         rf"{path}.* \(example {BAD}\) cannot be read: .*Input/output error; what is packed is safe: run the same line"
     )
     with pytest.raises(UsageError, match=said):
-        packing.pack(source, tmp_path / "out", packing.Recipe(shard_bytes=100, quality=0))
+        packing.pack(source, tmp_path / "out", packing.PackingOptions(shard_bytes=100, quality=0))
 
 
 def test_checking_on_a_file_system_that_answers_eio_names_the_file_and_goes_on(folder):

@@ -32,7 +32,7 @@ from jaxmpi.functions.commands import perform
 from jaxmpi.functions.lifecycle import how_many, team
 from jaxmpi.functions.transport import OutOfStep
 from jaxmpi.functions.variable import Variable
-from jaxmpi.functions.worker_group import ForkedGroup, Order, ProcessGroup
+from jaxmpi.functions.worker_group import Command, ForkedGroup, ProcessGroup
 from jaxmpi.observe import report
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
@@ -186,7 +186,7 @@ def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
     def prepare():
         if fault:
             raise fault
-        return Order("put", {"name": "put", "ranks": [], "says": []})
+        return Command("put", {"name": "put", "ranks": [], "says": []})
 
     ours = alone(Unanswered())
     with pytest.raises(OutOfStep, match="the reports did not come together"):
@@ -205,7 +205,7 @@ def test_no_worker_is_told_before_the_parcels_of_all_are_there():
     ours = alone(line, is_serial=True)
     ours.dropped.append(7)
     with pytest.raises(MemoryError, match="the share of worker 2"):
-        perform(ours, "put", lambda: Order("put", {}, arrays_for=arrays_for))
+        perform(ours, "put", lambda: Command("put", {}, arrays_for=arrays_for))
     ours.check_usable()
     assert (line.told, ours.dropped) == ([], [7])
 
@@ -214,7 +214,7 @@ def test_an_order_that_not_all_workers_have_heard_is_the_last():
     line = Unanswered(cannot_send=2)
     ours = alone(line, is_serial=True)
     with pytest.raises(ValueError, match="cannot send to worker 2"):
-        perform(ours, "put", lambda: Order("put", {}, arrays_for=lambda rank: [np.full(2, rank)]))
+        perform(ours, "put", lambda: Command("put", {}, arrays_for=lambda rank: [np.full(2, rank)]))
     assert line.told == [(1, [[1, 1]])]
     with pytest.raises(jaxmpi.UsageError, match="no longer in step: cannot send to worker 2"):
         ours.check_usable()

@@ -26,7 +26,7 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import create
 from jaxmpi.recover import decisions, replica_check, signals
-from jaxmpi.recover.decisions import Failure, Recovery, RollBack, StepConsensus
+from jaxmpi.recover.decisions import NonFiniteStep, Recovery, RollBack, StepConsensus
 from jaxmpi.runtime import fault_injection, interrupts
 from launching import ROOT
 
@@ -53,9 +53,9 @@ class Ranks(SoloProcesses):
     ("bad", "expected"),
     [
         ({}, None),
-        ({2: 0}, Failure(7, 2, "loss")),
-        ({1: 1, 3: 0}, Failure(7, 1, "gradient of params/a")),
-        ({5: 2}, Failure(7, 5, "gradient of params/b")),
+        ({2: 0}, NonFiniteStep(7, 2, "loss")),
+        ({1: 1, 3: 0}, NonFiniteStep(7, 1, "gradient of params/a")),
+        ({5: 2}, NonFiniteStep(7, 5, "gradient of params/b")),
     ],
 )
 def test_all_ranks_come_to_the_lowest_worker_and_its_leaf(bad, expected):
@@ -89,7 +89,7 @@ def test_a_signal_is_a_vote_of_all():
 
 
 def test_recoveries():
-    failure = Failure(4, 1, "loss")
+    failure = NonFiniteStep(4, 1, "loss")
     with pytest.raises(AgreedError, match="the loss of worker 1 is not finite at step 4; mend it"):
         Recovery("stop", 9).of(failure, "mend it")
     assert Recovery("skip", 1).of(failure, "").endswith("at step 4: skipped")
@@ -279,12 +279,12 @@ def test_wrong_faults(text, message):
 
 
 def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(fault_injection, "_ordered", None)
+    monkeypatch.setattr(fault_injection, "_requested", None)
     state = create({"w": jnp.ones(2)}, {}, {}, seed=0, worker=0)
     batch = {"weight": np.ones(3, np.float32)}
     seen = []
     for _ in range(2):  # two starts
-        fault_injection.order(["nan:step=2,times=2", "nan:rank=1"], 2, [0], tmp_path)
+        fault_injection.request(["nan:step=2,times=2", "nan:rank=1"], 2, [0], tmp_path)
         for step in range(1, 4):
             _, got = fault_injection.reach("step", step, (state, batch))
             seen.append(bool(np.isinf(got["weight"]).any()))
@@ -296,20 +296,20 @@ def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_
     with pytest.raises(UsageError, match="step: got 301; no worker comes beyond step 300"):
         fault_injection.parse("nan:step=301", 4, last_step=300)
     assert fault_injection.parse("nan:step=300", 4, last_step=300).step == 300
-    monkeypatch.setattr(fault_injection, "_ordered", None)
+    monkeypatch.setattr(fault_injection, "_requested", None)
     assert fault_injection.missed() == []
     orders = (["slow:step=2,seconds=0", "slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"], 2, [0], tmp_path)
-    fault_injection.order(*orders)
+    fault_injection.request(*orders)
     for step in range(1, 4):
         fault_injection.reach("step", step)
     assert fault_injection.missed() == ["slow:step=4,seconds=0"]
-    fault_injection.order(*orders)  # another start remembers
+    fault_injection.request(*orders)  # another start remembers
     assert fault_injection.missed() == ["slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"]
 
 
 def test_one_bit_flips(tmp_path, monkeypatch):
-    monkeypatch.setattr(fault_injection, "_ordered", None)
-    fault_injection.order(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
+    monkeypatch.setattr(fault_injection, "_requested", None)
+    fault_injection.request(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
     state = create({"a": jnp.ones(2), "b": jnp.ones((2, 2))}, {}, {}, seed=0, worker=0)
     changed, _ = fault_injection.reach("step", 1, (state, {}))
     assert changed.params["b"].tolist() == [[-1, 1], [1, 1]]
@@ -317,8 +317,8 @@ def test_one_bit_flips(tmp_path, monkeypatch):
 
 
 def test_a_disk_without_room_is_refused_by_the_fault_that_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(fault_injection, "_ordered", None)
-    fault_injection.order(["disk_full"], 1, [0], tmp_path)
+    monkeypatch.setattr(fault_injection, "_requested", None)
+    fault_injection.request(["disk_full"], 1, [0], tmp_path)
     with pytest.raises(OSError, match="No space left on device"):
         fault_injection.reach("save", 1)
 
@@ -327,7 +327,7 @@ def test_a_disk_without_room_is_refused_by_the_fault_that_says_so(tmp_path, monk
 
 
 def kept(workers, scaled_for, batch):
-    return run_directory.Stored(workers, scaled_for, batch, {})
+    return run_directory.StoredSettings(workers, scaled_for, batch, {})
 
 
 @pytest.mark.parametrize(

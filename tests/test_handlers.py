@@ -339,7 +339,7 @@ def test_a_name_is_taken_once(python):
 
 def test_a_smaller_call_frame_is_refused():
     with pytest.raises(UsageError, match=r"XLA's call frame has 8 bytes, expected 168 or more"):
-        host_callbacks._handle(host_callbacks.Frame(struct_size=8, stage=host_callbacks.EXECUTE), print)
+        host_callbacks._handle(host_callbacks.FfiCallFrame(struct_size=8, stage=host_callbacks.EXECUTE), print)
 
 
 SCRIPT = """

@@ -25,7 +25,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
 from jaxmpi.data.loader_pool import python_line
-from jaxmpi.data.loader_worker import HERE, Answer, Failure, Make
+from jaxmpi.data.loader_worker import HERE, LoaderAnswer, Make, RowFailure
 from jaxmpi.data.loader_worker import words as words_of
 from jaxmpi.data.ring_buffer import SharedPickle
 from jaxmpi.input_pipeline import mpi_loaders
@@ -604,9 +604,9 @@ def test_the_papers_words():
     again = mpi_loaders.make_of(3, words)
     assert (again[:-1], again.indices.tolist()) == (make[:-1], [5, 9])
     assert (mpi_loaders.mode_words(3, True), mpi_loaders.mode_words(4, False)) == (b"train 3", b"val 4")
-    assert words_of(Answer(17, [])) == b"copy_finished 17"
-    assert mpi_loaders.answer_of(b"copy_finished 17") == Answer(17, [])
-    failed = mpi_loaders.answer_of(words_of(Answer(18, [Failure(2, KeyError("x"))])))
+    assert words_of(LoaderAnswer(17, [])) == b"copy_finished 17"
+    assert mpi_loaders.answer_of(b"copy_finished 17") == LoaderAnswer(17, [])
+    failed = mpi_loaders.answer_of(words_of(LoaderAnswer(18, [RowFailure(2, KeyError("x"))])))
     assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
 
 

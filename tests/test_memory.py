@@ -30,7 +30,7 @@ from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded
 from jaxmpi.trainer import build, forecast
-from jaxmpi.trainer.memory import DEALT_ARRAYS, Held, check_fits, held, is_short, with_activations
+from jaxmpi.trainer.memory import DEALT_ARRAYS, WorkerMemory, check_fits, held, is_short, with_activations
 from launching import mpirun, run, train_here
 from test_comm_xla import EXPERIMENT
 
@@ -204,7 +204,7 @@ def test_a_state_that_goes_to_its_device_is_there_once_and_a_tensor_twice():
 
 # ---------------------------------------------------------------- what fits
 
-HELD = Held(
+HELD = WorkerMemory(
     params=100 * MB,
     model_state=0,
     moments=200 * MB,
@@ -334,7 +334,7 @@ def workers(size: int) -> Workers:
     return Workers(AxisComm("w", size), SoloProcesses(), (0,), None)
 
 
-def refusal(of: Held, here: int, free_mb: int, batch: int = 32) -> str:
+def refusal(of: WorkerMemory, here: int, free_mb: int, batch: int = 32) -> str:
     with pytest.raises(UsageError) as error:
         check_fits(of, here, batch, free_mb * MB)
     return str(error.value)
@@ -374,7 +374,7 @@ def test_slices_of_fewer_workers_are_larger():
     assert (two.moments, two.gradients, two.exchange, two.activations) == (100 * MB, 50 * MB, 50 * MB, 840 * MB)
 
 
-def planned(size: int, **change: object) -> Held:
+def planned(size: int, **change: object) -> WorkerMemory:
     """The memory of digits, unsharded, on one host, with Adam if no other optimizer is named."""
     asked = dataclasses.replace(DIGITS, **{"optim": Optim("adam"), "effective_batch": 32, **change})
     plan, several = build.make_plan(asked, workers(size)), workers(size)

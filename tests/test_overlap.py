@@ -41,8 +41,8 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     thread._waited = polling.WaitClock()
     control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
     control.roll = SimpleNamespace(where=lambda ranks: "")
-    job = comm_thread.Job("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
-    thread._segments = [comm_thread.Segment(job, iter(()), [SimpleNamespace()])]
+    pending = comm_thread.PendingExchange("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
+    thread._segments = [comm_thread.BucketSegment(pending, iter(()), [SimpleNamespace()])]
     monkeypatch.setattr(comm_thread, "some_are_complete", lambda requests: False)
     for _ in range(2):
         now_s += 2 * comm_thread.TIMEOUT_S
@@ -277,7 +277,7 @@ def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
         "state = late.init(jnp.zeros(2_000_000))\n"
         "_, state = jax.jit(late.update)(jnp.ones(2_000_000), state)\n"
         "jax.block_until_ready(state)\n"
-        "assert comm_thread.jobs\n"
+        "assert comm_thread.unclaimed\n"
         "spin = lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x)\n"
         "step = jax.jit(lambda x: overlap.exchange(spin(x)))\n"
         "last = step(jnp.ones((500, 500)) / 500)\n"

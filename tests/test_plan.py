@@ -253,8 +253,8 @@ def decided(
     among: tuple[str, ...] = (),
 ) -> autotune.Verdict:
     """The verdict on a probe."""
-    task = autotune.Task(tuple(sizes), autotune.allowed_wires(asked), among)
-    return autotune.decide(known, task, asked, buckets, 1.0)
+    request = autotune.AutotuneRequest(tuple(sizes), autotune.allowed_wires(asked), among)
+    return autotune.decide(known, request, asked, buckets, 1.0)
 
 
 def test_the_fastest_as_measured_is_taken_unless_the_gain_is_small():
@@ -294,11 +294,11 @@ def test_bigger_buckets_where_messages_are_dear():
 def test_what_is_measured_next():
     """The baseline, then the most promising of every wire, a few in all; at the other length only if there is time."""
     known = autotune.Probe(CARDS, {})
-    assert autotune.next_to_measure(known, autotune.Task((10**6,)), True) == (
+    assert autotune.next_to_measure(known, autotune.AutotuneRequest((10**6,)), True) == (
         "asa:32",
         autotune.lengths_for(CARDS, "asa:32")[1],
     )
-    assert autotune.next_to_measure(known, autotune.Task((10**2,)), True) == (
+    assert autotune.next_to_measure(known, autotune.AutotuneRequest((10**2,)), True) == (
         "asa:32",
         autotune.lengths_for(CARDS, "asa:32")[0],
     )
@@ -323,7 +323,7 @@ def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
 def test_a_probe_for_a_scalar_gets_candidates_of_its_own_for_long_vectors():
     """Only the strategies that were timed for the scalar would be in the choice for 4 MB otherwise."""
     cards = CARDS._replace(between=Link(1e-3, 4e-8))
-    scalar, long = autotune.Task((1,)), autotune.Task((10**6,))
+    scalar, long = autotune.AutotuneRequest((1,)), autotune.AutotuneRequest((10**6,))
     for_scalar = autotune.shortlist(autotune.Probe(cards, {}), scalar)
     known = autotune.Probe(
         cards, {each: dict.fromkeys(autotune.lengths_for(cards, each), 1.0) for each in for_scalar}, (1,)
@@ -338,7 +338,7 @@ def test_what_cannot_be_measured_is_left_out():
     """Such as shm, if a container's shared memory is small."""
     host = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-11)
     known = autotune.Probe(host, {"shm:32": {}})
-    assert "shm:32" in autotune.shortlist(known, autotune.Task((10**6,)))
+    assert "shm:32" in autotune.shortlist(known, autotune.AutotuneRequest((10**6,)))
     assert "shm:32" not in all_measured(known, ("32",), False)
     assert decided(known).strategy != "shm:32"
     assert autotune.from_json(json.loads(json.dumps(autotune.as_json(known)))) == known
@@ -347,7 +347,7 @@ def test_what_cannot_be_measured_is_left_out():
 def all_measured(known: autotune.Probe, wires: tuple[str, ...], time_is_up: bool) -> list[str]:
     """What is measured, one after another, as if every strategy took what its formula says."""
     order = []
-    while following := autotune.next_to_measure(known, autotune.Task((10**6,), wires), time_is_up):
+    while following := autotune.next_to_measure(known, autotune.AutotuneRequest((10**6,), wires), time_is_up):
         name, n = following
         assert n % known.net.workers == 0
         known.seconds.setdefault(name, {})[n] = cost_model.predict(known.net, n, name)

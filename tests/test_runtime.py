@@ -324,13 +324,13 @@ def test_last_words_that_nobody_reads_hold_nobody_up():
 SLOW_END = """
 import os, threading, time
 from jaxmpi.runtime import failures
-from jaxmpi.runtime.failures import Job
+from jaxmpi.runtime.failures import JobControl
 ending = threading.Event()
 def abort(code):
     ending.set()
     time.sleep(0.5)
     os._exit(code)
-failures.install_hooks(Job(0, 2, abort, lambda patience_s: True))
+failures.install_hooks(JobControl(0, 2, abort, lambda patience_s: True))
 threading.Thread(target=lambda: 1 / 0, daemon=True).start()
 ending.wait()
 """

@@ -13,13 +13,15 @@ import threading
 
 import pytest
 
-from jaxmpi.observe.terminal import Panel, Plain, Progress, Silent, decimals, left, open_terminal, sparkline
+from jaxmpi.observe.terminal import Panel, Plain, ProgressLine, Silent, decimals, left, open_terminal, sparkline
 from jaxmpi.runtime import job_folder
 from jaxmpi.runtime.screen import columns_of
 from launching import ROOT, mpirun_line
 
 SHARES = {"data": 0.1, "transfer": 0.0, "compute": 0.6, "exchange": 0.2, "sync": 0.07, "other": 0.03}
-NOW = Progress(30, 120, 1.25, 0.4321, 1234.5, 0.02, 60.0, 0, SHARES, "rank 3 on a-host-with-a-rather-long-name", True)
+NOW = ProgressLine(
+    30, 120, 1.25, 0.4321, 1234.5, 0.02, 60.0, 0, SHARES, "rank 3 on a-host-with-a-rather-long-name", True
+)
 
 
 def test_a_line_has_all_of_it():

@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
     why: str  # one line
 
 
-class Task(NamedTuple):
+class AutotuneRequest(NamedTuple):
     """The exchange to choose for, and the strategies that may be used."""
 
     sizes: tuple[int, ...]  # floats of every leaf
@@ -152,34 +152,34 @@ def choose(
     if not isinstance(comm, MpiComm):
         reason = "one worker: nothing travels" if comm.size == 1 else "no MPI ranks, so nothing is probed"
         return Verdict(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
-    task = Task(tuple(int(n) for n in sizes), wires, tuple(among))
+    request = AutotuneRequest(tuple(int(n) for n in sizes), wires, tuple(among))
     comm.assert_same(
-        fingerprint("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": task.sizes, "among": among})
+        fingerprint("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": request.sizes, "among": among})
     )
     buckets = BUCKETS if bucket_bytes == BUCKETS[0] else (bucket_bytes,)
     begin = time.perf_counter()
-    known = probe(comm, task, held.get(comm) if held else None)
+    known = probe(comm, request, held.get(comm) if held else None)
     if held is not None:
         held[comm] = known
     took_s = time.perf_counter() - begin
-    return Verdict(*from_rank_0(comm.processes, lambda: decide(known, task, asked, buckets, took_s)))
+    return Verdict(*from_rank_0(comm.processes, lambda: decide(known, request, asked, buckets, took_s)))
 
 
-def probe(comm: MpiComm, task: Task, known: Probe | None = None) -> Probe:
-    """The known or saved probe of these hosts, with what is missing for this task measured; the same on all ranks.
+def probe(comm: MpiComm, request: AutotuneRequest, known: Probe | None = None) -> Probe:
+    """The known or saved probe of these hosts, with what is missing for this request measured; the same on all ranks.
 
     Communicates: it is a measurement of a few seconds, unless nothing is missing.
     """
     key = identity(comm)
     if known is None and (saved := from_rank_0(comm.processes, lambda: as_json(read(key)))):
         known = from_json(saved)
-    return measured(comm, known, key, task)
+    return measured(comm, known, key, request)
 
 
-def decide(probe: Probe, task: Task, asked: str, buckets: Sequence[int | None], took_s: float) -> Verdict:
+def decide(probe: Probe, request: AutotuneRequest, asked: str, buckets: Sequence[int | None], took_s: float) -> Verdict:
     """The best of what was measured."""
-    net, fits, sizes = probe.net, probe.fits(), task.sizes
-    names = [name for name in task.strategies(net) if name in fits]
+    net, fits, sizes = probe.net, probe.fits(), request.sizes
+    names = [name for name in request.strategies(net) if name in fits]
     seconds = {name: step_seconds(net, sizes, name, buckets[0], fits) for name in names}
     fastest, *others = sorted(seconds, key=seconds.__getitem__)
     first = fastest if seconds[fastest] < (1 - MARGIN) * seconds.get(BASELINE, math.inf) else BASELINE
@@ -238,22 +238,22 @@ def can_overlap(net: Net, n: float, strategy: str) -> bool:
 # ---------------------------------------------------------------- measuring
 
 
-def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], task: Task) -> Probe:
-    """The probe with the best candidates for this task measured; what is new is saved.
+def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], request: AutotuneRequest) -> Probe:
+    """The probe with the best candidates for this request measured; what is new is saved.
 
     If these leaves' size class is known, only what cannot be missed is added: the next run shall choose as this one
     does. A probe for a scalar has not timed the strategies for long vectors, so another class has its own candidates.
     """
-    is_known = probe is not None and probe.knows(task.sizes)
+    is_known = probe is not None and probe.knows(request.sizes)
     control, end = comm.processes, time.perf_counter() + (0.0 if is_known else BUDGET_S)
     known = probe or Probe(measure_net(comm), {})
     prices = known.net.codec_s_per_float
-    codecs = {wire: codec_seconds(comm, known.net, wire) for wire in task.wires if wire not in prices}
+    codecs = {wire: codec_seconds(comm, known.net, wire) for wire in request.wires if wire not in prices}
     known = known._replace(net=known.net._replace(codec_s_per_float={**prices, **codecs}))
     count = sum(map(len, known.seconds.values()))
     while True:
         late = time.perf_counter() > end
-        following = from_rank_0(control, lambda late=late: next_to_measure(known, task, late))
+        following = from_rank_0(control, lambda late=late: next_to_measure(known, request, late))
         if following is None:
             break
         name, n = following
@@ -263,42 +263,42 @@ def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], task: Task
         except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
             times.clear()
     if not is_known:
-        known = known._replace(classes=(*known.classes, size_class(task.sizes)))
+        known = known._replace(classes=(*known.classes, size_class(request.sizes)))
     if control.rank == 0 and (codecs or not is_known or sum(map(len, known.seconds.values())) > count):
         save(key, known)
     return known
 
 
-def next_to_measure(probe: Probe, task: Task, time_is_up: bool) -> tuple[str, int] | None:
+def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) -> tuple[str, int] | None:
     """A strategy and a number of floats; None if all that count are measured, or there is no time.
 
     All strategies at the length that says more about these leaves come first, then all at the other. The baseline and
     the first of every wire are measured in any case.
     """
-    names = [name for name in shortlist(probe, task) if probe.seconds.get(name) != {}]
+    names = [name for name in shortlist(probe, request) if probe.seconds.get(name) != {}]
     lengths = {name: lengths_for(probe.net, name) for name in names}
-    is_short = max(task.sizes, default=0) < 4 * short_for(probe.net)
+    is_short = max(request.sizes, default=0) < 4 * short_for(probe.net)
     for turn in (0, 1):
         for place, name in enumerate(names):
             n = lengths[name][turn if is_short else 1 - turn]
-            is_needed = turn == 0 and place <= len(task.wires) and name not in probe.seconds
+            is_needed = turn == 0 and place <= len(request.wires) and name not in probe.seconds
             if n not in probe.seconds.get(name, {}) and (is_needed or not time_is_up):
                 return name, n
     return None
 
 
-def shortlist(probe: Probe, task: Task) -> list[str]:
+def shortlist(probe: Probe, request: AutotuneRequest) -> list[str]:
     """Strategies worth a measurement: of every wire the most promising, a few in all.
 
     The baseline comes first, then the first of every wire, then the second of every wire. If the leaves' size class is
     known, what is measured already goes before the rest of its wire.
     """
-    settled = probe.seconds if probe.knows(task.sizes) else {}
-    seconds = {name: step_seconds(probe.net, task.sizes, name, BUCKETS[0]) for name in task.strategies(probe.net)}
+    settled = probe.seconds if probe.knows(request.sizes) else {}
+    seconds = {name: step_seconds(probe.net, request.sizes, name, BUCKETS[0]) for name in request.strategies(probe.net)}
     hopeless = HOPELESS * min(seconds.values())
     ordered = sorted(seconds, key=lambda name: (name not in settled, seconds[name]))
     hopeful = [name for name in ordered if name in settled or seconds[name] <= hopeless]
-    of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in task.wires]
+    of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in request.wires]
     rows = itertools.zip_longest(*of_wires)
     return list(dict.fromkeys([BASELINE, *(name for row in rows for name in row if name)]))
 

@@ -9,24 +9,16 @@ without, and so are the bits of the sums (docs/decisions/0008).
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.core.pytrees import PyTree
 
 # ---------------------------------------------------------------- in which order gradients come to exist
-
-
-class Host(Protocol):
-    """The control plane between the ranks of a host, as far as it is needed here."""
-
-    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """The value that the first rank of this host makes, on all its ranks."""
-        ...
 
 
 class Order:
@@ -56,7 +48,7 @@ class Order:
 
         return noted
 
-    def shared(self, function: Callable, host: Host) -> Callable:
+    def shared(self, function: Callable, host: HostProcesses) -> Callable:
         """The same compiled function; after its first call all ranks of the host know the order its first rank found.
 
         Communicates: the order, once, inside the host.

@@ -41,7 +41,7 @@ PATIENT_S = 0.5  # without a message before a rank looks whether another has giv
 
 
 @dataclass(eq=False)
-class Job:
+class PendingExchange:
     """A bucket on its way."""
 
     label: str
@@ -63,13 +63,13 @@ class Opening:
 
     what: str
     is_agreed: bool = False
-    held: list[Job] = field(default_factory=list)  # buckets that are ready, and wait for the comparison
+    held: list[PendingExchange] = field(default_factory=list)  # buckets that are ready, and wait for the comparison
 
 
-class Segment(NamedTuple):
+class BucketSegment(NamedTuple):
     """Part of a bucket, and what it waits for."""
 
-    job: Job
+    pending: PendingExchange
     sum: Iterator[Requests]
     requests: Requests
 
@@ -87,12 +87,12 @@ class CommThread:
 
     def __init__(self) -> None:
         """Start the thread; each process has one."""
-        self.jobs: dict[tuple[int, ...], Job] = {}  # that nobody has waited for yet
+        self.unclaimed: dict[tuple[int, ...], PendingExchange] = {}  # that nobody has waited for yet
         self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
-        self._arrived: deque[Job] = deque()
-        self._begun: dict[Job, None] = {}  # and not yet summed
+        self._arrived: deque[PendingExchange] = deque()
+        self._begun: dict[PendingExchange, None] = {}  # and not yet summed
         self._turn = 0  # the least of theirs
-        self._segments: list[Segment] = []
+        self._segments: list[BucketSegment] = []
         self._wake = threading.Condition()
         self._is_ending = self._is_waited_for = False
         self._waited = WaitClock()  # since the last message came or went
@@ -112,22 +112,22 @@ class CommThread:
 
     # ------------------------------------------------------------ called by handlers
 
-    def hand_over(self, job: Job) -> None:
-        """Have the thread begin a job."""
+    def hand_over(self, pending: PendingExchange) -> None:
+        """Have the thread begin an exchange."""
         with self._wake:
-            self._arrived.append(job)
+            self._arrived.append(pending)
             self._wake.notify()
 
-    def wait(self, key: tuple[int, ...]) -> Job:
-        """The job of that key, once it is done; it is forgotten."""
-        job = self.jobs.pop(key)
-        self.note("wait", job.label)
+    def wait(self, key: tuple[int, ...]) -> PendingExchange:
+        """The exchange of that key, once it is done; it is forgotten."""
+        pending = self.unclaimed.pop(key)
+        self.note("wait", pending.label)
         self._is_waited_for = True
-        with spans.span("wait", job.label):
-            job.summed.wait()
+        with spans.span("wait", pending.label):
+            pending.summed.wait()
         self._is_waited_for = False
-        self.note("done", job.label)
-        return job
+        self.note("done", pending.label)
+        return pending
 
     def note(self, what: str, label: str = "") -> None:
         """Keep an event."""
@@ -150,41 +150,41 @@ class CommThread:
                 self._wake.wait()
                 self._waited.restart()
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
-        for job in arrived:
-            if job.opening is None or job.opening.is_agreed:
-                self.begin(job)
+        for pending in arrived:
+            if pending.opening is None or pending.opening.is_agreed:
+                self.begin(pending)
             else:
-                job.opening.held.append(job)
+                pending.opening.held.append(pending)
         return bool(self._segments or not self._is_ending)
 
-    def begin(self, job: Job) -> None:
-        """Have up to WINDOW segments of a job under way if it is its turn; it is summed if none is left."""
-        if job.summed.is_set():
+    def begin(self, pending: PendingExchange) -> None:
+        """Have up to WINDOW segments of an exchange under way if it is its turn; it is summed if none is left."""
+        if pending.summed.is_set():
             return
-        self._begun[job] = None
+        self._begun[pending] = None
         self._turn = min(other.turn for other in self._begun)
-        while job.turn == self._turn and job.under_way < WINDOW and not job.has_all:
-            segment = next(job.waiting, None)
-            job.has_all = segment is None
+        while pending.turn == self._turn and pending.under_way < WINDOW and not pending.has_all:
+            segment = next(pending.waiting, None)
+            pending.has_all = segment is None
             if segment is not None:
-                job.under_way += 1
-                self._resume(job, segment)
-        if job.has_all and job.under_way == 0:
-            del self._begun[job]
-            self.note("summed", job.label)
-            spans.note("travel", job.label, job.start_s, time.perf_counter())
-            job.summed.set()
-            if self._begun and job.turn < min(other.turn for other in self._begun):
+                pending.under_way += 1
+                self._resume(pending, segment)
+        if pending.has_all and pending.under_way == 0:
+            del self._begun[pending]
+            self.note("summed", pending.label)
+            spans.note("travel", pending.label, pending.start_s, time.perf_counter())
+            pending.summed.set()
+            if self._begun and pending.turn < min(other.turn for other in self._begun):
                 for other in list(self._begun):
                     self.begin(other)
 
-    def _resume(self, job: Job, segment: Iterator[Requests]) -> None:
+    def _resume(self, pending: PendingExchange, segment: Iterator[Requests]) -> None:
         """Go on with a segment, whose messages have come, to its next messages or its end."""
         requests = next(segment, None)
         if requests is not None:
-            self._segments.append(Segment(job, segment, requests))
+            self._segments.append(BucketSegment(pending, segment, requests))
         else:
-            job.under_way -= 1
+            pending.under_way -= 1
 
     def _poll(self) -> bool:
         """Look once at all messages; go on with the segments that have theirs. False if nothing has come."""
@@ -195,9 +195,9 @@ class CommThread:
         ready = [s for s in self._segments if not any(s.requests)]
         self._segments = [s for s in self._segments if any(s.requests)]
         for segment in ready:
-            self._resume(segment.job, segment.sum)
-        for job in dict.fromkeys(s.job for s in ready):
-            self.begin(job)
+            self._resume(segment.pending, segment.sum)
+        for pending in dict.fromkeys(s.pending for s in ready):
+            self.begin(pending)
         return True
 
     def _check_time(self) -> None:
@@ -209,15 +209,15 @@ class CommThread:
         waited_s = self._waited.look()
         if waited_s <= PATIENT_S:
             return
-        for job in dict.fromkeys(segment.job for segment in self._segments):
-            if job.control and (waited_s > TIMEOUT_S or job.control.is_asked()):
-                late = job.control.in_job(job.control.late())
+        for pending in dict.fromkeys(segment.pending for segment in self._segments):
+            if pending.control and (waited_s > TIMEOUT_S or pending.control.is_asked()):
+                late = pending.control.in_job(pending.control.late())
                 raise TrainingError(
-                    f"{job.label} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange "
-                    f"as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time){job.control.roll.where(late)}"
+                    f"{pending.label} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange "
+                    f"as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time){pending.control.roll.where(late)}"
                 )
-            if job.lost and waited_s > TIMEOUT_S:
-                raise job.lost()
+            if pending.lost and waited_s > TIMEOUT_S:
+                raise pending.lost()
 
 
 def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.allreduce.algorithms.table import HostSum
-from jaxmpi.allreduce.comm_thread import THREAD, Job, Opening, comm_thread, same_calls
+from jaxmpi.allreduce.comm_thread import THREAD, Opening, PendingExchange, comm_thread, same_calls
 from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.control import MpiProcesses
@@ -74,7 +74,9 @@ class ExchangeHandlers:
             opening = Opening(what)
             self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
             steps = iter([self._compared(opening)])
-            self.thread.hand_over(Job(f"the comparison of {what}", np.empty(0), steps, control=self.control))
+            self.thread.hand_over(
+                PendingExchange(f"the comparison of {what}", np.empty(0), steps, control=self.control)
+            )
         if plan not in self._agreed:
             self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
             self._agreed.add(plan)
@@ -98,13 +100,13 @@ class ExchangeHandlers:
     def _done(self, operands: list, results: list, first: int, is_copied: int = 0) -> None:
         """([bucket,] ticket, what must be there before) -> (sum, ticket); waits."""
         ticket = operands[1 - is_copied]
-        job = self.thread.wait((int(ticket), first))
+        pending = self.thread.wait((int(ticket), first))
         if is_copied:
-            np.copyto(results[0], job.bucket)
+            np.copyto(results[0], pending.bucket)
         else:
-            moved = job.bucket.ctypes.data != operands[0].ctypes.data
+            moved = pending.bucket.ctypes.data != operands[0].ctypes.data
             advice = "use --exchange.overlap off, and report this"
-            check(not moved, f"XLA has moved {job.label} while it travelled; {advice}")
+            check(not moved, f"XLA has moved {pending.label} while it travelled; {advice}")
             copy_unless_shared(operands[0], results[0])
         results[1][...] = ticket
 
@@ -122,7 +124,7 @@ class ExchangeHandlers:
         """
         x, number, ticket = operands[:3]
         key = late, int(number), bucket["first"]
-        if key not in self.thread.jobs:
+        if key not in self.thread.unclaimed:
             part = operands[3:4] if x.size < results[0].size else []
             self._carry(key, placed(x, self.comm.size, *part), int(ticket) + again, **bucket)
         np.copyto(results[0], self.thread.wait(key).bucket)
@@ -142,17 +144,17 @@ class ExchangeHandlers:
         total = HostSum.named(strategy, self.comm, half)
         tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
         opening, steps = self._openings.get(number), total.of(x, tags)
-        job = self.thread.jobs[key] = Job(label, x, steps, opening, self.control, turn=turn)
+        pending = self.thread.unclaimed[key] = PendingExchange(label, x, steps, opening, self.control, turn=turn)
         self.thread.note("start", label)
-        self.thread.hand_over(job)
+        self.thread.hand_over(pending)
 
     def _compared(self, opening: Opening) -> Iterator[Requests]:
         """Compare over ranks which exchange each has come to; then buckets that are held begin."""
         yield from same_calls(self._openings_comm, self.control, opening.what)
         opening.is_agreed = True
-        held, opening.held = opening.held, []  # openings are kept for a while, and jobs hold gradients
-        for job in held:
-            self.thread.begin(job)
+        held, opening.held = opening.held, []  # openings are kept for a while, and exchanges hold gradients
+        for pending in held:
+            self.thread.begin(pending)
 
 
 def placed(x: np.ndarray, parts: int, part: np.ndarray | None = None) -> np.ndarray:

@@ -23,7 +23,7 @@ NOT_MAPPED = (
 )
 
 
-class Exchange(Protocol):
+class LinearExchange(Protocol):
     """A linear exchange of leaves, hashable."""
 
     @property
@@ -45,24 +45,24 @@ _exchange_p.multiple_results = True
 
 
 @_exchange_p.def_effectful_abstract_eval
-def _abstract(*leaves: Any, exchange: Exchange) -> tuple[list, set]:
+def _abstract(*leaves: Any, exchange: LinearExchange) -> tuple[list, set]:
     assert isinstance(exchange.comm, MpiComm)
     return [ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves], {exchange.comm.effect}
 
 
 @_exchange_p.def_impl
-def _now(*leaves: jax.Array, exchange: Exchange) -> list[jax.Array]:
+def _now(*leaves: jax.Array, exchange: LinearExchange) -> list[jax.Array]:
     return exchange.of(list(leaves))
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, exchange: Exchange) -> Sequence[Any]:
+def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, exchange: LinearExchange) -> Sequence[Any]:
     return mlir.lower_fun(lambda *arrays: exchange.of(list(arrays)))(ctx, *leaves)
 
 
 mlir.register_lowering(_exchange_p, _lower, cacheable=False)
 
 
-def _along(tangents: Sequence[Any], exchange: Exchange) -> list:
+def _along(tangents: Sequence[Any], exchange: LinearExchange) -> list:
     """The exchange of tangents or cotangents."""
     return _exchange_p.bind(*map(ad.instantiate_zeros, tangents), exchange=exchange)
 
@@ -79,7 +79,7 @@ ad.primitive_transposes[_exchange_p] = lambda cotangents, *leaves, exchange: _al
 batching.primitive_batchers[_exchange_p] = _refuse_to_map
 
 
-def differentiable(exchange: Exchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
+def differentiable(exchange: LinearExchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
     """`run(leaves)`, with the derivative of an exchange; `run` itself sees nothing to differentiate.
 
     Integers have none.
@@ -92,7 +92,7 @@ def differentiable(exchange: Exchange, leaves: list[jax.Array], run: Callable[[l
     return results
 
 
-def _take_results(exchange: Exchange, leaves: list[jax.Array], results: list[jax.Array]) -> list[jax.Array]:
+def _take_results(exchange: LinearExchange, leaves: list[jax.Array], results: list[jax.Array]) -> list[jax.Array]:
     """The results, whose derivative goes by the leaves."""
     return results
 
@@ -101,7 +101,7 @@ _with_tangents = jax.custom_jvp(_take_results, nondiff_argnums=(0,))
 
 
 @_with_tangents.defjvp
-def _tangents(exchange: Exchange, primals: tuple, tangents: tuple) -> tuple[list, list]:
+def _tangents(exchange: LinearExchange, primals: tuple, tangents: tuple) -> tuple[list, list]:
     is_over_mpi = isinstance(exchange.comm, MpiComm)
     along = _along(tangents[0], exchange) if is_over_mpi else exchange.in_f32(tangents[0])
     return primals[1], [t.astype(jnp.result_type(y)) for t, y in zip(along, primals[1], strict=True)]

@@ -128,7 +128,7 @@ class Fill(NamedTuple):
     number: Any  # with which it is filled
 
 
-class Part(NamedTuple):
+class JaxprPart(NamedTuple):
     """Equations up to a bucket's last gradient, or behind all of them."""
 
     program: Jaxpr
@@ -136,7 +136,7 @@ class Part(NamedTuple):
     fills: list[Fill]  # large constants that the next part uses first
 
 
-def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[Part]:
+def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[JaxprPart]:
     """A program whose first `count` results are gradients, cut behind each bucket, and what is left."""
     equations, last = program.eqns, len(buckets)
     gradients = set(variables(program.outvars[:count]))
@@ -181,7 +181,7 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
         needed = {var: None for equation in own for var in variables(equation.invars) if var not in inside}
         kept = [var for var in inside if var in gradients or max(used.get(var, [-1])) > k]
         piece = program.replace(constvars=[], invars=[*needed], outvars=kept, eqns=own)
-        cut.append(Part(piece, [var for var in used if goes_through(var, k)], fills[k]))
+        cut.append(JaxprPart(piece, [var for var in used if goes_through(var, k)], fills[k]))
     return cut
 
 

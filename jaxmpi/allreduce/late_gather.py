@@ -39,7 +39,7 @@ class UnderWay(NamedTuple):
     number: jax.Array  # u32[]: under which whole params travel; if nothing does, they are sent again
 
 
-class Held(Entries):
+class SlicedEntries(Entries):
     """The cut of trees of which a worker has its slices only."""
 
     def own(self, tree: PyTree, chunk: Any) -> PyTree:
@@ -53,7 +53,7 @@ class SlicedShards(Shards):
     @property
     def cut(self) -> Entries:
         """How trees are cut: they are."""
-        return Held(self.comm.size)
+        return SlicedEntries(self.comm.size)
 
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
         """The new slices."""

@@ -53,10 +53,10 @@ from jaxmpi.allreduce.dispatch import check_counts, is_carried
 from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.base import Comm
+from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.mpi import workers_of
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.comm.shared_sum import scatter_beside
-from jaxmpi.comm.shared_sync import Host
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
@@ -389,7 +389,7 @@ def shards_of(
     gives_square: bool = False,
     deal: Deal | None = None,
     gather_wire: str = "32",
-    host: Host | None = None,
+    host: HostProcesses | None = None,
     beside: Order | None = None,
     early: bool = False,
 ) -> Shards:

@@ -27,7 +27,7 @@ MOST_REPEATS = 1000
 PROGRESS_S = 2.0  # between lines of progress, at least
 
 
-class Progress:
+class BenchProgress:
     """Progress and partial results on rank 0, so that a job ended early is not lost."""
 
     def __init__(self, control: Processes, keep: Callable[[list[Json]], None]) -> None:
@@ -67,7 +67,7 @@ def measure(
     yardsticks = [] if control.size == 1 else [LINK] if several_hosts else [COPY]
     field = [*map(contenders.ours, plan.strategies), *map(peer, peers), *yardsticks]
     check(bool(field), "one rank and no strategies: nothing to time")
-    progress, done = Progress(control, keep), []
+    progress, done = BenchProgress(control, keep), []
     for case in plan.cases:
         done.append(measure_case(case, field, plan, control, turns, progress, done))
 
@@ -78,7 +78,7 @@ def measure_case(
     plan: BenchPlan,
     control: Processes,
     turns: AbstractContextManager,
-    progress: Progress,
+    progress: BenchProgress,
     before: Sequence[Json],
 ) -> Json:
     """Measure one case: a checked first call of each contender, warm-up, rounds that count."""
@@ -124,7 +124,7 @@ def measure_case(
     return so_far
 
 
-class Sample(NamedTuple):
+class ContenderMeasurement(NamedTuple):
     """One contender in one round, on this rank."""
 
     seconds: float
@@ -133,7 +133,7 @@ class Sample(NamedTuple):
 
 def one_round(
     order: Sequence[str], runs: dict[str, Run], repeats: dict[str, int], case: Case, control: Processes
-) -> dict[str, Sample]:
+) -> dict[str, ContenderMeasurement]:
     """Take a sample of each contender in this order."""
     samples = {}
     for name in order:
@@ -142,7 +142,7 @@ def one_round(
     return samples
 
 
-def sample(run: Run, repeats: int, control: Processes) -> Sample:
+def sample(run: Run, repeats: int, control: Processes) -> ContenderMeasurement:
     """Time so many exchanges in a row; the first of several is not counted."""
     control.barrier()  # polled, so waiting ranks leave the cores to others
     before = card_bytes()
@@ -153,7 +153,7 @@ def sample(run: Run, repeats: int, control: Processes) -> Sample:
         run()
     seconds = (time.perf_counter() - begin) / repeats
     control.barrier()  # what this rank has sent may still wait for its card
-    return Sample(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
+    return ContenderMeasurement(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
 
 
 def rotated(names: list[str], places: int) -> list[str]:
@@ -168,13 +168,13 @@ def repeats_for(seconds: float, control: Processes) -> int:
     return min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / most)))
 
 
-Round = dict[str, list["Sample"]]  # by contender, of all ranks
+Round = dict[str, list["ContenderMeasurement"]]  # by contender, of all ranks
 
 
-def of_all_ranks(mine: dict[str, Sample], control: Processes) -> Round:
+def of_all_ranks(mine: dict[str, ContenderMeasurement], control: Processes) -> Round:
     """Gather every rank's samples of a round on all ranks."""
     each = control.allgather_object({name: [*sample] for name, sample in mine.items()})
-    return {name: [Sample(*samples[name]) for samples in each] for name in mine}
+    return {name: [ContenderMeasurement(*samples[name]) for samples in each] for name in mine}
 
 
 def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes) -> Json:
@@ -185,7 +185,7 @@ def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes)
     }
 
 
-def sent_by_hosts(rounds: Sequence[Sequence[Sample]], control: Processes) -> Json:
+def sent_by_hosts(rounds: Sequence[Sequence[ContenderMeasurement]], control: Processes) -> Json:
     """Median bytes sent, by every host and by the one that sends most; None on one host, which uses no card."""
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
         return {"sent_bytes": None, "sent_bytes_by_host": None}

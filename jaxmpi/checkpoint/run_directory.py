@@ -312,7 +312,7 @@ def new(experiment: Experiment, name: str) -> Path:
     return named(experiment.run_dir) if experiment.run_dir else fresh(name)
 
 
-class Stored(NamedTuple):
+class StoredSettings(NamedTuple):
     """Settings of a resumed run that its newest checkpoint decides."""
 
     workers: int  # that wrote it
@@ -322,7 +322,7 @@ class Stored(NamedTuple):
     group_size: int = 0  # workers that held one copy of the data in memory; 0: not known
 
 
-def stored(experiment: Experiment, name: str) -> Stored | None:
+def stored(experiment: Experiment, name: str) -> StoredSettings | None:
     """Read the stored settings of the run to resume; None if there is none.
 
     Without a checkpoint they are those of its config.json: a job that lost a worker before the first checkpoint goes on
@@ -350,10 +350,10 @@ def stored(experiment: Experiment, name: str) -> Stored | None:
     refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.resolved(experiment)))
     size = extra.get("group_size", 0)
     check(type(size) is int and size >= 0, f"{folder}: the newest checkpoint: got group_size {size!r}: damaged")
-    return Stored(manifest["workers"], extra["scaled_for"], run["effective batch"], exchange, size)
+    return StoredSettings(manifest["workers"], extra["scaled_for"], run["effective batch"], exchange, size)
 
 
-def begun(experiment: Experiment, run_dir: Path) -> Stored | None:
+def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
     """Settings of a run that has begun and has no checkpoint yet; None if it asked for another batch or exchange."""
     try:
         facts = json.loads((run_dir / "config.json").read_text())
@@ -364,10 +364,10 @@ def begun(experiment: Experiment, run_dir: Path) -> Stored | None:
         return None
     asked_batch = experiment.effective_batch or experiment.local_batch * scaled_for
     exchange["asked"] = experiment.exchange.strategy
-    return Stored(workers, scaled_for, batch, exchange) if is_same and asked_batch in (0, batch) else None
+    return StoredSettings(workers, scaled_for, batch, exchange) if is_same and asked_batch in (0, batch) else None
 
 
-def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, Any] | None:
+def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict[str, Any] | None:
     """Strategy, bucket size and overlap that `auto` chose in the run to resume; None if there are none."""
     if kept is None or kept.exchange["asked"] != asked.strategy:
         return None
@@ -376,7 +376,7 @@ def settled_exchange(kept: Stored | None, asked: ExchangeConfig) -> dict[str, An
     return settled | {"overlap": "off" if is_off else asked.overlap}
 
 
-def as_begun(experiment: Experiment, kept: Stored | None, workers: int) -> Experiment:
+def as_begun(experiment: Experiment, kept: StoredSettings | None, workers: int) -> Experiment:
     """The experiment with what the run began with: its groups, and its effective batch if workers are fewer or more."""
     if kept and kept.group_size and experiment.data.group_size == "auto":
         data = dataclasses.replace(experiment.data, group_size=kept.group_size)

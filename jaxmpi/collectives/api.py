@@ -12,7 +12,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
 from jaxmpi.allreduce.call_order import caller, callers, columns
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
-from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, Call
+from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall
 from jaxmpi.collectives.primitive import bind
 from jaxmpi.collectives.table import OPERATIONS
 from jaxmpi.comm.base import Comm
@@ -451,7 +451,7 @@ def _one(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> li
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise UsageError(f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
     if comm.size == 1:
-        result = OPERATIONS[operation].alone(Call(operation=operation, comm=comm, **options), *operands)  # pyright: ignore[reportArgumentType]
+        result = OPERATIONS[operation].alone(MpiCall(operation=operation, comm=comm, **options), *operands)  # pyright: ignore[reportArgumentType]
         return [] if result is None else [result]
     assert isinstance(comm, MpiComm)
     lines: dict[str, Any] = {}
@@ -459,4 +459,4 @@ def _one(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> li
         lines = {"line": caller()}
     if is_traced(operands) and not MAY_DIFFER.get():
         lines["lines"] = (callers(), *columns())
-    return bind(Call(operation=operation, comm=comm, **options, **lines), *operands)
+    return bind(MpiCall(operation=operation, comm=comm, **options, **lines), *operands)

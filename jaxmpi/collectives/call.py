@@ -15,7 +15,7 @@ NOBODY = -1  # as source or destination: nothing is received from there, nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class MpiCall:
     """A call in a program; ranks give the same but for shapes, source, dest, tags and status."""
 
     operation: str
@@ -47,7 +47,7 @@ class Call:
         said = f"{self.operation}({', '.join([*types, *named])})"
         return f"{said}, {self.line}" if self.line else said
 
-    def derived(self, operation: str, **changes: Any) -> "Call":
+    def derived(self, operation: str, **changes: Any) -> "MpiCall":
         """The call that the transpose of this one makes."""
         line = self.line if self.line.endswith(TRANSPOSED) else f"{self.line}{TRANSPOSED}"
         return dataclasses.replace(self, operation=operation, line=line, **changes)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.collectives.call import NOBODY, Call, like, type_of
+from jaxmpi.collectives.call import NOBODY, MpiCall, like, type_of
 from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.comm.exchange_watch import PARTNER
 from jaxmpi.comm.mpi import MpiComm
@@ -46,7 +46,7 @@ Requests = list[Any]  # of mpi4py
 # ---------------------------------------------------------------- in a program
 
 
-def run(call: Call, *operands: jax.Array) -> list[jax.Array]:
+def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's other calls of MPI."""
     if host_callbacks.why_not():
         return _by_mpi4jax(call, *operands)
@@ -58,14 +58,14 @@ def run(call: Call, *operands: jax.Array) -> list[jax.Array]:
     return host_callbacks.call(name, [*sent, *rest], results, effect=effect, **options)
 
 
-def options_of(call: Call, what: str) -> dict[str, Any]:
+def options_of(call: MpiCall, what: str) -> dict[str, Any]:
     """Attributes of `steps`, which are numbers and a text."""
     places = {"source": ANY if call.source is None else call.source, "dest": call.dest}
     tags = {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
     return {**places, **tags, "status": call.status, "line": what}
 
 
-def _by_mpi4jax(call: Call, *operands: jax.Array) -> list[jax.Array]:
+def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     import mpi4jax
     from mpi4py import MPI
 
@@ -88,12 +88,12 @@ def _by_mpi4jax(call: Call, *operands: jax.Array) -> list[jax.Array]:
     return [as_was(received, operands[-1].dtype)]
 
 
-def nobody(call: Call, *operands: jax.Array) -> Any:
+def nobody(call: MpiCall, *operands: jax.Array) -> Any:
     """Refuse a message if there is one worker."""
     raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
 
 
-def to_oneself(call: Call, x: jax.Array, place: jax.Array) -> jax.Array:
+def to_oneself(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
     """A sendrecv of one worker, which sends to itself or to nobody."""
     if call.source == NOBODY:
         return place

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
-from jaxmpi.collectives.call import NOBODY, Call, like
+from jaxmpi.collectives.call import NOBODY, MpiCall, like
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.core.errors import check
@@ -45,20 +45,20 @@ def instead(made: Callable[..., list[jax.Array]]) -> Iterator[None]:
         _instead.made = None
 
 
-def bind(call: Call, *operands: jax.Array) -> list[jax.Array]:
+def bind(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Results of a call on this rank, in or out of a program."""
     if _instead.made:
         return _instead.made(call, *operands)
     return _call_p.bind(*operands, call=call)
 
 
-def row_of(call: Call) -> Operation:
+def row_of(call: MpiCall) -> Operation:
     """The operation's row of the table."""
     return OPERATIONS[call.operation]
 
 
 @_call_p.def_effectful_abstract_eval
-def _abstract(*operands: Any, call: Call) -> tuple[list, set]:
+def _abstract(*operands: Any, call: MpiCall) -> tuple[list, set]:
     if call.is_identity:
         return list(operands), set()
     results = row_of(call).results(call, *operands)
@@ -68,7 +68,7 @@ def _abstract(*operands: Any, call: Call) -> tuple[list, set]:
 # ---------------------------------------------------------------- comparison
 
 
-def facts(call: Call, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
+def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
     """Facts of a call that must be equal on all ranks; in a program also the user's lines, if they count."""
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
@@ -80,12 +80,12 @@ def facts(call: Call, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
     return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
 
 
-def what_of(call: Call, operands: Sequence[Any]) -> str:
+def what_of(call: MpiCall, operands: Sequence[Any]) -> str:
     """Describe a call, the same on all ranks that make it; shapes that may differ are left out."""
     return call.what(*(like(x, row_of(call).shared(call, x)) for x in operands))
 
 
-def check_counts(call: Call, operands: Sequence[Any]) -> None:
+def check_counts(call: MpiCall, operands: Sequence[Any]) -> None:
     """Refuse what MPI, whose counts are C's int, cannot send at once."""
     most = max((x.size for x in operands), default=0)
     check(
@@ -98,7 +98,7 @@ def check_counts(call: Call, operands: Sequence[Any]) -> None:
 
 
 @_call_p.def_impl
-def _now(*operands: jax.Array, call: Call) -> list[jax.Array]:
+def _now(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
     """The call outside jit."""
     if call.is_identity:
         return list(operands)
@@ -110,11 +110,11 @@ def _now(*operands: jax.Array, call: Call) -> list[jax.Array]:
 
 
 @functools.cache
-def _program(call: Call) -> Callable[[PyTree], PyTree]:
+def _program(call: MpiCall) -> Callable[[PyTree], PyTree]:
     return in_turn(lambda operands: row_of(call).run(call, *operands))
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call) -> Sequence[Any]:
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequence[Any]:
     if call.is_identity:
         return operands
     check_counts(call, ctx.avals_in)
@@ -139,7 +139,7 @@ mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a mark
 # ---------------------------------------------------------------- derivatives
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list, list]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
     row = row_of(call)
     results = _call_p.bind(*primals, call=call)
     check(
@@ -150,7 +150,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tupl
     return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=call)
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list:
+def _transpose(cotangents: Sequence[Any], *operands: Any, call: MpiCall) -> list:
     adjoint, cotangent = row_of(call).adjoint, ad.instantiate_zeros(cotangents[0])
     assert adjoint is not None
     x, *place = (operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand) for operand in operands)
@@ -166,7 +166,7 @@ ad.primitive_transposes[_call_p] = _transpose
 # ---------------------------------------------------------------- mapping
 
 
-def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: Call) -> tuple[list, list]:
+def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: MpiCall) -> tuple[list, list]:
     """One call for all: the mapped axis is part of the array. Last, it is in nobody's way."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     if row_of(call).is_elementwise and len(operands) == 1:

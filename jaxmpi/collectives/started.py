@@ -30,11 +30,11 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller, one_thread
-from jaxmpi.allreduce.comm_thread import Job, comm_thread, same_calls
+from jaxmpi.allreduce.comm_thread import PendingExchange, comm_thread, same_calls
 from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
 from jaxmpi.collectives import api, messages
-from jaxmpi.collectives.call import Call, like
+from jaxmpi.collectives.call import MpiCall, like
 from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
@@ -79,7 +79,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     handle = Handle(operation, args, kwargs, caller())
     check(is_traced(()), f"start: got a call outside jax.jit, {handle.line}; expected one in a program that goes on")
 
-    def begin(call: Call, *operands: jax.Array) -> list[jax.Array]:
+    def begin(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         sent = [as_sent(x) for x in operands]
         handle.tickets += _start_p.bind(*sent, call=call, handle=handle)
         return [jnp.zeros(result.shape, result.dtype) for result in row_of(call).results(call, *operands)]
@@ -109,7 +109,7 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
     )
     handle.is_waited, tickets = True, iter(handle.tickets)
 
-    def finish(call: Call, *operands: jax.Array) -> list[jax.Array]:
+    def finish(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         results = row_of(call).results(call, *operands)
         sent = [like(jax.eval_shape(as_sent, result)) for result in results]
         before = [next(tickets), *(entry_of(x) for x in jax.tree.leaves(after))]
@@ -133,11 +133,11 @@ _start_p.multiple_results = True
 
 
 @_start_p.def_effectful_abstract_eval
-def _abstract(*operands: Any, call: Call, handle: Handle) -> tuple[list, set]:
+def _abstract(*operands: Any, call: MpiCall, handle: Handle) -> tuple[list, set]:
     return [ShapedArray(TICKET.shape, TICKET.dtype)], {call.comm.effect}
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: Call, handle: Handle) -> Sequence[Any]:
+def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle: Handle) -> Sequence[Any]:
     what = what_of(call, ctx.avals_in)
     check(handle.is_waited, f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
     check_counts(call, ctx.avals_in)
@@ -171,7 +171,7 @@ def _lower_nothing(ctx: mlir.LoweringRuleContext, *, handle: Handle) -> Sequence
 mlir.register_lowering(_nothing_p, _lower_nothing, cacheable=False)
 
 
-def _refuse(*_: Any, call: Call, **__: Any) -> tuple:
+def _refuse(*_: Any, call: MpiCall, **__: Any) -> tuple:
     raise UsageError(f"start: {call.what()} has neither derivative nor mapping; take {call.operation} itself there")
 
 
@@ -181,7 +181,7 @@ ad.primitive_jvps[_start_p] = batching.primitive_batchers[_start_p] = _refuse
 
 # ---------------------------------------------------------------- in the process
 
-_calls: list[tuple[Call, list[jax.ShapeDtypeStruct], str]] = []  # in programs, with results and description
+_calls: list[tuple[MpiCall, list[jax.ShapeDtypeStruct], str]] = []  # in programs, with results and description
 _tickets = itertools.count()
 
 
@@ -206,20 +206,20 @@ def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> 
         begun = next(steps, None)  # here: the program's next message to or from that rank comes behind it
         steps = itertools.chain([] if begun is None else [begun], steps)
         lost = functools.partial(messages.lost, made.comm, **options)
-        job = thread.jobs[(ticket,)] = Job(what, bucket, iter([steps]), lost=lost)
-        thread.hand_over(job)
+        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, iter([steps]), lost=lost)
+        thread.hand_over(pending)
     else:
         lane = lane_of(made.comm)
         steps = began(made, lane.mpi, xs, ys)
-        job = thread.jobs[(ticket,)] = Job(what, bucket, iter([steps]), control=lane.control)
-        lane.add(job)
+        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, iter([steps]), control=lane.control)
+        lane.add(pending)
 
 
 def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
     """(ticket, what must be there before) -> (results); waits."""
-    job = comm_thread().wait((int(operands[0]),))
+    pending = comm_thread().wait((int(operands[0]),))
     for result in results:
-        np.copyto(result, job.bucket)
+        np.copyto(result, pending.bucket)
 
 
 class Lane:
@@ -230,21 +230,21 @@ class Lane:
         self.control = comm.processes.apart()
         self.mpi = self.control.clone()
         self._lock, self._is_busy = threading.Lock(), False
-        self._jobs: deque[Job] = deque()
+        self._pending: deque[PendingExchange] = deque()
 
-    def add(self, job: Job) -> None:
+    def add(self, pending: PendingExchange) -> None:
         """Take the next operation."""
         with self._lock:
-            self._jobs.append(job)
+            self._pending.append(pending)
             begins, self._is_busy = not self._is_busy, True
         if begins:
-            label, steps = f"the comparison of {job.label}", iter([self._compared()])
-            comm_thread().hand_over(Job(label, np.empty(0), steps, control=self.control))
+            label, steps = f"the comparison of {pending.label}", iter([self._compared()])
+            comm_thread().hand_over(PendingExchange(label, np.empty(0), steps, control=self.control))
 
-    def _next(self) -> Job | None:
+    def _next(self) -> PendingExchange | None:
         with self._lock:
-            self._is_busy = bool(self._jobs)
-            return self._jobs.popleft() if self._jobs else None
+            self._is_busy = bool(self._pending)
+            return self._pending.popleft() if self._pending else None
 
     def _compared(self) -> Iterator[Requests]:
         """Compare one operation after another; each begins when all ranks have come to it.
@@ -252,9 +252,9 @@ class Lane:
         Raises:
             UsageError: ranks have come to different operations.
         """
-        while job := self._next():
-            yield from same_calls(self.control.world, self.control, job.label)
-            comm_thread().begin(job)
+        while pending := self._next():
+            yield from same_calls(self.control.world, self.control, pending.label)
+            comm_thread().begin(pending)
 
 
 @functools.cache
@@ -263,7 +263,7 @@ def lane_of(comm: MpiComm) -> Lane:
     return Lane(comm)
 
 
-def began(call: Call, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
+def began(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
     """Begin an operation by mpi4py, and wait for it; y is filled then."""
     rank, root = mpi.rank, call.root or 0
     if call.operation == "barrier":

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxmpi.collectives import messages
-from jaxmpi.collectives.call import Call, like
+from jaxmpi.collectives.call import MpiCall, like
 from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.core.errors import check
 
@@ -59,11 +59,11 @@ def neutral(op: str, dtype: Any) -> Any:
 # ---------------------------------------------------------------- how a program calls MPI
 
 
-def moved(move: Callable[[Call, Any, jax.Array], jax.Array]) -> Callable[[Call, jax.Array], list[jax.Array]]:
+def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[[MpiCall, jax.Array], list[jax.Array]]:
     """A row's `run` from a function of mpi4jax, which moves an array of any dtype that MPI has."""
 
     @functools.wraps(move)
-    def run(call: Call, x: jax.Array) -> list[jax.Array]:
+    def run(call: MpiCall, x: jax.Array) -> list[jax.Array]:
         import mpi4jax
 
         return [as_was(move(call, mpi4jax, as_sent(x)), x.dtype)]
@@ -72,54 +72,54 @@ def moved(move: Callable[[Call, Any, jax.Array], jax.Array]) -> Callable[[Call, 
 
 
 @moved
-def _allreduce(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _allreduce(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.allreduce(x, mpi_op(call.op), comm=call.comm.mpi)
 
 
 @moved
-def _reduce(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _reduce(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.reduce(x, mpi_op(call.op), call.root, comm=call.comm.mpi)
 
 
 @moved
-def _bcast(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _bcast(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.bcast(x, call.root, comm=call.comm.mpi)
 
 
 @moved
-def _allgather(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _allgather(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.allgather(x, comm=call.comm.mpi)
 
 
 @moved
-def _gather(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _gather(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.gather(x, call.root, comm=call.comm.mpi)
 
 
 @moved
-def _scatter(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.scatter(x, call.root, comm=call.comm.mpi)
 
 
 @moved
-def _alltoall(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _alltoall(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.alltoall(x, comm=call.comm.mpi)
 
 
 @moved
-def _reduce_scatter(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _reduce_scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     rows = mpi4jax.alltoall(x, comm=call.comm.mpi)
     combine = COMBINE[call.op]
     return lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])[0]
 
 
 @moved
-def _scan(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _scan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.scan(x, mpi_op(call.op), comm=in_order(call))
 
 
 @moved
-def _exscan(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _exscan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     comm = in_order(call)
     through = mpi4jax.scan(x, mpi_op(call.op), comm=comm)
     if comm.rank == 0:
@@ -130,20 +130,20 @@ def _exscan(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.sendrecv(through, through, comm.rank - 1, comm.rank + 1, comm=comm)
 
 
-def in_order(call: Call) -> Any:
+def in_order(call: MpiCall) -> Any:
     """The communicator over whose ranks a scan goes."""
     return call.comm.reversed_mpi if call.is_reversed else call.comm.mpi
 
 
 @moved
-def _alltoallv(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _alltoallv(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     comm, size, rank = call.comm.mpi, call.comm.size, call.comm.rank
     sent = jnp.split(x, np.cumsum(call.counts[rank])[:-1].tolist())
     return jnp.concatenate(_each(mpi4jax, comm, sent, [sent_rows[rank] for sent_rows in call.counts], size, rank))
 
 
 @moved
-def _allgatherv(call: Call, mpi4jax: Any, x: jax.Array) -> jax.Array:
+def _allgatherv(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     comm, size, rank = call.comm.mpi, call.comm.size, call.comm.rank
     return jnp.concatenate(_each(mpi4jax, comm, [x] * size, [sent_rows[0] for sent_rows in call.counts], size, rank))
 
@@ -158,7 +158,7 @@ def _each(mpi4jax: Any, comm: Any, sent: list, counts: list[int], size: int, ran
     return [received[source] for source in range(size)]
 
 
-def _barrier(call: Call) -> list[jax.Array]:
+def _barrier(call: MpiCall) -> list[jax.Array]:
     import mpi4jax
 
     mpi4jax.barrier(comm=call.comm.mpi)
@@ -180,8 +180,8 @@ class Operation:
     results: Callable[..., list[jax.ShapeDtypeStruct]]  # (call, *operands) -> on this rank
     run: Callable[..., list[jax.Array]]  # (call, *operands) -> in a program, over MPI
     alone: Callable[..., Any]  # (call, *operands) -> with one worker
-    adjoint: Callable[[Bind, Call, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
-    shared: Callable[[Call, Any], Any] = lambda call, x: x.shape  # what all ranks must give alike, of x
+    adjoint: Callable[[Bind, MpiCall, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
+    shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # what all ranks must give alike, of x
     ops: tuple[str, ...] = ()  # that it may reduce by
     has_root: bool = False
     is_elementwise: bool = True  # leaves of a tree travel together, and an axis that is mapped stays
@@ -193,12 +193,12 @@ def only_at(root: bool, x: jax.Array) -> jax.Array:
     return x if root else jnp.zeros_like(x)
 
 
-def is_root(call: Call) -> bool:
+def is_root(call: MpiCall) -> bool:
     """Return True on the rank that an operation begins or ends at."""
     return call.comm.rank == call.root
 
 
-def _reduce_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+def _reduce_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     [from_root] = bind(call.derived("bcast", op=""), ct)
     return from_root if is_root(call) else from_root + ct
 
@@ -209,37 +209,37 @@ def wide_enough(dtype: Any) -> Any:
     return jnp.float32 if is_short else dtype
 
 
-def summed(bind: Bind, call: Call, ct: jax.Array) -> jax.Array:
+def summed(bind: Bind, call: MpiCall, ct: jax.Array) -> jax.Array:
     """The result of a call that sums cotangents, rounded once."""
     return bind(call, ct.astype(wide_enough(ct.dtype)))[0].astype(ct.dtype)
 
 
-def _bcast_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+def _bcast_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     return only_at(is_root(call), summed(bind, call.derived("reduce", op="sum"), ct))
 
 
-def _gather_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+def _gather_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     [mine] = bind(call.derived("scatter"), ct)
     return mine if is_root(call) else mine + ct
 
 
-def _scatter_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+def _scatter_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     return only_at(is_root(call), bind(call.derived("gather"), ct)[0])
 
 
-def _alltoallv_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+def _alltoallv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     turned = tuple(zip(*call.counts, strict=True))
     return bind(call.derived("alltoallv", counts=turned), ct)[0]
 
 
-def _sendrecv_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+def _sendrecv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     check(call.source is not None, f"{call.what(ct)} has no transpose: a message may come from any rank; give source")
     tags = {} if call.recvtag is None else {"sendtag": call.recvtag, "recvtag": call.sendtag}
     back = call.derived("sendrecv", source=call.dest, dest=call.source, status=0, **tags)
     return bind(back, ct, jnp.zeros(x.shape, x.dtype))[0]
 
 
-def _allgatherv_adjoint(bind: Bind, call: Call, ct: jax.Array, x: Any) -> jax.Array:
+def _allgatherv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     """Every rank's part of the cotangent to that rank, which adds them."""
     sizes = tuple(rows[0] for rows in call.counts)
     [parts] = bind(call.derived("alltoallv", counts=(sizes,) * call.comm.size), ct)

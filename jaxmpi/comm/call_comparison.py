@@ -38,7 +38,7 @@ import numpy as np
 from jax import lax
 
 from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.exchange_watch import FREE, HELD, PROBES, WAITS, Call
+from jaxmpi.comm.exchange_watch import FREE, HELD, PROBES, WAITS, CallId
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import wait
 from jaxmpi.core.errors import UsageError
@@ -145,14 +145,14 @@ class CallComparison:
         lax.cond((theirs == number).all(), lambda: None, differs)
         self._to_self(held, sendtag=FREE, recvtag=HELD)
 
-    def peek(self, tag: int) -> Call | None:
+    def peek(self, tag: int) -> CallId | None:
         """The message that this process has left itself under a tag, which stays where it is."""
         for _ in range(PROBES):
             if (found := self._turn.Improbe(self._comm.rank, tag)) is not None:
                 message = np.zeros(2, np.int32)
                 found.Recv(message)
                 self._turn.Send(message, self._comm.rank, tag)
-                return Call(int(message[0]), int(message[1]))
+                return CallId(int(message[0]), int(message[1]))
         return None
 
     def _to_self(self, message: jax.Array, sendtag: int, recvtag: int) -> jax.Array:

@@ -144,7 +144,7 @@ class MpiProcesses:
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
         mpi_end.before_mpi_ends(watch().stop)  # runs when all ranks have come to their end, or time is up
-        failures.install_hooks(failures.Job(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
+        failures.install_hooks(failures.JobControl(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
         affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
         first = self._local.allgather(self.rank)[0]

@@ -41,7 +41,7 @@ NAMED = 8  # absent ranks whose places are said
 EXCHANGE_TIMEOUT = "JAXMPI_EXCHANGE_TIMEOUT_S"
 
 
-class Call(NamedTuple):
+class CallId(NamedTuple):
     """A call that ranks make together."""
 
     number: int  # of an exchange in programs, or of the ranks that meet, else 0
@@ -53,7 +53,7 @@ class Wait:
     """A wait of this rank for others, as long as it lasts."""
 
     way: int
-    call: Call
+    call: CallId
     what: str
     limit_s: float
     partners: tuple[int, ...]
@@ -75,10 +75,10 @@ def _must(wait: Wait) -> str:
     return "the other rank must call its part" if wait.way == PARTNER else "all ranks must call it as often"
 
 
-class Turn(Protocol):
+class ExchangeLookup(Protocol):
     """Exchange that this process's programs are in, as far as they leave messages to their own process."""
 
-    def peek(self, tag: int) -> Call | None:
+    def peek(self, tag: int) -> CallId | None:
         """The message under a tag, which stays where it is."""
         ...
 
@@ -104,9 +104,9 @@ class Roll:
         self.meetings: Counter[int] = Counter()  # by the number of the ranks that meet
         self.may_watch = may_watch
         self.waits: set[Wait] = set()  # of Python
-        self.turn: Turn | None = None
+        self.turn: ExchangeLookup | None = None
         self.held: Wait | None = None  # of a program
-        self.waiting_ranks: dict[tuple[int, int], Call] = {}  # by way and rank, where it last said that it waits
+        self.waiting_ranks: dict[tuple[int, int], CallId] = {}  # by way and rank, where it last said that it waits
         self.places: dict[int, str] = {}  # by rank, where it said that it is
         self.ended: dict[int, list[int]] = {}  # by rank, how many it had begun of each way when its script ended
         self._to_answer: set[int] = set()  # ranks that wait, and get a message if this one ends
@@ -126,7 +126,7 @@ class Roll:
         """
         self.counts[way] += 1
         partners = self.others if partner is None else (partner,)
-        call, thread = Call(0, self.counts[way]), threading.get_ident() if way == CONTROL else None
+        call, thread = CallId(0, self.counts[way]), threading.get_ident() if way == CONTROL else None
         with self._noted(Wait(way=way, call=call, what=what, limit_s=limit_s, partners=partners, thread=thread)):
             yield
 
@@ -135,7 +135,7 @@ class Roll:
         """Note that this rank waits for some of these ranks, which have no communicator of ours yet; see `waiting`."""
         number = zlib.crc32(np.array(sorted(ranks), np.int32).tobytes()) >> 1  # to fit i32
         self.meetings[number] += 1
-        call, partners = Call(number, self.meetings[number]), tuple(sorted({*ranks} - {self.rank}))
+        call, partners = CallId(number, self.meetings[number]), tuple(sorted({*ranks} - {self.rank}))
         wait = Wait(way=MEETING, call=call, what=what, limit_s=limit_s, partners=partners, thread=threading.get_ident())
         with self._noted(wait):
             yield wait
@@ -289,7 +289,7 @@ class Roll:
             rank, tag = status.Get_source(), status.Get_tag()
             if tag == TELL:
                 way, number, count = message.view(np.int32).tolist()
-                self.waiting_ranks[way, rank] = Call(number, count)
+                self.waiting_ranks[way, rank] = CallId(number, count)
                 self._to_answer.add(rank)
             elif tag == ASK:
                 self._send(rank, PLACE, np.frombuffer(watch().place().encode()[:PLACE_BYTES], np.uint8))
@@ -308,7 +308,7 @@ class Roll:
         self._to_answer = set()
 
 
-class Watch:
+class AbsentRankMonitor:
     """The thread, which looks at all communicators of this process."""
 
     def __init__(self) -> None:
@@ -350,9 +350,9 @@ class Watch:
 
 
 @functools.cache
-def watch() -> Watch:
+def watch() -> AbsentRankMonitor:
     """This process's."""
-    return Watch()
+    return AbsentRankMonitor()
 
 
 def _frames_of(thread: int | None) -> Iterator[Any]:

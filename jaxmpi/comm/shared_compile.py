@@ -5,7 +5,7 @@ Eight ranks that trace and compile the same step on two cores take eight times a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -13,29 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import phases
 from jaxmpi.runtime.host_callbacks import EXPORTABLE
 
 
-class Host(Protocol):
-    """The control plane between the ranks of a host, as far as sharing needs it."""
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number on its host."""
-        ...
-
-    def host_barrier(self) -> None:
-        """Wait for all ranks of this host."""
-        ...
-
-    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """The value that the first rank of this host makes, on all its ranks."""
-        ...
-
-
-class Made(NamedTuple):
+class CompiledFunction(NamedTuple):
     """A function compiled for arguments of one kind."""
 
     run: Callable[[tuple], PyTree]  # of the arguments
@@ -46,14 +30,14 @@ class Made(NamedTuple):
 class CompiledTogether:
     """A function whose programs the ranks of a host get together, one for each kind of arguments."""
 
-    make: Callable[[tuple], Made]
-    programs: dict[Any, Made] = field(default_factory=dict)
+    make: Callable[[tuple], CompiledFunction]
+    programs: dict[Any, CompiledFunction] = field(default_factory=dict)
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Run it."""
         return self.made(args).run(args)
 
-    def made(self, args: tuple) -> Made:
+    def made(self, args: tuple) -> CompiledFunction:
         """The program for arguments of these shapes and types; ranks come here together for the first time."""
         key = kind_of(args)
         if key not in self.programs:
@@ -68,7 +52,7 @@ def compiled_for(function: Any, args: tuple) -> jax.stages.Compiled:
     return function.lower(*args).compile()
 
 
-def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: Host) -> CompiledTogether:
+def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: HostProcesses) -> CompiledTogether:
     """`jax.jit` whose program the host's first rank traces and compiles; the others read it from the cache.
 
     Ranks must call the function together for the first time.
@@ -82,14 +66,16 @@ def kind_of(args: PyTree) -> Any:
     return structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-class Program(NamedTuple):
+class SerializedProgram(NamedTuple):
     """Parts of a traced program that travel to the other ranks."""
 
     exported: bytes  # StableHLO over flat leaves; empty if the program cannot travel
     structure: Any  # of the result
 
 
-def compile_together(function: Callable, args: tuple, donate_argnums: tuple[int, ...], control: Host) -> Made:
+def compile_together(
+    function: Callable, args: tuple, donate_argnums: tuple[int, ...], control: HostProcesses
+) -> CompiledFunction:
     """The compiled function for arguments of this kind."""
     leaves, structure = jax.tree.flatten(args)
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
@@ -101,7 +87,7 @@ def compile_together(function: Callable, args: tuple, donate_argnums: tuple[int,
         program = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
     if not program.exported:
         jitted = jax.jit(function, donate_argnums=donate_argnums)
-        return Made(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
+        return CompiledFunction(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
     # The first rank too compiles what it has sent, so that all look for one cache key.
     exported = jax.export.deserialize(bytearray(program.exported))
     # Results of a program with effects are bound to their device, unlike its first arguments: one program for both.
@@ -117,10 +103,12 @@ def compile_together(function: Callable, args: tuple, donate_argnums: tuple[int,
             control.host_barrier()
     # JAX leaves out the tokens of ordered effects if the compiled program is called by itself.
     run = jitted if exported.ordered_effects else compiled
-    return Made(lambda args: jax.tree.unflatten(program.structure, run(*jax.tree.leaves(args))), lambda: compiled)
+    return CompiledFunction(
+        lambda args: jax.tree.unflatten(program.structure, run(*jax.tree.leaves(args))), lambda: compiled
+    )
 
 
-def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> Program:
+def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> SerializedProgram:
     """The program of a function and the structure of its result; no program for one that cannot travel."""
     made = []
 
@@ -130,7 +118,7 @@ def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]
         return result
 
     body = stablehlo(jax.jit(flat), shapes, EXPORTABLE)
-    return Program(body, made[0] if body else None)
+    return SerializedProgram(body, made[0] if body else None)
 
 
 def stablehlo(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], disabled_checks: Sequence[Any] = ()) -> bytes:
@@ -152,23 +140,23 @@ def stablehlo(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], disabled_chec
 OWN_KEY = {"xla_embed_ir_in_executable": False}
 
 
-def loaded_jit(jitted: Any, devices: Sequence[Any], control: Host) -> CompiledTogether:
+def loaded_jit(jitted: Any, devices: Sequence[Any], control: HostProcesses) -> CompiledTogether:
     """A `jax.jit` over the devices of several processes, which the host's first rank compiles and the others load.
 
     The cache does not help there: a process's place among the others is part of its keys. Ranks must call the function
     together for the first time. For CPUs only: compilers for GPUs may talk to each other.
     """
 
-    def make(args: tuple) -> Made:
+    def make(args: tuple) -> CompiledFunction:
         if not jax.tree.leaves(args):  # then nothing says which devices
-            return Made(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
+            return CompiledFunction(lambda args: jitted(*args), lambda: jitted.lower(*args).compile())
         compiled = compile_or_load(jitted, args, devices, control)
-        return Made(lambda args: compiled(*args), lambda: compiled)
+        return CompiledFunction(lambda args: compiled(*args), lambda: compiled)
 
     return CompiledTogether(make)
 
 
-def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: Host) -> jax.stages.Compiled:
+def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: HostProcesses) -> jax.stages.Compiled:
     """The compiled function; the machine code travels, between ranks of one host and job only."""
     lowered = jitted.lower(*args)  # on all ranks: it also loads what a program calls, such as LAPACK
     own = []

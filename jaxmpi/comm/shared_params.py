@@ -25,7 +25,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.comm.shared_sync import ARRIVED, TIMEOUT_S, Board, Host, Made, map_together, reserved_anywhere, table_bytes
+from jaxmpi.comm.host_processes import HostProcesses
+from jaxmpi.comm.shared_sync import (
+    ARRIVED,
+    TIMEOUT_S,
+    Board,
+    SharedMemoryFile,
+    map_together,
+    reserved_anywhere,
+    table_bytes,
+)
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -39,7 +48,7 @@ LET_GO_S = 10.0  # in which what reads params must come to its end
 class SharedParams:
     """Params of all ranks of a host, float32, of which each writes its slice."""
 
-    def __init__(self, host: Host, cut: Entries | Leaves, number: int) -> None:
+    def __init__(self, host: HostProcesses, cut: Entries | Leaves, number: int) -> None:
         """Nothing is mapped yet.
 
         Args:
@@ -94,11 +103,11 @@ class SharedParams:
         rank, ranks = self._host.local_rank, self._host.local_size
         start = table_bytes(ranks)
 
-        def make() -> Made:
+        def make() -> SharedMemoryFile:
             made = reserved_anywhere(start + sum(sizes))
             size = f"{(start + sum(sizes)) / 1e6:.3g} MB"
             why = f"no {size} for params in {folder()} ({made.trouble}) nor beside it; use another strategy: asa"
-            return made if made.path else Made("", trouble=why)
+            return made if made.path else SharedMemoryFile("", trouble=why)
 
         memory, _ = map_together(self._host, make)
         self._board = Board(memory, rank, ranks, TIMEOUT_S, "an update of shared params")

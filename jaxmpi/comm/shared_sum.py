@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.shared_sync import (
     ARRIVED,
     COPIED,
@@ -27,8 +28,7 @@ from jaxmpi.comm.shared_sync import (
     SUMMED,
     TIMEOUT_S,
     Board,
-    Host,
-    Made,
+    SharedMemoryFile,
     digest,
     map_together,
     reserved,
@@ -52,7 +52,7 @@ class SharedSum:
 
     def __init__(
         self,
-        host: Host,
+        host: HostProcesses,
         name: str,
         timeout_s: float = TIMEOUT_S,
         effect: Any = host_callbacks.ORDERED,
@@ -418,7 +418,7 @@ def segment_bytes(size: int, slots: int, chunk: int) -> int:
     return table_bytes(size) + 4 * (2 * SMALL + slots * chunk)
 
 
-def make_file(size: int, slots: int, instead: str) -> Made:
+def make_file(size: int, slots: int, instead: str) -> SharedMemoryFile:
     """A file for sums, with the longest chunks for which there is room."""
     room = SEGMENT_BYTES - segment_bytes(size, slots, 0)
     chunk, trouble = min(CHUNK, room // (4 * slots * LEAST) * LEAST), ""
@@ -430,4 +430,4 @@ def make_file(size: int, slots: int, instead: str) -> Made:
         chunk = chunk // 2 // LEAST * LEAST
     need = segment_bytes(size, slots, LEAST)
     why = f"no {need} bytes for {size} ranks in {folder()} ({trouble}); it must be writable and have room, or {instead}"
-    return Made("", trouble=why)
+    return SharedMemoryFile("", trouble=why)

@@ -11,8 +11,9 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
+from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
@@ -22,28 +23,6 @@ from jaxmpi.runtime import job_folder
 
 SEGMENT_BYTES = 46 << 20  # of shared memory at most, whatever the vectors' sizes
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
-
-
-class Host(Protocol):
-    """The control plane between the ranks of a host, as far as it is needed here."""
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number on its host."""
-        ...
-
-    @property
-    def local_size(self) -> int:
-        """How many ranks this host has."""
-        ...
-
-    def host_barrier(self) -> None:
-        """Wait for all ranks of this host."""
-        ...
-
-    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """The value that the first rank of this host makes, on all its ranks."""
-        ...
 
 
 # ---------------------------------------------------------------- what ranks tell each other
@@ -204,7 +183,7 @@ def digest(sizes: tuple[int, ...], divisor: float, half: str = "") -> int:
 # ---------------------------------------------------------------- memory
 
 
-class Made(NamedTuple):
+class SharedMemoryFile(NamedTuple):
     """A file to map."""
 
     path: str  # empty if there is none
@@ -213,13 +192,15 @@ class Made(NamedTuple):
     trouble: str = ""  # why there is none
 
 
-def map_together(host: Host, make: Callable[[], Made]) -> tuple[mmap.mmap, int]:
+def map_together(host: HostProcesses, make: Callable[[], SharedMemoryFile]) -> tuple[mmap.mmap, int]:
     """Memory that all ranks of a host share, zeroed, and the floats of a chunk in it.
 
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
     """
     host.host_barrier()  # all are here, so the file's name lasts for a moment only
-    made = Made(*host.bcast_from_host_leader(make))  # forked workers' lines carry JSON, in which a tuple is a list
+    made = SharedMemoryFile(
+        *host.bcast_from_host_leader(make)
+    )  # forked workers' lines carry JSON, in which a tuple is a list
     check(bool(made.path), made.trouble)
     try:
         try:
@@ -242,7 +223,7 @@ def forget(path: str) -> None:
         os.unlink(path)
 
 
-def reserved_anywhere(size_bytes: int) -> Made:
+def reserved_anywhere(size_bytes: int) -> SharedMemoryFile:
     """Memory of that size, as a file in memory or as one without a name: a container often has 64 MiB for the first."""
     made = reserved(size_bytes)
     if made.path or not hasattr(os, "memfd_create"):
@@ -255,20 +236,20 @@ def reserved_anywhere(size_bytes: int) -> Made:
     except OSError:
         os.close(handle)
         return made
-    return Made(f"/proc/{os.getpid()}/fd/{handle}", size_bytes)
+    return SharedMemoryFile(f"/proc/{os.getpid()}/fd/{handle}", size_bytes)
 
 
-def reserved(size_bytes: int) -> Made:
+def reserved(size_bytes: int) -> SharedMemoryFile:
     """A file of that size in memory, if there is room."""
     try:
         handle, path = tempfile.mkstemp(prefix="jaxmpi-", dir=folder())
     except OSError as error:
-        return Made("", trouble=str(error.strerror))
+        return SharedMemoryFile("", trouble=str(error.strerror))
     try:
         reserve(handle, size_bytes)
-        return Made(path, size_bytes)
+        return SharedMemoryFile(path, size_bytes)
     except OSError as error:
         os.unlink(path)
-        return Made("", trouble=str(error.strerror))
+        return SharedMemoryFile("", trouble=str(error.strerror))
     finally:
         os.close(handle)

@@ -64,12 +64,12 @@ def available_bytes() -> int:
     is in if that is less; no limit if the kernel does not say.
     """
     machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
-    free = [left_in(folder, version) for folder, version in memory_groups()]
+    free = [left_in(folder, files) for folder, files in memory_groups()]
     return min(*free, int(machine[1]) << 10 if machine else sys.maxsize)
 
 
-class Version(NamedTuple):
-    """The names of one version of control groups: where the kernel writes what a group may take and has taken."""
+class CgroupFiles(NamedTuple):
+    """The file names of one version of control groups: where the kernel writes what a group may take and has taken."""
 
     limit: str
     used: str
@@ -77,12 +77,12 @@ class Version(NamedTuple):
 
 
 VERSIONS = {
-    1: Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: Version("memory.max", "memory.current", ""),
+    1: CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: CgroupFiles("memory.max", "memory.current", ""),
 }
 
 
-def memory_groups() -> list[tuple[Path, Version]]:
+def memory_groups() -> list[tuple[Path, CgroupFiles]]:
     """The control groups that bound this process's memory, its own first, then those that hold it.
 
     In a container the path is often that of the machine, and only the root of the mount is there.
@@ -97,12 +97,12 @@ def memory_groups() -> list[tuple[Path, Version]]:
     return groups
 
 
-def left_in(group: Path, version: Version) -> int:
+def left_in(group: Path, names: CgroupFiles) -> int:
     """Memory of a control group; it counts files in the page cache, which go when memory is needed."""
-    limit, used = (read(group / name).strip() for name in (version.limit, version.used))
+    limit, used = (read(group / name).strip() for name in (names.limit, names.used))
     if not (limit.isdigit() and used.isdigit()):
         return sys.maxsize
-    files = re.findall(rf"^{version.files}(?:in)?active_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
+    files = re.findall(rf"^{names.files}(?:in)?active_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
     return int(limit) - int(used) + sum(map(int, files))
 
 

@@ -20,10 +20,10 @@ from jaxmpi.config.data import Data, for_loaders
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.example import Example, Recipe
+from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
-from jaxmpi.data.loader_worker import Answer, Failure
-from jaxmpi.data.ring_buffer import Field, Layout, Ring
+from jaxmpi.data.loader_worker import LoaderAnswer, RowFailure
+from jaxmpi.data.ring_buffer import Field, Ring, RingLayout
 from jaxmpi.data.sampler import Sampler, Share
 from jaxmpi.data.sources.base import Source
 
@@ -136,7 +136,7 @@ class Loader:
         )
         check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
         augment = Augment(for_loaders(config), train, sampler.seed, load_mean_image(config))
-        self._recipe = Recipe(source, augment, config.on_error == "skip", classes, labels)
+        self._reader = ExampleReader(source, augment, config.on_error == "skip", classes, labels)
         self._sampler = sampler
         self._next = start_step
         self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step
@@ -190,21 +190,21 @@ class Loader:
     def _open(self) -> Ring:
         """The ring, laid out for rows such as the first."""
         hold = self._hold
-        hold.job = hold.pool.open(self._recipe)
+        hold.job = hold.pool.open(self._reader)
         share = self._sampler.indices(self._next)
-        row = self._sample(share.epoch, share.indices) or self._good_row()
+        row = self._first_row(share.epoch, share.indices) or self._good_row()
         kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
         fields = tuple(Field(name, value.shape, kinds[name]) for name, value in row.items())
         slots, batch = self._prefetch + 2, self._sampler.local_batch
-        hold.ring = Ring(Layout(slots, batch, fields))
+        hold.ring = Ring(RingLayout(slots, batch, fields))
         hold.pool.attach(hold.job, hold.ring)
         self._free.extend(range(slots))
         return hold.ring
 
-    def _answer(self, ticket: int) -> Answer:
+    def _answer(self, ticket: int) -> LoaderAnswer:
         return self._hold.pool.answer(ticket, lambda: self._hold.closed)
 
-    def _sample(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
+    def _first_row(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
         answer = self._answer(self._hold.pool.sample(self._hold.job, epoch, indices))
         self._corrupt(answer.failures)
         return answer.row
@@ -212,17 +212,17 @@ class Loader:
     def _good_row(self) -> Example:
         """The source's first good example: real pixels, since a model's batch statistics see them."""
         if self._filler is None:
-            row = self._sample(0, range(len(self._recipe.source)))
+            row = self._first_row(0, range(len(self._reader.source)))
             if row is None:
-                source = self._recipe.source
+                source = self._reader.source
                 raise UsageError(f"{source.name}: not one of {len(source)} examples is good")
             self._filler = {name: value.copy() for name, value in row.items()}  # a view would keep a part of a data set
         return self._filler
 
-    def _corrupt(self, failures: list[Failure]) -> list[int]:
+    def _corrupt(self, failures: list[RowFailure]) -> list[int]:
         """Positions of corrupt examples that are skipped; any other failure is raised, the first in the batch."""
         for failure in sorted(failures, key=lambda failure: failure.position):
-            if self._recipe.skip and isinstance(failure.error, CorruptExample):
+            if self._reader.skip and isinstance(failure.error, CorruptExample):
                 _LOG.warning("skipped: %s", failure.error.fault)
             else:
                 raise failure.error
@@ -244,7 +244,7 @@ class Loader:
         elif len(empty):
             for name, value in self._good_row().items():
                 rows[name][empty] = value
-        weight = self._sampler.size / share.count if self._recipe.augment.train else 1.0
+        weight = self._sampler.size / share.count if self._reader.augment.train else 1.0
         lent = ring.layout.largest
         copies = {name: values.copy() for name, values in rows.items() if name != lent}
         return Batch(  # copies first: lending may have the slot filled again

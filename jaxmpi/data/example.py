@@ -1,10 +1,10 @@
 """One example as one row of a batch; errors name the example.
 
-Loaders run in threads or processes, and an error there helps only if it names the example. So `Recipe.row` alone reads,
-augments and checks examples. An image that cannot be decoded may be skipped. A file that cannot be read ends the run:
-to skip it would skip a failed file system whole. A batch is one flat dict of arrays, and dicts or tuples in an example
-become names such as `outer/inner` (`flat`, `nested`). Numbers become 32-bit ones, as devices have them; whole numbers
-that do not fit are refused.
+Loaders run in threads or processes, and an error there helps only if it names the example. So `ExampleReader.row`
+alone reads, augments and checks examples. An image that cannot be decoded may be skipped. A file that cannot be read
+ends the run: to skip it would skip a failed file system whole. A batch is one flat dict of arrays, and dicts or tuples
+in an example become names such as `outer/inner` (`flat`, `nested`). Numbers become 32-bit ones, as devices have them;
+whole numbers that do not fit are refused.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ LABELS = {
 Example = dict[str, np.ndarray]  # one example as a batch holds it: `image` and `label`, or the fields of a dict
 
 
-class Pair(NamedTuple):
+class LabeledImage(NamedTuple):
     """An image and its label, as a source of such pairs gives them."""
 
     image: np.ndarray
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ExampleReader:
     """Shared by loaders, so it holds no state."""
 
     source: Source
@@ -74,17 +74,17 @@ class Recipe:
             error.add_note(f"while loading {name} (example {index}, epoch {epoch})")
             raise
 
-    def _read(self, epoch: int, index: int, name: str) -> Pair | Example:
+    def _read(self, epoch: int, index: int, name: str) -> LabeledImage | Example:
         encoded = getattr(self.source, "encoded", None)
         if encoded is not None:
             blob, label = encoded(self.number(epoch, index))
-            return Pair(self.augment.encoded(blob, epoch, index, name), label)
+            return LabeledImage(self.augment.encoded(blob, epoch, index, name), label)
         example = self.source[self.number(epoch, index)]
         if isinstance(example, dict):
             self.augment.check_unused(name)
             return flat(example, name)
         image, label = example
-        return Pair(self.augment(image, epoch, index, name), label)
+        return LabeledImage(self.augment(image, epoch, index, name), label)
 
     def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
         if self.labels == "numbers":

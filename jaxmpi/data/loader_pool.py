@@ -28,7 +28,7 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, UsageError, check, lookup
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data.example import Recipe
+from jaxmpi.data.example import ExampleReader
 from jaxmpi.data.loader_worker import (
     BOARD_ROW,
     HERE,
@@ -37,14 +37,14 @@ from jaxmpi.data.loader_worker import (
     NOTHING,
     SINCE,
     STOP,
-    Answer,
     Attach,
     Close,
+    FirstRowRequest,
     Hello,
+    LoaderAnswer,
     LoaderWorker,
     Make,
     Open,
-    Sample,
 )
 from jaxmpi.data.ring_buffer import Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
@@ -58,7 +58,7 @@ POLL_S = 0.1  # between looks at whether loaders are well, while an answer is wa
 class Loaders(Protocol):
     """The loaders of a pool, however they run."""
 
-    def open(self, job: int, recipe: Recipe) -> Any:
+    def open(self, job: int, reader: ExampleReader) -> Any:
         """Announce a job to all loaders; keep what is returned until the job is closed."""
         ...
 
@@ -66,7 +66,7 @@ class Loaders(Protocol):
         """Send a message to one loader."""
         ...
 
-    def answers(self, timeout_s: float) -> list[Answer]:
+    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
         """Answers so far; blocks for the first."""
         ...
 
@@ -96,14 +96,14 @@ class LoaderPool:
         self._make = lookup(KINDS, kind, "data.loader")
         self._loaders: Loaders | None = None
         self._board = np.zeros((size, BOARD_ROW), np.int64)
-        self._jobs: dict[int, tuple[Recipe, Any]] = {}
+        self._jobs: dict[int, tuple[ExampleReader, Any]] = {}
         self._tickets: dict[int, tuple[int, int]] = {}  # ticket -> job, loader
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, LoaderAnswer] = {}
         self._numbers = itertools.count(1)
         self._end: weakref.finalize | None = None
         self._lock = threading.RLock()  # a loader that is collected in here closes its job
 
-    def open(self, recipe: Recipe) -> int:
+    def open(self, reader: ExampleReader) -> int:
         """A new job for all loaders.
 
         Raises:
@@ -115,7 +115,7 @@ class LoaderPool:
             self._loaders = self._make(self.size, board)
             self._end = weakref.finalize(self, _stop, self._loaders, self._board)
         job = next(self._numbers)
-        self._jobs[job] = recipe, self._loaders.open(job, recipe)
+        self._jobs[job] = reader, self._loaders.open(job, reader)
         return job
 
     def attach(self, job: int, ring: Ring) -> None:
@@ -126,7 +126,7 @@ class LoaderPool:
     def sample(self, job: int, epoch: int, indices: Any) -> int:
         """Have a loader find the first good row among `indices`; the ticket."""
         ticket = self._ticket(job, 0)
-        self._send(0, Sample(job, ticket, epoch, indices))
+        self._send(0, FirstRowRequest(job, ticket, epoch, indices))
         return ticket
 
     def make(self, job: int, slot: int, step: int, epoch: int, indices: np.ndarray) -> list[int]:
@@ -153,7 +153,7 @@ class LoaderPool:
         self._receive(0)
         return ticket in self._answers
 
-    def answer(self, ticket: int, gone: Callable[[], bool]) -> Answer:
+    def answer(self, ticket: int, gone: Callable[[], bool]) -> LoaderAnswer:
         """Wait for the answer to a ticket.
 
         Raises:
@@ -262,7 +262,7 @@ class Threads:
     """Loaders that are threads of this process: decoding lets go of the interpreter."""
 
     def __init__(self, size: int, board: Segment) -> None:
-        self.done: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[LoaderAnswer] = queue.SimpleQueue()
         self.told: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
         rows = board.array(0, (size, BOARD_ROW), np.int64)
         self.threads = [
@@ -272,18 +272,18 @@ class Threads:
         for thread in self.threads:
             thread.start()
 
-    def open(self, job: int, recipe: Recipe) -> None:
+    def open(self, job: int, reader: ExampleReader) -> None:
         """Announce a job to all loaders."""
         for told in self.told:
-            told.put(Open(job, recipe))
+            told.put(Open(job, reader))
 
     def send(self, number: int, message: Any) -> None:
         """Send a message to one loader."""
         self.told[number].put(message)
 
-    def answers(self, timeout_s: float) -> list[Answer]:
+    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
         """Answers so far."""
-        found: list[Answer] = []
+        found: list[LoaderAnswer] = []
         try:
             found.append(self.done.get(block=timeout_s > 0, timeout=timeout_s))
             while True:
@@ -305,7 +305,7 @@ class Threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(board: np.ndarray, told: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[Answer]") -> None:
+def _work(board: np.ndarray, told: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[LoaderAnswer]") -> None:
     member = LoaderWorker(board)
     while (message := told.get()) is not None:
         answer = member.handle(message)
@@ -344,23 +344,23 @@ def python_line(module: str, *arguments: Any) -> list[str]:
     return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 
 
-def shared_recipe(job: int, recipe: Recipe) -> tuple[SharedPickle, bytes]:
-    """A recipe for loader processes, and the message that brings it to them.
+def shared_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
+    """A reader of examples for loader processes, and the message that brings it to them.
 
     Raises:
         UsageError: its source cannot be pickled.
     """
     try:
-        pickled = SharedPickle(recipe)
+        pickled = SharedPickle(reader)
         return pickled, pickle.dumps(Open(job, pickled))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{recipe.source.name}{' or data.augment' * bool(recipe.augment.config.augment)}: cannot be sent to a "
+            f"{reader.source.name}{' or data.augment' * bool(reader.augment.config.augment)}: cannot be sent to a "
             f"loader process ({error}); use data.loader = threads, or functions and classes of a module"
         ) from error
 
 
-class Loader(NamedTuple):
+class LoaderProcess(NamedTuple):
     """A loader process, and the pipe to it."""
 
     process: subprocess.Popen[bytes]
@@ -381,9 +381,9 @@ class LoaderProcesses:
         for number in range(size):
             self.send(number, Hello(number, board))
 
-    def open(self, job: int, recipe: Recipe) -> SharedPickle:
+    def open(self, job: int, reader: ExampleReader) -> SharedPickle:
         """Announce a job to all loaders."""
-        pickled, message = shared_recipe(job, recipe)
+        pickled, message = shared_reader(job, reader)
         for waiting in self.outboxes:
             waiting.put(message)
         return pickled
@@ -392,7 +392,7 @@ class LoaderProcesses:
         """Send a message to one loader."""
         self.outboxes[number].put(pickle.dumps(message))
 
-    def answers(self, timeout_s: float) -> list[Answer]:
+    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
         """Answers so far."""
         found = []
         try:
@@ -429,7 +429,7 @@ def how_ended(process: subprocess.Popen[bytes]) -> str:
     return f"(process {process.pid}) {how}"
 
 
-def end(loaders: Sequence[Loader]) -> None:
+def end(loaders: Sequence[LoaderProcess]) -> None:
     """Closing its pipe ends a process, whatever it is at."""
     for loader in loaders:
         loader.pipe.close()
@@ -443,7 +443,7 @@ def end(loaders: Sequence[Loader]) -> None:
                 loader.process.wait(1)
 
 
-def started(in_words: bool = False) -> Loader:
+def started(in_words: bool = False) -> LoaderProcess:
     """A loader process, which ends with this one; it answers as `loader_worker.main` says."""
     mine, its = socket.socketpair()
     in_main = threading.current_thread() is threading.main_thread()
@@ -455,7 +455,7 @@ def started(in_words: bool = False) -> Loader:
             process_group=0,  # Ctrl-C in a terminal is the worker's to see
             env=os.environ | ONE_THREAD,
         )
-    return Loader(process, Connection(mine.detach()))
+    return LoaderProcess(process, Connection(mine.detach()))
 
 
 def outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":

@@ -21,7 +21,7 @@ import numpy as np
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import GoneError, Segment
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.example import Example, Recipe
+from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.ring_buffer import Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
 
@@ -35,10 +35,10 @@ BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
 class Open(NamedTuple):
-    """From now on `job` means this recipe: in a `SharedPickle` if the loader is a process."""
+    """From now on `job` means this reader: in a `SharedPickle` if the loader is a process."""
 
     job: int
-    recipe: Recipe | SharedPickle
+    reader: ExampleReader | SharedPickle
 
 
 class Attach(NamedTuple):
@@ -48,8 +48,8 @@ class Attach(NamedTuple):
     ring: Ring
 
 
-class Sample(NamedTuple):
-    """Answer with the first good row among `indices`, None if there is none."""
+class FirstRowRequest(NamedTuple):
+    """Request for the first good row among `indices`; the answer has None if there is none."""
 
     job: int
     ticket: int
@@ -82,18 +82,18 @@ class Hello(NamedTuple):
     board: Segment
 
 
-class Failure(NamedTuple):
+class RowFailure(NamedTuple):
     """A row that could not be made."""
 
     position: int
     error: BaseException
 
 
-class Answer(NamedTuple):
-    """To a ticket: failures of `Make`; the row of `Sample`, or one failure."""
+class LoaderAnswer(NamedTuple):
+    """To a ticket: failures of `Make`; the row of `FirstRowRequest`, or one failure."""
 
     ticket: int
-    failures: list[Failure]
+    failures: list[RowFailure]
     row: Example | None = None
 
 
@@ -103,77 +103,77 @@ class LoaderWorker:
     def __init__(self, board: np.ndarray) -> None:
         self.board = board  # i64[8]
         board[HERE] = os.getpid()
-        self.recipes: dict[int, Recipe | Exception] = {}
+        self.readers: dict[int, ExampleReader | Exception] = {}
         self.rings: dict[int, Ring] = {}
 
-    def handle(self, message: Any) -> Answer | None:
+    def handle(self, message: Any) -> LoaderAnswer | None:
         """Do what one message says."""
         if isinstance(message, Open):
-            self.recipes[message.job] = opened(message.recipe)
+            self.readers[message.job] = opened(message.reader)
         elif isinstance(message, Attach):
             self.rings[message.job] = message.ring
         elif isinstance(message, Close):
-            self.recipes.pop(message.job, None)
+            self.readers.pop(message.job, None)
             self.rings.pop(message.job, None)
         else:
             try:
-                return self._make(message) if isinstance(message, Make) else self._sample(message)
+                return self._make(message) if isinstance(message, Make) else self._first_row(message)
             except BaseException as error:  # whatever it is, the worker raises it
-                return Answer(message.ticket, [Failure(0, error)])
+                return LoaderAnswer(message.ticket, [RowFailure(0, error)])
             finally:
                 self._at(message.job, NOTHING)
         return None
 
-    def _recipe(self, job: int) -> Recipe:
-        recipe = self.recipes.get(job)
-        if isinstance(recipe, Recipe):
-            return recipe
-        raise recipe or UsageError(f"a loader knows nothing of job {job}")
+    def _reader(self, job: int) -> ExampleReader:
+        reader = self.readers.get(job)
+        if isinstance(reader, ExampleReader):
+            return reader
+        raise reader or UsageError(f"a loader knows nothing of job {job}")
 
     def _at(self, job: int, index: int) -> None:
         self.board[SINCE] = time.monotonic_ns()  # first: who reads between two of these must not see an old one
         self.board[JOB], self.board[INDEX] = job, index
 
-    def _sample(self, message: Sample) -> Answer:
-        recipe = self._recipe(message.job)
+    def _first_row(self, message: FirstRowRequest) -> LoaderAnswer:
+        reader = self._reader(message.job)
         for index in message.indices:
             if self.board[STOP]:
                 break
-            self._at(message.job, recipe.number(message.epoch, int(index)))
+            self._at(message.job, reader.number(message.epoch, int(index)))
             try:
-                return Answer(message.ticket, [], recipe.row(message.epoch, int(index)))
+                return LoaderAnswer(message.ticket, [], reader.row(message.epoch, int(index)))
             except CorruptExample as error:
-                if not recipe.skip:
-                    return Answer(message.ticket, [Failure(0, error)])
-        return Answer(message.ticket, [])
+                if not reader.skip:
+                    return LoaderAnswer(message.ticket, [RowFailure(0, error)])
+        return LoaderAnswer(message.ticket, [])
 
-    def _make(self, message: Make) -> Answer:
-        recipe, ring = self._recipe(message.job), self.rings[message.job]
+    def _make(self, message: Make) -> LoaderAnswer:
+        reader, ring = self._reader(message.job), self.rings[message.job]
         rows = ring.rows(message.slot)
-        failures: list[Failure] = []
+        failures: list[RowFailure] = []
         for i, index in enumerate(message.indices.tolist()):
             if ring.closed[0] or self.board[STOP]:
                 break
             position = message.first + i * message.stride
-            number = recipe.number(message.epoch, index)
+            number = reader.number(message.epoch, index)
             self._at(message.job, number)
             try:
-                place(recipe.row(message.epoch, index), rows, position, recipe.source, number)
+                place(reader.row(message.epoch, index), rows, position, reader.source, number)
             except BaseException as error:
-                failures.append(Failure(position, error))
-                if not (recipe.skip and isinstance(error, CorruptExample)):
+                failures.append(RowFailure(position, error))
+                if not (reader.skip and isinstance(error, CorruptExample)):
                     break
                 # Frames would keep what was read, and so a whole part of a data set in memory.
                 error.__traceback__ = error.__cause__ = error.__context__ = None
-        return Answer(message.ticket, failures)
+        return LoaderAnswer(message.ticket, failures)
 
 
-def opened(recipe: Recipe | SharedPickle) -> Recipe | Exception:
-    """The recipe, or why there is none."""
-    if isinstance(recipe, Recipe):
-        return recipe
+def opened(reader: ExampleReader | SharedPickle) -> ExampleReader | Exception:
+    """The reader, or why there is none."""
+    if isinstance(reader, ExampleReader):
+        return reader
     try:
-        return recipe.open()
+        return reader.open()
     except Exception as error:  # a class whose module this process cannot import, above all
         return UsageError(
             f"a loader process cannot have this source, or data.augment ({type(error).__name__}: {error}); use "
@@ -266,7 +266,7 @@ def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
         os._exit(0)
 
 
-def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]", pack: Callable[[Answer], bytes]) -> None:
+def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]", pack: Callable[[LoaderAnswer], bytes]) -> None:
     """Handle messages one after another."""
     member = greeted(inbox.get())
     while True:
@@ -281,7 +281,7 @@ def greeted(hello: bytes) -> LoaderWorker:
     return LoaderWorker(board.array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
 
 
-def handled(member: LoaderWorker, message: bytes) -> Answer | None:
+def handled(member: LoaderWorker, message: bytes) -> LoaderAnswer | None:
     """The next order to answer, if any."""
     try:
         return member.handle(pickle.loads(message))
@@ -289,13 +289,13 @@ def handled(member: LoaderWorker, message: bytes) -> Answer | None:
         return None  # of a job that was closed meanwhile
 
 
-def words(answer: Answer) -> bytes:
+def words(answer: LoaderAnswer) -> bytes:
     """That the copy is finished, or what went wrong."""
     is_plain = not answer.failures and answer.row is None
     return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else packed(answer)
 
 
-def packed(answer: Answer) -> bytes:
+def packed(answer: LoaderAnswer) -> bytes:
     """The answer, its errors as texts if they cannot travel."""
     for failure in answer.failures:
         failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
@@ -304,6 +304,6 @@ def packed(answer: Answer) -> bytes:
         pickle.loads(data)
     except Exception:  # some errors cannot be taken apart, or not be put together: whatever theirs is
         texts = [f"{type(f.error).__name__}: {f.error}" for f in answer.failures]
-        told = [Failure(f.position, RuntimeError(t)) for f, t in zip(answer.failures, texts, strict=True)]
+        told = [RowFailure(f.position, RuntimeError(t)) for f, t in zip(answer.failures, texts, strict=True)]
         data = pickle.dumps(answer._replace(failures=told))
     return data

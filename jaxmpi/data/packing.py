@@ -60,7 +60,7 @@ SHOWN = 20  # damaged records that are named
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class PackingOptions:
     """Treatment of the images."""
 
     resize: int = 0  # px: shorter side; 0 keeps the size
@@ -102,7 +102,7 @@ class Shard(NamedTuple):
 # ---------------------------------------------------------------- one example
 
 
-def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int] | CorruptExample:
+def record_of(source: Source, index: int, *, options: PackingOptions) -> tuple[bytes, int] | CorruptExample:
     """An example's compressed image and label; why not, if it is corrupt and such are skipped.
 
     Raises:
@@ -111,9 +111,9 @@ def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int
     """
     name = where(source, index)
     try:
-        blob, label = _compressed(source, index, recipe, name)
+        blob, label = _compressed(source, index, options, name)
     except CorruptExample as error:
-        if recipe.on_error == "skip":
+        if options.on_error == "skip":
             return error
         raise
     except OSError as error:
@@ -123,23 +123,23 @@ def record_of(source: Source, index: int, *, recipe: Recipe) -> tuple[bytes, int
     return checked(blob, label, source.classes, name)
 
 
-def _compressed(source: Source, index: int, recipe: Recipe, name: str) -> tuple[bytes, Any]:
+def _compressed(source: Source, index: int, options: PackingOptions, name: str) -> tuple[bytes, Any]:
     compressed = getattr(source, "encoded", None)
     if compressed is None:
         image, label = pair(source, index)
-        check(not recipe.resize or image.ndim == 3, f"{name}: got shape {image.shape}; no image to resize")
-        return _encoded(image, recipe), label
+        check(not options.resize or image.ndim == 3, f"{name}: got shape {image.shape}; no image to resize")
+        return _encoded(image, options), label
     blob, label = compressed(index)
     with corrupt_if_it_fails(blob, name, index):
         check(len(blob) > 0, "the file is empty")
-        again = encoded_again(blob, recipe.resize, recipe.quality)
-        if again is blob and recipe.verify == "decode":
+        again = encoded_again(blob, options.resize, options.quality)
+        if again is blob and options.verify == "decode":
             decoded(blob, channels=3, resize=0)
     return again, label
 
 
-def _encoded(image: np.ndarray, recipe: Recipe) -> bytes:
-    return encoded(resized(image, recipe.resize) if recipe.resize else image, recipe.quality)
+def _encoded(image: np.ndarray, options: PackingOptions) -> bytes:
+    return encoded(resized(image, options.resize) if options.resize else image, options.quality)
 
 
 def in_order(
@@ -187,7 +187,11 @@ def _serve(work: Callable[[A], B], asked: "queue.SimpleQueue[tuple[Future[B], A]
 
 
 def pack(
-    source: Source, folder: str | Path, recipe: Recipe | None = None, threads: int = 2, progress: Progress | None = None
+    source: Source,
+    folder: str | Path,
+    options: PackingOptions | None = None,
+    threads: int = 2,
+    progress: Progress | None = None,
 ) -> Packing:
     """Write a source's examples into a folder, in their order; goes on if an earlier one was stopped.
 
@@ -196,7 +200,7 @@ def pack(
     Args:
         source: of examples.
         folder: for this split; made if it is not there.
-        recipe: what becomes of the images.
+        options: what becomes of the images.
         threads: that read and compress.
         progress: called with how many more examples are done.
 
@@ -205,13 +209,13 @@ def pack(
             process packs into it, an example cannot be packed, or the disk is full: how many examples are safe.
         CorruptExample: with `on_error` stop.
     """
-    recipe, folder = recipe or Recipe(), Path(folder)
+    options, folder = options or PackingOptions(), Path(folder)
     digest = getattr(source, "digest", None)
     job = {
         "source": source.name,
         "examples": len(source),
         "digest": digest() if digest else "",
-        **recipe.made(),
+        **options.made(),
     }
     with writing(folder, 0, len(source)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,21 +223,21 @@ def pack(
     with claimed(folder, job) as is_new:
         if (folder / MANIFEST).exists():
             packing = finished(folder, job)
-            _check_none_left_out(folder, packing.skipped, recipe)
+            _check_none_left_out(folder, packing.skipped, options)
             return packing
         done = [] if is_new else whole_shards(folder, len(source))
-        _check_none_left_out(folder, sum(shard.skipped for shard in done), recipe)
+        _check_none_left_out(folder, sum(shard.skipped for shard in done), options)
         with writing(folder, done[-1].next if done else 0, len(source)):
             _forget(folder, len(done))
         if progress and done:
             progress(done[-1].next)
-        _Packer(source, folder, recipe, threads, done, progress).run()
+        _Packer(source, folder, options, threads, done, progress).run()
         return _finish(source, folder, job, done)
 
 
-def _check_none_left_out(folder: Path, skipped: int, recipe: Recipe) -> None:
+def _check_none_left_out(folder: Path, skipped: int, options: PackingOptions) -> None:
     check(
-        not skipped or recipe.on_error == "skip",
+        not skipped or options.on_error == "skip",
         f"{folder}: begun with --on-error skip, which has left out {skipped} corrupt examples; give it again, or give "
         "another folder",
     )
@@ -380,7 +384,7 @@ class _Packer(NamedTuple):
 
     source: Source
     folder: Path
-    recipe: Recipe
+    options: PackingOptions
     threads: int
     done: list[Shard]
     progress: Progress | None
@@ -396,7 +400,7 @@ class _Packer(NamedTuple):
     def run(self) -> None:
         """Pack shards until no example is left."""
         indices = range(self.safe(), len(self.source))
-        work = functools.partial(record_of, self.source, recipe=self.recipe)
+        work = functools.partial(record_of, self.source, options=self.options)
         with contextlib.closing(in_order(work, indices, self.threads)) as records:
             numbered = zip(indices, records, strict=True)
             while self.safe() < len(self.source):
@@ -441,7 +445,7 @@ class _Packer(NamedTuple):
                 write_all(file, blob)
             rows.append((0, len(blob), label, zlib.crc32(blob)))
             size += len(blob)
-            if size >= self.recipe.shard_bytes:
+            if size >= self.options.shard_bytes:
                 break
         return rows, skipped, after
 
@@ -563,12 +567,18 @@ def pack_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--train-split", default="train", help="its name in SRC (default: train)")
     parser.add_argument("--validation-split", default="validation", help="its name in SRC; '' for none")
-    parser.add_argument("--resize", type=int, default=Recipe.resize, help="px: shorter side; 0 keeps size and bytes")
-    parser.add_argument("--quality", type=int, default=Recipe.quality, help="JPEG 1 to 100 (default: 90); 0: PNG")
-    parser.add_argument("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
-    parser.add_argument("--on-error", default=Recipe.on_error, help="stop | skip: what a corrupt image does")
     parser.add_argument(
-        "--verify", default=Recipe.verify, help="decode | header: of images that keep their bytes (default: decode)"
+        "--resize", type=int, default=PackingOptions.resize, help="px: shorter side; 0 keeps size and bytes"
+    )
+    parser.add_argument(
+        "--quality", type=int, default=PackingOptions.quality, help="JPEG 1 to 100 (default: 90); 0: PNG"
+    )
+    parser.add_argument("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
+    parser.add_argument("--on-error", default=PackingOptions.on_error, help="stop | skip: what a corrupt image does")
+    parser.add_argument(
+        "--verify",
+        default=PackingOptions.verify,
+        help="decode | header: of images that keep their bytes (default: decode)",
     )
     _threads(parser)
     return parser
@@ -616,12 +626,12 @@ def pack_main(argv: list[str]) -> None:
     )
     check(0 < options.shard_mb < math.inf, f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
     shard_bytes = max(int(options.shard_mb * 2**20), 1)
-    recipe = Recipe(options.resize, options.quality, shard_bytes, options.on_error, options.verify)
+    chosen = PackingOptions(options.resize, options.quality, shard_bytes, options.on_error, options.verify)
     for split in ("train", "validation") if options.validation_split else ("train",):
         with flags_of_pack():
             source = open_source(data, split)
             with bar(split, len(source)) as progress:
-                done = pack(source, options.dst / split, recipe, options.threads, progress)
+                done = pack(source, options.dst / split, chosen, options.threads, progress)
         print(f"{options.dst / split}: {done.records} records, {done.size_bytes / 1e6:,.1f} MB, skipped {done.skipped}")
 
 

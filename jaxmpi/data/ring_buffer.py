@@ -52,7 +52,7 @@ class Field(NamedTuple):
         return rows * math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class Layout(NamedTuple):
+class RingLayout(NamedTuple):
     """Layout of a ring: `slots` batches of `batch` rows, each field's rows together, on pages of their own."""
 
     slots: int
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
 class Ring:
     """Slots for batches, and a flag that has loaders drop what is queued for them."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: RingLayout) -> None:
         self.layout = layout
         self.segment = Segment(PAGE + layout.slots * layout.slot_size)
         self.closed = self.segment.array(0, (1,), np.int64)
@@ -97,7 +97,7 @@ class Ring:
         return lent
 
 
-def _ring(layout: Layout, segment: Segment) -> Ring:
+def _ring(layout: RingLayout, segment: Segment) -> Ring:
     ring = object.__new__(Ring)
     ring.layout, ring.segment, ring.closed = layout, segment, segment.array(0, (1,), np.int64)
     return ring

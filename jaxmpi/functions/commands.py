@@ -1,6 +1,6 @@
 """Commands to a worker group, in one table.
 
-A call of a function and each method of a variable become an `Order`: a JSON header, with arrays beside it. If every
+A call of a function and each method of a variable become an `Command`: a JSON header, with arrays beside it. If every
 rank runs the script, each makes the same order; else rank 0 sends it to the processes that wait. From there on the code
 is the same: each process runs the order's row of `VERBS` for its own workers. A worker does its own part first and
 reports. Only if all reports are good does anything travel or change, so a failed call leaves the workers as they were.
@@ -23,15 +23,15 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.random_keys import packed
 from jaxmpi.functions import profiling
 from jaxmpi.functions.import_by_name import find
-from jaxmpi.functions.partitioning import Rows
+from jaxmpi.functions.partitioning import RowSelection
 from jaxmpi.functions.reductions import combine, travels_as_sum
 from jaxmpi.functions.shared_array import from_ticket
-from jaxmpi.functions.transport import Report
+from jaxmpi.functions.transport import CallReport
 from jaxmpi.functions.worker_call import as_jax_has, compute, take
-from jaxmpi.functions.worker_group import Leaf, Leaves, MissingPrograms, Order, Program, WorkerGroup, WorkerSlot
+from jaxmpi.functions.worker_group import Command, Leaf, Leaves, MissingPrograms, WorkerGroup, WorkerProgram, WorkerSlot
 
 
-def perform(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
+def perform(team: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
     """Carry out an order with all workers: send it to those that wait, do this process's part.
 
     Raises:
@@ -41,7 +41,7 @@ def perform(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
         return performed(team, what, prepare)
 
 
-def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any:
+def performed(team: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
     """The order prepared, sent and done; programs that workers lack are sent, and the order again."""
     team.check_usable()
     try:
@@ -67,11 +67,11 @@ def performed(team: WorkerGroup, what: str, prepare: Callable[[], Order]) -> Any
         raise
 
 
-def rests(verb: Callable[[WorkerGroup, Order], Any]) -> Callable[[WorkerGroup, Order], Any]:
+def rests(verb: Callable[[WorkerGroup, Command], Any]) -> Callable[[WorkerGroup, Command], Any]:
     """The command, after which workers hold nothing of it, unless the order comes again."""
 
     @functools.wraps(verb)
-    def resting(team: WorkerGroup, order: Order) -> Any:
+    def resting(team: WorkerGroup, order: Command) -> Any:
         is_over = True
         try:
             return verb(team, order)
@@ -89,7 +89,7 @@ def rests(verb: Callable[[WorkerGroup, Order], Any]) -> Callable[[WorkerGroup, O
 
 
 @rests
-def call(team: WorkerGroup, order: Order) -> tuple[tuple[Any, ...], Leaves]:
+def call(team: WorkerGroup, order: Command) -> tuple[tuple[Any, ...], Leaves]:
     """Compute everywhere, then reduce: structures and leaves of what is returned, if results are wanted."""
     reports = team.attempt(order.header["name"], lambda station: compute(station, order, team))
     counts = [report.count for report in reports]
@@ -167,24 +167,24 @@ def send_programs(team: WorkerGroup, missing: list[str]) -> None:
             form, tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in shapes)
         )
         data = np.frombuffer(body, np.uint8)
-        order = Order("program", {"key": text, **header}, arrays_for=lambda rank, data=data: [data])
+        order = Command("program", {"key": text, **header}, arrays_for=lambda rank, data=data: [data])
         team.tell(order)
         program(team, order)
         team.is_exchanging = False  # the next one may be refused where it is made
 
 
-def program(team: WorkerGroup, order: Order) -> None:
+def program(team: WorkerGroup, order: Command) -> None:
     """Take a program from the master."""
 
-    def load(station: WorkerSlot) -> Report:
+    def load(station: WorkerSlot) -> CallReport:
         if station.rank != 0:
             station.programs[order.header["key"]] = loaded(order.header, next(order.received).tobytes())
-        return Report("ok", "")
+        return CallReport("ok", "")
 
     team.attempt(order.header["name"], load, part="compile", waiting="compile")
 
 
-def loaded(header: dict[str, Any], body: bytes) -> Program:
+def loaded(header: dict[str, Any], body: bytes) -> WorkerProgram:
     """A program that travelled as StableHLO, or by the name of its function."""
     leaves = tuple(Leaf(*leaf) for leaf in header["leaves"])
     if header["module"]:
@@ -197,22 +197,22 @@ def loaded(header: dict[str, Any], body: bytes) -> Program:
         run = jax.jit(computed)
     else:
         run = jax.jit(jax.export.deserialize(bytearray(body)).call)
-    return Program(run, leaves, header["says"])
+    return WorkerProgram(run, leaves, header["says"])
 
 
 # ---------------------------------------------------------------- variables
 
 
 @rests
-def put(team: WorkerGroup, order: Order) -> None:
+def put(team: WorkerGroup, order: Command) -> None:
     """Give workers the leaves of a variable: the whole, or each its rows."""
 
-    def work(station: WorkerSlot) -> Report:
+    def work(station: WorkerSlot) -> CallReport:
         header = order.header
         if header["ranks"] is not None and station.rank not in header["ranks"]:
-            return Report("ok", json.dumps(header["says"]))
+            return CallReport("ok", json.dumps(header["says"]))
         station.out = [station.own(value) for value in values_of(station, order)]
-        return Report("ok", json.dumps(header["says"]))
+        return CallReport("ok", json.dumps(header["says"]))
 
     team.attempt(order.header["name"], work, part="shuffle")
     for station in team.stations:
@@ -220,27 +220,27 @@ def put(team: WorkerGroup, order: Order) -> None:
             station.values[order.header["number"]] = station.out
 
 
-def values_of(station: WorkerSlot, order: Order) -> list[Any]:
+def values_of(station: WorkerSlot, order: Command) -> list[Any]:
     """Inputs of a worker: from here, from the master, or out of shared memory."""
     if order.given is not None:
         return order.given(station.rank)
     if "tickets" not in order.header:
         return list(order.received)
     rows, (begin, end) = order.header["rows"], order.header["spans"][station.rank]
-    picked = next(order.received) if rows == "indices" else Rows(0, *rows).of(begin, end)
+    picked = next(order.received) if rows == "indices" else RowSelection(0, *rows).of(begin, end)
     arrays = [from_ticket(ticket, station.arrays) for ticket in order.header["tickets"]]
     return [as_jax_has(name, take(x, picked)) for name, x in zip(order.header["names"], arrays, strict=True)]
 
 
-def signed(station: WorkerSlot, order: Order, op: str = "") -> Report:
+def signed(station: WorkerSlot, order: Command, op: str = "") -> CallReport:
     """A variable's leaves laid out for reading; what must agree between workers."""
     station.out = list(station.held(order.header["number"]))
     shapes = [f"{x.dtype}{list(x.shape[1:] if op == 'gather' else x.shape)}" for x in station.out]
-    return Report("ok", json.dumps({"call": order.header, "leaf": shapes if op else []}))
+    return CallReport("ok", json.dumps({"call": order.header, "leaf": shapes if op else []}))
 
 
 @rests
-def reduce(team: WorkerGroup, order: Order) -> Leaves:
+def reduce(team: WorkerGroup, order: Command) -> Leaves:
     """The variable over workers, each counted once; kept by all if asked."""
     team.attempt(order.header["name"], functools.partial(signed, order=order, op=order.header["op"]))
     with profiling.part("reduce"):
@@ -265,7 +265,7 @@ def reduced(team: WorkerGroup, header: dict[str, Any]) -> Leaves:
 
 
 @rests
-def fetch(team: WorkerGroup, order: Order) -> list[list[np.ndarray]] | None:
+def fetch(team: WorkerGroup, order: Command) -> list[list[np.ndarray]] | None:
     """The leaves of some workers, all of them or one; kept by all if asked."""
     header = order.header
     team.attempt(header["name"], functools.partial(signed, order=order))
@@ -282,19 +282,19 @@ def fetch(team: WorkerGroup, order: Order) -> list[list[np.ndarray]] | None:
 
 
 @rests
-def lengths(team: WorkerGroup, order: Order) -> list[int]:
+def lengths(team: WorkerGroup, order: Command) -> list[int]:
     """How many rows of a variable each worker holds; they travel in the reports."""
 
-    def count(station: WorkerSlot) -> Report:
+    def count(station: WorkerSlot) -> CallReport:
         found = {x.shape[:1] for x in station.held(order.header["number"])}
         got = f"worker {station.rank} holds leaves whose first axes are {sorted(found)}"
         check(len(found) == 1 and () not in found, f"{order.header['name']}: {got}; expected as many rows in each leaf")
-        return Report("ok", json.dumps(order.header), found.pop()[0])
+        return CallReport("ok", json.dumps(order.header), found.pop()[0])
 
     return [report.count for report in team.attempt(order.header["name"], count)]
 
 
-def close(team: WorkerGroup, order: Order) -> None:
+def close(team: WorkerGroup, order: Command) -> None:
     """Drop all values, programs and arrays of the workers."""
     for station in team.stations:
         station.values.clear()
@@ -304,7 +304,7 @@ def close(team: WorkerGroup, order: Order) -> None:
         station.arrays.clear()
 
 
-VERBS: dict[str, Callable[[WorkerGroup, Order], Any]] = {
+VERBS: dict[str, Callable[[WorkerGroup, Command], Any]] = {
     "call": call,
     "program": program,
     "put": put,

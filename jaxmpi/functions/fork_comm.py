@@ -25,13 +25,13 @@ from jaxmpi.runtime import host_callbacks
 
 
 @dataclass(frozen=True)
-class Turn(host_callbacks.Ordered):
-    """State that keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
+class ForkEffect(host_callbacks.OrderedEffect):
+    """Effect that keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
 
     number: int
 
 
-host_callbacks.admit(Turn(0))
+host_callbacks.admit(ForkEffect(0))
 
 
 class ForkComm(SoloComm):
@@ -44,11 +44,11 @@ class ForkComm(SoloComm):
         self.rank, self.size = line.rank, line.size  # pyright: ignore[reportAttributeAccessIssue]
         self.hosts, self.order = (0,) * self.size, tuple(range(self.size))  # pyright: ignore[reportAttributeAccessIssue]
         if self.size > 1:
-            self.turn, self.rows_name = Turn(number), f"rows of fork {number}"
+            self.effect, self.rows_name = ForkEffect(number), f"rows of fork {number}"
             instead = f'take devices of one process: JAX_NUM_CPU_DEVICES={self.size} and fork(kind="devices")'
-            self.shared = SharedSum(line, f"sum of fork {number}", effect=self.turn, instead=instead)
+            self.shared = SharedSum(line, f"sum of fork {number}", effect=self.effect, instead=instead)
             rows = self.shared.rows.view(np.uint8)  # of even and of odd calls, a row a worker
-            self.rows = Rows(self.shared.board, rows)
+            self.rows = SharedMemoryAllgather(self.shared.board, rows)
             host_callbacks.register(self.rows_name, self.rows)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
@@ -77,7 +77,7 @@ class ForkComm(SoloComm):
 
     def _rows(self, leaf: jax.Array) -> jax.Array:
         like = jax.ShapeDtypeStruct((self.size, *leaf.shape), leaf.dtype)
-        return host_callbacks.call(self.rows_name, [leaf], [like], effect=self.turn)[0]
+        return host_callbacks.call(self.rows_name, [leaf], [like], effect=self.effect)[0]
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """The sum in rank order."""
@@ -113,7 +113,7 @@ class ForkComm(SoloComm):
             del self.shared, self.rows
 
 
-class Rows:
+class SharedMemoryAllgather:
     """Every worker's bytes by way of shared memory, in pieces that a row has room for."""
 
     def __init__(self, board: Board, rows: np.ndarray) -> None:

@@ -33,13 +33,21 @@ from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.import_by_name import name_of
 from jaxmpi.functions.outputs import Chosen, joined, parsed
-from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, of_each_worker, of_indices, same_length
+from jaxmpi.functions.partitioning import (
+    RowSelection,
+    bounds,
+    check_enough,
+    choose,
+    of_each_worker,
+    of_indices,
+    same_length,
+)
 from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_word
 from jaxmpi.functions.shared_array import is_shared
 from jaxmpi.functions.signature import Form, in_order, placed
 from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, where
 from jaxmpi.functions.worker_call import as_jax_has, canonical, take
-from jaxmpi.functions.worker_group import Leaf, Order, Program, WorkerGroup
+from jaxmpi.functions.worker_group import Command, Leaf, WorkerGroup, WorkerProgram
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
 OF_OTHERS = "belongs to workers that were closed"
@@ -81,7 +89,7 @@ class Function:
         self.team: WorkerGroup | None = None
         self.number = next(_numbers)
         self.forms: list[Form] = []  # so far
-        self.programs: dict[tuple[int, tuple], Program] = {}
+        self.programs: dict[tuple[int, tuple], WorkerProgram] = {}
         self.jitted: dict[int, Any] = {}
         self.sent: list[Any] = []  # broadcast leaves as the workers have them
 
@@ -128,7 +136,7 @@ class Function:
         chosen: list[Chosen] = []
         known = len(self.forms)
 
-        def prepare() -> Order:
+        def prepare() -> Command:
             profiling.identify(self.number)
             chosen.append(self.trees.chosen(output_subset))
             return self._order(team, (args, named), batch, batch_local, slices, made, chosen[0])
@@ -163,7 +171,7 @@ class Function:
         slices: int,
         made: dict[int, Variable],
         chosen: Chosen,
-    ) -> Order:
+    ) -> Command:
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
         check(all(v.team is team for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
@@ -180,7 +188,7 @@ class Function:
         fresh = self._fresh(bound)
         header["fresh"] = list(fresh)
         given = Given(bound.given, bound.rows, bound.local, fresh)
-        return Order("call", header, given, lambda rank: bound.arrays_for(rank, list(fresh.values())))
+        return Command("call", header, given, lambda rank: bound.arrays_for(rank, list(fresh.values())))
 
     def _fresh(self, bound: "Bound") -> dict[int, Any]:
         """The broadcast leaves that workers do not have yet, by their number."""
@@ -215,14 +223,14 @@ class Function:
 
     # ------------------------------------------------------------ programs
 
-    def program(self, form: int, shapes: tuple) -> Program:
+    def program(self, form: int, shapes: tuple) -> WorkerProgram:
         """The function over flat leaves of these shapes and dtypes, compiled by JAX at its first run."""
         if (form, shapes) not in self.programs:
             with profiling.part("compile"):
                 self.programs[form, shapes] = self._traced(form, shapes)
         return self.programs[form, shapes]
 
-    def _traced(self, form: int, shapes: tuple) -> Program:
+    def _traced(self, form: int, shapes: tuple) -> WorkerProgram:
         me = weakref.proxy(self)  # whoever drops the function lets go at once of what it holds on the workers
         jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._parts(form, flat)))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
@@ -237,7 +245,9 @@ class Function:
                     check_reducible(leaf.op, aval.dtype, aval.shape, f"{self.name}: output {name}")
                 says.append(said(leaves[-1], aval))
         structures = tuple(jax.tree.structure(part) for part in parts)
-        return Program(lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(dict(says)), structures)
+        return WorkerProgram(
+            lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(dict(says)), structures
+        )
 
     def _destinations(self, form: int) -> list[tuple[Leaf, str]]:
         """For each part that a program returns, where its leaves go, and its name for messages."""
@@ -321,7 +331,7 @@ class Given(NamedTuple):
     """Inputs that the caller's own workers take directly: leaves by input, chosen rows."""
 
     leaves: list[Any]
-    rows: Rows | None
+    rows: RowSelection | None
     local: list[Any]
     fresh: dict[int, Any]
 
@@ -385,7 +395,7 @@ class Bound:
         self.given: list[Any] = []  # the leaf itself, if it comes with the call
         self.lengths: dict[str, int] = {}  # of scattered leaves, by name
         self.broadcast: list[Any] = []
-        self.rows: Rows | None = None
+        self.rows: RowSelection | None = None
         self.local: list[Any] = [None] * team.size
 
     def add_all(self, markers: Sequence[Marker], args: Sequence[PyTree], keywords: Sequence[str]) -> Any:

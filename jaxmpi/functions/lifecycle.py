@@ -24,7 +24,7 @@ from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.functions.commands import VERBS
 from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
-from jaxmpi.functions.worker_group import DeviceGroup, ForkedGroup, Order, ProcessGroup, SumFailed, WorkerGroup
+from jaxmpi.functions.worker_group import Command, DeviceGroup, ForkedGroup, ProcessGroup, SumFailed, WorkerGroup
 from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
@@ -125,7 +125,7 @@ def close() -> None:
             closing.end()
         finally:
             closing.gone = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
-            VERBS["close"](closing, Order("close", {}))
+            VERBS["close"](closing, Command("close", {}))
 
 
 def forget_in_child() -> None:
@@ -181,7 +181,7 @@ def end_ranks(led: ProcessGroup) -> None:
     close()
     if _lost:
         failures.end_job(1)
-    ProcessGroup(led.line, led.comm, led.default_strategy, is_serial=True).tell(Order("end", {}))
+    ProcessGroup(led.line, led.comm, led.default_strategy, is_serial=True).tell(Command("end", {}))
 
 
 # ---------------------------------------------------------------- processes on this host

@@ -26,7 +26,7 @@ def pieces(n: int, workers: int, worker: int, slices: int) -> list[tuple[int, in
     return [(a, b) for a, b in itertools.pairwise(edges) if a < b]
 
 
-class Rows(NamedTuple):
+class RowSelection(NamedTuple):
     """Chosen rows of an array: `count` of them."""
 
     count: int
@@ -42,31 +42,31 @@ class Rows(NamedTuple):
         return slice(self.start + begin * self.step, stop if stop >= 0 else None, self.step)
 
 
-def choose(batch: Any, length: int, what: str = "batch") -> Rows:
+def choose(batch: Any, length: int, what: str = "batch") -> RowSelection:
     """The rows that `batch` names of an array with `length`: None all, int n the first n, a slice, indices or a mask.
 
     Raises:
         UsageError: rows that are not there, or no such thing.
     """
     if batch is None:
-        return Rows(length)
+        return RowSelection(length)
     if isinstance(batch, slice):
         picked = range(length)[batch]
-        return Rows(len(picked), picked.start, picked.step)
+        return RowSelection(len(picked), picked.start, picked.step)
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
         first = int(batch)
         check(0 <= first <= length, f"{what}: got {first}; there are {length} examples")
-        return Rows(first)
+        return RowSelection(first)
     mask = np.asarray(batch)
     if mask.dtype == bool and mask.ndim:
         got = f"{what}: got a mask of shape {list(mask.shape)}"
         check(mask.shape == (length,), f"{got}; there are {length} examples, and it needs an entry for each")
-        return Rows(*of_indices(np.flatnonzero(mask), length, what))
-    return Rows(*of_indices(batch, length, what))
+        return RowSelection(*of_indices(np.flatnonzero(mask), length, what))
+    return RowSelection(*of_indices(batch, length, what))
 
 
 def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.ndarray]:
-    """`Rows` of a list or array of integers; negative ones count from the end."""
+    """`RowSelection` of a list or array of integers; negative ones count from the end."""
     indices = np.asarray(batch)
     check(
         bool(indices.ndim == 1 and (indices.dtype.kind in "iu" or indices.size == 0)),

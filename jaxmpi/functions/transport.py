@@ -36,7 +36,7 @@ class OutOfStep(TrainingError):
     """Workers are at different places of the script, or gone: there can be no other call."""
 
 
-class Report(NamedTuple):
+class CallReport(NamedTuple):
     """How one worker's part of a call went."""
 
     kind: str  # ok | missing (a program) | error
@@ -47,18 +47,18 @@ class Report(NamedTuple):
 SHORT_BYTES = 48
 
 
-def short(report: Report) -> bytes:
+def short(report: CallReport) -> bytes:
     """A report as a hash of its text, its count, and whether all is well."""
     count, is_bad = report.count.to_bytes(8, "little"), bytes([report.kind != "ok"])
     text = report.text.encode(errors="surrogatepass")  # an error may name a file that is no UTF-8
     return (hashlib.sha256(text).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
 
 
-def from_short(rows: Sequence[bytes]) -> list[Report] | None:
+def from_short(rows: Sequence[bytes]) -> list[CallReport] | None:
     """Every worker's report without its text; None if their texts are needed."""
     if any(row[40] for row in rows) or len({row[:32] for row in rows}) > 1:
         return None
-    return [Report("ok", "", int.from_bytes(row[32:40], "little")) for row in rows]
+    return [CallReport("ok", "", int.from_bytes(row[32:40], "little")) for row in rows]
 
 
 class Transport(Protocol):
@@ -75,7 +75,7 @@ class Transport(Protocol):
         """The master's next order; waits as long as it takes."""
         ...
 
-    def reports(self, mine: Report) -> list[Report]:
+    def reports(self, mine: CallReport) -> list[CallReport]:
         """Every worker's report, on all; texts are left out if all are the same and well."""
         ...
 
@@ -158,7 +158,7 @@ def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
     return stop
 
 
-class Watch:
+class StoppedWorkerMonitor:
     """The master's watch over stopped workers: it names one that is, and ends it after the time limit.
 
     One that computes is not stopped, however long that takes. Looks are counted, not the clock: if the master is
@@ -243,7 +243,7 @@ class MpiTransport:
             if rank != 0 and (rank not in far or post is not None)
         }
         if self.rank == 0:
-            task = Watch(workers, end).look
+            task = StoppedWorkerMonitor(workers, end).look
         elif self.rank in far and post is not None:
             task = functools.partial(post.send, 0, {"rank": self.rank})
         else:
@@ -271,12 +271,12 @@ class MpiTransport:
             patient(self.comm.Irecv(part, 0, 3), float("inf"))
         return header, arrays
 
-    def reports(self, mine: Report) -> list[Report]:
+    def reports(self, mine: CallReport) -> list[CallReport]:
         """48 bytes a rank; texts travel if they differ."""
         row, rows = np.frombuffer(short(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
         self._together(self.comm.Iallgather(row, rows))
         agreed = from_short([each.tobytes() for each in rows])
-        return agreed or [Report(*each) for each in self.control.allgather_object(mine)]
+        return agreed or [CallReport(*each) for each in self.control.allgather_object(mine)]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """Every rank's u8[n], on all or (else None) on rank 0 only; in rounds, whose lengths fit MPI's counts."""
@@ -365,7 +365,9 @@ class SocketTransport:
             rank: Watched(self.name(rank), job.pid, functools.partial(is_stopped, job.pid))
             for rank, job in jobs.items()
         }
-        self.watch = Watch(workers, lambda rank: jobs[rank].kill())  # whoever waits for it learns of its end
+        self.watch = StoppedWorkerMonitor(
+            workers, lambda rank: jobs[rank].kill()
+        )  # whoever waits for it learns of its end
         self.stop_watching = every(WATCH_S, self.watch.look) if jobs else lambda: None
 
     def name(self, rank: int) -> str:
@@ -430,7 +432,7 @@ class SocketTransport:
             arrays.append(data.view(jnp.dtype(dtype)).reshape(shape))
         return header, arrays
 
-    def reports(self, mine: Report) -> list[Report]:
+    def reports(self, mine: CallReport) -> list[CallReport]:
         """To the master, and from it to all: 48 bytes a worker; texts travel if they differ."""
         row = short(mine)
         if self.rank != 0:
@@ -441,7 +443,7 @@ class SocketTransport:
             for rank in range(1, self.size):
                 self._send(rank, rows)
         agreed = from_short([rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)])
-        return agreed or [Report(*report) for report in self._star(list(mine))]
+        return agreed or [CallReport(*report) for report in self._star(list(mine))]
 
     def _star(self, mine: Any) -> list[Any]:
         """Every process's JSON value, on all."""

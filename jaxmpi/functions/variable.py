@@ -20,11 +20,11 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.partitioning import Rows, bounds, check_enough, choose, same_length
+from jaxmpi.functions.partitioning import RowSelection, bounds, check_enough, choose, same_length
 from jaxmpi.functions.reductions import Output, check_reducible, combine, named
 from jaxmpi.functions.shared_array import check_jax_takes, check_unmasked, is_shared
 from jaxmpi.functions.worker_call import as_jax_has, take
-from jaxmpi.functions.worker_group import Order, WorkerGroup
+from jaxmpi.functions.worker_group import Command, WorkerGroup
 
 
 class Variable:
@@ -64,7 +64,7 @@ class Variable:
             UsageError: leaves of different lengths, or without rows.
         """
         self._check_keys("lengths", "gather")
-        return perform(self.team, "variable.lengths", lambda: Order("lengths", self._order("lengths", "lengths")))
+        return perform(self.team, "variable.lengths", lambda: Command("lengths", self._order("lengths", "lengths")))
 
     def get(self, rank: int | np.integer) -> PyTree:
         """The tree on one worker, as NumPy arrays; random keys as such. Communicates: that tree."""
@@ -145,15 +145,15 @@ class Variable:
         return {"name": f"variable.{name}", "number": self.number, **fields}
 
     def _put(self, name: str, leaves: Any, ranks: Sequence[int] | None) -> None:
-        def prepare() -> Order:
+        def prepare() -> Command:
             values = leaves()
             header = self._order("put", name, ranks=ranks, says=[name, self.number, ranks])
             sent = lambda rank: values if ranks is None or rank in ranks else []  # noqa: E731
-            return Order("put", header, sent, sent)
+            return Command("put", header, sent, sent)
 
         perform(self.team, f"variable.{name}", prepare)
 
-    def _scattered(self, value: PyTree, batch: Any) -> Order:
+    def _scattered(self, value: PyTree, batch: Any) -> Command:
         value = packed(value)
         leaves, structure = jax.tree.flatten(value)
         check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
@@ -176,22 +176,22 @@ class Variable:
         if leaves and all(map(is_shared, leaves)):
             check_one_host(self.team)
             header |= {"tickets": [leaf.ticket() for leaf in leaves], "names": names, "rows": where(rows)}
-            return Order("put", header, own, lambda rank: indices_of(rows, spans[rank]))
-        return Order("put", header, own, own)
+            return Command("put", header, own, lambda rank: indices_of(rows, spans[rank]))
+        return Command("put", header, own, own)
 
     def _fetch(self, name: str, rank: int | None, keep: bool) -> list[Any]:
         header = self._order("fetch", name, rank=rank, keep=keep)
-        return perform(self.team, f"variable.{name}", lambda: Order("fetch", header))
+        return perform(self.team, f"variable.{name}", lambda: Command("fetch", header))
 
     def _reduce(self, name: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
-        def prepare() -> Order:
+        def prepare() -> Command:
             row = named(op)
             self._check_keys(name, row)
             for i, x in enumerate(self.team.mine.held(self.number)):
                 check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
             chosen = self.team.default_strategy if strategy is None else strategy
             check_strategy(chosen)
-            return Order("reduce", self._order("reduce", name, op=row, keep=keep, strategy=chosen))
+            return Command("reduce", self._order("reduce", name, op=row, keep=keep, strategy=chosen))
 
         return perform(self.team, f"variable.{name}", prepare)
 
@@ -203,12 +203,12 @@ def concatenated(rows: Sequence[np.ndarray]) -> np.ndarray:
     return combine("gather", rows, ())
 
 
-def where(rows: Rows) -> Any:
+def where(rows: RowSelection) -> Any:
     """Describe chosen rows in a header: start and step, or that indices travel."""
     return "indices" if rows.indices is not None else [rows.start, rows.step]
 
 
-def indices_of(rows: Rows, span: tuple[int, int]) -> list[np.ndarray]:
+def indices_of(rows: RowSelection, span: tuple[int, int]) -> list[np.ndarray]:
     """The indices of a worker's part, if there are any."""
     return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
 

@@ -1,7 +1,7 @@
 """One worker's part of a call: fetch rows, run the program, combine pieces.
 
 A worker receives its rows from rank 0, or cuts them out of an array in its process or in shared memory. It may also
-hold them in a variable; each way is a `Source`. With `slices=n` the program runs on n pieces of the share, one after
+hold them in a variable; each way is a `RowSource`. With `slices=n` the program runs on n pieces of the share, one after
 another, for a share that does not fit at once. Pieces are combined on the device: a mean is weighted by examples,
 gathered outputs are concatenated. All programs are looked up before the first one runs, so a worker that lacks one has
 computed nothing yet. Rows are views if possible, else one copy of these rows alone.
@@ -18,14 +18,14 @@ import numpy as np
 from jaxmpi.comm.shared_sum import aligned
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.functions import profiling
-from jaxmpi.functions.partitioning import Picked, Rows, choose, pieces
+from jaxmpi.functions.partitioning import Picked, RowSelection, choose, pieces
 from jaxmpi.functions.reductions import OPS, check_reducible, wide
 from jaxmpi.functions.shared_array import SharedArray, from_ticket
-from jaxmpi.functions.transport import Report
-from jaxmpi.functions.worker_group import Leaf, Leaves, Order, Program, WorkerGroup, WorkerSlot
+from jaxmpi.functions.transport import CallReport
+from jaxmpi.functions.worker_group import Command, Leaf, Leaves, WorkerGroup, WorkerProgram, WorkerSlot
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """Rows that this worker can fetch: number a to b of the call's examples."""
 
     shape: tuple[int, ...]  # of one row
@@ -33,7 +33,7 @@ class Source(NamedTuple):
     fetch: Callable[[int, int], Any]
 
 
-def compute(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
+def compute(station: WorkerSlot, order: Command, team: WorkerGroup) -> CallReport:
     """Fill the worker's slot with its results, unless it has them when an order comes again.
 
     The report says what must be the same on all workers.
@@ -44,7 +44,7 @@ def compute(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
     return station.done
 
 
-def computed(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
+def computed(station: WorkerSlot, order: Command, team: WorkerGroup) -> CallReport:
     """The same, now. No program runs before all are there."""
     header = order.header
     with profiling.part("shuffle"):
@@ -63,7 +63,7 @@ def computed(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
     station.out = run_pieces(station, spans, programs, sources, wholes)
     add_to_old(station)
     says = '{"call": %s, "outputs": %s}' % (order.header["says"], next(iter(programs.values())).says)  # noqa: UP031
-    return Report("ok", says, station.count)
+    return CallReport("ok", says, station.count)
 
 
 # ---------------------------------------------------------------- inputs
@@ -72,7 +72,9 @@ def computed(station: WorkerSlot, order: Order, team: WorkerGroup) -> Report:
 WHOLE = ("kept", "whole", "read")
 
 
-def rows_of(station: WorkerSlot, order: Order, team: WorkerGroup) -> tuple[list[tuple[int, int]], dict[int, Source]]:
+def rows_of(
+    station: WorkerSlot, order: Command, team: WorkerGroup
+) -> tuple[list[tuple[int, int]], dict[int, RowSource]]:
     """The pieces [a, b) that this worker computes, and where their rows come from, by input."""
     header, sources = order.header, {}
     spans, slices = [(0, 1)], header["slices"]
@@ -92,29 +94,29 @@ def rows_of(station: WorkerSlot, order: Order, team: WorkerGroup) -> tuple[list[
     return spans, sources
 
 
-def picker(order: Order, first: int) -> Callable[[int, int], Picked]:
+def picker(order: Command, first: int) -> Callable[[int, int], Picked]:
     """From numbers of chosen rows to an index of the whole array."""
     if order.given is not None:
         return order.given.rows.of
     if order.header["rows"] == "indices":
         indices = next(order.received)
         return lambda a, b: indices[a - first : b - first]
-    return Rows(order.header["n"], *order.header["rows"]).of
+    return RowSelection(order.header["n"], *order.header["rows"]).of
 
 
-def received(station: WorkerSlot, share: np.ndarray, first: int) -> Source:
+def received(station: WorkerSlot, share: np.ndarray, first: int) -> RowSource:
     """This worker's rows, which have come from the master."""
-    return Source(share.shape[1:], share.dtype, lambda a, b: station.given(share[a - first : b - first]))
+    return RowSource(share.shape[1:], share.dtype, lambda a, b: station.given(share[a - first : b - first]))
 
 
-def given(station: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> Source:
+def given(station: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> RowSource:
     """Rows of an array that this process sees whole; `name` is for messages."""
     fetch = lambda a, b: station.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
-    return Source(array.shape[1:], canonical(array.dtype), fetch)
+    return RowSource(array.shape[1:], canonical(array.dtype), fetch)
 
 
 def add_resident(
-    station: WorkerSlot, order: Order, sources: dict[int, Source], inputs: list[int], spans: Any
+    station: WorkerSlot, order: Command, sources: dict[int, RowSource], inputs: list[int], spans: Any
 ) -> list[tuple[int, int]]:
     """The rows of variables that are scattered already."""
     arrays = {i: station.held(order.header["inputs"][i][1])[order.header["inputs"][i][2]] for i in inputs}
@@ -134,7 +136,7 @@ def add_resident(
     return spans or pieces(count, 1, 0, order.header["slices"])
 
 
-def local_choice(order: Order, rank: int) -> Any:
+def local_choice(order: Command, rank: int) -> Any:
     """Which rows of its variables a worker takes."""
     if order.given is not None:
         return order.given.local[rank]
@@ -190,14 +192,14 @@ def as_jax_has(name: str, array: Any) -> Any:
     return array.astype(dtype)
 
 
-def keep(station: WorkerSlot, order: Order) -> None:
+def keep(station: WorkerSlot, order: Command) -> None:
     """Put broadcast inputs that are new where later calls find them."""
     for i in order.header["fresh"]:
         value = order.given.fresh[i] if order.given is not None else next(order.received)
         station.kept[order.header["f"], i] = station.put(value)
 
 
-def whole(station: WorkerSlot, order: Order, i: int) -> Any:
+def whole(station: WorkerSlot, order: Command, i: int) -> Any:
     """Input number i, that a worker sees whole."""
     entry = order.header["inputs"][i]
     if entry[0] == "kept":
@@ -214,8 +216,8 @@ def whole(station: WorkerSlot, order: Order, i: int) -> Any:
 def run_pieces(
     station: WorkerSlot,
     spans: list[tuple[int, int]],
-    programs: dict[int, Program],
-    sources: dict[int, Source],
+    programs: dict[int, WorkerProgram],
+    sources: dict[int, RowSource],
     wholes: dict[int, jax.Array],
 ) -> Leaves:
     """The worker's results: op over its pieces, mean weighted by examples."""
@@ -228,7 +230,7 @@ def run_pieces(
             inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
         out = programs[b - a].run(*inputs)
         if len(spans) == 1:
-            return [station.own(x) if x in Buffers(inputs) else x for x in out]
+            return [station.own(x) if x in InputBuffers(inputs) else x for x in out]
         ops = tuple(leaf.op for leaf in station.program.leaves)
         check_sliceable(station.program.leaves, out)
         first = first or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
@@ -253,7 +255,7 @@ def add_to_old(station: WorkerSlot) -> None:
 added = jax.jit(jnp.add)
 
 
-class Buffers:
+class InputBuffers:
     """Memory of arrays, to know a result that is an argument passed through: the caller may overwrite that."""
 
     def __init__(self, arrays: list[Any]) -> None:

@@ -32,9 +32,9 @@ from jaxmpi.functions import profiling
 from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.shared_array import FREED, SharedArray
 from jaxmpi.functions.transport import (
+    CallReport,
     MpiTransport,
     OutOfStep,
-    Report,
     SocketTransport,
     Transport,
     WorkerDied,
@@ -71,7 +71,7 @@ class MissingPrograms(Exception):
 # ---------------------------------------------------------------- orders and what workers hold
 
 
-class Order(NamedTuple):
+class Command(NamedTuple):
     """A command to all workers."""
 
     verb: str  # of VERBS in `commands`
@@ -91,7 +91,7 @@ class Leaf(NamedTuple):
     name: str  # of the target, for messages
 
 
-class Program(NamedTuple):
+class WorkerProgram(NamedTuple):
     """A user's function for arguments of certain shapes, over flat leaves."""
 
     run: Callable[..., Leaves]
@@ -100,7 +100,7 @@ class Program(NamedTuple):
     structures: tuple[Any, ...] = ()  # of the outputs, then of the updates, if the function is in Python
 
 
-NO_PROGRAM = Program(lambda: [], (), "")
+NO_PROGRAM = WorkerProgram(lambda: [], (), "")
 
 
 class WorkerSlot:
@@ -110,8 +110,8 @@ class WorkerSlot:
         self.rank, self.device = rank, device
         self.values: dict[int, Leaves] = {}  # of variables, by number
         self.kept: dict[tuple[int, int], jax.Array] = {}  # broadcast inputs, by function and leaf
-        self.programs: dict[str, Program] = {}  # that have come from the master
-        self.known: dict[tuple, Program] = {}  # the same, by function, form and shapes
+        self.programs: dict[str, WorkerProgram] = {}  # that have come from the master
+        self.known: dict[tuple, WorkerProgram] = {}  # the same, by function, form and shapes
         self.arrays: dict[str, SharedArray] = {}  # mapped, by key
         self.rest()
 
@@ -120,7 +120,7 @@ class WorkerSlot:
         self.out: Leaves = []  # of the order that is going on
         self.program = NO_PROGRAM  # of the call that is going on
         self.count = 0  # examples of the call that is going on
-        self.done: Report | None = None  # of the call that is going on, if this worker has done its part
+        self.done: CallReport | None = None  # of the call that is going on, if this worker has done its part
 
     def put(self, array: Any) -> jax.Array:
         """On this worker's device."""
@@ -153,7 +153,7 @@ class WorkerSlot:
 class Library(Protocol):
     """Registry of the functions that this process has in Python."""
 
-    def program(self, form: int, shapes: tuple) -> Program:
+    def program(self, form: int, shapes: tuple) -> WorkerProgram:
         """The program for one structure of arguments and shapes and dtypes of their leaves."""
         ...
 
@@ -187,7 +187,7 @@ class WorkerGroup:
 
     # ------------------------------------------------------------ what differs between kinds of teams
 
-    def all_reports(self, mine: list[Report]) -> list[Report]:
+    def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report, by rank."""
         raise NotImplementedError
 
@@ -199,7 +199,7 @@ class WorkerGroup:
         """Every worker's arrays, by rank; on the process that leads, or on all."""
         raise NotImplementedError
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Command) -> None:
         """Pass an order to workers that wait for it; if every rank runs the script there are none."""
         self.forget(self.newly_dropped())
 
@@ -256,7 +256,7 @@ class WorkerGroup:
         """Refuse a team that has been closed or broken."""
         check(not self.gone, self.gone)
 
-    def program(self, station: WorkerSlot, function: int, form: int, shapes: tuple) -> Program:
+    def program(self, station: WorkerSlot, function: int, form: int, shapes: tuple) -> WorkerProgram:
         """The function's program for these shapes.
 
         Raises:
@@ -273,8 +273,8 @@ class WorkerGroup:
         return station.known[key]
 
     def attempt(
-        self, what: str, work: Callable[[WorkerSlot], Report], part: str = "function", waiting: str = "straggler"
-    ) -> list[Report]:
+        self, what: str, work: Callable[[WorkerSlot], CallReport], part: str = "function", waiting: str = "straggler"
+    ) -> list[CallReport]:
         """Every worker's own part of an order; then all learn how it went, and raise the same or go on.
 
         Args:
@@ -304,7 +304,7 @@ class WorkerGroup:
         self.is_exchanging = True
         return judge
 
-    def met(self, mine: list[Report]) -> list[Report]:
+    def met(self, mine: list[CallReport]) -> list[CallReport]:
         """`all_reports`, after whose failure the workers may be out of step.
 
         Raises:
@@ -339,20 +339,20 @@ class WorkerGroup:
         judged(what, reports, {station.rank: error for station in self.stations})
 
 
-def tried(station: WorkerSlot, work: Callable[[WorkerSlot], Report]) -> tuple[Report, Exception | None]:
+def tried(station: WorkerSlot, work: Callable[[WorkerSlot], CallReport]) -> tuple[CallReport, Exception | None]:
     """A worker's report, and the error if there was one."""
     try:
         return work(station), None
     except Missing as error:
-        return Report("missing", str(error)), error
+        return CallReport("missing", str(error)), error
     except Exception as error:
         return failure(error), error
 
 
-def finished(station: WorkerSlot) -> Report:
+def finished(station: WorkerSlot) -> CallReport:
     """Wait for what the worker computes."""
     jax.block_until_ready(station.out)
-    return Report("ok", "")
+    return CallReport("ok", "")
 
 
 def named(error: BaseException) -> str:
@@ -360,14 +360,14 @@ def named(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def failure(error: BaseException | None) -> Report:
+def failure(error: BaseException | None) -> CallReport:
     """Text of an error; a user's mistake needs no traceback."""
     if isinstance(error, (UsageError, TrainingError)):
-        return Report("error", str(error))
-    return Report("error", "".join(traceback.format_exception(error)).rstrip())
+        return CallReport("error", str(error))
+    return CallReport("error", "".join(traceback.format_exception(error)).rstrip())
 
 
-def judged(what: str, reports: list[Report], errors: dict[int, Exception]) -> list[Report]:
+def judged(what: str, reports: list[CallReport], errors: dict[int, Exception]) -> list[CallReport]:
     """The reports, if all are well and say the same."""
     failed = [rank for rank, report in enumerate(reports) if report.kind == "error"]
     if failed:
@@ -381,7 +381,7 @@ def judged(what: str, reports: list[Report], errors: dict[int, Exception]) -> li
     return reports
 
 
-def raise_failure(what: str, reports: list[Report], failed: list[int], errors: dict[int, Exception]) -> None:
+def raise_failure(what: str, reports: list[CallReport], failed: list[int], errors: dict[int, Exception]) -> None:
     """The same error in all processes; the original one if no worker could do its part."""
     own = [error for rank, error in errors.items() if rank in failed]
     if own and not any(report.kind == "ok" for report in reports):
@@ -416,7 +416,7 @@ class ProcessGroup(WorkerGroup):
         self.leads, self.is_the_world = not is_serial or line.rank == 0, not is_serial
         self.default_strategy = strategy
 
-    def all_reports(self, mine: list[Report]) -> list[Report]:
+    def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report, by the transport."""
         return self.line.reports(mine[0])
 
@@ -448,7 +448,7 @@ class ProcessGroup(WorkerGroup):
         assert isinstance(self.line, MpiTransport)
         return self.line.gather(data, everywhere)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Command) -> None:
         """Send an order, to each worker its own arrays. All are made before one is sent: a failure does no harm."""
         self.is_exchanging = False
         of_workers = laid_out([order.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
@@ -464,19 +464,19 @@ class ProcessGroup(WorkerGroup):
                 profiling.sent(header, arrays)
                 self.line.tell(rank, header, arrays)
 
-    def hear(self) -> Order:
+    def hear(self) -> Command:
         """The master's next order."""
         header, arrays = self.line.hear()
         verb, fields, dropped, freed = json.loads(header)
         self.forget(dropped)
         for key in freed:
             self.mine.arrays.pop(key, None)
-        return Order(verb, fields, received=iter(arrays))
+        return Command(verb, fields, received=iter(arrays))
 
     def end(self) -> None:
         """Workers that wait let go of what they hold, and wait on: there may be another fork."""
         if self.is_serial and not self.gone:
-            self.tell(Order("close", {}))
+            self.tell(Command("close", {}))
 
 
 class ForkedGroup(ProcessGroup):
@@ -511,7 +511,7 @@ class ForkedGroup(ProcessGroup):
         """Workers go; those that do not within a moment are killed."""
         try:
             if not self.gone:
-                self.tell(Order("end", {}))
+                self.tell(Command("end", {}))
         except WorkerDied:  # as it was to
             pass
         for connection in self.line.ends.values():
@@ -551,7 +551,7 @@ class DeviceGroup(WorkerGroup):
         self.mesh = Mesh(np.array(devices), (AXIS,))
         self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
 
-    def all_reports(self, mine: list[Report]) -> list[Report]:
+    def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """All workers are in this process: nothing travels."""
         return mine
 

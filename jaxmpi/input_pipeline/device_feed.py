@@ -33,7 +33,7 @@ from jaxmpi.core.errors import AgreedError, check
 from jaxmpi.core.pytrees import signature
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Batch, Loader
-from jaxmpi.data.example import Recipe, nested
+from jaxmpi.data.example import ExampleReader, nested
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
 from jaxmpi.data.sources.base import Source
@@ -90,7 +90,7 @@ class DeviceFeed:
             return {"image": self.model.example(), "label": label}
         augment = Augment(for_loaders(self.data), self.train, self.samplers[0].seed, load_mean_image(self.data))
         check(len(self.source) > 0, f"{self.source.name}: got 0 examples; expected >= 1")
-        row = Recipe(self.source, augment, False, labels=self.labels).row(0, 0)
+        row = ExampleReader(self.source, augment, False, labels=self.labels).row(0, 0)
         kinds = {name: np.float32 if value.dtype.kind == "f" else value.dtype for name, value in row.items()}
         return nested({name: jax.ShapeDtypeStruct((1, *row[name].shape), kinds[name]) for name in row})
 

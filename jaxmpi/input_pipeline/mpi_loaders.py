@@ -2,11 +2,11 @@
 
 The paper's messages, between a worker and each of its loaders:
 
-    tag 99  to the loader   what it needs beforehand: its place on the board, recipes, rings, the end of a job
-    tag 40  to the loader   "train <job>" or "val <job>": which recipe is meant from now on
+    tag 99  to the loader   what it needs beforehand: its place on the board, readers, rings, the end of a job
+    tag 40  to the loader   "train <job>" or "val <job>": which reader is meant from now on
                             a file's name, NUL, what of it to make and where: JSON of `Make`, without its job
                             "stop"
-    tag 55  to the worker   "copy_finished <ticket>"; if something went wrong, or was asked beforehand, an `Answer`
+    tag 55  to the worker   "copy_finished <ticket>"; a `LoaderAnswer` if something went wrong, or was asked beforehand
                             "ended <how>": the loader has died
                             "stop": the loader has ended
 
@@ -25,9 +25,19 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data.example import Recipe
-from jaxmpi.data.loader_pool import JOIN_S, KINDS, Loader, end, how_ended, outbox, python_line, shared_recipe, started
-from jaxmpi.data.loader_worker import COPY_FINISHED, Answer, Close, Hello, Make, ignore_signals
+from jaxmpi.data.example import ExampleReader
+from jaxmpi.data.loader_pool import (
+    JOIN_S,
+    KINDS,
+    LoaderProcess,
+    end,
+    how_ended,
+    outbox,
+    python_line,
+    shared_reader,
+    started,
+)
+from jaxmpi.data.loader_worker import COPY_FINISHED, Close, Hello, LoaderAnswer, Make, ignore_signals
 from jaxmpi.data.ring_buffer import SharedPickle
 from jaxmpi.data.sources.base import where
 from jaxmpi.runtime import failures
@@ -54,10 +64,10 @@ def make_of(job: int, words: bytes) -> Make:
     return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
 
 
-def answer_of(words: bytes) -> Answer:
+def answer_of(words: bytes) -> LoaderAnswer:
     """The inverse of `loader_worker.words`."""
     word, _, ticket = words.partition(b" ")
-    return Answer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(words)
+    return LoaderAnswer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(words)
 
 
 class SpawnedLoaders:
@@ -66,17 +76,17 @@ class SpawnedLoaders:
     def __init__(self, size: int, board: Segment) -> None:
         self.board, self.size = board, size
         self.gone: dict[int, str] = {}  # how loaders have ended
-        self.recipes: dict[int, Recipe] = {}
+        self.readers: dict[int, ExampleReader] = {}
         self.modes = [b""] * size  # that each loader is in
         self.mpi, self.comm = _spawned(size)
         self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
         for number in range(size):
             self.send(number, Hello(number, board))
 
-    def open(self, job: int, recipe: Recipe) -> SharedPickle:
+    def open(self, job: int, reader: ExampleReader) -> SharedPickle:
         """Announce a job to all loaders."""
-        pickled, message = shared_recipe(job, recipe)
-        self.recipes[job] = recipe
+        pickled, message = shared_reader(job, reader)
+        self.readers[job] = reader
         for number in range(self.size):
             self._send(number, CONFIG, message)
         return pickled
@@ -85,21 +95,21 @@ class SpawnedLoaders:
         """Send a message to one loader."""
         if not isinstance(message, Make):
             if isinstance(message, Close):
-                self.recipes.pop(message.job, None)
+                self.readers.pop(message.job, None)
             return self._send(number, CONFIG, pickle.dumps(message))
-        recipe = self.recipes[message.job]
-        mode = mode_words(message.job, recipe.augment.train)
+        reader = self.readers[message.job]
+        mode = mode_words(message.job, reader.augment.train)
         if self.modes[number] != mode:
             self._send(number, TO_LOADER, mode)
             self.modes[number] = mode
-        first = where(recipe.source, recipe.number(message.epoch, int(message.indices[0])))
+        first = where(reader.source, reader.number(message.epoch, int(message.indices[0])))
         self._send(number, TO_LOADER, file_words(message, first))
 
     def _send(self, number: int, tag: int, message: bytes) -> None:
         self.sent = [(request, data) for request, data in self.sent if not request.Test()]
         self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, tag), message))
 
-    def answers(self, timeout_s: float) -> list[Answer]:
+    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
         """Answers so far."""
         deadline = time.monotonic() + timeout_s
         while not (found := self._received()) and time.monotonic() < deadline:
@@ -196,7 +206,7 @@ def main(worker: int) -> None:
             time.sleep(POLL_S)
 
 
-def _replied(loader: Loader) -> bytes:
+def _replied(loader: LoaderProcess) -> bytes:
     """The loader's message, or how it has ended."""
     try:
         return loader.pipe.recv_bytes()

@@ -46,7 +46,7 @@ SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPA
 # ---------------------------------------------------------------- one job
 
 
-class Watch:
+class JobRunner:
     """Runner of jobs one after another, which forwards this process's signals to them."""
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
 
     Returns: the exit code of the last start.
     """
-    watch, folder, home = Watch(), None, None
+    runner, folder, home = JobRunner(), None, None
     if asked.restarts:
         with run_directory.usable():
             folder = run_dir(asked.train_args)
@@ -239,10 +239,10 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
         asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
     before, first = None, record_in(folder)
     for start in range(asked.restarts + 1):
-        code, text = watch.run(line(asked.workers, asked.launcher_args, asked.train_args))
-        if watch.asked:
-            code = watch.code_of(code)
-            return code if watch.asked > 1 else tell(code, text)
+        code, text = runner.run(line(asked.workers, asked.launcher_args, asked.train_args))
+        if runner.asked:
+            code = runner.code_of(code)
+            return code if runner.asked > 1 else tell(code, text)
         if code in FINAL or folder is None or home is None:
             drop_if_empty(folder)
             return tell(code, text)
@@ -258,9 +258,9 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
         if asked.workers < asked.least:
             return give_up(code, f"{asked.workers} workers are left, --elastic asks for {asked.least}")
         wait_for_lock(folder)
-        if watch.asked:
+        if runner.asked:
             say("asked to leave between two starts: what is saved stays")
-            return watch.code_of(failures.PREEMPTED)
+            return runner.code_of(failures.PREEMPTED)
         asked = asked._replace(train_args=resuming(asked.train_args, folder, first))
         say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
     raise AssertionError  # the last start returns

@@ -26,7 +26,7 @@ from jaxmpi.observe.flops import Work
 from jaxmpi.observe.record_format import KINDS, PARTS, SOURCES
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import Summary, known, own_of, spreads
-from jaxmpi.observe.terminal import Plain, Progress, Silent, Terminal, decimals
+from jaxmpi.observe.terminal import Plain, ProgressLine, Silent, Terminal, decimals
 from jaxmpi.runtime.spans import Span
 
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
@@ -174,7 +174,9 @@ class Recorder:
         told |= ({} if lr is None else {"lr": lr}) | {"wait_s": wait_s, "skipped": skipped}
         told |= {"gradient_norm": gradient_norm, **flops, **more}
         speed = examples_per_s * self._unit.each
-        shown = Progress(step, total_steps, epoch, loss, speed, lr, told["elapsed_s"], skipped, unit=self._unit.name)
+        shown = ProgressLine(
+            step, total_steps, epoch, loss, speed, lr, told["elapsed_s"], skipped, unit=self._unit.name
+        )
         shown = shown._replace(
             worker_steps=tuple(worker_steps),
             shuffles=tuple(shuffles),

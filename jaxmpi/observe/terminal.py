@@ -33,7 +33,7 @@ COLOURS = {
 }
 
 
-class Progress(NamedTuple):
+class ProgressLine(NamedTuple):
     """Contents of a progress line."""
 
     step: int
@@ -119,7 +119,7 @@ class Terminal(Protocol):
         """Show a permanent line."""
         ...
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ProgressLine) -> None:
         """Show the progress of the run."""
         ...
 
@@ -142,7 +142,7 @@ class Silent:
     def say(self, text: str) -> None:
         """Nothing."""
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ProgressLine) -> None:
         """Nothing."""
 
     def classic(self, text: str) -> None:
@@ -172,7 +172,7 @@ class Plain(Silent):
         except OSError:
             failures.unheard(self.out)
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ProgressLine) -> None:
         """Print a line, unless one was just printed; the last step always has one."""
         if time.monotonic() - self._last_s >= self.line_s or progress.step == progress.total_steps:
             self._last_s = time.monotonic()
@@ -195,8 +195,8 @@ class Panel(Silent):
         self.losses: deque[float] = deque(maxlen=400)
         self.values: deque[float] = deque(maxlen=100)  # of evaluations
         self.figure = "", ""  # its name, and the last one as text
-        self._first: Progress | None = None
-        self._now: Progress | None = None
+        self._first: ProgressLine | None = None
+        self._now: ProgressLine | None = None
         self._classic = ""
         self._is_live = False
         self.live = Live(
@@ -211,7 +211,7 @@ class Panel(Silent):
         """Print a line above the panel."""
         self.console.print(text, markup=False)
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: ProgressLine) -> None:
         """Redraw with new progress."""
         self._first, self._now = self._first or progress, progress
         self.losses.append(progress.loss)
@@ -247,7 +247,7 @@ class Panel(Silent):
         rows: list[RenderableType] = [self.drawn(self._now)] if self._now else []
         return Group(*rows, *([fitted(str(at), self.console.width)] if at else []), *([Text()] if at or rows else []))
 
-    def drawn(self, now: Progress) -> RenderableType:
+    def drawn(self, now: ProgressLine) -> RenderableType:
         """Progress, curves, and the breakdown of time."""
         width = self.console.width
         rows: list[RenderableType] = [
@@ -283,7 +283,7 @@ def fitted(text: str, width: int) -> Text:
     return Text(text[:width], no_wrap=True, overflow="crop")
 
 
-def left(first: Progress, now: Progress) -> str:
+def left(first: ProgressLine, now: ProgressLine) -> str:
     """Remaining time at the pace so far."""
     steps = now.step - first.step
     if not steps:

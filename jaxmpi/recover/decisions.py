@@ -43,7 +43,7 @@ class Interrupted(Preempted):
 # ---------------------------------------------------------------- votes
 
 
-class Failure(NamedTuple):
+class NonFiniteStep(NamedTuple):
     """A step that is not finite, as all ranks know it."""
 
     step: int
@@ -66,7 +66,7 @@ class StepConsensus:
         self._open: tuple[int, Callable[[], np.ndarray]] | None = None
         self.leaving = False  # the same on all ranks
 
-    def cast(self, step: int, bad: int | None, worker: int, applied: bool) -> Failure | None:
+    def cast(self, step: int, bad: int | None, worker: int, applied: bool) -> NonFiniteStep | None:
         """Vote on a step; what came of the vote before.
 
         Args:
@@ -81,7 +81,7 @@ class StepConsensus:
         self._open = step, self._processes.iallreduce_max(np.array([self._notice.given, ballot]))
         return before
 
-    def count(self) -> Failure | None:
+    def count(self) -> NonFiniteStep | None:
         """Result of the open vote, if there is one."""
         if self._open is None:
             return None
@@ -91,9 +91,9 @@ class StepConsensus:
         if ballot == 0:
             return None
         if ballot == 1:
-            return Failure(step, 0, "sum of all gradients")
+            return NonFiniteStep(step, 0, "sum of all gradients")
         worker, bad = divmod((1 << 62) - ballot, 1 << 32)
-        return Failure(step, worker, "loss" if bad == LOSS else f"gradient of {self._leaves[bad - 1]}")
+        return NonFiniteStep(step, worker, "loss" if bad == LOSS else f"gradient of {self._leaves[bad - 1]}")
 
 
 class Recovery:
@@ -106,7 +106,7 @@ class Recovery:
         self.failed: set[int] = set()  # steps that failed once
         self.left_out: set[int] = set()  # steps that failed twice
 
-    def of(self, failure: Failure, tail: str) -> str:
+    def of(self, failure: NonFiniteStep, tail: str) -> str:
         """A line that says what is done about a failed step.
 
         Args:

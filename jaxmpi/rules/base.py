@@ -24,7 +24,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import Entries
 
 
-class Halves(Protocol):
+class ShardedMean(Protocol):
     """The mean of gradients in two halves, between which each worker steps its own slices.
 
     `jaxmpi.allreduce.sharded.Shards` is one.
@@ -106,7 +106,7 @@ class Exchange(NamedTuple):
     sum: Callable[[PyTree], PyTree]
     jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
     gradients: optax.GradientTransformation | None = None  # a mean of gradients with a state, instead of `mean`
-    shards: Halves | None = None  # instead of `mean`, if each worker is to step its slices only
+    shards: ShardedMean | None = None  # instead of `mean`, if each worker is to step its slices only
 
 
 @dataclass
@@ -149,9 +149,9 @@ class NoExchange:
 
 
 class OwnShards(NamedTuple):
-    """`Halves` of which nothing travels while the switch is on: other workers' slices stay as they were."""
+    """`ShardedMean` of which nothing travels while the switch is on: other workers' slices stay as they were."""
 
-    given: Halves
+    given: ShardedMean
     switch: NoExchange
     own: Callable[[PyTree, jax.Array], PyTree]  # (tree, number of a slice) -> its slices
 
@@ -219,7 +219,7 @@ class OwnShards(NamedTuple):
 class Sharding(NamedTuple):
     """How the state of a rule is cut over workers: as `core.slices` or `core.deals` have it."""
 
-    shards: Halves
+    shards: ShardedMean
     tx: optax.GradientTransformation  # whose state it is
     init: Callable[[PyTree, Any], PyTree]  # (params, number of a slice) -> the state of that slice
 

@@ -39,7 +39,7 @@ def check_gossip(config: RuleConfig, workers: int) -> None:
     check(workers >= 2, f"rule gosgd: got {workers} worker; expected 2 or more")
 
 
-class Push(NamedTuple):
+class ScheduledPush(NamedTuple):
     """One worker's push to another."""
 
     to: int
@@ -60,13 +60,13 @@ class Gossip:
         self.weight = weight or 1 / workers
         self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
 
-    def draw(self, is_shut: frozenset[int] = frozenset()) -> Push | None:
+    def draw(self, is_shut: frozenset[int] = frozenset()) -> ScheduledPush | None:
         """Half of the weight for one of the others that take it, or nothing this time."""
         others = [rank for rank in range(self.workers) if rank != self.worker and rank not in is_shut]
         if not others or self._rng.random() >= self.p:
             return None
         self.weight /= 2
-        return Push(others[self._rng.integers(len(others))], self.weight)
+        return ScheduledPush(others[self._rng.integers(len(others))], self.weight)
 
     def merge(self, w: np.ndarray, sent: np.ndarray, share: float) -> np.ndarray:
         """(alpha w + alpha_s w_s) / (alpha + alpha_s), f32[n]; the weight grows by the share."""

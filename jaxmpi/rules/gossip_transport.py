@@ -20,7 +20,7 @@ PUSHED, ENDED = range(2)
 MOST = 2  # pushes of one worker that another may have yet to take: more would fill the memory of either
 
 
-class Push(NamedTuple):
+class PushMessage(NamedTuple):
     """Params on their way from one worker to another."""
 
     share: float
@@ -28,9 +28,9 @@ class Push(NamedTuple):
 
 
 class IncomingPush(NamedTuple):
-    """A `Push` that is being received."""
+    """A `PushMessage` that is being received."""
 
-    push: Push
+    push: PushMessage
     requests: list[Any]
 
 
@@ -40,11 +40,11 @@ class GossipThread:
     def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
         """Start it on a communicator of its own; all workers call it together."""
         self.mpi, self.body_bytes = mpi, body_bytes
-        self.arrived: deque[Push] = deque()  # for the main thread to take
+        self.arrived: deque[PushMessage] = deque()  # for the main thread to take
         self.ended: set[int] = set()  # who will send no more
         self.gone: set[int] = set()
         self._peers = [peer for peer in range(workers) if peer != worker]
-        self._to_send: deque[tuple[int, Push | None]] = deque()
+        self._to_send: deque[tuple[int, PushMessage | None]] = deque()
         self._outboxes = {peer: Outbox(mpi) for peer in self._peers}
         self._pushed, self._begun, self._out = (dict.fromkeys(self._peers, 0) for _ in range(3))  # pushes so far
         self._is_ending = False
@@ -56,7 +56,7 @@ class GossipThread:
     def push(self, to: int, share: float, body: np.ndarray) -> None:
         """Have params carried to another worker; u8[body_bytes] must not change any more."""
         self._pushed[to] += 1
-        self._to_send.append((to, Push(share, body)))
+        self._to_send.append((to, PushMessage(share, body)))
 
     def shut(self) -> frozenset[int]:
         """Workers to push nothing to: they are gone, or have not taken what was pushed to them before."""
@@ -95,7 +95,7 @@ class GossipThread:
         self._out |= {peer: self._begun[peer] for peer in out}
         return len(out) == len(self._peers)
 
-    def _send(self, to: int, push: Push | None) -> bool:
+    def _send(self, to: int, push: PushMessage | None) -> bool:
         """Begin to send; return True if it is the end."""
         share = push.share if push else 0.0
         messages = [np.array([PUSHED if push else ENDED, share], np.float64).view(np.uint8)]
@@ -110,7 +110,7 @@ class GossipThread:
         return self.mpi.Irecv(head, peer), head
 
     def _look(self, peer: int) -> bool:
-        """Look at what comes from a peer: the header of a `Push`, then its parts."""
+        """Look at what comes from a peer: the header of a `PushMessage`, then its parts."""
         coming = self._coming.get(peer)
         if coming is None and len(self.arrived) >= MOST * len(self._peers) and not self._is_ending:
             return False  # until the main thread has taken some; at the end it waits for all
@@ -131,7 +131,7 @@ class GossipThread:
         if head[0] == ENDED:
             self.ended.add(peer)
             return True
-        push = Push(float(head[1]), np.empty(self.body_bytes, np.uint8))
+        push = PushMessage(float(head[1]), np.empty(self.body_bytes, np.uint8))
         parts = [self.mpi.Irecv(part, peer) for part in host_comm.cut(push.body)]
         self._coming[peer] = IncomingPush(push, parts)
         return True

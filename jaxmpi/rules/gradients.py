@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import MASTERS, OF_TX
-from jaxmpi.rules.base import Exchange, Halves, Rule, Sharding, descend, step_in_place
+from jaxmpi.rules.base import Exchange, Rule, ShardedMean, Sharding, descend, step_in_place
 
 
 def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool = False) -> Rule:
@@ -46,7 +46,7 @@ def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
     return lambda grads, state, params: step(exchange.mean(grads), state, params)
 
 
-def sharded(tx: optax.GradientTransformation, shards: Halves, jit: Callable[..., Callable]) -> Rule:
+def sharded(tx: optax.GradientTransformation, shards: ShardedMean, jit: Callable[..., Callable]) -> Rule:
     """The same with the optimizer between the halves of the exchange.
 
     With masters m, which stay in 32 bits: m_c <- m_c + tx_c(g_c) ;  w <- w + wire(all m_c - w_c).

@@ -29,7 +29,7 @@ LONGEST = 16  # staleness beyond which exchanges are counted together
 Serve = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
-class Layout(NamedTuple):
+class ServerLayout(NamedTuple):
     """How f32[n] is cut for servers and messages; the same on all ranks."""
 
     n: int
@@ -105,7 +105,7 @@ class TimeSpent(NamedTuple):
         return TimeSpent(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Report(NamedTuple):
+class WorkerReport(NamedTuple):
     """A worker's report to server 0, beside counters of what is new and its seconds by part."""
 
     clock: float  # its steps in this job
@@ -131,7 +131,7 @@ class GlobalStatus(NamedTuple):
     evaluated: float  # workers that have posted their part of it
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """An answer to a report."""
 
     status: GlobalStatus
@@ -141,7 +141,7 @@ class Answer(NamedTuple):
 
 
 ANSWER_FLOATS = len(GlobalStatus._fields) + len(Counters._fields) + LONGEST + 1
-REPORT_FLOATS = len(Report._fields) + len(Counters._fields) + len(TimeSpent._fields)
+REPORT_FLOATS = len(WorkerReport._fields) + len(Counters._fields) + len(TimeSpent._fields)
 
 
 class GlobalProgress:
@@ -156,7 +156,7 @@ class GlobalProgress:
             tally: of the parts of the run before.
         """
         self.workers, self.target, self.bound, self.tally = workers, target, bound, tally or Counters()
-        self.reports = {worker: Report(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
+        self.reports = {worker: WorkerReport(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
         self.absent = set(range(workers))  # who has not reported yet: nobody is answered before all have
         self.told: set[int] = set()  # who has been sent the end
         self.staleness = Counter[int]()
@@ -172,7 +172,9 @@ class GlobalProgress:
         self._exchanges += 1
         self._last[worker] = self._exchanges
 
-    def report(self, worker: int, report: Report, tally: Sequence[float], spent: Sequence[float] = TimeSpent()) -> None:
+    def report(
+        self, worker: int, report: WorkerReport, tally: Sequence[float], spent: Sequence[float] = TimeSpent()
+    ) -> None:
         """Note what a worker says; its answer is due as soon as `answers` gives it."""
         self.absent.discard(worker)
         self.tally = self.tally.plus(tally)
@@ -193,7 +195,7 @@ class GlobalProgress:
         if worker == 0:
             self.closing = 2.0
 
-    def answers(self) -> Iterator[tuple[int, Answer]]:
+    def answers(self) -> Iterator[tuple[int, ServerAnswer]]:
         """Answers that can be given now; none before all workers that live have come, so that they begin together."""
         if self.absent and not self.closing:
             return
@@ -207,7 +209,7 @@ class GlobalProgress:
                 self.told |= {worker} if self.closing else set()
                 yield worker, self.answer(worker)
 
-    def answer(self, worker: int) -> Answer:
+    def answer(self, worker: int) -> ServerAnswer:
         """The answer to a worker's report: status and progress of all."""
         reports = self.reports.values()
         saved = sum(report.saved >= self.save for report in reports)
@@ -217,7 +219,7 @@ class GlobalProgress:
         evaluated = sum(report.evaluated >= self.evaluate for report in reports)
         status = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done, self.evaluate, evaluated)
         staleness = tuple(float(self.staleness[late]) for late in range(LONGEST + 1))
-        return Answer(status, self.tally, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
+        return ServerAnswer(status, self.tally, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
 
     def evaluating(self) -> set[int]:
         """Workers that have yet to post their part of an evaluation."""
@@ -239,7 +241,7 @@ class Server:
     """One shard of the center; at server 0 also the progress of all. A function of the messages in their order."""
 
     def __init__(
-        self, layout: Layout, number: int, center: np.ndarray, serve: Serve, ledger: GlobalProgress | None
+        self, layout: ServerLayout, number: int, center: np.ndarray, serve: Serve, ledger: GlobalProgress | None
     ) -> None:
         """Take the shard.
 
@@ -312,8 +314,8 @@ class Server:
     def _report(self, worker: int, body: np.ndarray) -> None:
         assert self.ledger is not None
         values = body[: 8 * REPORT_FLOATS].view(np.float64).tolist()
-        cut, end = len(Report._fields), len(Report._fields) + len(Counters._fields)
-        self.ledger.report(worker, Report(*values[:cut]), values[cut:end], values[end:])
+        cut, end = len(WorkerReport._fields), len(WorkerReport._fields) + len(Counters._fields)
+        self.ledger.report(worker, WorkerReport(*values[:cut]), values[cut:end], values[end:])
         self._answer()
 
     def _answer(self) -> None:
@@ -339,7 +341,7 @@ class ServerExchange:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ServerLayout,
         kind: int,
         vector: np.ndarray | None,
         report: Sequence[float] | None,
@@ -352,7 +354,7 @@ class ServerExchange:
         Args:
             kind: PUSH or READ; with neither vector nor report: POST, FETCH, or END, which lets servers go.
             vector: f32[n] to push; only its shape counts if the center is read; None: a report only.
-            report: the numbers of a Report, of Counters and of TimeSpent, for server 0; the last thing said to it.
+            report: the numbers of a WorkerReport, Counters and TimeSpent, for server 0; the last thing sent to it.
             workers: of the job, if worker 0 reports, who gets their times.
             post: u8[..] to POST, or that what is fetched is written to.
             whose: the worker whose post to FETCH.
@@ -361,7 +363,7 @@ class ServerExchange:
         nothing = np.empty(0, np.float32)
         self.seen = nothing if vector is None else np.empty(layout.n, np.float32)
         self.sent = nothing if vector is None else vector if self._wire.is_exact else np.empty_like(vector)
-        self.answer: Answer | None = None
+        self.answer: ServerAnswer | None = None
         self.sent_bytes = 0
         self._answer_bytes = 8 * (ANSWER_FLOATS + workers * len(TimeSpent._fields))
         self._post, self._whose = np.empty(0, np.uint8) if post is None else post, whose
@@ -432,10 +434,10 @@ def packed(kind: int, number: int, body: np.ndarray) -> np.ndarray:
     return np.concatenate([np.array([kind, number], np.int64).view(np.uint8), body])
 
 
-def unpacked(answer: np.ndarray) -> Answer:
+def unpacked(answer: np.ndarray) -> ServerAnswer:
     """An answer to a report out of u8[..]."""
     numbers = answer.view(np.float64).tolist()
     status, rest = numbers[: len(GlobalStatus._fields)], numbers[len(GlobalStatus._fields) :]
     tally, rest = rest[: len(Counters._fields)], rest[len(Counters._fields) :]
     times = np.reshape(rest[LONGEST + 1 :], (-1, len(TimeSpent._fields)))
-    return Answer(GlobalStatus(*status), Counters(*tally), tuple(rest[: LONGEST + 1]), times)
+    return ServerAnswer(GlobalStatus(*status), Counters(*tally), tuple(rest[: LONGEST + 1]), times)

@@ -113,7 +113,7 @@ def open_streams() -> None:
 
 
 @dataclass
-class Job:
+class JobControl:
     """This process's part in a job of several, as the hooks need it."""
 
     rank: int
@@ -126,12 +126,12 @@ class Job:
     kill: Callable[[Sequence[int]], bool] | None = None  # ends ranks, if the others go on without them
 
 
-_job: Job | None = None
+_job: JobControl | None = None
 _ending = threading.RLock()  # by the thread that ends the job, until this process is gone
 ENDING_S = READ_S + PASSED_ON_S + 1  # after which another thread takes that one for stuck
 
 
-def install_hooks(job: Job) -> None:
+def install_hooks(job: JobControl) -> None:
     """From now on an error in any thread, or a rank that leaves early, ends the whole job with a message."""
     global _job
     _job = job
@@ -215,7 +215,7 @@ def at() -> At:
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback.
 
-    An error that is there because another rank has ended, by `Job.echoes`, is a line, or none if that rank has
+    An error that is there because another rank has ended, by `JobControl.echoes`, is a line, or none if that rank has
     said why.
     """
     echo = _job.echoes(error) if _job else None

@@ -213,7 +213,7 @@ KINDS: dict[str, Kind] = {
 PLACES = ("step", "save", "eval")  # what `at` takes
 
 
-# ---------------------------------------------------------------- on order
+# ---------------------------------------------------------------- on request
 
 
 def parse(text: str, workers: int, last_step: int = 0) -> Fault:
@@ -279,7 +279,7 @@ def number(text: str, key: str, value: str) -> int:
     return int(value)
 
 
-class Ordered:
+class RequestedFaults:
     """The faults of this rank, and how often each has been."""
 
     def __init__(self, faults: Sequence[tuple[int, Fault]], folder: Path) -> None:
@@ -319,10 +319,10 @@ class Ordered:
         return False
 
 
-_ordered: Ordered | None = None
+_requested: RequestedFaults | None = None
 
 
-def order(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Path) -> None:
+def request(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Path) -> None:
     """Have these faults happen in this process, if one of `mine` is their rank.
 
     Args:
@@ -331,16 +331,16 @@ def order(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Path)
     Raises:
         UsageError: a text is no fault.
     """
-    global _ordered
+    global _requested
     faults = [(place, parse(text, workers)) for place, text in enumerate(texts)]
-    _ordered = Ordered([(p, f) for p, f in faults if f.rank == -1 or f.rank in mine], folder / "injected")
+    _requested = RequestedFaults([(p, f) for p, f in faults if f.rank == -1 or f.rank in mine], folder / "injected")
 
 
 def reach(where: str, step: int, subject: Any = None) -> Any:
-    """A place where faults may have been ordered; what becomes of the subject."""
-    return subject if _ordered is None else _ordered.reach(where, step, subject)
+    """A place where faults may have been requested; what becomes of the subject."""
+    return subject if _requested is None else _requested.reach(where, step, subject)
 
 
 def missed() -> list[str]:
-    """Faults ordered for this rank that have not happened, as they were spelled."""
-    return [] if _ordered is None else _ordered.missed()
+    """Faults requested for this rank that have not happened, as they were spelled."""
+    return [] if _requested is None else _requested.missed()

@@ -50,37 +50,37 @@ MAJOR, MINOR = 0, 3  # of the header followed here; 0.5 has the same fields in t
 EXECUTE, METADATA, STRING, INTERNAL = 3, 1, 4, 13  # stage, extension, kind of attribute, error code
 
 
-class Extension(ctypes.Structure):
+class FfiExtension(ctypes.Structure):
     """XLA_FFI_Extension_Base."""
 
     _fields_ = (("struct_size", c_size_t), ("kind", c_int), ("next", c_void_p))
 
 
-class Version(ctypes.Structure):
+class FfiApiVersion(ctypes.Structure):
     """XLA_FFI_Api_Version."""
 
     _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("major", c_int), ("minor", c_int))
 
 
-class Metadata(ctypes.Structure):
+class FfiMetadata(ctypes.Structure):
     """XLA_FFI_Metadata."""
 
-    _fields_ = (("struct_size", c_size_t), ("version", Version), ("traits", c_uint32))
+    _fields_ = (("struct_size", c_size_t), ("version", FfiApiVersion), ("traits", c_uint32))
 
 
-class MetadataExtension(ctypes.Structure):
+class FfiMetadataExtension(ctypes.Structure):
     """XLA_FFI_Metadata_Extension."""
 
-    _fields_ = (("base", Extension), ("metadata", POINTER(Metadata)))
+    _fields_ = (("base", FfiExtension), ("metadata", POINTER(FfiMetadata)))
 
 
-class Span(ctypes.Structure):
+class FfiByteSpan(ctypes.Structure):
     """XLA_FFI_ByteSpan."""
 
     _fields_ = (("text", c_void_p), ("length", c_size_t))
 
 
-class Scalar(ctypes.Structure):
+class FfiScalar(ctypes.Structure):
     """XLA_FFI_Scalar."""
 
     _fields_ = (("dtype", c_int), ("value", c_void_p))
@@ -91,7 +91,7 @@ class Scalar(ctypes.Structure):
 BUFFER = struct.Struct("@NPiPqP")
 
 
-class Buffers(ctypes.Structure):
+class FfiBuffers(ctypes.Structure):
     """XLA_FFI_Args and XLA_FFI_Rets."""
 
     _fields_ = (
@@ -103,7 +103,7 @@ class Buffers(ctypes.Structure):
     )
 
 
-class Attributes(ctypes.Structure):
+class FfiAttributes(ctypes.Structure):
     """XLA_FFI_Attrs."""
 
     _fields_ = (
@@ -111,51 +111,51 @@ class Attributes(ctypes.Structure):
         ("extension", c_void_p),
         ("size", c_int64),
         ("kinds", POINTER(c_int)),
-        ("names", POINTER(POINTER(Span))),
+        ("names", POINTER(POINTER(FfiByteSpan))),
         ("items", POINTER(c_void_p)),
     )
 
 
-class CreateError(ctypes.Structure):
+class FfiCreateError(ctypes.Structure):
     """XLA_FFI_Error_Create_Args."""
 
     _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("code", c_int))
 
 
-class GetStream(ctypes.Structure):
+class FfiGetStream(ctypes.Structure):
     """XLA_FFI_Stream_Get_Args."""
 
     _fields_ = (("struct_size", c_size_t), ("extension", c_void_p), ("context", c_void_p), ("stream", c_void_p))
 
 
-class Api(ctypes.Structure):
+class FfiApi(ctypes.Structure):
     """The beginning of XLA_FFI_Api."""
 
     _fields_ = (
         ("struct_size", c_size_t),
         ("extension", c_void_p),
-        ("version", Version),
+        ("version", FfiApiVersion),
         ("internal", c_void_p),
-        ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(CreateError))),
+        ("create_error", ctypes.CFUNCTYPE(c_void_p, POINTER(FfiCreateError))),
         ("get_message", c_void_p),
         ("destroy", c_void_p),
         ("register", c_void_p),
-        ("get_stream", ctypes.CFUNCTYPE(c_void_p, POINTER(GetStream))),
+        ("get_stream", ctypes.CFUNCTYPE(c_void_p, POINTER(FfiGetStream))),
     )
 
 
-class Frame(ctypes.Structure):
+class FfiCallFrame(ctypes.Structure):
     """XLA_FFI_CallFrame, as far as it is read."""
 
     _fields_ = (
         ("struct_size", c_size_t),
-        ("extension", POINTER(Extension)),
-        ("api", POINTER(Api)),
+        ("extension", POINTER(FfiExtension)),
+        ("api", POINTER(FfiApi)),
         ("context", c_void_p),
         ("stage", c_int),
-        ("operands", Buffers),
-        ("results", Buffers),
-        ("attributes", Attributes),
+        ("operands", FfiBuffers),
+        ("results", FfiBuffers),
+        ("attributes", FfiAttributes),
     )
 
 
@@ -227,7 +227,7 @@ def forget(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Ordered(effects.Effect):
+class OrderedEffect(effects.Effect):
     """Effect that keeps calls in order."""
 
 
@@ -250,7 +250,7 @@ def admit(effect: effects.Effect, *, is_ordered: bool = True, may_repeat: bool =
     return effect
 
 
-ORDERED, KEPT = admit(Ordered()), admit(Kept(), is_ordered=False)
+ORDERED, KEPT = admit(OrderedEffect()), admit(Kept(), is_ordered=False)
 CHECKED = admit(Checked(), is_ordered=False, may_repeat=True)
 
 
@@ -356,10 +356,10 @@ mlir.register_lowering(_python_p, _lower, platform="cuda")
 # ---------------------------------------------------------------- from XLA to a function
 
 
-def handler_of(run: Callable[[Frame, str, dict[str, Any]], None]) -> Any:
+def handler_of(run: Callable[[FfiCallFrame, str, dict[str, Any]], None]) -> Any:
     """Make the entry point that XLA calls; `run` calls the function of this name in an execution."""
 
-    @ctypes.CFUNCTYPE(c_void_p, POINTER(Frame))
+    @ctypes.CFUNCTYPE(c_void_p, POINTER(FfiCallFrame))
     def handler(frame: Any) -> int | None:
         try:  # ctypes swallows exceptions, so none may leave; None is success
             return _handle(frame.contents, run)
@@ -369,24 +369,24 @@ def handler_of(run: Callable[[Frame, str, dict[str, Any]], None]) -> Any:
     return handler
 
 
-def _handle(frame: Frame, run: Callable[[Frame, str, dict[str, Any]], None]) -> None:
+def _handle(frame: FfiCallFrame, run: Callable[[FfiCallFrame, str, dict[str, Any]], None]) -> None:
     if frame.extension and frame.extension.contents.kind == METADATA:
-        version = cast(frame.extension, POINTER(MetadataExtension)).contents.metadata.contents.version
+        version = cast(frame.extension, POINTER(FfiMetadataExtension)).contents.metadata.contents.version
         version.major, version.minor = MAJOR, MINOR
     elif frame.stage == EXECUTE:
-        need = ctypes.sizeof(Frame)
+        need = ctypes.sizeof(FfiCallFrame)
         check(frame.struct_size >= need, f"XLA's call frame has {frame.struct_size} bytes, expected {need} or more")
         attributes = _decode(frame.attributes)
         run(frame, attributes.pop("name"), attributes)
 
 
-def _run_on_cpu(frame: Frame, name: str, attributes: dict[str, Any]) -> None:
+def _run_on_cpu(frame: FfiCallFrame, name: str, attributes: dict[str, Any]) -> None:
     operands = [x.array(is_written=False) for x in _buffers(frame.operands)]
     _run(name, operands, [x.array(is_written=True) for x in _buffers(frame.results)], attributes)
 
 
-def _run_on_gpu(frame: Frame, name: str, attributes: dict[str, Any]) -> None:
-    asked = GetStream(ctypes.sizeof(GetStream), None, frame.context, None)
+def _run_on_gpu(frame: FfiCallFrame, name: str, attributes: dict[str, Any]) -> None:
+    asked = FfiGetStream(ctypes.sizeof(FfiGetStream), None, frame.context, None)
     check(not frame.api.contents.get_stream(asked), "XLA does not give the stream of the GPU on which it calls Python")
     buffers = _buffers(frame.operands), _buffers(frame.results)
     try:
@@ -403,7 +403,7 @@ def _run_on_gpu(frame: Frame, name: str, attributes: dict[str, Any]) -> None:
 HANDLERS = {"cpu": handler_of(_run_on_cpu), "CUDA": handler_of(_run_on_gpu)}  # by XLA's name of the platform
 
 
-def _buffers(buffers: Buffers) -> list[Buffer]:
+def _buffers(buffers: FfiBuffers) -> list[Buffer]:
     """All but tokens."""
     pointers = _read(f"{buffers.size}P", buffers.items)
     every = [BUFFER.unpack(string_at(pointer, BUFFER.size)) for pointer in pointers]
@@ -424,29 +424,33 @@ def _read(format: str, address: int | None) -> tuple[int, ...]:
     return struct.unpack(format, string_at(address, struct.calcsize(format))) if address else ()
 
 
-def _decode(attributes: Attributes) -> dict[str, Any]:
+def _decode(attributes: FfiAttributes) -> dict[str, Any]:
     """Strings and scalars by name."""
     found = {}
     for i in range(attributes.size):
         item, kind = attributes.items[i], attributes.kinds[i]
         is_text = kind == STRING
-        value = _text(cast(item, POINTER(Span)).contents) if is_text else _scalar(cast(item, POINTER(Scalar)).contents)
+        value = (
+            _text(cast(item, POINTER(FfiByteSpan)).contents)
+            if is_text
+            else _scalar(cast(item, POINTER(FfiScalar)).contents)
+        )
         found[_text(attributes.names[i].contents)] = value
     return found
 
 
-def _text(span: Span) -> str:
+def _text(span: FfiByteSpan) -> str:
     return string_at(span.text, span.length).decode()
 
 
-def _scalar(scalar: Scalar) -> Any:
+def _scalar(scalar: FfiScalar) -> Any:
     dtype = DTYPES[scalar.dtype]
     return np.frombuffer(string_at(scalar.value, dtype.itemsize), dtype)[0].item()
 
 
-def _as_xla_error(frame: Frame, error: BaseException) -> int:
+def _as_xla_error(frame: FfiCallFrame, error: BaseException) -> int:
     """An error object, which XLA takes over."""
-    made = CreateError(ctypes.sizeof(CreateError), None, _told(error).encode(), INTERNAL)
+    made = FfiCreateError(ctypes.sizeof(FfiCreateError), None, _told(error).encode(), INTERNAL)
     return frame.api.contents.create_error(made)
 
 

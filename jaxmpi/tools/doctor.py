@@ -137,7 +137,7 @@ def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Ti
     return Timed(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))
 
 
-class Pair(NamedTuple):
+class RankPairSpeed(NamedTuple):
     """Two ranks, and the speed of messages between them."""
 
     a: int
@@ -146,15 +146,15 @@ class Pair(NamedTuple):
     gb_per_s: float
 
 
-def pairs_of(trips_s: np.ndarray, hosts: Sequence[str]) -> list[Pair]:
+def pairs_of(trips_s: np.ndarray, hosts: Sequence[str]) -> list[RankPairSpeed]:
     """Pairs, the slowest first, from f64[w, w] seconds of round trips of PAIR_FLOATS as each rank measured them."""
     both = np.fmin(trips_s, trips_s.T)
     met = [(a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if both[a, b] == both[a, b]]
     speeds = [(a, b, hosts[a] != hosts[b], 2 * 8 * PAIR_FLOATS / float(both[a, b]) / 1e9) for a, b in met]
-    return sorted((Pair(*row) for row in speeds), key=lambda pair: pair.gb_per_s)
+    return sorted((RankPairSpeed(*row) for row in speeds), key=lambda pair: pair.gb_per_s)
 
 
-def slow_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
+def slow_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[str]:
     """Links between hosts that are much slower than others."""
     speeds = [pair.gb_per_s for pair in pairs if pair.is_far]
     median = float(np.median(speeds)) if speeds else 0.0
@@ -166,7 +166,7 @@ def slow_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
     ][:4]
 
 
-def shown_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[str]:
+def shown_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[str]:
     """A line for pairs on one host, and one for pairs on two."""
     lines = []
     for where, is_far in (("one host", False), ("two hosts", True)):
@@ -290,7 +290,7 @@ def shown(
     mpi: dict[str, str],
     results: Sequence[Timed],
     trips_s: Sequence[float],
-    pairs: Sequence[Pair] = (),
+    pairs: Sequence[RankPairSpeed] = (),
     trouble: str = "",
 ) -> list[str]:
     """All lines; `trouble` is why one process alone could start no others."""

@@ -37,7 +37,7 @@ class Question(NamedTuple):
     first: float | None  # share of the step after which the exchange can overlap it; None: no overlap
 
 
-class Answer(NamedTuple):
+class ScalingForecast(NamedTuple):
     """Forecast for one number of workers."""
 
     net: Net
@@ -81,10 +81,10 @@ def main(argv: Sequence[str]) -> None:
     question = ask(options)
     if question is None:  # a rank other than 0
         return
-    answers = [answer(question, net) for net in layouts(question)]
-    print("\n".join(table(question, answers)), flush=True)
+    forecasts = [forecast(question, net) for net in layouts(question)]
+    print("\n".join(table(question, forecasts)), flush=True)
     if options.plot:
-        plots.save(panels(question, answers), options.plot)
+        plots.save(panels(question, forecasts), options.plot)
         print(f"plot: {options.plot}")
 
 
@@ -102,7 +102,7 @@ def ask(options: argparse.Namespace) -> Question | None:
     if options.alpha_s is not None:
         probe, source = given(options), "given prices"
     elif isinstance(comm, MpiComm):
-        probe, source = autotune.probe(comm, autotune.Task(sizes, wires)), "probe of these ranks"
+        probe, source = autotune.probe(comm, autotune.AutotuneRequest(sizes, wires)), "probe of these ranks"
     else:
         probe, source = saved_probe()
     if comm is not None and comm.rank != 0:
@@ -200,7 +200,7 @@ def layouts(question: Question) -> list[Net]:
     return [question.net._replace(hosts=hosts, slots=slots, even=True) for hosts, slots in made]
 
 
-def answer(question: Question, net: Net) -> Answer:
+def forecast(question: Question, net: Net) -> ScalingForecast:
     """The best strategy for one layout, and the resulting step."""
     names = cost_model.candidates(net, question.wires)
     fits = question.probe.fits_of_all(names)
@@ -209,10 +209,10 @@ def answer(question: Question, net: Net) -> Answer:
     hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
     exposed = max(0.0, seconds[best] - hidden)
     step = question.step_s + exposed
-    return Answer(net, best, seconds[best], exposed, step, question.step_s / step if step else 1.0, seconds)
+    return ScalingForecast(net, best, seconds[best], exposed, step, question.step_s / step if step else 1.0, seconds)
 
 
-def table(question: Question, answers: Sequence[Answer]) -> list[str]:
+def table(question: Question, forecasts: Sequence[ScalingForecast]) -> list[str]:
     """Lines for the terminal."""
     floats = sum(question.sizes)
     lines = [
@@ -224,7 +224,7 @@ def table(question: Question, answers: Sequence[Answer]) -> list[str]:
     return lines + [
         f"{a.net.workers:7}  {f'{a.net.hosts} x {a.net.slots}':13}  {a.strategy:15} {a.exchange_s:11.4g} "
         f"{a.exposed_s:10.4g} {a.step_s:10.4g} {100 * a.efficiency:9.1f} %"
-        for a in answers
+        for a in forecasts
     ]
 
 
@@ -237,10 +237,10 @@ def describe(net: Net) -> str:
     )
 
 
-def panels(question: Question, answers: Sequence[Answer]) -> list[plots.Panel]:
+def panels(question: Question, forecasts: Sequence[ScalingForecast]) -> list[plots.Panel]:
     """Seconds of all strategies for the last number of slots, and efficiency for all."""
     slots = question.slots[-1]
-    last = with_slots(answers, slots)
+    last = with_slots(forecasts, slots)
     names = dict.fromkeys(name for a in last for name in a.others)
     lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
     workers = plots.Quantity("workers", base=2)
@@ -257,7 +257,7 @@ def panels(question: Question, answers: Sequence[Answer]) -> list[plots.Panel]:
             plots.Quantity("efficiency", "%", base=None),
             {
                 f"{n} rank{'s' * (n > 1)} a host": [
-                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(answers, n)
+                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(forecasts, n)
                 ]
                 for n in question.slots
             },
@@ -266,6 +266,6 @@ def panels(question: Question, answers: Sequence[Answer]) -> list[plots.Panel]:
     ]
 
 
-def with_slots(answers: Sequence[Answer], slots: int) -> list[Answer]:
+def with_slots(forecasts: Sequence[ScalingForecast], slots: int) -> list[ScalingForecast]:
     """Answers for hosts of so many ranks, or for fewer on one host."""
-    return [a for a in answers if a.net.slots == min(slots, a.net.workers)]
+    return [a for a in forecasts if a.net.slots == min(slots, a.net.workers)]

@@ -18,13 +18,13 @@ from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.step_timing import summary_apart
-from jaxmpi.rules.parameter_server import Answer, Counters, TimeSpent
+from jaxmpi.rules.parameter_server import Counters, ServerAnswer, TimeSpent
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_start import Start, on_device
 from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.evaluate import rate_factor, score
-from jaxmpi.trainer.loop import Progress
+from jaxmpi.trainer.loop import RunProgress
 from jaxmpi.trainer.progress import Done
 from jaxmpi.trainer.resume import extra_of
 from jaxmpi.trainer.run import Run
@@ -57,13 +57,13 @@ class ChiefWorker:
         self.alive, self.times = 0, np.zeros((worker.workers, len(TimeSpent._fields)))  # as at the last line
         self.behind: frozenset[int] = frozenset()  # workers that were, at the last line
         self.result: dict[str, float] = {}
-        self.answer: Answer | None = None  # the last
+        self.answer: ServerAnswer | None = None  # the last
 
     def asks(self) -> dict[str, float]:
         """The next report's words to all workers: to do their parts of a checkpoint and of an evaluation."""
         return self.evaluation.asks() | ({"save": self.number} if self.is_writing else {})
 
-    def progress(self, state: TrainState, answer: Answer) -> Progress:
+    def progress(self, state: TrainState, answer: ServerAnswer) -> RunProgress:
         """Complete what all have done their parts of; what is due. At the end nothing is: see `finish`."""
         self.answer, step = answer, self.run.plan.step(answer.tally.examples)
         if outcome := self.evaluation.conclude_if_whole(answer):
@@ -72,13 +72,13 @@ class ChiefWorker:
         if self.is_writing and is_saved and not self.evaluation.is_open:  # which may be its score
             self.commit(state)
         if answer.status.stop:
-            return Progress(step, is_over=True)
+            return RunProgress(step, is_over=True)
         due, self.done = self.run.plan.timetable.between(self.done, step), step
         due = DueEvents(*map(or_, due, self.overdue))
         may = DueEvents(log=self.has_news(), evaluate=not self.evaluation.is_open, save=not self.is_writing)
         now = DueEvents(*map(and_, due, may))
         self.overdue = DueEvents(*map(gt, due, now))._replace(compare=False)
-        return Progress(step, now)
+        return RunProgress(step, now)
 
     def has_news(self) -> bool:
         """Return True if a worker has made a step since the last progress line."""

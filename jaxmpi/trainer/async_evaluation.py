@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.data.sources.grain_streams import StreamSource
-from jaxmpi.rules.parameter_server import Answer
+from jaxmpi.rules.parameter_server import ServerAnswer
 from jaxmpi.trainer.async_start import on_device
 from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.evaluate import Evaluation, Subject, concluded, flat, judged, like, means_of, subject_of, sums_of
@@ -63,7 +63,7 @@ class SharedEvaluation:
         self._sums = self._judge(self._subject, step, self.worker.number)
         self.worker.evaluated = self._number
 
-    def take_part(self, answer: Answer) -> None:
+    def take_part(self, answer: ServerAnswer) -> None:
         """Judge this worker's part, if one is asked for, and post its sums."""
         number = answer.status.evaluate
         if number <= self.worker.evaluated:
@@ -74,7 +74,7 @@ class SharedEvaluation:
             self.worker.post(np.append(number, flat(sums)).view(np.uint8))
         self.worker.evaluated = number
 
-    def conclude_if_whole(self, answer: Answer) -> Evaluation | None:
+    def conclude_if_whole(self, answer: ServerAnswer) -> Evaluation | None:
         """Worker 0: the outcome, once all workers have posted their parts."""
         if not self.is_open or answer.status.evaluate < self._number or answer.status.evaluated < answer.status.alive:
             return None

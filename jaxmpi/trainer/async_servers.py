@@ -15,7 +15,7 @@ from jaxmpi.recover import decisions
 from jaxmpi.recover.watchdog import STALLED
 from jaxmpi.rules.base import Asynchronous
 from jaxmpi.rules.gossip_transport import GossipThread
-from jaxmpi.rules.parameter_server import GlobalProgress, Layout, Server
+from jaxmpi.rules.parameter_server import GlobalProgress, Server, ServerLayout
 from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint
 from jaxmpi.runtime import failures
 from jaxmpi.trainer.async_start import Start
@@ -25,7 +25,7 @@ from jaxmpi.trainer.run import Run
 class Connections(NamedTuple):
     """How this rank reaches the others."""
 
-    layout: Layout
+    layout: ServerLayout
     channels: Sequence[ServerChannel]  # of a worker, to all servers
     endpoint: ServerEndpoint | None  # if this rank keeps a shard
     gossiper: GossipThread | None
@@ -55,7 +55,7 @@ def connect(run: Run, start: Start) -> Connections:
     rank, servers, n = control.rank, max(config.servers, 1), start.center.size
     first = workers.size if config.servers else 0  # rank of server 0
     # At the end of gossip each worker sends alpha w and alpha, in 32 bits whatever the wire.
-    layout = Layout(n + 1, 1, "32") if rule.is_gossip else Layout(n, servers, wire_of(run))
+    layout = ServerLayout(n + 1, 1, "32") if rule.is_gossip else ServerLayout(n, servers, wire_of(run))
     endpoint = None
     if 0 <= rank - first < servers:
         target = run.plan.examples(run.plan.clock.total_steps)
@@ -65,13 +65,13 @@ def connect(run: Run, start: Start) -> Connections:
     if rank >= workers.size:
         return Connections(layout, [], endpoint, None)
     channels = [ServerChannel(to_center, first + s) for s in range(servers)]
-    body_bytes = Layout(n, 1, wire_of(run)).host_wire().size_bytes(n)
+    body_bytes = ServerLayout(n, 1, wire_of(run)).host_wire().size_bytes(n)
     gossiper = GossipThread(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
     return Connections(layout, channels, endpoint, gossiper)
 
 
 def open_server(
-    layout: Layout, number: int, rule: Asynchronous, center: np.ndarray, progress: GlobalProgress | None
+    layout: ServerLayout, number: int, rule: Asynchronous, center: np.ndarray, progress: GlobalProgress | None
 ) -> Server:
     """A shard of the center; in gossip nothing, to which workers will add."""
     begin, end = layout.bounds(number)

@@ -28,12 +28,12 @@ from jaxmpi.rules.parameter_server import (
     POST,
     PUSH,
     READ,
-    Answer,
     Counters,
-    Layout,
-    Report,
+    ServerAnswer,
     ServerExchange,
+    ServerLayout,
     TimeSpent,
+    WorkerReport,
 )
 from jaxmpi.rules.parameter_server_transport import converse
 from jaxmpi.runtime import failures, spans
@@ -52,7 +52,7 @@ class Worker:
         self.rule, self.connections, self.tracer = rule, connections, tracer
         self.number, self.workers = run.workers.mine[0], run.workers.size
         self.flat = Flat.of(start.state.params)
-        self.wire = Layout(self.flat.n, 1, wire_of(run)).host_wire()
+        self.wire = ServerLayout(self.flat.n, 1, wire_of(run)).host_wire()
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new, self.spent = Counters(), TimeSpent()  # since the last report
         self.clock, self.saved, self.evaluated = 0, 0.0, 0.0
@@ -82,14 +82,14 @@ class Worker:
         self._answer(self._talk(PUSH, None, self._report({})))
         spans.drain()  # it is no part of a step
 
-    def tell(self, asks: Mapping[str, float]) -> Answer:
+    def tell(self, asks: Mapping[str, float]) -> ServerAnswer:
         """A report without an exchange."""
         begin = time.perf_counter()
         talk = self._talk(PUSH, None, self._report(asks))
         self.spent = self.spent.plus(TimeSpent(sync=time.perf_counter() - begin))
         return self._answer(talk)
 
-    def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, Answer]:
+    def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, ServerAnswer]:
         """Meet the center, and report: the state after it, and how things stand."""
         begin = time.perf_counter()
         w = self.flat.vector(self.rule.outward(state.params, state.rule_state))
@@ -158,7 +158,7 @@ class Worker:
         return values
 
     def write_if_asked(
-        self, parts: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, answer: Answer
+        self, parts: UncoordinatedCheckpoint, home: HeldFolder, state: TrainState, answer: ServerAnswer
     ) -> None:
         """This worker's part of a checkpoint that has been begun."""
         save = answer.status.save
@@ -187,13 +187,13 @@ class Worker:
             self._held_s = converse(talk, self.connections.channels)
         return talk
 
-    def _answer(self, talk: ServerExchange) -> Answer:
+    def _answer(self, talk: ServerExchange) -> ServerAnswer:
         assert talk.answer is not None
         check_alive(talk.answer)
         return talk.answer
 
     def _report(self, asks: Mapping[str, float]) -> list[float]:
-        said = [*Report(self.clock, self.saved, self.is_done, self.evaluated, **asks), *self.new, *self.spent]
+        said = [*WorkerReport(self.clock, self.saved, self.is_done, self.evaluated, **asks), *self.new, *self.spent]
         self.new, self.spent = Counters(), TimeSpent()
         return said
 
@@ -210,7 +210,7 @@ def end_s(state: TrainState) -> float:
     return time.perf_counter()
 
 
-def check_alive(answer: Answer) -> None:
+def check_alive(answer: ServerAnswer) -> None:
     """Raise `TrainingError` if worker 0 is gone."""
     if answer.status.closing == 2:
         raise TrainingError("worker 0, which keeps the record, is gone; go on from the last checkpoint with --resume")

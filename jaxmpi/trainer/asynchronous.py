@@ -26,7 +26,7 @@ from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
-from jaxmpi.rules.parameter_server import Answer, TimeSpent
+from jaxmpi.rules.parameter_server import ServerAnswer, TimeSpent
 from jaxmpi.runtime import failures, job_folder, phases, spans
 from jaxmpi.runtime.fair_cores import Address, FairCores
 from jaxmpi.trainer.async_chief import LOOK_S, ChiefWorker
@@ -34,7 +34,7 @@ from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
 from jaxmpi.trainer.async_start import Start, on_device
 from jaxmpi.trainer.async_worker import Worker, end_s
-from jaxmpi.trainer.loop import Position, Progress, run_steps
+from jaxmpi.trainer.loop import Position, RunProgress, run_steps
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import Metrics
@@ -131,7 +131,7 @@ class AsynchronousWorker:
         self.report_every = run.experiment.log_every
         if not worker.rule.is_gossip:
             self.report_every = min(self.report_every, worker.tau)
-        self.answer: Answer | None = None  # the last
+        self.answer: ServerAnswer | None = None  # the last
         self._pending: list[tuple[int, Metrics | None]] = []  # since the last report
 
     def begin(self, position: Position) -> TrainState:
@@ -164,7 +164,7 @@ class AsynchronousWorker:
         """A step of this worker's own."""
         return self.step(state, batch)
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
+    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
         """Gossip, or meet the center every tau steps; report now and then, and receive the progress of all."""
         worker, run = self.worker, self.run
         self._pending.append((step, metrics))
@@ -174,7 +174,7 @@ class AsynchronousWorker:
         meets = not worker.rule.is_gossip and worker.clock % worker.tau == 0
         if not meets and worker.clock % self.report_every:
             self._let_others_run(state)
-            return state, Progress(step)
+            return state, RunProgress(step)
         sums = np.sum([self._read(*one) for one in self._pending], axis=0)
         self.timer.pause()
         worker.count(sums, len(self._pending), run.plan.feed.skipped, run.plan.feed.wait_s)
@@ -186,7 +186,7 @@ class AsynchronousWorker:
         state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
         self._do_parts(state, answer)
         self.answer = answer
-        progress = Progress(step, is_over=bool(answer.status.stop))
+        progress = RunProgress(step, is_over=bool(answer.status.stop))
         if self.chief:
             progress = self.chief.progress(state, answer)
         if progress.is_over:
@@ -207,7 +207,7 @@ class AsynchronousWorker:
                 time.sleep(sleep_s)
             self.worker.spent = self.worker.spent.plus(TimeSpent(sync=time.perf_counter() - begin_s))
 
-    def _do_parts(self, state: TrainState, answer: Answer) -> None:
+    def _do_parts(self, state: TrainState, answer: ServerAnswer) -> None:
         """This worker's parts of a checkpoint and of an evaluation that have been begun."""
         self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
         self.evaluation.take_part(answer)

@@ -260,7 +260,7 @@ class Functions(NamedTuple):
 
 
 def settle_exchange(
-    experiment: Experiment, plan: TrainingPlan, workers: Workers, kept: run_directory.Stored | None
+    experiment: Experiment, plan: TrainingPlan, workers: Workers, kept: run_directory.StoredSettings | None
 ) -> tuple[Experiment, str]:
     """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty if nothing was left open.
 

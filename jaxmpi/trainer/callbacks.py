@@ -119,7 +119,7 @@ class InjectFaults(Callback):
         return fault_injection.reach("step", step, (state, batch))
 
 
-class Profile(Callback):
+class ProfilerCallback(Callback):
     """JAX's profiler over the steps that `--profile` names."""
 
     def __init__(self, profiler: Profiler) -> None:

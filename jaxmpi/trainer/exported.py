@@ -53,7 +53,7 @@ class Unable(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class ExportedPredictions:
     """A model's predictions as `jax.export` has them."""
 
     exported: jax.export.Exported
@@ -61,7 +61,7 @@ class Program:
     notes: tuple[str, ...]  # where it does less than it might, and why
 
 
-def program_of(run: Finished, example: Batch, *, platforms: Sequence[str] = (), batch: int = 0) -> Program:
+def program_of(run: Finished, example: Batch, *, platforms: Sequence[str] = (), batch: int = 0) -> ExportedPredictions:
     """The predictions of a finished run, with its params in them.
 
     Args:
@@ -85,7 +85,7 @@ def program_of(run: Finished, example: Batch, *, platforms: Sequence[str] = (), 
     return dataclasses.replace(made, notes=(*notes, *left_out))
 
 
-def any_or(size: int, lower: Callable[[int | str], Program]) -> tuple[int | str, list[str]]:
+def any_or(size: int, lower: Callable[[int | str], ExportedPredictions]) -> tuple[int | str, list[str]]:
     """The symbol of any number of examples; or their size if the model must know it, and why."""
     try:
         lower(ANY)
@@ -94,7 +94,9 @@ def any_or(size: int, lower: Callable[[int | str], Program]) -> tuple[int | str,
     return ANY, []
 
 
-def on_platforms(asked: Sequence[str], lower: Callable[[Sequence[str]], Program]) -> tuple[Program, list[str]]:
+def on_platforms(
+    asked: Sequence[str], lower: Callable[[Sequence[str]], ExportedPredictions]
+) -> tuple[ExportedPredictions, list[str]]:
     """The program for the platforms asked for, or for those of `PLATFORMS` that are possible, and why not for others.
 
     Raises:
@@ -118,7 +120,7 @@ def on_platforms(asked: Sequence[str], lower: Callable[[Sequence[str]], Program]
 
 def lowered(
     run: Finished, fields: dict[str, Any], needed: Sequence[str], batch: int | str, platforms: Sequence[str]
-) -> Program:
+) -> ExportedPredictions:
     """The predictions as a function of some fields of a batch, lowered.
 
     Args:
@@ -145,7 +147,7 @@ def lowered(
     like = {name: jax.ShapeDtypeStruct((size, *fields[name].shape[1:]), fields[name].dtype) for name in needed}
     try:
         exported = jax.export.export(jax.jit(predictions), platforms=platforms or None)(nested(like))
-        return Program(exported=exported, serialized=bytes(exported.serialize()), notes=())
+        return ExportedPredictions(exported=exported, serialized=bytes(exported.serialize()), notes=())
     except Exception as error:  # the model's own, JAX's and MLIR's, of all kinds
         raise Unable(f"{type(error).__name__}: {error!s:.400}".splitlines()[0]) from error
 
@@ -195,7 +197,7 @@ def facts_file(file: Path) -> Path:
     return file.with_name(f"{file.name}.json")
 
 
-def facts_of(run: Finished, program: Program) -> dict[str, Any]:
+def facts_of(run: Finished, program: ExportedPredictions) -> dict[str, Any]:
     """Inputs, outputs and platforms of a program, and where it is from."""
     exported = program.exported
     (inputs,), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)

@@ -37,7 +37,7 @@ from jaxmpi.trainer.build import (
     why_whole,
     with_shards,
 )
-from jaxmpi.trainer.memory import SHARDED, Held, check_fits, held, mb, measured, parts
+from jaxmpi.trainer.memory import SHARDED, WorkerMemory, check_fits, held, mb, measured, parts
 
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
 # Measured: docs/performance.md#memory-of-a-process. Of a rank without its programs, which are Python, JAX and MPI;
@@ -93,8 +93,8 @@ class Forecast(NamedTuple):
     """Memory of a worker, with and without sharded updates."""
 
     local_batch: int
-    off: Held
-    on: Held | None  # with sharded updates; None if they cannot be
+    off: WorkerMemory
+    on: WorkerMemory | None  # with sharded updates; None if they cannot be
     notes: list[str]
 
 
@@ -126,7 +126,7 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
     return Forecast(plan.feed.samplers[0].local_batch, each[0], each[1] if len(each) > 1 else None, notes)
 
 
-def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, batch: PyTree) -> Held:
+def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, batch: PyTree) -> WorkerMemory:
     """With the experiment's strategy and sharding."""
     strategy = experiment.exchange.strategy
     rule = build_rule(experiment, plan, workers, exchange_for(experiment, plan, workers, strategy, Order(), False))

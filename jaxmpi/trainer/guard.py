@@ -9,7 +9,7 @@ from jaxmpi.comm.topology import Workers, rows
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover.buddies import Slices, difference_of_copies
-from jaxmpi.recover.decisions import Failure, Recovery, StepConsensus, not_finite
+from jaxmpi.recover.decisions import NonFiniteStep, Recovery, StepConsensus, not_finite
 from jaxmpi.recover.replica_check import compare_replicas
 from jaxmpi.runtime import failures
 from jaxmpi.trainer.build import Functions
@@ -52,7 +52,7 @@ class Guard:
         """
         self._mind(self.votes.count())
 
-    def _mind(self, failure: Failure | None) -> None:
+    def _mind(self, failure: NonFiniteStep | None) -> None:
         if failure is not None:
             failures.doing(f"step {failure.step}")
             self.saver.wait()  # so that the last good checkpoint is whole, and the one named

@@ -19,8 +19,8 @@ from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import phases
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
-from jaxmpi.trainer.loop import Position, Progress
-from jaxmpi.trainer.memory import Held, make_room, measured, words_of_step, words_on_gpu, workers_here
+from jaxmpi.trainer.loop import Position, RunProgress
+from jaxmpi.trainer.memory import WorkerMemory, make_room, measured, words_of_step, words_on_gpu, workers_here
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.resume import note_saved, save
 from jaxmpi.trainer.run import Run
@@ -82,7 +82,7 @@ class LockStep:
         looks = looks or bool(run.experiment.inject)
         return run.functions.settled(state) if looks else state, metrics
 
-    def _measure(self, held: Held, state: TrainState, batch: Batch) -> None:
+    def _measure(self, held: WorkerMemory, state: TrainState, batch: Batch) -> None:
         """Say what the first step will hold, and refuse it if memory has no room for that."""
         run, self._held = self.run, None
         held = measured(held, run.functions.ahead.compiled(state, batch))
@@ -91,7 +91,7 @@ class LockStep:
         run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
         make_room(held, run.workers, run.plan, free_bytes)
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
+    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
         """Read the metrics of the step before, or of all steps if something is due."""
         run, leaving = self.run, self.run.guard.votes.leaving
         due = run.plan.timetable.between(step - 1, step, is_first=step == self.start + 1, leaving=leaving)
@@ -104,7 +104,7 @@ class LockStep:
                 self.sums = self.sums + self._read(*self._pending.pop(0))
         if due.compare or due.evaluate or due.save or due.leave:
             state = run.functions.settled(state)
-        return state, Progress(step, due)
+        return state, RunProgress(step, due)
 
     def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
         """f64[SUMS] of this process's workers, of a step that was made; and this process's vote on it.

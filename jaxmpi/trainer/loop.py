@@ -28,7 +28,7 @@ class Position(NamedTuple):
     overdue: DueEvents = DueEvents()  # was due after the step, and has not been done
 
 
-class Progress(NamedTuple):
+class RunProgress(NamedTuple):
     """How far a run has come."""
 
     step: int  # of the run, to which `due` refers; asynchronous workers have a count of their own besides
@@ -63,7 +63,7 @@ class Coordinator(Protocol):
         """One step; no metrics if it was left out."""
         ...
 
-    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, Progress]:
+    def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
         """Read metrics that are ready, and exchange what is not exchanged inside a step."""
         ...
 

@@ -173,7 +173,7 @@ def train_until(
         starting.close()
         experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
         functions = functions._replace(why="\n".join(filter(None, (why, why_shards, unwatched))))
-        fault_injection.order(experiment.inject, max(begun, workers.size), workers.mine, home.path)
+        fault_injection.request(experiment.inject, max(begun, workers.size), workers.mine, home.path)
         result = run_in(home, experiment, workers, plan, functions, root, digest, notice)
         for text in fault_injection.missed():
             warn(f"{failures.who()}: --inject {text} has not happened: this rank came to no such place")
@@ -213,12 +213,12 @@ def gather_all(experiment: Experiment) -> Workers:
     return gather_workers(experiment.devices, experiment.comm)
 
 
-def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.Stored | None:
+def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.StoredSettings | None:
     """Read on rank 0 what must be known of the run that is resumed."""
     with run_directory.usable():
         found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
     row = workers.processes.bcast_object(found)
-    return run_directory.Stored(*row) if row else None
+    return run_directory.StoredSettings(*row) if row else None
 
 
 def run_in(

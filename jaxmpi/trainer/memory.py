@@ -40,7 +40,7 @@ EARLY = "slices of gradients", "activations and a bucket"  # of gradients that a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class WorkerMemory:
     """Bytes of one worker in a step."""
 
     params: int
@@ -68,7 +68,7 @@ class Held:
     devices: int = 1  # of a rank; each is a worker
     padding: float = 0.0  # of rows of whole tensors, as a share of the params
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
-    others: tuple[tuple[str, "Held"], ...] = ()  # the same step with other options, by their spelling
+    others: tuple[tuple[str, "WorkerMemory"], ...] = ()  # the same step with other options, by their spelling
 
     @property
     def kept(self) -> int:
@@ -99,18 +99,18 @@ class Held:
         inside = 2 * self.gradients * self.is_whole + self.bucket + self.gradients * self.is_summed
         return min(self.activations or 0, inside)
 
-    def with_share(self, share: float) -> "Held":
+    def with_share(self, share: float) -> "WorkerMemory":
         """The same with a smaller local batch or micro-batch, of this share of the examples."""
         fixed = self.fixed
         return replace(self, activations=fixed + round(share * ((self.activations or 0) - fixed)))
 
-    def summed(self) -> "Held":
+    def summed(self) -> "WorkerMemory":
         """The same with micro-batches: gradients of one are there beside their sum."""
         if self.is_summed:
             return self
         return replace(self, activations=(self.activations or 0) + self.gradients, is_summed=True)
 
-    def with_fewer(self, share: float) -> "Held":
+    def with_fewer(self, share: float) -> "WorkerMemory":
         """The same for a share of the workers, with the same local batch: slices are larger."""
         if not self.is_sharded:
             return self
@@ -128,12 +128,12 @@ class Held:
 
 def held(
     experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule, strategy: str, *, is_whole: bool
-) -> Held:
+) -> WorkerMemory:
     """Memory of each worker, as far as shapes say it, and with other options.
 
     Args:
         rule, strategy: of the run.
-        is_whole: as of `Held`.
+        is_whole: as of `WorkerMemory`.
     """
     of = held_alone(experiment, workers, plan, rule, strategy, is_whole=is_whole)
     return replace(of, others=tuple(others(experiment, workers, plan, strategy, is_whole=is_whole)))
@@ -141,7 +141,7 @@ def held(
 
 def held_alone(
     experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule, strategy: str, *, is_whole: bool
-) -> Held:
+) -> WorkerMemory:
     """The same without other options."""
     state = jax.eval_shape(plan.init, jax.random.key(0))
     params, model_state = map(size_bytes, state)
@@ -163,7 +163,7 @@ def held_alone(
     saved_once, saved = copied(rule, strategy, state, moments, takes_all=experiment.devices > 1)
     hosts = workers.processes.hosts
     saves = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)  # before its end
-    return Held(
+    return WorkerMemory(
         params=params,
         model_state=model_state,
         moments=moments,
@@ -217,7 +217,7 @@ def largest_bucket(params: PyTree, bucket_bytes: int | None) -> int:
 
 def others(
     experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str, *, is_whole: bool
-) -> Iterator[tuple[str, Held]]:
+) -> Iterator[tuple[str, WorkerMemory]]:
     """The same with sharded updates, and with one copy of the params a host; where that can be, in the same form.
 
     An optimizer of the user's own is not tried out.
@@ -244,13 +244,13 @@ def padding(rule: Rule) -> float:
     return cut.deal.padding if isinstance(cut, Leaves) else 0.0
 
 
-def measured(of: Held, program: jax.stages.Compiled) -> Held:
+def measured(of: WorkerMemory, program: jax.stages.Compiled) -> WorkerMemory:
     """The same with what XLA allots to the program; as it was if XLA does not say."""
     analysis = program.memory_analysis()
     return of if analysis is None else with_activations(of, analysis.temp_size_in_bytes)
 
 
-def with_activations(of: Held, temp_bytes: int) -> Held:
+def with_activations(of: WorkerMemory, temp_bytes: int) -> WorkerMemory:
     """The same with what the program takes; with other options a bucket more if gradients are then sent early."""
     named = [(name, replace(other, activations=temp_bytes + other.bucket - of.bucket)) for name, other in of.others]
     return replace(of, activations=temp_bytes, others=tuple(named))
@@ -259,7 +259,7 @@ def with_activations(of: Held, temp_bytes: int) -> Held:
 # ---------------------------------------------------------------- in words
 
 
-def parts(of: Held) -> dict[str, int]:
+def parts(of: WorkerMemory) -> dict[str, int]:
     """Each part by its name, params and the optimizer's state first.
 
     Of a step in one program XLA knows gradients, activations and buckets together.
@@ -283,7 +283,7 @@ def parts(of: Held) -> dict[str, int]:
     return {name: size for name, size in named.items() if size or name in ("params", "optimizer's state")}
 
 
-def words(of: Held, workers: int) -> str:
+def words(of: WorkerMemory, workers: int) -> str:
     """A line for the headline."""
     moments = f"{mb(of.moments)} of the optimizer's state"
     is_sharded = of.moments < of.whole_moments
@@ -301,7 +301,7 @@ def words(of: Held, workers: int) -> str:
     return f"{sharded}each worker holds, in MB, {', '.join([params, moments, *others])}"
 
 
-def words_on_gpu(of: Held) -> str:
+def words_on_gpu(of: WorkerMemory) -> str:
     """The line before the first step of a worker that has a GPU; empty if it has none."""
     counted = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if not counted or "bytes_limit" not in counted:
@@ -311,13 +311,13 @@ def words_on_gpu(of: Held) -> str:
     return f"a step holds {words_of_activations(of)}{here} MB at once, of {mb(free_bytes)} that its GPU has free"
 
 
-def words_of_activations(of: Held) -> str:
+def words_of_activations(of: WorkerMemory) -> str:
     """The part of a step's line that counts activations, if they are known."""
     named = "gradients, activations and buckets" if of.is_whole else EARLY[1] if of.is_early else "activations"
     return f"{mb(of.activations)} MB of {named}, " if of.activations is not None else ""
 
 
-def words_of_step(of: Held, here: int, free_bytes: int) -> str:
+def words_of_step(of: WorkerMemory, here: int, free_bytes: int) -> str:
     """A line before the first step.
 
     Args:
@@ -344,12 +344,12 @@ def workers_here(workers: Workers) -> int:
     return workers.processes.local_size * len(workers.mine)
 
 
-def is_short(of: Held, here: int, free_bytes: int) -> bool:
+def is_short(of: WorkerMemory, here: int, free_bytes: int) -> bool:
     """Return True if memory has no room for holes between freed buffers: on CPUs, if the user leaves it open."""
     return KEPT_FREED * of.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()
 
 
-def make_room(of: Held, workers: Workers, plan: TrainingPlan, free_bytes: int) -> None:
+def make_room(of: WorkerMemory, workers: Workers, plan: TrainingPlan, free_bytes: int) -> None:
     """Have this process keep freed memory or give it back; refuse what this host cannot hold, by its first rank.
 
     Raises:
@@ -364,7 +364,7 @@ def make_room(of: Held, workers: Workers, plan: TrainingPlan, free_bytes: int) -
         check_fits(of, here, plan.micro_batch or plan.feed.samplers[0].local_batch, free_bytes)
 
 
-def check_fits(of: Held, here: int, batch: int, free_bytes: int) -> None:
+def check_fits(of: WorkerMemory, here: int, batch: int, free_bytes: int) -> None:
     """Raise `UsageError` if so many workers of one host do not fit, with what would.
 
     Args:
@@ -379,12 +379,12 @@ def check_fits(of: Held, here: int, batch: int, free_bytes: int) -> None:
     )
 
 
-def ways(of: Held, here: int, batch: int, free_bytes: int) -> list[str]:
+def ways(of: WorkerMemory, here: int, batch: int, free_bytes: int) -> list[str]:
     """Options with which it would fit, each with what a worker would hold."""
     found: list[str] = []
     smaller = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
 
-    def add(options: str, form: Held) -> bool:
+    def add(options: str, form: WorkerMemory) -> bool:
         fits = form.on_host(here) <= free_bytes
         if fits:
             found.append(f"{options} (about {mb(form.at_once)} each)")

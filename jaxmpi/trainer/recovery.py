@@ -114,7 +114,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     ends.enter_context(watch(run.experiment, workers))
     effective_batch, begun = run.plan.clock.effective_batch, run.plan.scaled_for
     experiment = run_directory.as_begun(
-        run.experiment, run_directory.Stored(begun, begun, effective_batch, {}), workers.size
+        run.experiment, run_directory.StoredSettings(begun, begun, effective_batch, {}), workers.size
     )
     plan = make_plan(experiment, workers, begun, before=run.plan)
     functions = build_functions(experiment, workers, plan)._replace(asked=run.functions.asked)

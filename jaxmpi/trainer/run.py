@@ -24,8 +24,8 @@ from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.trainer import callbacks, guard
 from jaxmpi.trainer.build import Functions, TrainingPlan
-from jaxmpi.trainer.callbacks import Callback, InjectFaults, Profile
-from jaxmpi.trainer.memory import Held
+from jaxmpi.trainer.callbacks import Callback, InjectFaults, ProfilerCallback
+from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.progress import ProgressLog
 
 
@@ -75,7 +75,7 @@ def assembled(
     shrinking: shrink.ShrinkCoordinator | None,
     peak: Peak | None,
     at_start: Sequence[Sequence[Any]],
-    held: Held | None = None,
+    held: WorkerMemory | None = None,
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks call it together."""
     control = workers.processes
@@ -107,7 +107,7 @@ def assembled(
         ),
         profiler=profiler,
         shrinking=shrinking,
-        callbacks=[InjectFaults(), Profile(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
+        callbacks=[InjectFaults(), ProfilerCallback(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
         at_start=at_start,
         held=held,
     )
@@ -131,4 +131,4 @@ class Run:
     shrinking: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
     callbacks: Sequence[Callback]
     at_start: Sequence[Sequence[Any]]  # the states of the user's own
-    held: Held | None  # what a worker holds, to be measured before the first step
+    held: WorkerMemory | None  # what a worker holds, to be measured before the first step

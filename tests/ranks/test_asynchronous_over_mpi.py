@@ -18,11 +18,11 @@ from jaxmpi.rules.parameter_server import (
     READ,
     Counters,
     GlobalProgress,
-    Layout,
-    Report,
     Server,
     ServerExchange,
+    ServerLayout,
     TimeSpent,
+    WorkerReport,
 )
 from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint, converse
 from tolerances import U
@@ -48,7 +48,7 @@ def total(x: np.ndarray) -> np.ndarray:
 def test_center_and_workers_keep_their_sum(servers, wire):
     """Each comes as often as it likes; rank 0's server is a thread, or the last rank serves alone."""
     mpi, workers, where = control().clone(), SIZE - servers, SIZE - 1 if servers else 0
-    layout = Layout(N, 1, wire)
+    layout = ServerLayout(N, 1, wire)
     counter: Any = None
     thread = None
     if where == RANK:
@@ -92,7 +92,7 @@ def elastic(center, sent, seen):
 def until(line, layout, told, holds, **report) -> None:
     """Report until the status say so; nobody speaks any more after hearing the end. Worker 0 is told all times."""
     while True:
-        talk = ServerExchange(layout, PUSH, None, [*Report(ROUNDS, 0, **report), *Counters(), *TimeSpent()], told)
+        talk = ServerExchange(layout, PUSH, None, [*WorkerReport(ROUNDS, 0, **report), *Counters(), *TimeSpent()], told)
         converse(talk, [line])
         assert talk.answer
         if holds(talk.answer.status):

@@ -212,7 +212,7 @@ def kept() -> list[int]:
     comm_thread().events.clear()
     spans.drain()
     gc.collect()
-    return [len(gc.get_objects()), threading.active_count(), len(comm_thread().jobs)]
+    return [len(gc.get_objects()), threading.active_count(), len(comm_thread().unclaimed)]
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker exchanges nothing")
@@ -224,11 +224,11 @@ def test_auto_is_off_on_one_host_whatever_the_strategy():
 def test_what_is_sent_late_and_never_asked_for_is_not_kept():
     late = overlap.delayed_gradients("ring32")
     step, state = jax.jit(lambda x, state: late.update(x * 1, state)), late.init(jnp.zeros(3))
-    jobs = len(comm_thread().jobs)
+    unclaimed = len(comm_thread().unclaimed)
     for _ in range(20):
         mean, _ = step(jnp.ones(3), state)  # from the first state each time
     assert np.asarray(mean).tolist() == [0, 0, 0]
-    assert len(comm_thread().jobs) == jobs + 1
+    assert len(comm_thread().unclaimed) == unclaimed + 1
 
 
 # ---------------------------------------------------------------- training
@@ -276,7 +276,7 @@ def train(strategy: str, beside: bool, late: bool = False, steps: int = 20, agai
         params, state = step(params, state, *batch)
         if i == again:
             params, state = jax.tree.map(np.array, (params, state))
-            comm_thread().jobs.clear()  # what still travels is not there after a restart
+            comm_thread().unclaimed.clear()  # what still travels is not there after a restart
     return jax.tree.map(np.asarray, params), order
 
 

@@ -120,7 +120,7 @@ def test_with_time_several_strategies_are_measured_and_the_fastest_is_taken(cach
     monkeypatch.setattr(autotune, "BUDGET_S", 60.0)
     hosts = 2 if SIZE % 2 == 0 else 1
     comm = workers(hosts)
-    got = autotune.probe(comm, autotune.Task((1 << 20,)))
+    got = autotune.probe(comm, autotune.AutotuneRequest((1 << 20,)))
     assert (got.net.hosts, got.net.slots, got.net.even) == (hosts, SIZE // hosts, True)
     assert len(got.seconds) >= 2
     assert all(len(times) == 2 and min(times.values()) > 0 for times in got.seconds.values())

@@ -24,7 +24,7 @@ import jaxmpi
 from jaxmpi.allreduce import early_scatter
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import Job, comm_thread
+from jaxmpi.allreduce.comm_thread import PendingExchange, comm_thread
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, DONE, OPEN, START, exchange_handlers
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
@@ -273,7 +273,7 @@ def step_of(strategy: str, is_late: bool, bucket_bytes: int = 4096) -> tuple[Any
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_that_do_not():
     """Looked at after steps 2 and 6, and begun anew after step 4, as a resumed run is."""
-    jobs, looked = dict(comm_thread().jobs), list[list[str]]()
+    unclaimed, looked = dict(comm_thread().unclaimed), list[list[str]]()
     for is_late in (False, True):
         step, state, gather = step_of("ring16", is_late)
         run, params, rng = jax.jit(step), net_params(), np.random.default_rng(RANK)
@@ -290,7 +290,7 @@ def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_
     assert looked[0] == looked[1]
     assert len(set(looked[0])) == 3
     assert len(set(processes().allgather_object("".join(looked[1])))) == 1
-    assert comm_thread().jobs == jobs  # all that travelled has been taken, unused leaves as well
+    assert comm_thread().unclaimed == unclaimed  # all that travelled has been taken, unused leaves as well
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
@@ -326,21 +326,21 @@ def test_a_bucket_is_begun_when_none_of_an_earlier_turn_is_under_way():
         for tag in tags:
             mpi.Send(np.zeros(1, np.uint8), RANK, tag)
 
-    jobs = [
-        Job(f"turn {turn}", np.empty(0), iter(map(segment, range(2 * turn, 2 * turn + 2))), turn=turn)
+    exchanges = [
+        PendingExchange(f"turn {turn}", np.empty(0), iter(map(segment, range(2 * turn, 2 * turn + 2))), turn=turn)
         for turn in (3, 1, 2)
     ]
-    for job in jobs:
-        thread.hand_over(job)
-        until(lambda job=job: job in thread._begun)
+    for pending in exchanges:
+        thread.hand_over(pending)
+        until(lambda pending=pending: pending in thread._begun)
     assert begun == [6, 7, 2, 3]  # the first alone had its turn
     send(2, 7, 6)
-    assert jobs[0].summed.wait(20)
+    assert exchanges[0].summed.wait(20)
     assert begun == [6, 7, 2, 3]
     send(3)
-    assert jobs[1].summed.wait(20)
+    assert exchanges[1].summed.wait(20)
     send(4, 5)
-    assert jobs[2].summed.wait(20)
+    assert exchanges[2].summed.wait(20)
     assert begun == [6, 7, 2, 3, 4, 5]
 
 

@@ -32,7 +32,7 @@ ARRAYS = Expected("numbers[n, ...]", lambda found: found.dtype.kind in "biuf" an
 LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip file: lengths of the name and of what else precedes a member
 
 
-class Stored(NamedTuple):
+class StoredArray(NamedTuple):
     """An array that is read row by row."""
 
     file: int
@@ -63,7 +63,7 @@ class NumpySource(TableSource):
         self.opened = OpenFiles(files)
         self.notes: tuple[str, ...] = ()
         self.paths = [table.path for table in tables]
-        self.parts: list[list[Stored | np.ndarray]] = []
+        self.parts: list[list[StoredArray | np.ndarray]] = []
         for number, table in enumerate(tables):
             missing = [name for name in self.columns if name not in table.names]
             check(not missing, f"{table.path}: got no {', '.join(missing)}; expected the columns of {self.paths[0]}")
@@ -112,15 +112,15 @@ class NumpySource(TableSource):
         part = int(np.searchsorted(self.ends, index, side="right"))
         return part, index - (int(self.ends[part - 1]) if part else 0)
 
-    def _row(self, found: Stored | np.ndarray, row: int) -> np.ndarray:
+    def _row(self, found: StoredArray | np.ndarray, row: int) -> np.ndarray:
         if isinstance(found, np.ndarray):
             return found[row]
         return self._rows(found, row, found.shape[1:])
 
-    def _whole(self, found: Stored | np.ndarray) -> np.ndarray:
+    def _whole(self, found: StoredArray | np.ndarray) -> np.ndarray:
         return found if isinstance(found, np.ndarray) else self._rows(found, 0, found.shape)
 
-    def _rows(self, found: Stored, row: int, shape: tuple[int, ...]) -> np.ndarray:
+    def _rows(self, found: StoredArray, row: int, shape: tuple[int, ...]) -> np.ndarray:
         into = np.empty(shape, found.dtype)
         each = found.dtype.itemsize * int(np.prod(found.shape[1:]))
         missing = self.opened.read(found.file, into, found.offset + row * each)
@@ -151,11 +151,11 @@ class Columns:
         self._files = {os.path.basename(path).removesuffix(".npy"): (i, path) for i, path in enumerate(files)}
         self.names = tuple(self._files)
 
-    def stored(self, name: str, number: int) -> Stored | None:
+    def stored(self, name: str, number: int) -> StoredArray | None:
         """An array that can be read row by row; None if it is not stored so."""
         file, path = self._files[name]
         found = header(path, ARRAYS)
-        return None if found.is_fortran else Stored(file, found.offset, found.dtype, found.shape)
+        return None if found.is_fortran else StoredArray(file, found.offset, found.dtype, found.shape)
 
     def read(self, name: str) -> np.ndarray:
         """A whole array."""
@@ -177,7 +177,7 @@ class Archive:
             self._members = {info.filename.removesuffix(".npy"): info for info in file.infolist()}
         self.names = tuple(self._members)
 
-    def stored(self, name: str, number: int) -> Stored | None:
+    def stored(self, name: str, number: int) -> StoredArray | None:
         """An array that can be read row by row; None if it is not stored so."""
         info = self._members[name]
         if info.compress_type != zipfile.ZIP_STORED:
@@ -191,7 +191,7 @@ class Archive:
         check(ARRAYS.fits(found), f"{self.path}: {name}: got {found}; expected {ARRAYS.words}")
         missing = start + found.offset + int(np.prod(found.shape)) * found.dtype.itemsize - size
         check(missing <= 0, f"{self.path}: {name}: {missing} bytes are missing at its end; write it again")
-        return None if found.is_fortran else Stored(number, start + found.offset, found.dtype, found.shape)
+        return None if found.is_fortran else StoredArray(number, start + found.offset, found.dtype, found.shape)
 
     def read(self, name: str) -> np.ndarray:
         """A whole array."""

@@ -1,0 +1,26 @@
+"""The protocol of the control plane between the ranks of one host."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class HostProcesses(Protocol):
+    """The ranks of this process's host, for what they share: memory, compiled programs, the order of buckets."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        ...
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this host."""
+        ...
+
+    def host_barrier(self) -> None:
+        """Wait for all ranks of this host."""
+        ...
+
+    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
+        """The value that the first rank of this host makes, on all its ranks."""
+        ...
