@@ -18,7 +18,7 @@ import pytest
 import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.comm.control import processes
-from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.partitioning import bounds
 from jaxmpi.functions.worker_group import WorkerFailed
 
@@ -30,7 +30,7 @@ def f32(values) -> np.ndarray:
 
 
 def workers() -> int:
-    return team().size
+    return current_group().size
 
 
 def data(n: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
@@ -498,7 +498,7 @@ def check_shared():
 
 def synchronise() -> None:
     """If ranks share memory, what one writes others must not read too early."""
-    if not team().is_serial:
+    if not current_group().is_serial:
         processes().barrier()
 
 
@@ -637,10 +637,10 @@ def check_profile():
         assert min(parts) >= 0
         assert abs(sum(parts) - row["total_s"]) < 1e-9
     assert 0.6 <= slow["total_s"] <= slow["total_s"] + sums["total_s"] <= seconds
-    if workers() > 1 and len(team().stations) == 1 and team().mine.rank == 0:
+    if workers() > 1 and len(current_group().slots) == 1 and current_group().mine.rank == 0:
         assert slow["straggler_s"] >= 0.5 > slow["function_s"]
     assert (sums["reduce_s"] > sums["function_s"]) or workers() == 1
-    assert (slow["sent_bytes"] > 0) == (team().is_serial and workers() > 1)
+    assert (slow["sent_bytes"] > 0) == (current_group().is_serial and workers() > 1)
     f(x)
     assert profile.rows[0]["calls"] == 2  # no longer under way
 
@@ -790,7 +790,7 @@ def check_exchange_inside():
         assert float(jitted(np.float32(6))) == 6  # over the script alone: JAX has its trace
     by_jit = jm.function(lambda x: jitted(x.sum()), jm.scatter, jm.mean)
     for f in (by_hand, by_optax, by_jit):
-        if k == 1 or team().is_the_world:
+        if k == 1 or current_group().is_the_world:
             assert float(f(x)) == 6 * k
         else:
             fails(lambda f=f: f(x), "exchange inside a function is over its workers only where every rank runs")
@@ -836,8 +836,8 @@ def check_what_a_function_leaves_goes_with_it():
     double(x)
 
     def left() -> list[int]:
-        return [f for s in team().stations for f, *_ in [*s.kept, *s.known] if f == number] + [
-            f for f in team().functions if f == number
+        return [f for s in current_group().slots for f, *_ in [*s.kept, *s.known] if f == number] + [
+            f for f in current_group().functions if f == number
         ]
 
     big = jm.function(lambda x, w: (x.sum() + w).sum(), (jm.scatter, jm.broadcast), jm.sum)

@@ -29,7 +29,7 @@ from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import check
 from jaxmpi.functions import import_by_name, partitioning, profiling, reductions, shared_array
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.lifecycle import how_many, team
+from jaxmpi.functions.lifecycle import current_group, how_many
 from jaxmpi.functions.transport import OutOfStep
 from jaxmpi.functions.variable import Variable
 from jaxmpi.functions.worker_group import Command, ForkedGroup, ProcessGroup
@@ -102,7 +102,7 @@ def test_all_devices_are_the_default():
 
 
 def test_no_fork_is_all_devices():
-    assert team().size == 8
+    assert current_group().size == 8
 
 
 def test_use_after_close():
@@ -316,9 +316,9 @@ def test_a_function_is_found_by_its_name():
 def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
     jm.fork(2)
     moved = []
-    for station in team().stations:
-        put = station.put
-        monkeypatch.setattr(station, "put", lambda array, put=put: (moved.append(np.size(array)), put(array))[1])
+    for slot in current_group().slots:
+        put = slot.put
+        monkeypatch.setattr(slot, "put", lambda array, put=put: (moved.append(np.size(array)), put(array))[1])
     f = jm.function(lambda x, p, q: (x @ p).sum() + q.sum(), (jm.scatter, jm.broadcast, jm.broadcast), jm.sum)
     x, p, q = np.ones((2, 50), np.float32), np.ones((50, 50), np.float32), jnp.ones(700)
     f(x, p, q)
@@ -373,7 +373,7 @@ def test_what_an_order_has_worked_with_is_let_go(read):
             v.reduce()
     else:
         getattr(v, read)()
-    assert not any(station.out for station in team().stations)
+    assert not any(slot.out for slot in current_group().slots)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -85,7 +85,7 @@ def test_a_script_without_shared_memory_ends_with_one_sentence(tmp_path):
 DROPPED = (
     HEAD
     + """
-from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.transport import SocketTransport
 
 sent, send = [0], SocketTransport._send
@@ -95,7 +95,7 @@ def counted(line, rank, data):
     send(line, rank, data)
 
 def held_mb():
-    pages = int(open(f"/proc/{team().line.jobs[1].pid}/statm").read().split()[1])
+    pages = int(open(f"/proc/{current_group().line.jobs[1].pid}/statm").read().split()[1])
     return pages * resource.getpagesize() >> 20
 
 if __name__ == "__main__":
@@ -173,7 +173,7 @@ FAULTS = (
     HEAD
     + """
 from jax.experimental import io_callback
-from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.lifecycle import current_group
 
 def says_pid(x):
     assert sys.argv[1:] == ["--rows", "4"]
@@ -246,8 +246,8 @@ if __name__ == "__main__":
     jm.close()
     tell(lambda: f(x))
     print("workers", jm.fork(2), flush=True)
-    os.kill(team().line.jobs[1].pid, signal.SIGSTOP)
-    os.kill(team().line.jobs[1].pid, signal.SIGKILL)
+    os.kill(current_group().line.jobs[1].pid, signal.SIGSTOP)
+    os.kill(current_group().line.jobs[1].pid, signal.SIGKILL)
     tell(lambda: jm.variable(np.float32(1)).all_reduce())
     jm.close()
     jm.fork(2)
@@ -293,7 +293,7 @@ def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
 
 
 COMPUTES = """
-from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.lifecycle import current_group
 
 def computes(x):
     def compute(v):
@@ -312,7 +312,7 @@ STOPPED = (
     HEAD
     + COMPUTES
     + """
-    os.kill(team().line.jobs[1].pid, signal.SIGSTOP)
+    os.kill(current_group().line.jobs[1].pid, signal.SIGSTOP)
     try:
         jm.variable(np.zeros(1 << 22, np.float32))  # more than a socket holds
     except jaxmpi.TrainingError as error:

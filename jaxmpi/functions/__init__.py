@@ -21,8 +21,8 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions import shared_array
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import close as close
+from jaxmpi.functions.lifecycle import current_group, launched
 from jaxmpi.functions.lifecycle import fork as fork
-from jaxmpi.functions.lifecycle import launched, team
 from jaxmpi.functions.optimizer import optimizer as optimizer
 from jaxmpi.functions.profiling import profile as profile
 from jaxmpi.functions.reductions import add as add
@@ -77,7 +77,7 @@ def variable(tree: PyTree) -> Variable:
 
     If every rank runs the script each keeps the tree that it gives. Communicates: the tree, if workers wait.
     """
-    return make(team(), tree)
+    return make(current_group(), tree)
 
 
 def shared(
@@ -101,7 +101,7 @@ def shared(
     if value is None:
         return shared_array.attach(name)
     make_it = functools.partial(shared_array.create, value, name, oversize, dtype, force)
-    return make_it() if launched() == 1 or team().is_serial else shared_by_ranks(make_it, name)
+    return make_it() if launched() == 1 or current_group().is_serial else shared_by_ranks(make_it, name)
 
 
 def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:

@@ -86,7 +86,7 @@ class Function:
         self.strategy = strategy
         if strategy is not None:
             check_strategy(strategy)
-        self.team: WorkerGroup | None = None
+        self.group: WorkerGroup | None = None
         self.number = next(_numbers)
         self.forms: list[Form] = []  # so far
         self.programs: dict[tuple[int, tuple], WorkerProgram] = {}
@@ -94,8 +94,8 @@ class Function:
         self.sent: list[Any] = []  # broadcast leaves as the workers have them
 
     def __del__(self) -> None:
-        if (team := getattr(self, "team", None)) is not None:
-            team.dropped.append(-1 - self.number)
+        if (group := getattr(self, "group", None)) is not None:
+            group.dropped.append(-1 - self.number)
 
     def __call__(
         self,
@@ -131,40 +131,40 @@ class Function:
             UsageError: arguments, rows or outputs that cannot be. WorkerFailed (a TrainingError): a worker failed; its
                 traceback is in the message, and the next call works.
         """
-        team = self._bound()
-        made = {place: Variable(team, None) for place, output in enumerate(self.outputs) if output.stays}
+        group = self._bound()
+        made = {place: Variable(group, None) for place, output in enumerate(self.outputs) if output.stays}
         chosen: list[Chosen] = []
         known = len(self.forms)
 
         def prepare() -> Command:
             profiling.identify(self.number)
             chosen.append(self.trees.chosen(output_subset))
-            return self._order(team, (args, named), batch, batch_local, slices, made, chosen[0])
+            return self._command(group, (args, named), batch, batch_local, slices, made, chosen[0])
 
         try:
-            structures, leaves = perform(team, self.name, prepare)
+            structures, leaves = perform(group, self.name, prepare)
         except BaseException:
             self.sent = []
             if (
-                not team.is_serial
+                not group.is_serial
             ):  # of ranks, others may not have come to the same forms; waiting workers keep programs
                 self._forget_forms(known)
             raise
         return self._results(structures, leaves, made, chosen[0])
 
     def _bound(self) -> WorkerGroup:
-        """The team of this function: the one there is at its first call."""
-        if self.team is None:
-            self.team = lifecycle.team()
-            self.team.check_usable()
-            self.team.functions[self.number], self.team.is_used = self, True
-        return self.team
+        """The worker group of this function: the one there is at its first call."""
+        if self.group is None:
+            self.group = lifecycle.current_group()
+            self.group.check_usable()
+            self.group.functions[self.number], self.group.is_used = self, True
+        return self.group
 
     # ------------------------------------------------------------ arguments
 
-    def _order(
+    def _command(
         self,
-        team: WorkerGroup,
+        group: WorkerGroup,
         arguments: tuple[Sequence[PyTree], dict[str, PyTree]],
         batch: Any,
         batch_local: Any,
@@ -174,15 +174,15 @@ class Function:
     ) -> Command:
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
-        check(all(v.team is team for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
-        bound = Bound(team)
+        check(all(v.group is group for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
+        bound = Bound(group)
         markers, args, keywords = self._arguments(*arguments)
         structure = bound.add_all(markers, args, keywords)
         header = bound.header(batch, batch_local, int(slices))
         names = {str(place): variable.number for place, variable in made.items() if place in chosen.computed}
         form = self._form(Form(structure, keywords, chosen.computed))
         header |= {"f": self.number, "form": form, "name": self.name, "locals": names, "outputs": chosen.computed}
-        header["strategy"] = self.strategy or team.default_strategy
+        header["strategy"] = self.strategy or group.default_strategy
         agreed = ("name", "f", "form", "n", "rows", "local", "slices", "strategy", "locals", "outputs")
         header["says"] = json.dumps({key: header[key] for key in agreed} | bound.chosen())
         fresh = self._fresh(bound)
@@ -286,11 +286,11 @@ class Function:
 
     def _exchange(self) -> AbstractContextManager[None]:
         """Refuse an exchange in the function that would not be over its workers."""
-        if self.team is None or self.team.size == 1 or self.team.is_the_world:
+        if self.group is None or self.group.size == 1 or self.group.is_the_world:
             return nullcontext()
         return refusing_world(
             f"{self.name}: exchange inside a function is over its workers only where every rank runs the script; these "
-            f"{self.team.size} are devices of one process, or wait for this script's orders. Return what is to be "
+            f"{self.group.size} are devices of one process, or wait for this script's commands. Return what is to be "
             "exchanged, with mean or sum as its output, and go on in a second function or in the script"
         )
 
@@ -389,14 +389,14 @@ def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
 class Bound:
     """The inputs of one call, leaf by leaf, and how each reaches the workers."""
 
-    def __init__(self, team: WorkerGroup) -> None:
-        self.team = team
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
         self.inputs: list[list[Any]] = []  # how each leaf comes; see `compute`
         self.given: list[Any] = []  # the leaf itself, if it comes with the call
         self.lengths: dict[str, int] = {}  # of scattered leaves, by name
         self.broadcast: list[Any] = []
         self.rows: RowSelection | None = None
-        self.local: list[Any] = [None] * team.size
+        self.local: list[Any] = [None] * group.size
 
     def add_all(self, markers: Sequence[Marker], args: Sequence[PyTree], keywords: Sequence[str]) -> Any:
         """All inputs, the last ones with names; the structure of the user's arguments."""
@@ -407,8 +407,8 @@ class Bound:
             if takes_argument(marker):
                 structures.append(self._add_argument(f"argument {name}", marker, next(left)))
             else:
-                check(variable.team is self.team, f"input {place}: the variable {OF_OTHERS}")
-                held = self.team.mine.held(variable.number)
+                check(variable.group is self.group, f"input {place}: the variable {OF_OTHERS}")
+                held = self.group.mine.held(variable.number)
                 count = len(held)
                 if isinstance(marker, Scatter):
                     for leaf, is_key in zip(held, key_leaves(variable.structure), strict=True):
@@ -429,7 +429,7 @@ class Bound:
         for (path, leaf), is_key in zip(leaves, are_keys, strict=True):
             where_ = f"{name}{f' leaf {path!r}' if path else ''}"
             array = leaf if is_shared(leaf) else check_numbers(where_, leaf)
-            if marker is broadcast and is_shared(leaf) and self.team.is_serial and self.team.is_on_one_host:
+            if marker is broadcast and is_shared(leaf) and self.group.is_serial and self.group.is_on_one_host:
                 self.inputs.append(["read", where_, leaf.ticket()])
             elif marker is broadcast:
                 self.inputs.append(["kept", len(self.broadcast)])
@@ -440,7 +440,7 @@ class Bound:
                 check(array.ndim > 0, f"{where_}: got a number; scatter needs an array with a first axis of examples")
                 self.lengths[where_] = len(array)
                 self.inputs.append(["shared", where_, leaf.ticket()] if is_shared(leaf) else ["sent", where_])
-                check_one_host(self.team, is_shared(leaf))
+                check_one_host(self.group, is_shared(leaf))
             self.given.append(array)
         return jax.tree.structure(tree)
 
@@ -452,9 +452,9 @@ class Bound:
         check(slices == 1 or scattered or resident, f"slices: got {slices}, but no input is scattered")
         if scattered:
             self.rows = choose(batch, same_length([*self.lengths.values()], [*self.lengths]))
-            check_enough(self.rows.count, self.team.size)
+            check_enough(self.rows.count, self.group.size)
         if resident:
-            self.local = of_each_worker(batch_local, self.team.size)
+            self.local = of_each_worker(batch_local, self.group.size)
         return {
             "n": self.rows.count if self.rows else None,
             "rows": where(self.rows) if self.rows else None,
@@ -465,7 +465,7 @@ class Bound:
 
     def chosen(self) -> dict[str, int]:
         """Digest of indices, by which ranks that run the script compare their choice."""
-        if self.team.is_serial or len(self.team.stations) == self.team.size:
+        if self.group.is_serial or len(self.group.slots) == self.group.size:
             return {}
         choices = [self.rows.indices if self.rows else None, *self.local]
         indices = [np.asarray(choice, np.int64) for choice in choices if hasattr(choice, "__len__")]
@@ -475,7 +475,7 @@ class Bound:
         """The arrays that travel to a worker, in the order in which it takes them."""
         arrays = []
         if self.rows is not None:
-            edges = bounds(self.rows.count, self.team.size)
+            edges = bounds(self.rows.count, self.group.size)
             begin, end = edges[rank], edges[rank + 1]
             if self.rows.indices is not None:
                 arrays.append(self.rows.indices[begin:end])

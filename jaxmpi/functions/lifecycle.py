@@ -1,4 +1,4 @@
-"""Start and end of the workers: ranks that all run the script, ranks or processes that wait for orders, or devices.
+"""Start and end of the workers: ranks that all run the script, ranks or processes that wait for commands, or devices.
 
 A forked worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It
 never runs the user's script: functions come to it as programs.
@@ -21,7 +21,7 @@ import jax
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, check
-from jaxmpi.functions.commands import VERBS
+from jaxmpi.functions.commands import COMMANDS
 from jaxmpi.functions.fork_comm import ForkComm
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
 from jaxmpi.functions.worker_group import Command, DeviceGroup, ForkedGroup, ProcessGroup, SumFailed, WorkerGroup
@@ -30,20 +30,20 @@ from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
-_team: WorkerGroup | None = None
+_group: WorkerGroup | None = None
 _led: ProcessGroup | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
 _lost = ""  # why they no longer listen
-_is_worker = False  # whether this process waits for a master's orders
+_is_worker = False  # whether this process waits for a master's commands
 _forks = itertools.count()
 
 
-def team() -> WorkerGroup:
+def current_group() -> WorkerGroup:
     """The workers of this process's functions, made at the first use if `fork` has not made them."""
-    global _team
+    global _group
     check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
-    if _team is None:
-        _team = ranks(is_serial=False) if launched() > 1 else DeviceGroup(jax.local_devices())
-    return _team
+    if _group is None:
+        _group = ranks(is_serial=False) if launched() > 1 else DeviceGroup(jax.local_devices())
+    return _group
 
 
 def fork(n: int | None = None, kind: str = "auto") -> int:
@@ -63,7 +63,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
         UsageError: fork in a worker, a second fork before `close`, a first one after functions or variables have been
             used, another number of workers than there can be, no shared memory for them, or no device.
     """
-    global _team
+    global _group
     check(
         not _is_worker,
         "fork: this process is a worker already; call it in the master's script only, under "
@@ -73,20 +73,20 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     check(
         n is None or (isinstance(n, int) and n >= 1), f"fork: got {n!r} workers; expected a whole number >= 1, or None"
     )
-    if _team is not None:
+    if _group is not None:
         check(
-            not (_team.is_serial or _team.made or _team.is_used),
-            f"fork: there are {_team.size} workers already, and functions or variables on them; fork first, or "
+            not (_group.is_serial or _group.made or _group.is_used),
+            f"fork: there are {_group.size} workers already, and functions or variables on them; fork first, or "
             "jaxmpi.close() before",
         )
     try:
-        _team = chosen(n, kind)
+        _group = chosen(n, kind)
     except Exception as error:
         if (told := failures.as_sentence(error)) is error:
             raise
         raise told from error
     atexit.register(close)
-    return _team.size
+    return _group.size
 
 
 def chosen(n: int | None, kind: str) -> WorkerGroup:
@@ -115,8 +115,8 @@ def how_many(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
 
 def close() -> None:
     """Let the workers go; functions and variables that used them can no longer be used. Another `fork` may follow."""
-    global _team, _lost
-    closing, _team = _team, None
+    global _group, _lost
+    closing, _group = _group, None
     atexit.unregister(close)
     if closing is not None:
         if closing.is_serial and not isinstance(closing, ForkedGroup):
@@ -125,15 +125,15 @@ def close() -> None:
             closing.end()
         finally:
             closing.gone = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
-            VERBS["close"](closing, Command("close", {}))
+            COMMANDS["close"](closing, Command("close", {}))
 
 
 def forget_in_child() -> None:
     """After `os.fork`: the workers listen to the process that made them, and to no other."""
-    global _team
-    if _team is not None:
-        _team.gone = "this process was made by os.fork, and the workers are its parent's; call functions there"
-    _team = None
+    global _group
+    if _group is not None:
+        _group.gone = "this process was made by os.fork, and the workers are its parent's; call functions there"
+    _group = None
 
 
 os.register_at_fork(after_in_child=forget_in_child)
@@ -209,7 +209,7 @@ def processes_on_this_host(n: int) -> WorkerGroup:
                 raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
         before = affinity.core_mask()
         affinity.pin_cores(0, n)  # now that the others have started, which would inherit it
-        made = forked_team(line, number)
+        made = forked_group(line, number)
         made.cores = before
         return made
     except BaseException:
@@ -243,28 +243,28 @@ def launcher_names() -> set[str]:
     return {name for names in launchers.LAUNCHERS.values() for name in names}
 
 
-def forked_team(line: SocketTransport, number: int) -> ForkedGroup:
-    """The team, in the master and in each worker; all call it together."""
+def forked_group(line: SocketTransport, number: int) -> ForkedGroup:
+    """The worker group, in the master and in each worker; all call it together."""
     line.host_barrier()
     return ForkedGroup(line, ForkComm(line, number), "shm", is_serial=True)
 
 
-# ---------------------------------------------------------------- waiting for orders
+# ---------------------------------------------------------------- waiting for commands
 
 
 def serve(waiting: ProcessGroup) -> None:
-    """Carry out the master's orders until it ends.
+    """Carry out the master's commands until it ends.
 
     Raises what failed here alone after the reports: the others wait for this worker, and notice only its end.
     """
     global _is_worker
     _is_worker = True
     while True:
-        order = waiting.hear()
-        if order.verb == "end":
+        command = waiting.hear()
+        if command.kind == "end":
             return
         try:
-            VERBS[order.verb](waiting, order)
+            COMMANDS[command.kind](waiting, command)
         except WorkerDied:
             return
         except SumFailed:  # the master will close

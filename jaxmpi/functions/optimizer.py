@@ -22,7 +22,7 @@ from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.function import Function, Marker
-from jaxmpi.functions.lifecycle import team
+from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.outputs import Outputs, parsed
 from jaxmpi.functions.reductions import mean, scatter
 from jaxmpi.functions.variable import make, numbers
@@ -57,11 +57,11 @@ class Optimizer:
         check(not odd, f"optimizer: got params of {', '.join(odd)}; expected float32, which one flat gradient holds")
         structure = jax.tree.structure(params)
         kept, parts = parts_of(model_state, model_state_outputs)
-        self.params = make(team(), params)
-        self.state = make(team(), tx.init(jax.tree.map(jnp.asarray, params)))
-        self.gradient = make(team(), np.zeros(sum(x.size for x in like), np.float32))
-        self.value = make(team(), np.float32(0))
-        held = [make(team(), part) for part in parts]
+        self.params = make(current_group(), params)
+        self.state = make(current_group(), tx.init(jax.tree.map(jnp.asarray, params)))
+        self.gradient = make(current_group(), np.zeros(sum(x.size for x in like), np.float32))
+        self.value = make(current_group(), np.float32(0))
+        held = [make(current_group(), part) for part in parts]
         self.model_state: Any = jax.tree.map(lambda i: held[i], kept.numbers[0]) if kept.trees else None
         self.has_aux = aux is not None
         full = Loss(loss, kept, self.has_aux)

@@ -1,6 +1,6 @@
 """Messages between the processes whose workers compute together: over MPI, or over sockets to processes made by fork.
 
-A line carries orders from the master, reports of all, and arrays of any length. What is late or gone is named.
+A line carries commands from the master, reports of all, and arrays of any length. What is late or gone is named.
 """
 
 import functools
@@ -68,11 +68,11 @@ class Transport(Protocol):
     size: int
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
-        """Send the master's order to one worker."""
+        """Send the master's command to one worker."""
         ...
 
     def hear(self) -> tuple[str, list[np.ndarray]]:
-        """The master's next order; waits as long as it takes."""
+        """The master's next command; waits as long as it takes."""
         ...
 
     def reports(self, mine: CallReport) -> list[CallReport]:

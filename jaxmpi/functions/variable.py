@@ -2,9 +2,10 @@
 
 Params, optimizer state and data sets should not travel with every call of a function. A `Variable` is a handle: workers
 keep a tree each under its number, and functions name it as an input or as the target of a result. Trees may differ
-between workers, in values and in numbers of rows. The methods are MPI's collectives, each an order of
+between workers, in values and in numbers of rows. The methods are MPI's collectives, each a command of
 `functions.commands`. If every rank runs the script, all ranks call them in the same order; else the script's process
-calls them for all. When Python drops the handle, its number travels with the next order, and workers drop their trees.
+calls them for all. When Python drops the handle, its number travels with the next command, and workers drop their
+trees.
 """
 
 import itertools
@@ -34,23 +35,23 @@ class Variable:
     script that leads workers calls them once.
     """
 
-    def __init__(self, team: WorkerGroup, structure: Any, number: int | None = None) -> None:
-        self.team, self.structure = team, structure
-        self.number = team.new_number() if number is None else number
+    def __init__(self, group: WorkerGroup, structure: Any, number: int | None = None) -> None:
+        self.group, self.structure = group, structure
+        self.number = group.new_number() if number is None else number
 
     def __del__(self) -> None:
-        self.team.dropped.append(self.number)
+        self.group.dropped.append(self.number)
 
     def __repr__(self) -> str:
-        return f"jaxmpi.variable(number={self.number}, workers={self.team.size}, {self.structure})"
+        return f"jaxmpi.variable(number={self.number}, workers={self.group.size}, {self.structure})"
 
     # ------------------------------------------------------------ one worker's values
 
     @property
     def value(self) -> PyTree:
         """The tree on this process's own worker: rank 0 for a script that leads, and with devices. No communication."""
-        self.team.check_usable()
-        return self._tree(self.team.mine.held(self.number))
+        self.group.check_usable()
+        return self._tree(self.group.mine.held(self.number))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -64,7 +65,7 @@ class Variable:
             UsageError: leaves of different lengths, or without rows.
         """
         self._check_keys("lengths", "gather")
-        return perform(self.team, "variable.lengths", lambda: Command("lengths", self._order("lengths", "lengths")))
+        return perform(self.group, "variable.lengths", lambda: Command("lengths", self._header("lengths")))
 
     def get(self, rank: int | np.integer) -> PyTree:
         """The tree on one worker, as NumPy arrays; random keys as such. Communicates: that tree."""
@@ -94,7 +95,7 @@ class Variable:
         Raises:
             UsageError: leaves of different lengths, rows that are not there, or no row for some worker.
         """
-        perform(self.team, "scatter", lambda: self._scattered(value, batch))
+        perform(self.group, "scatter", lambda: self._scattered(value, batch))
 
     # ------------------------------------------------------------ from all
 
@@ -123,8 +124,8 @@ class Variable:
     # ------------------------------------------------------------ how
 
     def _rank(self, what: str, rank: int | np.integer) -> int:
-        is_rank = isinstance(rank, (int, np.integer)) and 0 <= rank < self.team.size
-        check(bool(is_rank), f"{what}: got {rank!r}; expected a worker in [0, {self.team.size})")
+        is_rank = isinstance(rank, (int, np.integer)) and 0 <= rank < self.group.size
+        check(bool(is_rank), f"{what}: got {rank!r}; expected a worker in [0, {self.group.size})")
         return int(rank)
 
     def _tree(self, leaves: Sequence[Any]) -> PyTree:
@@ -134,24 +135,24 @@ class Variable:
         """Refuse what cannot be done with random keys."""
         for i, is_key in enumerate(key_leaves(self.structure)):
             if is_key:
-                check_op(op, self.team.mine.held(self.number)[i].shape, f"variable.{name}: leaf {i}")
+                check_op(op, self.group.mine.held(self.number)[i].shape, f"variable.{name}: leaf {i}")
 
     def _leaves(self, value: PyTree) -> list[np.ndarray]:
         structure = jax.tree.structure(packed(value))
         check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
         return numbers(value)
 
-    def _order(self, verb: str, name: str, **fields: Any) -> dict[str, Any]:
+    def _header(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"name": f"variable.{name}", "number": self.number, **fields}
 
     def _put(self, name: str, leaves: Any, ranks: Sequence[int] | None) -> None:
         def prepare() -> Command:
             values = leaves()
-            header = self._order("put", name, ranks=ranks, says=[name, self.number, ranks])
+            header = self._header(name, ranks=ranks, says=[name, self.number, ranks])
             sent = lambda rank: values if ranks is None or rank in ranks else []  # noqa: E731
             return Command("put", header, sent, sent)
 
-        perform(self.team, f"variable.{name}", prepare)
+        perform(self.group, f"variable.{name}", prepare)
 
     def _scattered(self, value: PyTree, batch: Any) -> Command:
         value = packed(value)
@@ -164,36 +165,36 @@ class Variable:
                 check_rows(leaf.shape, name)
         check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
         rows = choose(batch, same_length([len(x) for x in leaves], names))
-        check_enough(rows.count, self.team.size)
-        edges = bounds(rows.count, self.team.size)
+        check_enough(rows.count, self.group.size)
+        edges = bounds(rows.count, self.group.size)
         spans = list(itertools.pairwise(edges))
-        header = self._order("put", "scatter", ranks=None, says=["scatter", self.number, rows.count], spans=spans)
+        header = self._header("scatter", ranks=None, says=["scatter", self.number, rows.count], spans=spans)
 
         def own(rank: int) -> list[Any]:
             picked = rows.of(*spans[rank])
             return [as_jax_has(name, take(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
 
         if leaves and all(map(is_shared, leaves)):
-            check_one_host(self.team)
+            check_one_host(self.group)
             header |= {"tickets": [leaf.ticket() for leaf in leaves], "names": names, "rows": where(rows)}
             return Command("put", header, own, lambda rank: indices_of(rows, spans[rank]))
         return Command("put", header, own, own)
 
     def _fetch(self, name: str, rank: int | None, keep: bool) -> list[Any]:
-        header = self._order("fetch", name, rank=rank, keep=keep)
-        return perform(self.team, f"variable.{name}", lambda: Command("fetch", header))
+        header = self._header(name, rank=rank, keep=keep)
+        return perform(self.group, f"variable.{name}", lambda: Command("fetch", header))
 
     def _reduce(self, name: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
         def prepare() -> Command:
             row = named(op)
             self._check_keys(name, row)
-            for i, x in enumerate(self.team.mine.held(self.number)):
+            for i, x in enumerate(self.group.mine.held(self.number)):
                 check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
-            chosen = self.team.default_strategy if strategy is None else strategy
+            chosen = self.group.default_strategy if strategy is None else strategy
             check_strategy(chosen)
-            return Command("reduce", self._order("reduce", name, op=row, keep=keep, strategy=chosen))
+            return Command("reduce", self._header(name, op=row, keep=keep, strategy=chosen))
 
-        return perform(self.team, f"variable.{name}", prepare)
+        return perform(self.group, f"variable.{name}", prepare)
 
 
 def concatenated(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -213,10 +214,10 @@ def indices_of(rows: RowSelection, span: tuple[int, int]) -> list[np.ndarray]:
     return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
 
 
-def check_one_host(team: WorkerGroup, shares: bool = True) -> None:
+def check_one_host(group: WorkerGroup, shares: bool = True) -> None:
     """Refuse shared memory that waiting workers on other hosts cannot see."""
     check(
-        not shares or not team.is_serial or team.is_on_one_host,
+        not shares or not group.is_serial or group.is_on_one_host,
         "a shared array is seen on one host, and this script leads workers on several; let every rank run the script "
         "(no jaxmpi.fork), or give a plain array",
     )
@@ -247,8 +248,8 @@ def numbers(tree: PyTree) -> list[np.ndarray]:
     return [as_jax_has(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
 
 
-def make(team: WorkerGroup, tree: PyTree) -> Variable:
+def make(group: WorkerGroup, tree: PyTree) -> Variable:
     """A variable with this tree on every worker."""
-    made = Variable(team, jax.tree.structure(packed(tree)))
+    made = Variable(group, jax.tree.structure(packed(tree)))
     made._put("variable", lambda: numbers(tree), None)
     return made

@@ -33,37 +33,37 @@ class RowSource(NamedTuple):
     fetch: Callable[[int, int], Any]
 
 
-def compute(station: WorkerSlot, order: Command, team: WorkerGroup) -> CallReport:
-    """Fill the worker's slot with its results, unless it has them when an order comes again.
+def compute(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallReport:
+    """Fill the worker's slot with its results, unless it has them when a command comes again.
 
     The report says what must be the same on all workers.
     """
-    if station.done is None or "again" not in order.header:
-        station.rest()
-        station.done = computed(station, order, team)
-    return station.done
+    if slot.done is None or "again" not in command.header:
+        slot.rest()
+        slot.done = computed(slot, command, group)
+    return slot.done
 
 
-def computed(station: WorkerSlot, order: Command, team: WorkerGroup) -> CallReport:
+def computed(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallReport:
     """The same, now. No program runs before all are there."""
-    header = order.header
+    header = command.header
     with profiling.part("shuffle"):
-        spans, sources = rows_of(station, order, team)
-        keep(station, order)
-        wholes = {i: whole(station, order, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
+        spans, sources = rows_of(slot, command, group)
+        keep(slot, command)
+        wholes = {i: whole(slot, command, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
     programs = {}
     for length in sorted({b - a for a, b in spans}):
         shapes = tuple(
             ((length, *sources[i].shape), sources[i].dtype) if i in sources else (wholes[i].shape, wholes[i].dtype)
             for i in range(len(header["inputs"]))
         )
-        programs[length] = team.program(station, header["f"], header["form"], shapes)
-    station.count = sum(b - a for a, b in spans)
-    station.program = programs[spans[0][1] - spans[0][0]]
-    station.out = run_pieces(station, spans, programs, sources, wholes)
-    add_to_old(station)
-    says = '{"call": %s, "outputs": %s}' % (order.header["says"], next(iter(programs.values())).says)  # noqa: UP031
-    return CallReport("ok", says, station.count)
+        programs[length] = group.program(slot, header["f"], header["form"], shapes)
+    slot.count = sum(b - a for a, b in spans)
+    slot.program = programs[spans[0][1] - spans[0][0]]
+    slot.out = run_pieces(slot, spans, programs, sources, wholes)
+    add_to_old(slot)
+    says = '{"call": %s, "outputs": %s}' % (command.header["says"], next(iter(programs.values())).says)  # noqa: UP031
+    return CallReport("ok", says, slot.count)
 
 
 # ---------------------------------------------------------------- inputs
@@ -73,75 +73,75 @@ WHOLE = ("kept", "whole", "read")
 
 
 def rows_of(
-    station: WorkerSlot, order: Command, team: WorkerGroup
+    slot: WorkerSlot, command: Command, group: WorkerGroup
 ) -> tuple[list[tuple[int, int]], dict[int, RowSource]]:
     """The pieces [a, b) that this worker computes, and where their rows come from, by input."""
-    header, sources = order.header, {}
+    header, sources = command.header, {}
     spans, slices = [(0, 1)], header["slices"]
     if header["n"] is not None:
-        spans = pieces(header["n"], team.size, station.rank, slices)
+        spans = pieces(header["n"], group.size, slot.rank, slices)
         first = spans[0][0]
-        pick = picker(order, first)
+        pick = picker(command, first)
         for i, entry in enumerate(header["inputs"]):
-            if entry[0] == "sent" and order.given is None:
-                sources[i] = received(station, next(order.received), first)
+            if entry[0] == "sent" and command.given is None:
+                sources[i] = received(slot, next(command.received), first)
             elif entry[0] in ("sent", "shared"):
-                array = order.given.leaves[i] if order.given is not None else from_ticket(entry[2], station.arrays)
-                sources[i] = given(station, entry[1], array, pick)
+                array = command.given.leaves[i] if command.given is not None else from_ticket(entry[2], slot.arrays)
+                sources[i] = given(slot, entry[1], array, pick)
     resident = [i for i, entry in enumerate(header["inputs"]) if entry[0] == "rows"]
     if resident:
-        spans = add_resident(station, order, sources, resident, spans if header["n"] is not None else None)
+        spans = add_resident(slot, command, sources, resident, spans if header["n"] is not None else None)
     return spans, sources
 
 
-def picker(order: Command, first: int) -> Callable[[int, int], Picked]:
+def picker(command: Command, first: int) -> Callable[[int, int], Picked]:
     """From numbers of chosen rows to an index of the whole array."""
-    if order.given is not None:
-        return order.given.rows.of
-    if order.header["rows"] == "indices":
-        indices = next(order.received)
+    if command.given is not None:
+        return command.given.rows.of
+    if command.header["rows"] == "indices":
+        indices = next(command.received)
         return lambda a, b: indices[a - first : b - first]
-    return RowSelection(order.header["n"], *order.header["rows"]).of
+    return RowSelection(command.header["n"], *command.header["rows"]).of
 
 
-def received(station: WorkerSlot, share: np.ndarray, first: int) -> RowSource:
+def received(slot: WorkerSlot, share: np.ndarray, first: int) -> RowSource:
     """This worker's rows, which have come from the master."""
-    return RowSource(share.shape[1:], share.dtype, lambda a, b: station.given(share[a - first : b - first]))
+    return RowSource(share.shape[1:], share.dtype, lambda a, b: slot.given(share[a - first : b - first]))
 
 
-def given(station: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> RowSource:
+def given(slot: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> RowSource:
     """Rows of an array that this process sees whole; `name` is for messages."""
-    fetch = lambda a, b: station.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
+    fetch = lambda a, b: slot.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
     return RowSource(array.shape[1:], canonical(array.dtype), fetch)
 
 
 def add_resident(
-    station: WorkerSlot, order: Command, sources: dict[int, RowSource], inputs: list[int], spans: Any
+    slot: WorkerSlot, command: Command, sources: dict[int, RowSource], inputs: list[int], spans: Any
 ) -> list[tuple[int, int]]:
     """The rows of variables that are scattered already."""
-    arrays = {i: station.held(order.header["inputs"][i][1])[order.header["inputs"][i][2]] for i in inputs}
+    arrays = {i: slot.held(command.header["inputs"][i][1])[command.header["inputs"][i][2]] for i in inputs}
     check(all(x.ndim for x in arrays.values()), "scatter(variable): got a variable without axes; expected rows")
     lengths = {i: len(x) for i, x in arrays.items()}
-    check(len(set(lengths.values())) == 1, f"worker {station.rank}: variables hold {lengths} rows; expected the same")
-    rows = choose(local_choice(order, station.rank), next(iter(lengths.values())), "batch_local")
+    check(len(set(lengths.values())) == 1, f"worker {slot.rank}: variables hold {lengths} rows; expected the same")
+    rows = choose(local_choice(command, slot.rank), next(iter(lengths.values())), "batch_local")
     first, count = (spans[0][0], spans[-1][1] - spans[0][0]) if spans else (0, rows.count)
-    check(rows.count > 0, f"worker {station.rank} has no example; every worker needs one")
+    check(rows.count > 0, f"worker {slot.rank} has no example; every worker needs one")
     check(
         rows.count == count,
-        f"worker {station.rank} has {rows.count} rows in its variable and {count} examples in the call's arguments; "
+        f"worker {slot.rank} has {rows.count} rows in its variable and {count} examples in the call's arguments; "
         "expected the same",
     )
     for i, array in arrays.items():
-        sources[i] = given(station, f"input {i}", array, lambda a, b: rows.of(a - first, b - first))
-    return spans or pieces(count, 1, 0, order.header["slices"])
+        sources[i] = given(slot, f"input {i}", array, lambda a, b: rows.of(a - first, b - first))
+    return spans or pieces(count, 1, 0, command.header["slices"])
 
 
-def local_choice(order: Command, rank: int) -> Any:
+def local_choice(command: Command, rank: int) -> Any:
     """Which rows of its variables a worker takes."""
-    if order.given is not None:
-        return order.given.local[rank]
-    kind, value = order.header["local"][rank]
-    return slice(*value) if kind == "slice" else next(order.received) if kind == "indices" else value
+    if command.given is not None:
+        return command.given.local[rank]
+    kind, value = command.header["local"][rank]
+    return slice(*value) if kind == "slice" else next(command.received) if kind == "indices" else value
 
 
 def take(array: Any, picked: Picked) -> Any:
@@ -192,29 +192,29 @@ def as_jax_has(name: str, array: Any) -> Any:
     return array.astype(dtype)
 
 
-def keep(station: WorkerSlot, order: Command) -> None:
+def keep(slot: WorkerSlot, command: Command) -> None:
     """Put broadcast inputs that are new where later calls find them."""
-    for i in order.header["fresh"]:
-        value = order.given.fresh[i] if order.given is not None else next(order.received)
-        station.kept[order.header["f"], i] = station.put(value)
+    for i in command.header["fresh"]:
+        value = command.given.fresh[i] if command.given is not None else next(command.received)
+        slot.kept[command.header["f"], i] = slot.put(value)
 
 
-def whole(station: WorkerSlot, order: Command, i: int) -> Any:
+def whole(slot: WorkerSlot, command: Command, i: int) -> Any:
     """Input number i, that a worker sees whole."""
-    entry = order.header["inputs"][i]
+    entry = command.header["inputs"][i]
     if entry[0] == "kept":
-        return station.kept[order.header["f"], entry[1]]
+        return slot.kept[command.header["f"], entry[1]]
     if entry[0] == "read":
-        array = order.given.leaves[i] if order.given is not None else from_ticket(entry[2], station.arrays)
-        return station.given(as_jax_has(entry[1], array.array))
-    return station.held(entry[1])[entry[2]]
+        array = command.given.leaves[i] if command.given is not None else from_ticket(entry[2], slot.arrays)
+        return slot.given(as_jax_has(entry[1], array.array))
+    return slot.held(entry[1])[entry[2]]
 
 
 # ---------------------------------------------------------------- pieces
 
 
 def run_pieces(
-    station: WorkerSlot,
+    slot: WorkerSlot,
     spans: list[tuple[int, int]],
     programs: dict[int, WorkerProgram],
     sources: dict[int, RowSource],
@@ -230,26 +230,26 @@ def run_pieces(
             inputs = [sources[i].fetch(a, b) if i in sources else wholes[i] for i in range(count)]
         out = programs[b - a].run(*inputs)
         if len(spans) == 1:
-            return [station.own(x) if x in InputBuffers(inputs) else x for x in out]
-        ops = tuple(leaf.op for leaf in station.program.leaves)
-        check_sliceable(station.program.leaves, out)
+            return [slot.own(x) if x in InputBuffers(inputs) else x for x in out]
+        ops = tuple(leaf.op for leaf in slot.program.leaves)
+        check_sliceable(slot.program.leaves, out)
         first = first or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out]
-        check_alike(station.program.leaves, first, out)
+        check_alike(slot.program.leaves, first, out)
         gathered.append([x for op, x in zip(ops, out, strict=True) if op == "gather"])
-        weight = np.float64((b - a) / station.count)
+        weight = np.float64((b - a) / slot.count)
         total = fold(ops, total, out, weight)
     parts = [jnp.concatenate(rows) for rows in zip(*gathered, strict=True)]
-    return finish_pieces(station.program.leaves, total, parts, [x.dtype for x in out])
+    return finish_pieces(slot.program.leaves, total, parts, [x.dtype for x in out])
 
 
-def add_to_old(station: WorkerSlot) -> None:
+def add_to_old(slot: WorkerSlot) -> None:
     """Store the value that updates add to, if nothing is stored yet."""
-    for i, leaf in enumerate(station.program.leaves):
+    for i, leaf in enumerate(slot.program.leaves):
         if leaf.op == "add":
-            old, new = station.held(leaf.target)[leaf.index], station.out[i]
+            old, new = slot.held(leaf.target)[leaf.index], slot.out[i]
             got, expected = (f"{x.dtype}{list(x.shape)}" for x in (new, old))
             check(got == expected, f"updates: add: got {got} for a variable that holds {expected}; expected the same")
-            station.out[i] = added(old, new)
+            slot.out[i] = added(old, new)
 
 
 added = jax.jit(jnp.add)

@@ -1,7 +1,7 @@
 """The workers of a function, what each holds, and how their results are combined.
 
-Every call is an order that all workers carry out: a part of each worker's own, then reports, then what travels. Nothing
-is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.
+Every call is a command that all workers carry out: a part of each worker's own, then reports, then what travels.
+Nothing is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.
 """
 
 import contextlib
@@ -61,20 +61,20 @@ class Missing(Exception):
 
 
 class MissingPrograms(Exception):
-    """Workers lack programs; the master sends them and repeats the order, for those that have not done their part."""
+    """Workers lack programs; the master sends them and repeats the command, for those that have not done their part."""
 
     def __init__(self, wanted: list[str]) -> None:
         super().__init__(wanted)
         self.wanted = wanted
 
 
-# ---------------------------------------------------------------- orders and what workers hold
+# ---------------------------------------------------------------- commands and what workers hold
 
 
 class Command(NamedTuple):
     """A command to all workers."""
 
-    verb: str  # of VERBS in `commands`
+    kind: str  # of COMMANDS in `commands`
     header: dict[str, Any]  # plain JSON values
     given: Any = None  # what the caller's own workers take directly
     arrays_for: Callable[[int], list[Any]] = lambda rank: []  # arrays that travel to a worker of another process
@@ -116,8 +116,8 @@ class WorkerSlot:
         self.rest()
 
     def rest(self) -> None:
-        """Let go of the order that was carried out."""
-        self.out: Leaves = []  # of the order that is going on
+        """Let go of the command that was carried out."""
+        self.out: Leaves = []  # of the command that is going on
         self.program = NO_PROGRAM  # of the call that is going on
         self.count = 0  # examples of the call that is going on
         self.done: CallReport | None = None  # of the call that is going on, if this worker has done its part
@@ -162,17 +162,17 @@ class Library(Protocol):
         ...
 
 
-# ---------------------------------------------------------------- teams
+# ---------------------------------------------------------------- groups
 
 
 class WorkerGroup:
     """Workers that compute together; some or all of them in this process."""
 
     size: int
-    stations: list[WorkerSlot]  # this process's workers
+    slots: list[WorkerSlot]  # this process's workers
     is_the_world = False  # whether its workers are the job's ranks, each of which runs the script
     leads = True  # whether results are wanted in this process
-    is_serial = False  # whether one process leads and the others wait for its orders
+    is_serial = False  # whether one process leads and the others wait for its commands
     default_strategy = "asa32"
     way_out = "the ranks of a job cannot meet again: end it"  # if they are out of step
 
@@ -185,7 +185,7 @@ class WorkerGroup:
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
         self.busy = threading.Lock()
 
-    # ------------------------------------------------------------ what differs between kinds of teams
+    # ------------------------------------------------------------ what differs between kinds of groups
 
     def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report, by rank."""
@@ -199,8 +199,8 @@ class WorkerGroup:
         """Every worker's arrays, by rank; on the process that leads, or on all."""
         raise NotImplementedError
 
-    def tell(self, order: Command) -> None:
-        """Pass an order to workers that wait for it; if every rank runs the script there are none."""
+    def tell(self, command: Command) -> None:
+        """Pass a command to workers that wait for it; if every rank runs the script there are none."""
         self.forget(self.newly_dropped())
 
     def end(self) -> None:
@@ -215,9 +215,9 @@ class WorkerGroup:
 
     def forget(self, numbers: list[int]) -> None:
         """Let go of what has been dropped."""
-        for station in self.stations:
+        for slot in self.slots:
             for number in numbers:
-                station.forget(number)
+                slot.forget(number)
 
     def newly_dropped(self) -> list[int]:
         """Numbers of objects that nobody uses any more, since the last call; more may be dropped meanwhile."""
@@ -227,12 +227,12 @@ class WorkerGroup:
     @property
     def mine(self) -> WorkerSlot:
         """This process's first worker."""
-        return self.stations[0]
+        return self.slots[0]
 
     def rest(self) -> None:
-        """Drop what workers hold of the order that was carried out."""
-        for station in self.stations:
-            station.rest()
+        """Drop what workers hold of the command that was carried out."""
+        for slot in self.slots:
+            slot.rest()
 
     def new_number(self) -> int:
         """A number for a new variable."""
@@ -241,7 +241,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """One order at a time. To wait would be for ever if a function calls another through Python."""
+        """One command at a time. To wait would be for ever if a function calls another through Python."""
         check(
             self.busy.acquire(blocking=False),
             f"{what}: called while another call is under way, from inside of a function or from another thread; calls "
@@ -253,10 +253,10 @@ class WorkerGroup:
             self.busy.release()
 
     def check_usable(self) -> None:
-        """Refuse a team that has been closed or broken."""
+        """Refuse a group that has been closed or broken."""
         check(not self.gone, self.gone)
 
-    def program(self, station: WorkerSlot, function: int, form: int, shapes: tuple) -> WorkerProgram:
+    def program(self, slot: WorkerSlot, function: int, form: int, shapes: tuple) -> WorkerProgram:
         """The function's program for these shapes.
 
         Raises:
@@ -265,17 +265,17 @@ class WorkerGroup:
         if function in self.functions:
             return self.functions[function].program(form, shapes)
         key = function, form, shapes
-        if key not in station.known:
+        if key not in slot.known:
             text = wanted(function, form, shapes)
-            if text not in station.programs:
+            if text not in slot.programs:
                 raise Missing(text)
-            station.known[key] = station.programs[text]
-        return station.known[key]
+            slot.known[key] = slot.programs[text]
+        return slot.known[key]
 
     def attempt(
         self, what: str, work: Callable[[WorkerSlot], CallReport], part: str = "function", waiting: str = "straggler"
     ) -> list[CallReport]:
-        """Every worker's own part of an order; then all learn how it went, and raise the same or go on.
+        """Every worker's own part of a command; then all learn how it went, and raise the same or go on.
 
         Args:
             what: for messages.
@@ -289,15 +289,15 @@ class WorkerGroup:
         self.is_exchanging = False
         reports, errors = [], {}
         with profiling.part(part):
-            for station in self.stations:  # all begin before any is waited for
-                report, error = tried(station, work)
+            for slot in self.slots:  # all begin before any is waited for
+                report, error = tried(slot, work)
                 reports.append(report)
-                errors[station.rank] = error
-        for i, station in enumerate(self.stations):
-            if errors[station.rank] is None:
+                errors[slot.rank] = error
+        for i, slot in enumerate(self.slots):
+            if errors[slot.rank] is None:
                 with profiling.part(waiting if i else part):
-                    _, errors[station.rank] = tried(station, finished)
-                reports[i] = reports[i] if errors[station.rank] is None else failure(errors[station.rank])
+                    _, errors[slot.rank] = tried(slot, finished)
+                reports[i] = reports[i] if errors[slot.rank] is None else failure(errors[slot.rank])
         with profiling.part(waiting):
             reports = self.met(reports)
         judge = judged(what, reports, {r: e for r, e in errors.items() if e is not None})
@@ -332,26 +332,26 @@ class WorkerGroup:
         if self.is_serial:
             return
         try:
-            reports = self.met([failure(error)] * len(self.stations))
+            reports = self.met([failure(error)] * len(self.slots))
         except BaseException as late:  # Ctrl-C included
             self.note(late)
             raise
-        judged(what, reports, {station.rank: error for station in self.stations})
+        judged(what, reports, {slot.rank: error for slot in self.slots})
 
 
-def tried(station: WorkerSlot, work: Callable[[WorkerSlot], CallReport]) -> tuple[CallReport, Exception | None]:
+def tried(slot: WorkerSlot, work: Callable[[WorkerSlot], CallReport]) -> tuple[CallReport, Exception | None]:
     """A worker's report, and the error if there was one."""
     try:
-        return work(station), None
+        return work(slot), None
     except Missing as error:
         return CallReport("missing", str(error)), error
     except Exception as error:
         return failure(error), error
 
 
-def finished(station: WorkerSlot) -> CallReport:
+def finished(slot: WorkerSlot) -> CallReport:
     """Wait for what the worker computes."""
-    jax.block_until_ready(station.out)
+    jax.block_until_ready(slot.out)
     return CallReport("ok", "")
 
 
@@ -404,7 +404,7 @@ class ProcessGroup(WorkerGroup):
     """One worker a process: ranks of MPI, or processes made by fork."""
 
     def __init__(self, line: Transport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool) -> None:
-        """Take the transport of orders, and the communicator of exchanges.
+        """Take the transport of commands, and the communicator of exchanges.
 
         Args:
             strategy: that sums by default.
@@ -412,7 +412,7 @@ class ProcessGroup(WorkerGroup):
         """
         super().__init__()
         self.line, self.comm, self.size, self.is_serial = line, comm, line.size, is_serial
-        self.stations = [WorkerSlot(line.rank, jax.local_devices()[0])]
+        self.slots = [WorkerSlot(line.rank, jax.local_devices()[0])]
         self.leads, self.is_the_world = not is_serial or line.rank == 0, not is_serial
         self.default_strategy = strategy
 
@@ -448,16 +448,16 @@ class ProcessGroup(WorkerGroup):
         assert isinstance(self.line, MpiTransport)
         return self.line.gather(data, everywhere)
 
-    def tell(self, order: Command) -> None:
-        """Send an order, to each worker its own arrays. All are made before one is sent: a failure does no harm."""
+    def tell(self, command: Command) -> None:
+        """Send a command, to each worker its own arrays. All are made before one is sent: a failure does no harm."""
         self.is_exchanging = False
-        of_workers = laid_out([order.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
+        of_workers = laid_out([command.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
         dropped = self.newly_dropped()
         self.forget(dropped)
         if self.is_serial:
             freed = list(FREED)
             del FREED[: len(freed)]  # more may come at any time
-            header = json.dumps([order.verb, order.header, dropped, freed])
+            header = json.dumps([command.kind, command.header, dropped, freed])
             self.is_exchanging = True
             for rank in range(1, self.size):
                 arrays = of_workers.pop(0)
@@ -465,13 +465,13 @@ class ProcessGroup(WorkerGroup):
                 self.line.tell(rank, header, arrays)
 
     def hear(self) -> Command:
-        """The master's next order."""
+        """The master's next command."""
         header, arrays = self.line.hear()
-        verb, fields, dropped, freed = json.loads(header)
+        kind, fields, dropped, freed = json.loads(header)
         self.forget(dropped)
         for key in freed:
             self.mine.arrays.pop(key, None)
-        return Command(verb, fields, received=iter(arrays))
+        return Command(kind, fields, received=iter(arrays))
 
     def end(self) -> None:
         """Workers that wait let go of what they hold, and wait on: there may be another fork."""
@@ -547,7 +547,7 @@ class DeviceGroup(WorkerGroup):
         """Take the devices, by rank."""
         super().__init__()
         self.size = len(devices)
-        self.stations = [WorkerSlot(rank, device) for rank, device in enumerate(devices)]
+        self.slots = [WorkerSlot(rank, device) for rank, device in enumerate(devices)]
         self.mesh = Mesh(np.array(devices), (AXIS,))
         self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
 

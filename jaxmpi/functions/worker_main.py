@@ -16,7 +16,7 @@ from jaxmpi.runtime import affinity, allocator, caches
 
 
 def main(master: Connection) -> None:
-    """Learn what this process is to be, set it up, call the master back, carry out its orders."""
+    """Learn what this process is to be, set it up, call the master back, carry out its commands."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
     told: dict[str, Any] = json.loads(master.recv_bytes())
     sys.path[:], sys.argv[:] = told["path"], told["argv"]  # a script that it imports may read its arguments
@@ -26,7 +26,7 @@ def main(master: Connection) -> None:
     caches.use_compilation_cache()
     line = SocketTransport(told["rank"], told["size"], {0: master}, {})
     try:
-        lifecycle.serve(lifecycle.forked_team(line, told["fork"]))
+        lifecycle.serve(lifecycle.forked_group(line, told["fork"]))
     except WorkerDied:
         pass
     except Exception:  # alone, after the reports
