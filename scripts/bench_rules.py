@@ -31,7 +31,7 @@ from jaxmpi.rules.easgd import easgd
 from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.rules.gossip_transport import GossipThread
 from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Server, ServerExchange, ServerLayout
-from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint, converse
+from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint, run_exchange
 
 STEP_S = 0.02  # of computing, in `slow`
 SLOW = 5  # times as long, for the slow worker
@@ -77,8 +77,8 @@ class Rank:
         shard = self.number - first
         if 0 <= shard < max(servers, 1):
             begin, end = self.layout.bounds(shard)
-            ledger = GlobalProgress(self.workers, 1e18, 0) if shard == 0 else None
-            server = Server(self.layout, shard, np.zeros(end - begin, np.float32), rule.serve, ledger)
+            progress = GlobalProgress(self.workers, 1e18, 0) if shard == 0 else None
+            server = Server(self.layout, shard, np.zeros(end - begin, np.float32), rule.serve, progress)
             counter = ServerEndpoint(mpi, server, range(self.workers), self.layout.message_bytes())
             self._thread = threading.Thread(target=self._serve, args=(counter, Pauses()), daemon=True)
             self._thread.start()
@@ -117,7 +117,7 @@ class Rank:
         """Exchange once with the center; return seconds."""
         begin = time.perf_counter()
         talk = ServerExchange(self.layout, PUSH, self.w, None)
-        converse(talk, self.lines)
+        run_exchange(talk, self.lines)
         self.w, _ = self.rule.meet(self.w, self.w, talk.sent, talk.seen)
         return time.perf_counter() - begin
 

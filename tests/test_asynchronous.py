@@ -280,11 +280,11 @@ class LoneWorker(Worker):
         self.number, self.workers, self.saved, self.is_done = 0, 1, 0.0, False
         self.gossip, self.tracer = Gossip(0, 1, 0.0, seed=0), SimpleNamespace(merge=lambda workers: "")
         self.rule = SimpleNamespace(is_gossip=False)
-        self.ledger = GlobalProgress(1, target=100, bound=0)
+        self.progress = GlobalProgress(1, target=100, bound=0)
 
     def tell(self, asks, examples=0.0):
-        self.ledger.report(0, WorkerReport(1, self.saved, self.is_done, **asks), Counters(examples=examples))
-        [(_, answer)] = self.ledger.answers()
+        self.progress.report(0, WorkerReport(1, self.saved, self.is_done, **asks), Counters(examples=examples))
+        [(_, answer)] = self.progress.answers()
         return answer
 
     def center(self):
@@ -315,7 +315,7 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
         workers=SimpleNamespace(processes=SoloProcesses()),
         **dict.fromkeys(("functions", "folder")),
     )
-    worker, start = LoneWorker(), SimpleNamespace(tally=Counters(), step=0)
+    worker, start = LoneWorker(), SimpleNamespace(counters=Counters(), step=0)
     parts = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
     evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
     chief = async_chief.ChiefWorker(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
@@ -346,19 +346,19 @@ class JudgingWorker(Worker):
         self.new, self.spent = Counters(), TimeSpent()
 
     def tell(self, asks):
-        answer = self._talk(parameter_server.PUSH, None, self._report(asks)).answer
+        answer = self._server_exchange(parameter_server.PUSH, None, self._report(asks)).answer
         assert answer is not None
         return answer
 
-    def _talk(self, kind, vector, report, **posted):
+    def _server_exchange(self, kind, vector, report, **posted):
         told = 0 if self.number else self.workers
-        talk = ServerExchange(self.server.layout, kind, vector, report, told, **posted)
-        while not talk.is_over():
-            for sending in talk.ready():
+        server_exchange = ServerExchange(self.server.layout, kind, vector, report, told, **posted)
+        while not server_exchange.is_over():
+            for sending in server_exchange.ready():
                 self.server.take(self.number, sending.message)
             while self.server.out.get(self.number):
-                talk.take(0, self.server.out[self.number].popleft())
-        return talk
+                server_exchange.take(0, self.server.out[self.number].popleft())
+        return server_exchange
 
 
 @pytest.mark.parametrize("batches", [0, 1, 2, 7])
@@ -374,8 +374,8 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
     data = jnp.arange(1.0, 1 + batches)
     made: list[list[float]] = [[], [], []]
     workers, evaluations, states = [], [], []
-    ledger = GlobalProgress(3, 1e9, 0)
-    server = Server(ServerLayout(100, 1, "16"), 0, np.zeros(100, np.float32), lambda *shard: None, ledger)
+    progress = GlobalProgress(3, 1e9, 0)
+    server = Server(ServerLayout(100, 1, "16"), 0, np.zeros(100, np.float32), lambda *shard: None, progress)
     for number in range(3):
 
         def taken(begin=0, end=None, number=number):
@@ -400,8 +400,8 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
         evaluations.append(SharedEvaluation(run, workers[-1]))
         evaluations[-1].rehearse(states[-1])
         made[number].clear()
-        ledger.report(number, WorkerReport(0, 0), Counters())
-    for _ in ledger.answers():
+        progress.report(number, WorkerReport(0, 0), Counters())
+    for _ in progress.answers():
         pass
     evaluations[0].begin(40, states[0])
     assert evaluations[0].conclude_if_whole(workers[0].tell(evaluations[0].asks())) is None
@@ -770,9 +770,9 @@ def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
 
 def build(config: RuleConfig, optim: Optim, workers: int = 1, lr: float = 0.05) -> Any:
     comm = AxisComm("w", workers) if workers > 1 else SoloComm()
-    talk = base.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
+    exchanged = base.Exchange(lambda tree: exchange(tree, comm=comm), lambda tree: exchange(tree, op="sum", comm=comm))
     tx = optimizer(optim, lambda step: jnp.float32(lr))
-    return registry.build(config, tx, talk, optimizer=optim.name, linear=is_linear(optim, tx, {}))
+    return registry.build(config, tx, exchanged, optimizer=optim.name, linear=is_linear(optim, tx, {}))
 
 
 def gradient(w):
@@ -808,8 +808,8 @@ def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
     """v <- delta v - eta g(w + delta v) ;  w <- w + v, and the center pulls at w. Zhang et al. 2015, section 4."""
     delta, eta, alpha = 0.9, 0.05, 0.25
     rule = build(RuleConfig("easgd", alpha=alpha, momentum=delta), Optim("sgd"), lr=eta)
-    talk = rule.asynchronous
-    assert talk is not None
+    asynchronous = rule.asynchronous
+    assert asynchronous is not None
     w, v = np.linspace(-1, 1, 7), np.zeros(7)
     center = np.full(7, 0.5)
     params, state = {"a": jnp.asarray(w, jnp.float32)}, rule.init({"a": jnp.asarray(w, jnp.float32)})
@@ -818,11 +818,11 @@ def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
         w = w + v
         params, state = rule.update(gradient(params), state, params)
         w = w - alpha * (w - center)
-        mine = np.asarray(talk.outward(params, state)["a"])
-        new, _ = talk.meet(mine, mine, mine, center.astype(np.float32))
-        params = talk.inward({"a": jnp.asarray(new)}, state)
+        mine = np.asarray(asynchronous.outward(params, state)["a"])
+        new, _ = asynchronous.meet(mine, mine, mine, center.astype(np.float32))
+        params = asynchronous.inward({"a": jnp.asarray(new)}, state)
     # 5 steps of some 12 roundings of numbers below 2; errors grow by 1 + delta at most a step, to 2^5.
-    np.testing.assert_allclose(talk.outward(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
+    np.testing.assert_allclose(asynchronous.outward(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
 
 
 @pytest.mark.parametrize("tau", [1, 3])

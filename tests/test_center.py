@@ -53,11 +53,11 @@ def short_segments():
 
 def begun(workers: int, target: float = 1e9, bound: int = 0) -> GlobalProgress:
     """GlobalStatus of workers that have all come, so that reports are answered."""
-    ledger = GlobalProgress(workers, target, bound)
+    progress = GlobalProgress(workers, target, bound)
     for worker in range(workers):
-        ledger.report(worker, WorkerReport(0, 0), [*Counters()])
-    assert len([*ledger.answers()]) == workers
-    return ledger
+        progress.report(worker, WorkerReport(0, 0), [*Counters()])
+    assert len([*progress.answers()]) == workers
+    return progress
 
 
 def asynchronous(name: str, **options) -> Asynchronous:
@@ -86,11 +86,11 @@ class SimulatedWorker:
         self.case, self.layout, self.number = case, layout, number
         self.w, self.base = start.copy(), start.copy()
         self.clock = 0
-        self.talk: Any = None  # a ServerExchange, while there is one
+        self.exchange: Any = None  # a ServerExchange, while there is one
         self.learnt = np.zeros_like(start)
 
     def begin(self) -> None:
-        """A period of training, then a talk."""
+        """A period of training, then an exchange."""
         step = np.full(N, self.number + 1, np.float32)
         self.learnt += step
         self.w = self.w + step
@@ -100,15 +100,15 @@ class SimulatedWorker:
             *Counters(steps=1, examples=10),
             *TimeSpent(steps=1),
         ]
-        self.talk = ServerExchange(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
+        self.exchange = ServerExchange(self.layout, PUSH, self.case.rule.send(self.w, self.base), report)
 
     def finish(self) -> ServerAnswer:
-        self.w, self.base = self.case.rule.meet(self.w, self.base, self.talk.sent, self.talk.seen)
-        answer, self.talk = self.talk.answer, None
+        self.w, self.base = self.case.rule.meet(self.w, self.base, self.exchange.sent, self.exchange.seen)
+        answer, self.exchange = self.exchange.answer, None
         return answer
 
     def is_over(self) -> bool:
-        return self.clock == self.case.rounds and self.talk is None
+        return self.clock == self.case.rounds and self.exchange is None
 
 
 class World:
@@ -119,12 +119,12 @@ class World:
         layout = ServerLayout(N, case.servers, case.wire)
         start = np.arange(N, dtype=np.float32) % 8
         self.workers = {i: SimulatedWorker(case, layout, i, start) for i in range(case.workers)}
-        self.ledger = GlobalProgress(case.workers, 10 * case.workers * case.rounds, case.bound)
+        self.progress = GlobalProgress(case.workers, 10 * case.workers * case.rounds, case.bound)
         self.servers = []
         for s in range(case.servers):
             begin, end = layout.bounds(s)
-            ledger = self.ledger if s == 0 else None
-            self.servers.append(Server(layout, s, start[begin:end].copy(), case.rule.serve, ledger))
+            progress = self.progress if s == 0 else None
+            self.servers.append(Server(layout, s, start[begin:end].copy(), case.rule.serve, progress))
         self.there = {(i, s): deque() for i in self.workers for s in range(case.servers)}
         self.back = {pair: deque() for pair in self.there}
 
@@ -132,23 +132,23 @@ class World:
         """What can happen next."""
         can = []
         for i, worker in self.workers.items():
-            if worker.talk is None and worker.clock < self.case.rounds:
+            if worker.exchange is None and worker.clock < self.case.rounds:
                 can.append(lambda worker=worker: worker.begin())
-            elif worker.talk and worker.talk.is_over():
+            elif worker.exchange and worker.exchange.is_over():
                 can.append(lambda worker=worker: self.finish(worker))
-            elif worker.talk and any(self.may_send(worker.talk)):
-                can.append(lambda i=i, worker=worker: self.send(i, worker.talk))
+            elif worker.exchange and any(self.may_send(worker.exchange)):
+                can.append(lambda i=i, worker=worker: self.send(i, worker.exchange))
         can += [lambda pair=pair: self.deliver(*pair) for pair, queue in self.there.items() if queue]
         can += [lambda pair=pair: self.answer(*pair) for pair, queue in self.back.items() if queue]
         for s, server in enumerate(self.servers):
             can += [lambda i=i, s=s: self.post(i, s) for i, answers in server.out.items() if answers]
         return can
 
-    def may_send(self, talk: ServerExchange) -> list[bool]:
-        return [bool(todo) and len(open_) < 8 for todo, open_ in zip(talk._todo, talk._open, strict=True)]
+    def may_send(self, exchange: ServerExchange) -> list[bool]:
+        return [bool(todo) and len(open_) < 8 for todo, open_ in zip(exchange._todo, exchange._open, strict=True)]
 
-    def send(self, i: int, talk: ServerExchange) -> None:
-        for sending in talk.ready():
+    def send(self, i: int, exchange: ServerExchange) -> None:
+        for sending in exchange.ready():
             self.there[i, sending.server].append(sending.message)
 
     def deliver(self, i: int, s: int) -> None:
@@ -158,12 +158,12 @@ class World:
         self.back[i, s].append(self.servers[s].out[i].popleft())
 
     def answer(self, i: int, s: int) -> None:
-        self.workers[i].talk.take(s, self.back[i, s].popleft())
+        self.workers[i].exchange.take(s, self.back[i, s].popleft())
 
     def finish(self, worker: SimulatedWorker) -> None:
         worker.finish()
         if self.case.bound:
-            slowest = min((r.clock for r in self.ledger.reports.values() if not r.is_done), default=worker.clock)
+            slowest = min((r.clock for r in self.progress.reports.values() if not r.is_done), default=worker.clock)
             assert worker.clock <= slowest + self.case.bound or worker.is_over()
 
     def kill(self, i: int) -> None:
@@ -214,9 +214,9 @@ def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies)
             continue
         held = world.center() + (sum(w.w for w in world.workers.values()) if name == "easgd" else 0)
         np.testing.assert_array_equal(held, begun + sum(learnt))
-        assert world.ledger.tally.examples == 10 * case.workers * case.rounds
-        assert world.ledger.answer(0).status.stop == 1
-        assert sum(world.ledger.staleness.values()) == case.workers * (case.rounds - 1)
+        assert world.progress.counters.examples == 10 * case.workers * case.rounds
+        assert world.progress.answer(0).status.stop == 1
+        assert sum(world.progress.staleness.values()) == case.workers * (case.rounds - 1)
 
 
 @settings(max_examples=34)
@@ -297,34 +297,34 @@ def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
 
 def test_reading_changes_nothing():
     world = World(Case(asynchronous("easgd"), 1, 2, 1), random.Random(0))
-    talk = ServerExchange(ServerLayout(N, 2, "32"), READ, np.empty(N, np.float32), None)
-    world.workers[0].talk, world.workers[0].clock = talk, 1
+    exchange = ServerExchange(ServerLayout(N, 2, "32"), READ, np.empty(N, np.float32), None)
+    world.workers[0].exchange, world.workers[0].clock = exchange, 1
     before = world.center()
-    while not talk.is_over():
+    while not exchange.is_over():
         world.rng.choice(world.actions())()
-    np.testing.assert_array_equal(talk.seen, before)
+    np.testing.assert_array_equal(exchange.seen, before)
     np.testing.assert_array_equal(world.center(), before)
 
 
-def said(server: Server, worker: int, talk: ServerExchange) -> ServerExchange:
-    """A talk with one server, to its end."""
-    while not talk.is_over():
-        for sending in talk.ready():
+def said(server: Server, worker: int, exchange: ServerExchange) -> ServerExchange:
+    """An exchange with one server, to its end."""
+    while not exchange.is_over():
+        for sending in exchange.ready():
             server.take(worker, sending.message)
         while server.out.get(worker):
-            talk.take(0, server.out[worker].popleft())
-    return talk
+            exchange.take(0, server.out[worker].popleft())
+    return exchange
 
 
 def test_worker_0_is_told_where_the_time_of_all_workers_went():
-    layout, ledger = ServerLayout(N, 1, "32"), begun(3)
-    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
+    layout, progress = ServerLayout(N, 1, "32"), begun(3)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, progress)
     for worker, seconds in ((1, 2.0), (0, 0.5), (1, 4.0)):
         spent = TimeSpent(steps=2, compute=seconds, sync=seconds / 8)
         said(server, worker, ServerExchange(layout, PUSH, None, [*WorkerReport(1, 0), *Counters(), *spent]))
     report = [*WorkerReport(1, 0), *Counters(), *TimeSpent()]
-    talks = [ServerExchange(layout, PUSH, None, report, workers=told) for told in (3, 0)]
-    answers = [said(server, worker, talk).answer for worker, talk in enumerate(talks)]
+    exchanges = [ServerExchange(layout, PUSH, None, report, workers=told) for told in (3, 0)]
+    answers = [said(server, worker, exchange).answer for worker, exchange in enumerate(exchanges)]
     times, none = [answer.times for answer in answers if answer]
     assert none.size == 0
     assert times[:, TimeSpent._fields.index("steps")].tolist() == [2, 4, 0]
@@ -353,14 +353,14 @@ def test_what_a_worker_posts_all_fetch_and_it_may_post_again(pieces):
 
 
 def test_all_that_live_take_part_in_an_evaluation():
-    ledger = begun(3)
-    ledger.report(0, WorkerReport(1, 0, evaluate=5.0), Counters())
-    assert ledger.evaluating() == {0, 1, 2}
-    ledger.report(1, WorkerReport(1, 0, evaluated=5.0), Counters())
-    ledger.lose(2)
-    status = ledger.answer(0).status
+    progress = begun(3)
+    progress.report(0, WorkerReport(1, 0, evaluate=5.0), Counters())
+    assert progress.evaluating() == {0, 1, 2}
+    progress.report(1, WorkerReport(1, 0, evaluated=5.0), Counters())
+    progress.lose(2)
+    status = progress.answer(0).status
     assert (status.evaluate, status.evaluated, status.alive) == (5.0, 1, 2)
-    assert ledger.evaluating() == {0}
+    assert progress.evaluating() == {0}
 
 
 class StraightLine:
@@ -386,97 +386,97 @@ class StraightLine:
 def test_the_answer_to_a_report_is_waited_for_longer_than_params(monkeypatch, answers, dumb_s, is_patient):
     """The slowest worker may be evaluating; two answers hold the params, the third is the report's."""
     monkeypatch.setattr(parameter_server_transport, "TIMEOUT_S", 0.2)
-    layout, ledger = ServerLayout(N, 1, "32"), begun(1)
-    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*WorkerReport(5, 0), *Counters(), *TimeSpent()])
+    layout, progress = ServerLayout(N, 1, "32"), begun(1)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, progress)
+    exchange = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*WorkerReport(5, 0), *Counters(), *TimeSpent()])
     lines: list[Any] = [StraightLine(server, answers, dumb_s)]  # without MPI
     if is_patient:
-        assert parameter_server_transport.converse(talk, lines) >= dumb_s * 0.9
+        assert parameter_server_transport.run_exchange(exchange, lines) >= dumb_s * 0.9
     else:
         limit_s = 0.2 if answers == 1 else 1.2
         with pytest.raises(TrainingError, match=f"has not answered for {limit_s} s; .* 0.2 s now"):
-            parameter_server_transport.converse(talk, lines)
+            parameter_server_transport.run_exchange(exchange, lines)
 
 
-def test_a_talk_that_lacks_only_the_books_knows_it():
+def test_an_exchange_that_lacks_only_the_report_knows_it():
     """A worker too far ahead is answered on its params at once, on its report later: that is what it waits for."""
-    layout, ledger = ServerLayout(N, 1, "32"), begun(2, bound=1)
-    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*WorkerReport(5, 0), *Counters(), *TimeSpent()])
-    assert not talk.lacks_only_books()
-    for sending in talk.ready():
+    layout, progress = ServerLayout(N, 1, "32"), begun(2, bound=1)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, progress)
+    exchange = ServerExchange(layout, PUSH, np.ones(N, np.float32), [*WorkerReport(5, 0), *Counters(), *TimeSpent()])
+    assert not exchange.lacks_only_report()
+    for sending in exchange.ready():
         server.take(0, sending.message)
     for _ in range(2):  # segments
-        assert not talk.lacks_only_books()
-        talk.take(0, server.out[0].popleft())
-    assert talk.lacks_only_books()
+        assert not exchange.lacks_only_report()
+        exchange.take(0, server.out[0].popleft())
+    assert exchange.lacks_only_report()
     assert not server.out[0]
     said(server, 1, ServerExchange(layout, PUSH, None, [*WorkerReport(4, 0), *Counters(), *TimeSpent()]))
-    talk.take(0, server.out[0].popleft())
-    assert talk.is_over()
-    assert not talk.lacks_only_books()
+    exchange.take(0, server.out[0].popleft())
+    assert exchange.is_over()
+    assert not exchange.lacks_only_report()
 
 
 def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():
-    ledger = begun(3, bound=2)
+    progress = begun(3, bound=2)
     new = [*Counters()]
     for clock in (1, 2):
-        ledger.report(0, WorkerReport(clock, 0), new)
-        assert [w for w, _ in ledger.answers()] == [0]
-    ledger.report(0, WorkerReport(3, 0), new)
-    ledger.report(1, WorkerReport(1, 0), new)
-    assert [w for w, _ in ledger.answers()] == [1]  # worker 2 has done nothing yet
-    ledger.lose(2)
-    assert [w for w, _ in ledger.answers()] == [0]
+        progress.report(0, WorkerReport(clock, 0), new)
+        assert [w for w, _ in progress.answers()] == [0]
+    progress.report(0, WorkerReport(3, 0), new)
+    progress.report(1, WorkerReport(1, 0), new)
+    assert [w for w, _ in progress.answers()] == [1]  # worker 2 has done nothing yet
+    progress.lose(2)
+    assert [w for w, _ in progress.answers()] == [0]
 
 
 def test_staleness_counts_what_others_did_between():
-    ledger = begun(2)
+    progress = begun(2)
     for worker in [0, 1, 1, 0, *[1] * (LONGEST + 5), 0]:
-        ledger.exchange_begins(worker)
-    assert dict(ledger.staleness) == {0: LONGEST + 5 - 1 + 1, 2: 1, 1: 1, LONGEST: 1}
+        progress.exchange_begins(worker)
+    assert dict(progress.staleness) == {0: LONGEST + 5 - 1 + 1, 2: 1, 1: 1, LONGEST: 1}
 
 
 def test_the_end_is_over_when_all_that_are_there_have_heard():
-    ledger = begun(3)
+    progress = begun(3)
     new = [*Counters()]
-    ledger.report(0, WorkerReport(1, 0, 1, closing=1), new)
-    assert [w for w, _ in ledger.answers()] == [0]
-    ledger.report(1, WorkerReport(1, 0, 1), new)
-    assert [a.status.closing for _, a in ledger.answers()] == [1]
-    assert not ledger.is_over()
-    ledger.lose(2)
-    assert ledger.is_over()
+    progress.report(0, WorkerReport(1, 0, 1, closing=1), new)
+    assert [w for w, _ in progress.answers()] == [0]
+    progress.report(1, WorkerReport(1, 0, 1), new)
+    assert [a.status.closing for _, a in progress.answers()] == [1]
+    assert not progress.is_over()
+    progress.lose(2)
+    assert progress.is_over()
 
 
 def test_when_worker_0_dies_the_others_hear_it():
-    ledger = begun(2)
-    ledger.lose(0)
-    ledger.report(1, WorkerReport(1, 0), [*Counters()])
-    assert [a.status.closing for _, a in ledger.answers()] == [2]
+    progress = begun(2)
+    progress.lose(0)
+    progress.report(1, WorkerReport(1, 0), [*Counters()])
+    assert [a.status.closing for _, a in progress.answers()] == [2]
 
 
 @pytest.mark.parametrize(("first", "then", "stop"), [("enough", "leave", 1), ("leave", "enough", 2)])
 def test_all_workers_stop_for_the_same_reason(first, then, stop):
     """So that no rank leaves with the code of a run that is over and another with that of one to go on with."""
-    ledger = begun(2, target=10)
+    progress = begun(2, target=10)
     said = {
         "enough": (WorkerReport(1, 0), [*Counters(examples=10)]),
         "leave": (WorkerReport(1, 0, leave=1), [*Counters()]),
     }
     heard = []
     for worker, what in enumerate((first, then)):
-        ledger.report(worker, *said[what])
-        heard += [answer.status.stop for _, answer in ledger.answers()]
+        progress.report(worker, *said[what])
+        heard += [answer.status.stop for _, answer in progress.answers()]
     assert heard == [stop, stop]
 
 
 def test_a_worker_that_is_done_holds_nobody_back():
     """Its clock stands still, while others come to their end."""
-    ledger = begun(2, bound=1)
-    ledger.report(0, WorkerReport(1, 0, is_done=1), [*Counters()])
-    ledger.report(1, WorkerReport(9, 0), [*Counters()])
-    assert [w for w, _ in ledger.answers()] == [0, 1]
+    progress = begun(2, bound=1)
+    progress.report(0, WorkerReport(1, 0, is_done=1), [*Counters()])
+    progress.report(1, WorkerReport(9, 0), [*Counters()])
+    assert [w for w, _ in progress.answers()] == [0, 1]
 
 
 def test_worker_and_center_go_shares_of_their_own():
@@ -490,26 +490,26 @@ def test_worker_and_center_go_shares_of_their_own():
 
 def test_nobody_is_answered_before_all_that_live_have_come():
     """So all workers begin together: one that dies on the way, or is given up, is not waited for."""
-    ledger, new = GlobalProgress(4, 1e9, bound=0), [*Counters()]
+    progress, new = GlobalProgress(4, 1e9, bound=0), [*Counters()]
     for worker in (2, 0):
-        ledger.report(worker, WorkerReport(0, 0), new)
-        assert [*ledger.answers()] == []
-    assert ledger.awaited() == {1, 3}
-    ledger.lose(3)
-    assert [*ledger.answers()] == []
-    ledger.report(1, WorkerReport(0, 0), new)
-    assert [worker for worker, _ in ledger.answers()] == [0, 1, 2]
-    ledger.report(2, WorkerReport(9, 0), new)  # from here on nobody waits
-    assert [worker for worker, _ in ledger.answers()] == [2]
+        progress.report(worker, WorkerReport(0, 0), new)
+        assert [*progress.answers()] == []
+    assert progress.awaited() == {1, 3}
+    progress.lose(3)
+    assert [*progress.answers()] == []
+    progress.report(1, WorkerReport(0, 0), new)
+    assert [worker for worker, _ in progress.answers()] == [0, 1, 2]
+    progress.report(2, WorkerReport(9, 0), new)  # from here on nobody waits
+    assert [worker for worker, _ in progress.answers()] == [2]
 
 
 def test_workers_that_are_late_at_the_start_can_be_begun_without():
-    layout, ledger = ServerLayout(N, 1, "32"), GlobalProgress(2, 1e9, bound=0)
-    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, ledger)
-    talk = ServerExchange(layout, PUSH, None, [*WorkerReport(0, 0), *Counters(), *TimeSpent()])
-    for sending in talk.ready():
+    layout, progress = ServerLayout(N, 1, "32"), GlobalProgress(2, 1e9, bound=0)
+    server = Server(layout, 0, np.zeros(N, np.float32), asynchronous("easgd").serve, progress)
+    exchange = ServerExchange(layout, PUSH, None, [*WorkerReport(0, 0), *Counters(), *TimeSpent()])
+    for sending in exchange.ready():
         server.take(0, sending.message)
     assert not server.out.get(0)
     server.excuse({1})
     assert len(server.out[0]) == 1
-    assert ledger.awaited() == {0, 1}  # it may still come
+    assert progress.awaited() == {0, 1}  # it may still come

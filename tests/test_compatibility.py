@@ -145,8 +145,8 @@ def with_setting(**setting: Any) -> Callable[[str], None]:
 
 
 def with_compressor(rule: str) -> None:
-    talk = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
-    registry.build(RuleConfig(rule), optax.sgd(0.1), talk, optimizer="sgd", linear=True)
+    exchanged = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
+    registry.build(RuleConfig(rule), optax.sgd(0.1), exchanged, optimizer="sgd", linear=True)
 
 
 # Lines of the table by rule: who refuses what they name.

@@ -79,7 +79,7 @@ def test_the_scale_is_a_ratio_of_moving_means():
 # ---------------------------------------------------------------- in the rule
 
 
-def talk(comm: AxisComm, gradients: optax.GradientTransformation | None = None) -> base.Exchange:
+def exchange_of(comm: AxisComm, gradients: optax.GradientTransformation | None = None) -> base.Exchange:
     mean, total = (functools.partial(exchange, op=op, comm=comm) for op in ("mean", "sum"))
     return base.Exchange(mean, total, gradients=gradients)
 
@@ -87,7 +87,7 @@ def talk(comm: AxisComm, gradients: optax.GradientTransformation | None = None) 
 def test_the_square_is_that_of_the_mean_and_the_update_is_the_same():
     comm = AxisComm("w", K)
     noisy, plain = (
-        registry.build(RuleConfig(noise_scale=noise), optax.sgd(0.1), talk(comm), optimizer="sgd", linear=True)
+        registry.build(RuleConfig(noise_scale=noise), optax.sgd(0.1), exchange_of(comm), optimizer="sgd", linear=True)
         for noise in (True, False)
     )
     assert noisy.measured
@@ -106,13 +106,13 @@ def test_the_square_is_that_of_the_mean_and_the_update_is_the_same():
 
 @pytest.mark.parametrize("name", ["subgd", "awagd", "local_sgd", "diloco"])
 def test_other_rules_have_no_mean_gradient_to_measure(name):
-    rule = registry.build(RuleConfig(name), optax.sgd(0.1), talk(AxisComm("w", K)), optimizer="sgd", linear=True)
+    rule = registry.build(RuleConfig(name), optax.sgd(0.1), exchange_of(AxisComm("w", K)), optimizer="sgd", linear=True)
     assert rule.measured is None
 
 
 def test_compressed_gradients_are_not_their_mean():
     compressed = exchange_gradients("topk1", comm=AxisComm("w", K))
-    exchanged = talk(AxisComm("w", K), gradients=compressed)
+    exchanged = exchange_of(AxisComm("w", K), gradients=compressed)
     rule = registry.build(RuleConfig(), optax.sgd(0.1), exchanged, optimizer="sgd", linear=True)
     assert rule.measured is None
 

@@ -174,8 +174,8 @@ def run(workers: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     images = rng.uniform(-1, 1, (50, D)).astype(np.float32)
     source = ArraySource(images, rng.integers(0, CLASSES, 50), classes=CLASSES)
     comm = AxisComm("w", workers)
-    talk = base.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
-    rule = registry.build(RuleConfig(), optax.sgd(LR), talk, optimizer="sgd", linear=True)
+    exchanged = base.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
+    rule = registry.build(RuleConfig(), optax.sgd(LR), exchanged, optimizer="sgd", linear=True)
     gradients = step.local_gradients(forward(softmax_regression, shape=(D,)))
 
     @jax.jit

@@ -135,7 +135,7 @@ class ServerAnswer(NamedTuple):
     """An answer to a report."""
 
     status: GlobalStatus
-    tally: Counters  # of all workers
+    counters: Counters  # of all workers
     staleness: tuple[float, ...]  # exchanges by how many others came between, [LONGEST + 1]
     times: np.ndarray  # f64[workers, TimeSpent]: where the time of all has gone; to worker 0 alone, else empty
 
@@ -147,15 +147,15 @@ REPORT_FLOATS = len(WorkerReport._fields) + len(Counters._fields) + len(TimeSpen
 class GlobalProgress:
     """Progress of all workers, at server 0: who has done what; when to stop, to wait, to save."""
 
-    def __init__(self, workers: int, target: float, bound: int, tally: Counters | None = None) -> None:
+    def __init__(self, workers: int, target: float, bound: int, counters: Counters | None = None) -> None:
         """Begin with no reports.
 
         Args:
             target: examples of all workers after which they stop.
             bound: steps that a worker may be ahead of the slowest before its report is not answered; 0: none.
-            tally: of the parts of the run before.
+            counters: of the parts of the run before.
         """
-        self.workers, self.target, self.bound, self.tally = workers, target, bound, tally or Counters()
+        self.workers, self.target, self.bound, self.counters = workers, target, bound, counters or Counters()
         self.reports = {worker: WorkerReport(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
         self.absent = set(range(workers))  # who has not reported yet: nobody is answered before all have
         self.told: set[int] = set()  # who has been sent the end
@@ -173,11 +173,11 @@ class GlobalProgress:
         self._last[worker] = self._exchanges
 
     def report(
-        self, worker: int, report: WorkerReport, tally: Sequence[float], spent: Sequence[float] = TimeSpent()
+        self, worker: int, report: WorkerReport, counters: Sequence[float], spent: Sequence[float] = TimeSpent()
     ) -> None:
         """Note what a worker says; its answer is due as soon as `answers` gives it."""
         self.absent.discard(worker)
-        self.tally = self.tally.plus(tally)
+        self.counters = self.counters.plus(counters)
         self.spent[worker] += spent
         self.reports[worker] = report
         self.leaving = max(self.leaving, report.leave)
@@ -215,11 +215,11 @@ class GlobalProgress:
         saved = sum(report.saved >= self.save for report in reports)
         done = sum(report.is_done for report in reports)
         # The first reason holds, so that all leave with the same exit code.
-        self.stop = self.stop or float(self.tally.examples >= self.target) or 2.0 * self.leaving
+        self.stop = self.stop or float(self.counters.examples >= self.target) or 2.0 * self.leaving
         evaluated = sum(report.evaluated >= self.evaluate for report in reports)
         status = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done, self.evaluate, evaluated)
         staleness = tuple(float(self.staleness[late]) for late in range(LONGEST + 1))
-        return ServerAnswer(status, self.tally, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
+        return ServerAnswer(status, self.counters, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
 
     def evaluating(self) -> set[int]:
         """Workers that have yet to post their part of an evaluation."""
@@ -241,18 +241,18 @@ class Server:
     """One shard of the center; at server 0 also the progress of all. A function of the messages in their order."""
 
     def __init__(
-        self, layout: ServerLayout, number: int, center: np.ndarray, serve: Serve, ledger: GlobalProgress | None
+        self, layout: ServerLayout, number: int, center: np.ndarray, serve: Serve, progress: GlobalProgress | None
     ) -> None:
         """Take the shard.
 
         Args:
             center: f32[of the shard], changed in place.
             serve: the rule's.
-            ledger: server 0's.
+            progress: of all workers, at server 0; None at the others.
         """
         begin, _ = layout.bounds(number)
         self.segments = [(a - begin, b - begin) for a, b in layout.segments(number)]
-        self.layout, self.center, self.serve, self.ledger = layout, center, serve, ledger
+        self.layout, self.center, self.serve, self.progress = layout, center, serve, progress
         self.out: dict[int, deque[np.ndarray]] = {}  # by worker: answers not yet sent
         self.posts: dict[int, bytearray] = {}  # by worker: the last thing that it has posted
         self.is_closed = self.is_left = False
@@ -274,20 +274,20 @@ class Server:
     def lose(self, worker: int) -> None:
         """A worker is gone."""
         self.out.pop(worker, None)
-        if self.ledger:
+        if self.progress:
             self.is_closed |= worker == 0  # nobody else would say so; the others get it from server 0's answers
-            self.ledger.lose(worker)
+            self.progress.lose(worker)
             self._answer()
 
     def excuse(self, workers: Iterable[int]) -> None:
         """Let the others begin without workers that are late, and that may come yet."""
-        if self.ledger:
-            self.ledger.absent -= set(workers)
+        if self.progress:
+            self.progress.absent -= set(workers)
             self._answer()
 
     def is_over(self) -> bool:
         """Return True if no worker will come any more and all answers are out of the house."""
-        has_ended = self.is_closed and (self.ledger is None or self.ledger.is_over())
+        has_ended = self.is_closed and (self.progress is None or self.progress.is_over())
         return has_ended and not any(self.out.values())
 
     def _segment(self, worker: int, kind: int, number: int, body: np.ndarray) -> None:
@@ -296,8 +296,8 @@ class Server:
         before = wire.encode(part)
         before = before.copy() if wire.is_exact else before  # a view, else
         if kind == PUSH:
-            if number == 0 and self.ledger:
-                self.ledger.exchange_begins(worker)
+            if number == 0 and self.progress:
+                self.progress.exchange_begins(worker)
             self.serve(part, wire.decode(body[: wire.size_bytes(end - begin)]), wire.decode(before))
         self.out.setdefault(worker, deque()).append(before)
 
@@ -312,16 +312,16 @@ class Server:
         return np.empty(0, np.uint8)
 
     def _report(self, worker: int, body: np.ndarray) -> None:
-        assert self.ledger is not None
+        assert self.progress is not None
         values = body[: 8 * REPORT_FLOATS].view(np.float64).tolist()
         cut, end = len(WorkerReport._fields), len(WorkerReport._fields) + len(Counters._fields)
-        self.ledger.report(worker, WorkerReport(*values[:cut]), values[cut:end], values[end:])
+        self.progress.report(worker, WorkerReport(*values[:cut]), values[cut:end], values[end:])
         self._answer()
 
     def _answer(self) -> None:
-        assert self.ledger is not None
-        for worker, answer in self.ledger.answers():
-            numbers = np.array([*answer.status, *answer.tally, *answer.staleness, *answer.times.ravel()], np.float64)
+        assert self.progress is not None
+        for worker, answer in self.progress.answers():
+            numbers = np.array([*answer.status, *answer.counters, *answer.staleness, *answer.times.ravel()], np.float64)
             self.out.setdefault(worker, deque()).append(numbers.view(np.uint8))
 
 
@@ -394,7 +394,7 @@ class ServerExchange:
         """Servers whose answers are still to come."""
         return [server for server, open_ in enumerate(self._open) if open_]
 
-    def lacks_only_books(self) -> bool:
+    def lacks_only_report(self) -> bool:
         """Return True if all has been said, and nothing but the answer to the report is missing."""
         return not any(self._todo) and [where for open_ in self._open for where in open_] == [REPORT]
 
@@ -438,6 +438,6 @@ def unpacked(answer: np.ndarray) -> ServerAnswer:
     """An answer to a report out of u8[..]."""
     numbers = answer.view(np.float64).tolist()
     status, rest = numbers[: len(GlobalStatus._fields)], numbers[len(GlobalStatus._fields) :]
-    tally, rest = rest[: len(Counters._fields)], rest[len(Counters._fields) :]
+    counters, rest = rest[: len(Counters._fields)], rest[len(Counters._fields) :]
     times = np.reshape(rest[LONGEST + 1 :], (-1, len(TimeSpent._fields)))
-    return ServerAnswer(GlobalStatus(*status), Counters(*tally), tuple(rest[: LONGEST + 1]), times)
+    return ServerAnswer(GlobalStatus(*status), Counters(*counters), tuple(rest[: LONGEST + 1]), times)

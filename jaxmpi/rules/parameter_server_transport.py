@@ -120,8 +120,8 @@ class ServerEndpoint:
 
     def silent_s(self) -> dict[int, float]:
         """Seconds since each worker's last message to server 0, but for workers that wait for an answer themselves."""
-        now_s, ledger = time.monotonic(), self.server.ledger
-        awaited = {worker for worker in (ledger.awaited() if ledger else ()) if not self.server.out.get(worker)}
+        now_s, progress = time.monotonic(), self.server.progress
+        awaited = {worker for worker in (progress.awaited() if progress else ()) if not self.server.out.get(worker)}
         return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
 
     def poll(self) -> bool:
@@ -164,8 +164,8 @@ class ServerEndpoint:
             del self._coming[worker]
             self.lost.append(worker)
             self.server.lose(worker)
-            # Nobody is left to say so; a server with a ledger knows the end by that.
-            self.server.is_closed |= not (self._coming or self.server.ledger)
+            # Nobody is left to say so; a server that keeps the progress of all knows the end by that.
+            self.server.is_closed |= not (self._coming or self.server.progress)
             return None
 
 
@@ -194,7 +194,7 @@ class ServerChannel:
         return self._coming.popleft()[1]
 
 
-def converse(talk: ServerExchange, lines: Sequence[ServerChannel]) -> float:
+def run_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> float:
     """Exchange with all servers, to the end; polled.
 
     Returns: seconds at its end in which nothing but the answer to the report was missing.
@@ -204,12 +204,12 @@ def converse(talk: ServerExchange, lines: Sequence[ServerChannel]) -> float:
             the answer to the report is missing.
     """
     pauses, since_s = Pauses(), None
-    while not talk.is_over():
-        if since_s is None and talk.lacks_only_books():
+    while not exchange.is_over():
+        if since_s is None and exchange.lacks_only_report():
             since_s = time.perf_counter()
         try:
             with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
-                pauses.after(go_on(talk, lines))
+                pauses.after(go_on(exchange, lines))
         except Exception as error:
             if not is_loss(error):
                 raise
@@ -226,14 +226,14 @@ def converse(talk: ServerExchange, lines: Sequence[ServerChannel]) -> float:
     return 0.0 if since_s is None else time.perf_counter() - since_s
 
 
-def go_on(talk: ServerExchange, lines: Sequence[ServerChannel]) -> bool:
+def go_on(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> bool:
     """Send what may be sent, take what has come; False if nothing has."""
-    for sending in talk.ready():
+    for sending in exchange.ready():
         lines[sending.server].send(sending.message, sending.answer_bytes)
     moved = False
-    for server in talk.waiting_for():
+    for server in exchange.waiting_for():
         answer = lines[server].answer()
         if answer is not None:
-            talk.take(server, answer)
+            exchange.take(server, answer)
             moved = True
     return moved

@@ -47,7 +47,7 @@ class ChiefWorker:
             parts: of checkpoints.
         """
         self.run, self.worker, self.parts, self.evaluation = run, worker, parts, evaluation
-        self.before = self.at = start.tally  # at the last progress line; when the last checkpoint was begun
+        self.before = self.at = start.counters  # at the last progress line; when the last checkpoint was begun
         self.done = start.step  # the last step for which it is known what is due
         self.evaluated, self.begun = -1, start.step  # steps
         self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
@@ -65,7 +65,7 @@ class ChiefWorker:
 
     def progress(self, state: TrainState, answer: ServerAnswer) -> RunProgress:
         """Complete what all have done their parts of; what is due. At the end nothing is: see `finish`."""
-        self.answer, step = answer, self.run.plan.step(answer.tally.examples)
+        self.answer, step = answer, self.run.plan.step(answer.counters.examples)
         if outcome := self.evaluation.conclude_if_whole(answer):
             self.result, self.evaluated = outcome.figures, self.evaluation.step
         is_saved = answer.status.save == self.number and answer.status.saved >= answer.status.alive
@@ -83,7 +83,7 @@ class ChiefWorker:
     def has_news(self) -> bool:
         """Return True if a worker has made a step since the last progress line."""
         assert self.answer is not None
-        return self.answer.tally.examples > self.before.examples
+        return self.answer.counters.examples > self.before.examples
 
     def save(self, step: int, state: TrainState) -> None:
         """Have all workers write their parts of a checkpoint.
@@ -93,7 +93,7 @@ class ChiefWorker:
                 saved elsewhere.
         """
         assert self.answer is not None
-        self.begun, self.at, home = step, self.answer.tally, self.run.saver.home
+        self.begun, self.at, home = step, self.answer.counters, self.run.saver.home
         if fate := home.fate():
             self.end_elsewhere(state, fate)
         self.states = callbacks.states(self.run.experiment.callbacks, self.run.workers.processes)
@@ -143,7 +143,7 @@ class ChiefWorker:
         """Lines of what all workers did since the last ones; the learning rate is worker 0's."""
         assert self.answer is not None
         answer, recorder, examples = self.answer, self.run.recorder, len(self.run.plan.feed.source)
-        now, alive = answer.tally, int(answer.status.alive)
+        now, alive = answer.counters, int(answer.status.alive)
         since = Counters(*(a - b for a, b in zip(now, self.before, strict=True)))
         before, self.times = self.times, answer.times
         spent = dict(zip(TimeSpent._fields, (self.times - before).T, strict=True))
@@ -188,7 +188,7 @@ class ChiefWorker:
         run, workers = self.run, self.worker.workers
         while self.is_writing or self.evaluation.is_open or self.answer.status.done < self.answer.status.alive:
             self.wait(state)
-        step = run.plan.step(self.answer.tally.examples)
+        step = run.plan.step(self.answer.counters.examples)
         if self.has_news():
             self.log(step, state)
         is_due = run.plan.timetable.between(self.done, step).evaluate or self.overdue.evaluate

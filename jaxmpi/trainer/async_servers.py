@@ -59,7 +59,7 @@ def connect(run: Run, start: Start) -> Connections:
     endpoint = None
     if 0 <= rank - first < servers:
         target = run.plan.examples(run.plan.clock.total_steps)
-        progress = GlobalProgress(workers.size, target, config.staleness, start.tally) if rank == first else None
+        progress = GlobalProgress(workers.size, target, config.staleness, start.counters) if rank == first else None
         server = open_server(layout, rank - first, rule, start.center, progress)
         endpoint = ServerEndpoint(to_center, server, range(workers.size), layout.message_bytes())
     if rank >= workers.size:
@@ -96,21 +96,21 @@ class HeartbeatMonitor:
     hosts: Sequence[str]  # by rank
     told: set[int] = field(default_factory=set)
 
-    def limit_s(self, worker: int, ledger: GlobalProgress) -> float:
+    def limit_s(self, worker: int, progress: GlobalProgress) -> float:
         """How long a worker may say nothing."""
-        if worker in ledger.absent:
+        if worker in progress.absent:
             return start_limit_s(self.stall_timeout_s)
-        has_more_to_do = worker == 0 or worker in ledger.evaluating()
+        has_more_to_do = worker == 0 or worker in progress.evaluating()
         return (self.stall_timeout_s or math.inf) * (failures.LONG if has_more_to_do else 1.0)
 
     def look(self, endpoint: ServerEndpoint, is_called_away: bool) -> None:
         """Name workers that have fallen silent, and end the job if it is to end; pass on a signal to leave."""
-        ledger = endpoint.server.ledger
-        if ledger is None:
+        progress = endpoint.server.progress
+        if progress is None:
             return
         if is_called_away:
-            ledger.leaving = 1.0
-        late = {w: s for w, s in endpoint.silent_s().items() if s > self.limit_s(w, ledger)}
+            progress.leaving = 1.0
+        late = {w: s for w, s in endpoint.silent_s().items() if s > self.limit_s(w, progress)}
         self.told &= set(late)
         if late.keys() <= self.told:
             return
@@ -122,7 +122,7 @@ class HeartbeatMonitor:
         )
         if self.on_stall == "abort":
             failures.end_job(STALLED)
-        endpoint.server.excuse(late.keys() & ledger.absent)
+        endpoint.server.excuse(late.keys() & progress.absent)
 
 
 def serve(run: Run, endpoint: ServerEndpoint, monitor: HeartbeatMonitor) -> None:

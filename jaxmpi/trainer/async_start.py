@@ -73,7 +73,7 @@ class Start:
 
     center: np.ndarray  # f32[n]
     state: TrainState
-    tally: Counters
+    counters: Counters
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     weight: float = 0.0  # of this worker in gossip
@@ -113,9 +113,11 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
         rule_state=optimizers.at_step(mine.rule_state, manifest["step"])
     )  # a new worker's is of step 0
     extra = manifest["extra"]
-    tally = extra.get("tally")
+    stored = extra.get("tally")
     # Of an older version: what it did not count begins at 0.
-    is_tally = isinstance(tally, list) and len(tally) <= len(Counters._fields) and all(type(x) is float for x in tally)
+    is_whole = (
+        isinstance(stored, list) and len(stored) <= len(Counters._fields) and all(type(x) is float for x in stored)
+    )
     most = len(Counters._fields)
-    format.undamaged(is_tally, f"{path}: tally: got {tally!r:.80}; expected at most {most} numbers: damaged")
+    format.undamaged(is_whole, f"{path}: tally: got {stored!r:.80}; expected at most {most} numbers: damaged")
     return Start(Flat.of(state.params).vector(center), mine, Counters(*extra["tally"]), manifest["step"], extra, weight)

@@ -35,7 +35,7 @@ from jaxmpi.rules.parameter_server import (
     TimeSpent,
     WorkerReport,
 )
-from jaxmpi.rules.parameter_server_transport import converse
+from jaxmpi.rules.parameter_server_transport import run_exchange
 from jaxmpi.runtime import failures, spans
 from jaxmpi.trainer.async_servers import Connections, wire_of
 from jaxmpi.trainer.async_start import Flat, Start, on_device
@@ -79,28 +79,28 @@ class Worker:
     def begin_with_all(self) -> None:
         """Say that this worker is ready, and wait until all are that live; before its first step."""
         failures.doing("start", failures.LONG)
-        self._answer(self._talk(PUSH, None, self._report({})))
+        self._answer(self._server_exchange(PUSH, None, self._report({})))
         spans.drain()  # it is no part of a step
 
     def tell(self, asks: Mapping[str, float]) -> ServerAnswer:
         """A report without an exchange."""
         begin = time.perf_counter()
-        talk = self._talk(PUSH, None, self._report(asks))
+        exchange = self._server_exchange(PUSH, None, self._report(asks))
         self.spent = self.spent.plus(TimeSpent(sync=time.perf_counter() - begin))
-        return self._answer(talk)
+        return self._answer(exchange)
 
     def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, ServerAnswer]:
         """Meet the center, and report: the state after it, and how things stand."""
         begin = time.perf_counter()
         w = self.flat.vector(self.rule.outward(state.params, state.rule_state))
-        talk = self._talk(PUSH, self.rule.send(w, self.base), self._report(asks))
-        distance = float(np.linalg.norm(w - talk.seen))
-        w, self.base = self.rule.meet(w, self.base, talk.sent, talk.seen)
+        exchange = self._server_exchange(PUSH, self.rule.send(w, self.base), self._report(asks))
+        distance = float(np.linalg.norm(w - exchange.seen))
+        w, self.base = self.rule.meet(w, self.base, exchange.sent, exchange.seen)
         state = state._replace(params=self._params(w, state))
         took_s = time.perf_counter() - begin
-        self._met(distance, talk.sent_bytes, took_s)
+        self._met(distance, exchange.sent_bytes, took_s)
         self.spent = self.spent.plus(TimeSpent(exchange=took_s - self._held_s, sync=self._held_s))
-        return state, self._answer(talk)
+        return state, self._answer(exchange)
 
     def gossip_step(self, state: TrainState) -> TrainState:
         """Merge what has arrived, then perhaps push."""
@@ -139,22 +139,22 @@ class Worker:
             return self.exchange(state, {})[0] if self.clock % self.tau else state
         state = self.gossip_step(state)
         weight = np.float32(self.gossip.weight)
-        self._talk(PUSH, np.append(weight * self.flat.vector(state.params), weight), None)
+        self._server_exchange(PUSH, np.append(weight * self.flat.vector(state.params), weight), None)
         return state
 
     def center(self) -> PyTree:
         """The center's params; in gossip the weighted mean of what workers have laid down."""
-        seen = self._talk(READ, np.empty(self.connections.layout.n, np.float32), None).seen
+        seen = self._server_exchange(READ, np.empty(self.connections.layout.n, np.float32), None).seen
         return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
 
     def post(self, values: np.ndarray) -> None:
         """Leave u8[..] at server 0, where others may fetch it, in the place of what this worker had left there."""
-        self._talk(POST, None, None, post=values)
+        self._server_exchange(POST, None, None, post=values)
 
     def fetch(self, whose: int, size_bytes: int) -> np.ndarray:
         """u8[size_bytes] that a worker has left at server 0; zeros if it has left none."""
         values = np.empty(size_bytes, np.uint8)
-        self._talk(FETCH, None, None, post=values, whose=whose)
+        self._server_exchange(FETCH, None, None, post=values, whose=whose)
         return values
 
     def write_if_asked(
@@ -176,21 +176,21 @@ class Worker:
     def close(self, is_left: bool) -> None:
         """Worker 0: all is over, or is to be gone on with later."""
         self.tell({"closing": 1.0})
-        self._talk(LEAVE if is_left else END, None, None)
+        self._server_exchange(LEAVE if is_left else END, None, None)
 
-    def _talk(
+    def _server_exchange(
         self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None, **posted: Any
     ) -> ServerExchange:
         workers = 0 if self.number else self.workers
-        talk = ServerExchange(self.connections.layout, kind, vector, report, workers, **posted)
+        exchange = ServerExchange(self.connections.layout, kind, vector, report, workers, **posted)
         with spans.span("wait", "the center"):
-            self._held_s = converse(talk, self.connections.channels)
-        return talk
+            self._held_s = run_exchange(exchange, self.connections.channels)
+        return exchange
 
-    def _answer(self, talk: ServerExchange) -> ServerAnswer:
-        assert talk.answer is not None
-        check_alive(talk.answer)
-        return talk.answer
+    def _answer(self, exchange: ServerExchange) -> ServerAnswer:
+        assert exchange.answer is not None
+        check_alive(exchange.answer)
+        return exchange.answer
 
     def _report(self, asks: Mapping[str, float]) -> list[float]:
         said = [*WorkerReport(self.clock, self.saved, self.is_done, self.evaluated, **asks), *self.new, *self.spent]

@@ -151,7 +151,7 @@ class AsynchronousWorker:
             self.worker.begin_with_all()
         self.begin_turns()
         if self.chief:
-            run.recorder.start_window(int(self.start.tally.examples))
+            run.recorder.start_window(int(self.start.counters.examples))
         return state
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -192,7 +192,7 @@ class AsynchronousWorker:
         if progress.is_over:
             worker.tracer.add(spans.drain(), worker.number, step, is_end=True)
         else:
-            now = run.plan.step(answer.tally.examples)
+            now = run.plan.step(answer.counters.examples)
             state = state._replace(rule_state=optimizers.at_step(state.rule_state, now))
             self._let_others_run(state)
         return state, progress

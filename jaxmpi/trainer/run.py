@@ -53,7 +53,7 @@ def open_saver(
 def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContextManager[str]:
     """The watchdog of these workers.
 
-    A rank that only serves gets no further, and one that dies is no reason to end: server 0's ledger shows who is late.
+    A rank that only serves gets no further, and one that dies is no reason to end: server 0 knows who is late.
     """
     if workers.apart:
         return contextlib.nullcontext("")

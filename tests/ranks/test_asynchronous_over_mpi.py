@@ -24,12 +24,12 @@ from jaxmpi.rules.parameter_server import (
     TimeSpent,
     WorkerReport,
 )
-from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint, converse
+from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint, run_exchange
 from tolerances import U
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
-pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to talk to")
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 N, ROUNDS = 300_001, 4  # floats: more messages than may be unanswered at once
 
 
@@ -63,18 +63,18 @@ def test_center_and_workers_keep_their_sum(servers, wire):
         line = ServerChannel(mpi, where)
         told = workers if RANK == 0 else 0
         for _ in range(ROUNDS):
-            talk = ServerExchange(layout, PUSH, w, None)
-            converse(talk, [line])
-            assert talk.sent_bytes >= layout.host_wire().size_bytes(N)
-            w = w - np.float32(0.5) * (talk.sent - talk.seen)
+            exchange = ServerExchange(layout, PUSH, w, None)
+            run_exchange(exchange, [line])
+            assert exchange.sent_bytes >= layout.host_wire().size_bytes(N)
+            w = w - np.float32(0.5) * (exchange.sent - exchange.seen)
         if RANK == 0:
             until(line, layout, told, lambda status: status.done == workers - 1)
-            talk = ServerExchange(layout, READ, np.empty(N, np.float32), None)
-            converse(talk, [line])
-            seen = talk.seen if wire == "32" else seen
+            exchange = ServerExchange(layout, READ, np.empty(N, np.float32), None)
+            run_exchange(exchange, [line])
+            seen = exchange.seen if wire == "32" else seen
         until(line, layout, told, lambda status: status.closing, is_done=1, closing=float(RANK == 0))
         if RANK == 0:
-            converse(ServerExchange(layout, END, None, None), [line])
+            run_exchange(ServerExchange(layout, END, None, None), [line])
     if thread:
         thread.join(30)
         assert not thread.is_alive()
@@ -92,10 +92,12 @@ def elastic(center, sent, seen):
 def until(line, layout, told, holds, **report) -> None:
     """Report until the status say so; nobody speaks any more after hearing the end. Worker 0 is told all times."""
     while True:
-        talk = ServerExchange(layout, PUSH, None, [*WorkerReport(ROUNDS, 0, **report), *Counters(), *TimeSpent()], told)
-        converse(talk, [line])
-        assert talk.answer
-        if holds(talk.answer.status):
+        exchange = ServerExchange(
+            layout, PUSH, None, [*WorkerReport(ROUNDS, 0, **report), *Counters(), *TimeSpent()], told
+        )
+        run_exchange(exchange, [line])
+        assert exchange.answer
+        if holds(exchange.answer.status):
             return
         time.sleep(0.005)
 
