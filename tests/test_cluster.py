@@ -118,9 +118,9 @@ x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
 # A tree in NumPy takes a power of two of them.
 NAMES = ["ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "hier-asa:16", "hier-asa:32"]
 NAMES += ["tree:32", "tree:16", "hier-tree:16", "color4:32", "color3:16", "pipering:8", "hier-color2:16"]
-carried, of_thread = {}, comm_thread_calls.why_not
+carried, of_thread = {}, comm_thread_calls.unavailable_reason
 for is_carried in (True, False):
-    comm_thread_calls.why_not = of_thread if is_carried else lambda *args: "asked for"
+    comm_thread_calls.unavailable_reason = of_thread if is_carried else lambda *args: "asked for"
     for strategy in NAMES:
         total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())

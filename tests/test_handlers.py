@@ -44,10 +44,10 @@ def form(request, monkeypatch) -> Iterator[str]:
     """Both ways from a program to Python."""
     if request.param == "io_callback":
         monkeypatch.setenv("JAXMPI_FFI", "off")
-    host_callbacks.why_not.cache_clear()
-    assert host_callbacks.why_not() == {"ffi": "", "io_callback": "JAXMPI_FFI is off"}[request.param]
+    host_callbacks.unavailable_reason.cache_clear()
+    assert host_callbacks.unavailable_reason() == {"ffi": None, "io_callback": "JAXMPI_FFI is off"}[request.param]
     yield request.param
-    host_callbacks.why_not.cache_clear()
+    host_callbacks.unavailable_reason.cache_clear()
 
 
 def copy(operands, results):
@@ -282,10 +282,10 @@ def test_calls_work_outside_jit_and_ahead_of_time(marks):
 
 
 def test_the_first_name_may_be_registered_while_a_program_is_traced(python):
-    host_callbacks.why_not.cache_clear()
+    host_callbacks.unavailable_reason.cache_clear()
     step = jax.jit(lambda x: python(copy)([x + 1], [x])[0])
     assert step(jnp.arange(3.0)).tolist() == [1, 2, 3]
-    assert host_callbacks.why_not() == ""
+    assert host_callbacks.unavailable_reason() is None
 
 
 def test_neither_vmap_nor_grad_is_offered(marks):

@@ -23,7 +23,9 @@ def step(state, x):
     return {"p": doubled + x}, x.sum()
 
 
-@pytest.mark.skipif(bool(host_callbacks.why_not()), reason=f"no handlers here: {host_callbacks.why_not()}")
+@pytest.mark.skipif(
+    bool(host_callbacks.unavailable_reason()), reason=f"no handlers here: {host_callbacks.unavailable_reason()}"
+)
 def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
     """Its first state comes from elsewhere, the others from itself."""
     host_callbacks.register(NAME, double)

@@ -65,8 +65,8 @@ def distributed(name: str, config: Optim, lr: float, *, average_momentum: bool =
             seen.append((op, tree))
             return exchange(tree, op=op, comm=comm)
 
-        exchanged = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
-        rule = registry.build(rule_config, tx, exchanged, optimizer=config.name, linear=is_linear(config, tx, {}))
+        means_and_sums = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
+        rule = registry.build(rule_config, tx, means_and_sums, optimizer=config.name, linear=is_linear(config, tx, {}))
         params, state = rule.update({"w": gradient(params["w"], curvature, center)}, state, params)
         ops.extend(op for op, _ in seen)
         return params, state, [tree for _, tree in seen]
@@ -229,9 +229,9 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
     config = Optim(name=optimizer_name, weight_decay=0.01)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
     share = functools.partial(exchange, comm=SoloComm())
-    exchanged = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
+    means_and_sums = base.Exchange(functools.partial(share, op="mean"), functools.partial(share, op="sum"))
     rule = registry.build(
-        RuleConfig(name, force=True), tx, exchanged, optimizer=config.name, linear=is_linear(config, tx, {})
+        RuleConfig(name, force=True), tx, means_and_sums, optimizer=config.name, linear=is_linear(config, tx, {})
     )
     apply = jax.jit(optax.apply_updates)
 
@@ -264,18 +264,18 @@ def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
 
 
 def build(name: str, config: Optim, force: bool = False) -> base.Rule:
-    exchanged = base.Exchange(lambda tree: tree, lambda tree: tree)
+    means_and_sums = base.Exchange(lambda tree: tree, lambda tree: tree)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
     return registry.build(
-        RuleConfig(name, force=force), tx, exchanged, optimizer=config.name, linear=is_linear(config, tx, {})
+        RuleConfig(name, force=force), tx, means_and_sums, optimizer=config.name, linear=is_linear(config, tx, {})
     )
 
 
 def test_compressors_are_for_gradients():
-    exchanged = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
+    means_and_sums = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
     for name in ("subgd", "awagd"):
         with pytest.raises(UsageError, match=f"rule '{name}' exchanges no gradients, which compressors and "):
-            registry.build(RuleConfig(name), optax.sgd(ETA), exchanged, optimizer="sgd", linear=True)
+            registry.build(RuleConfig(name), optax.sgd(ETA), means_and_sums, optimizer="sgd", linear=True)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,11 @@ class Choice(NamedTuple):
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
         if what == TRACED and isinstance(self.comm, MpiComm):
-            options |= {"at": callers(), "columns": columns(), "compares its calls": not host_callbacks.why_not()}
+            options |= {
+                "at": callers(),
+                "columns": columns(),
+                "compares its calls": not host_callbacks.unavailable_reason(),
+            }
         return fingerprint(what, {**options, "leaf": signature(tree)})
 
     def what(self, leaves: Sequence[Any]) -> str:

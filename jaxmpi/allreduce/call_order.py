@@ -35,7 +35,7 @@ def number_of(comm: Comm, what: str) -> int | None:
         comm: who exchanges.
         what: is exchanged, for messages.
     """
-    if not isinstance(comm, MpiComm) or comm.size == 1 or host_callbacks.why_not():
+    if not isinstance(comm, MpiComm) or comm.size == 1 or host_callbacks.unavailable_reason():
         return None
     return comparison_of(comm).number(what)
 

@@ -42,7 +42,7 @@ PATIENT_S = 0.5  # without a message before a rank looks whether another has giv
 
 @dataclass(eq=False)
 class PendingExchange:
-    """A bucket on its way."""
+    """A bucket that is being exchanged, or a started operation."""
 
     label: str
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed

@@ -19,8 +19,8 @@ from jaxmpi.runtime import host_callbacks
 TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
-def why_not(strategy: str, comm: Comm) -> str:
-    """Why an exchange cannot run beside a program; empty if it can. The same on all ranks."""
+def unavailable_reason(strategy: str, comm: Comm) -> str | None:
+    """Why an exchange cannot run beside a program; None if it can. The same on all ranks."""
     if comm.size == 1:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):
@@ -38,7 +38,7 @@ def why_not(strategy: str, comm: Comm) -> str:
         )
     if not comm.processes.may_overlap:
         return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
-    return host_callbacks.why_not()
+    return host_callbacks.unavailable_reason()
 
 
 class Calls(NamedTuple):

@@ -41,7 +41,7 @@ def is_carried(name: str, comm: Comm) -> bool:
     From GPUs it may take longer: nobody has measured that.
     """
     is_far = isinstance(comm, MpiComm) and comm is world() and len(set(comm.hosts)) > 1
-    return is_far and not (comm_thread_calls.why_not(name, comm) or host_callbacks.why_copies())
+    return is_far and not (comm_thread_calls.unavailable_reason(name, comm) or host_callbacks.why_copies())
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:

@@ -27,7 +27,7 @@ from jaxmpi.allreduce.api import (
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, fuse, split_all
 from jaxmpi.allreduce.call_order import callers
-from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, why_not
+from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, unavailable_reason
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, LATE, OPEN, SEND
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
@@ -68,7 +68,7 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
         UsageError: on or delayed, if it cannot be; or an unknown value.
     """
     lookup(OVERLAPS, asked, "exchange.overlap")
-    reason = unfit or why_not(strategy, comm)
+    reason = unfit or unavailable_reason(strategy, comm)
     must = (asked in ("on", "delayed") and comm.size > 1) or (asked == "delayed" and unfit)
     check(not (must and reason), f"exchange.overlap: got {asked}, but {reason}; use off or auto")
     if asked == "delayed":
@@ -131,7 +131,7 @@ def chosen_for(
     check_strategy(strategy)
     check_leaves(tree)
     workers = workers_of(comm)
-    reason = why_not("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
+    reason = unavailable_reason("asa:32" if is_auto(strategy) else strategy, workers) if workers.size > 1 else ""
     check(not reason, f"this exchange cannot run beside a program: {reason}; use jaxmpi.exchange")
     check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
     if is_auto(strategy):

@@ -125,7 +125,7 @@ def measure_case(
 
 
 class ContenderMeasurement(NamedTuple):
-    """One contender in one round, on this rank."""
+    """Measurement of one contender in one round, on this rank."""
 
     seconds: float
     sent: float  # bytes that this host's cards sent, an exchange

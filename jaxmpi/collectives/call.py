@@ -16,7 +16,7 @@ NOBODY = -1  # as source or destination: nothing is received from there, nothing
 
 @dataclass(frozen=True, kw_only=True)
 class MpiCall:
-    """A call in a program; ranks give the same but for shapes, source, dest, tags and status."""
+    """An MPI call in a program; ranks give the same but for shapes, source, dest, tags and status."""
 
     operation: str
     comm: MpiComm

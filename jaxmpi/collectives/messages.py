@@ -48,7 +48,7 @@ Requests = list[Any]  # of mpi4py
 
 def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's other calls of MPI."""
-    if host_callbacks.why_not():
+    if host_callbacks.unavailable_reason():
         return _by_mpi4jax(call, *operands)
     results = [like(operands[-1])] if call.operation != "send" else []
     sent = operands[:1] if call.operation != "recv" else ()

@@ -141,7 +141,9 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle:
     what = what_of(call, ctx.avals_in)
     check(handle.is_waited, f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
     check_counts(call, ctx.avals_in)
-    reason = host_callbacks.why_not() or ("" if call.comm.processes.may_overlap else "MPI has no MPI_THREAD_MULTIPLE")
+    reason = host_callbacks.unavailable_reason() or (
+        "" if call.comm.processes.may_overlap else "MPI has no MPI_THREAD_MULTIPLE"
+    )
     check(not reason, f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
     _registered()
     if not row_of(call).is_message:

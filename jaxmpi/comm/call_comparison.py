@@ -78,7 +78,7 @@ class CallComparison:
             host_callbacks.register(name, function, ends_job=True)
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
-        comm.processes.roll.turn = self
+        comm.processes.roll.lookup = self
         before_mpi_ends(_let_programs_end)
 
     def _give_first_turn(self) -> bool:

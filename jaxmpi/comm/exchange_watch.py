@@ -42,7 +42,7 @@ EXCHANGE_TIMEOUT = "JAXMPI_EXCHANGE_TIMEOUT_S"
 
 
 class CallId(NamedTuple):
-    """A call that ranks make together."""
+    """Numbers by which ranks know a call that they make together."""
 
     number: int  # of an exchange in programs, or of the ranks that meet, else 0
     count: int  # how many of its way this process has begun; of meetings: with these ranks
@@ -76,7 +76,7 @@ def _must(wait: Wait) -> str:
 
 
 class ExchangeLookup(Protocol):
-    """Exchange that this process's programs are in, as far as they leave messages to their own process."""
+    """Lookup of the exchanges that this process's programs are in, by messages to their own process."""
 
     def peek(self, tag: int) -> CallId | None:
         """The message under a tag, which stays where it is."""
@@ -104,7 +104,7 @@ class Roll:
         self.meetings: Counter[int] = Counter()  # by the number of the ranks that meet
         self.may_watch = may_watch
         self.waits: set[Wait] = set()  # of Python
-        self.turn: ExchangeLookup | None = None
+        self.lookup: ExchangeLookup | None = None
         self.held: Wait | None = None  # of a program
         self.waiting_ranks: dict[tuple[int, int], CallId] = {}  # by way and rank, where it last said that it waits
         self.places: dict[int, str] = {}  # by rank, where it said that it is
@@ -179,12 +179,12 @@ class Roll:
 
     def _held(self) -> Wait | None:
         """The wait in which this process's program is; the same one as long as it is in that."""
-        call = self.turn.peek(HELD) if self.turn else None
-        if call is None or self.turn is None:
+        call = self.lookup.peek(HELD) if self.lookup else None
+        if call is None or self.lookup is None:
             return None
         if self.held and self.held.call == call:
             return self.held
-        what = self.turn.text(call.number)
+        what = self.lookup.text(call.number)
         return Wait(way=COMPARED, call=call, what=what, limit_s=TIMEOUT_S, partners=self.others)
 
     def _judge(self, wait: Wait, waited_s: float) -> None:
@@ -216,8 +216,8 @@ class Roll:
         """Raise `UsageError` if another rank waits in another exchange."""
         others = {rank: self.waiting_ranks.get((COMPARED, rank)) for rank in self.others}
         calls = {self.rank: wait.call} | {r: call for r, call in others.items() if call and call[1] == wait.call.count}
-        if self.turn and len(set(calls.values())) > 1:
-            named = {self.numbers[rank]: self.turn.text(call.number) for rank, call in calls.items()}
+        if self.lookup and len(set(calls.values())) > 1:
+            named = {self.numbers[rank]: self.lookup.text(call.number) for rank, call in calls.items()}
             raise UsageError(different_calls(named))
 
     def _check_ended(self, wait: Wait, absent: Sequence[int]) -> None:
@@ -254,10 +254,10 @@ class Roll:
         Raises:
             TrainingError: the other exchange has not ended within the time limit.
         """
-        if wait.way != COMPARED or not self.turn or not (waits := self.turn.peek(WAITS)):
+        if wait.way != COMPARED or not self.lookup or not (waits := self.lookup.peek(WAITS)):
             return ""
         why = (
-            f"{self.turn.text(waits.number)} waits for {wait.what}, which has begun in this process and not ended; "
+            f"{self.lookup.text(waits.number)} waits for {wait.what}, which has begun in this process and not ended; "
             "if its program has failed, or a callback in it exchanges, it never will"
         )
         if waited_s > SAID_AFTER_S + TIMEOUT_S:
@@ -300,8 +300,8 @@ class Roll:
 
     def _say_ended(self) -> None:
         """Tell those that wait how often this rank has come to each way."""
-        if self._to_answer and self.turn:
-            calls = [call for tag in (FREE, HELD) if (call := self.turn.peek(tag))]
+        if self._to_answer and self.lookup:
+            calls = [call for tag in (FREE, HELD) if (call := self.lookup.peek(tag))]
             self.counts[COMPARED] = max((call.count for call in calls), default=np.iinfo(np.int32).max)
         for rank in self._to_answer:
             self._send(rank, ENDED, np.array(self.counts, np.int32))
@@ -309,7 +309,7 @@ class Roll:
 
 
 class AbsentRankMonitor:
-    """The thread, which looks at all communicators of this process."""
+    """Thread that names absent ranks, for which a communicator of this process waits."""
 
     def __init__(self) -> None:
         """Nothing to look at yet."""

@@ -198,9 +198,8 @@ def map_together(host: HostProcesses, make: Callable[[], SharedMemoryFile]) -> t
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
     """
     host.host_barrier()  # all are here, so the file's name lasts for a moment only
-    made = SharedMemoryFile(
-        *host.bcast_from_host_leader(make)
-    )  # forked workers' lines carry JSON, in which a tuple is a list
+    # Forked workers' lines carry JSON, in which a tuple is a list.
+    made = SharedMemoryFile(*host.bcast_from_host_leader(make))
     check(bool(made.path), made.trouble)
     try:
         try:

@@ -37,7 +37,7 @@ class LabeledImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ExampleReader:
-    """Shared by loaders, so it holds no state."""
+    """Reader of one example as a row of a batch. Shared by loaders, so it holds no state."""
 
     source: Source
     augment: Augment

@@ -61,7 +61,7 @@ SHOWN = 20  # damaged records that are named
 
 @dataclasses.dataclass(frozen=True)
 class PackingOptions:
-    """Treatment of the images."""
+    """Treatment of the images, the size of a shard, and what an error does."""
 
     resize: int = 0  # px: shorter side; 0 keeps the size
     quality: int = 90  # of images that are compressed anew: JPEG 1 to 100, or 0 for PNG

@@ -114,7 +114,7 @@ class ForkComm(SoloComm):
 
 
 class SharedMemoryAllgather:
-    """Every worker's bytes by way of shared memory, in pieces that a row has room for."""
+    """Allgather of bytes through shared memory, in pieces that a row has room for."""
 
     def __init__(self, board: Board, rows: np.ndarray) -> None:
         """Take who waits for whom, and u8[2, workers, n] of shared memory."""

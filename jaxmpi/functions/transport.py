@@ -159,7 +159,7 @@ def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
 
 
 class StoppedWorkerMonitor:
-    """The master's watch over stopped workers: it names one that is, and ends it after the time limit.
+    """The master's monitor of stopped workers: it names one that is, and ends it after the time limit.
 
     One that computes is not stopped, however long that takes. Looks are counted, not the clock: if the master is
     stopped as well, as by Ctrl-Z, nobody is late.
@@ -365,10 +365,9 @@ class SocketTransport:
             rank: Watched(self.name(rank), job.pid, functools.partial(is_stopped, job.pid))
             for rank, job in jobs.items()
         }
-        self.watch = StoppedWorkerMonitor(
-            workers, lambda rank: jobs[rank].kill()
-        )  # whoever waits for it learns of its end
-        self.stop_watching = every(WATCH_S, self.watch.look) if jobs else lambda: None
+        # Killing is enough: whoever waits for the worker learns of its end.
+        self.monitor = StoppedWorkerMonitor(workers, lambda rank: jobs[rank].kill())
+        self.stop_watching = every(WATCH_S, self.monitor.look) if jobs else lambda: None
 
     def name(self, rank: int) -> str:
         """Name of a worker, for messages."""
@@ -402,7 +401,7 @@ class SocketTransport:
         except subprocess.TimeoutExpired:
             return WorkerDied(f"worker {rank} of {self.size} no longer answers")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if self.watch.has_ended(rank):
+        if self.monitor.has_ended(rank):
             how += f", having been stopped for {TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
         return WorkerDied(
             f"{self.name(rank)} has ended: {how}. What the workers held is gone: jaxmpi.close(), then jaxmpi.fork() "

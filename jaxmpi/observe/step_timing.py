@@ -63,8 +63,8 @@ class Window(NamedTuple):
     probed_s: float = 0.0  # their median beside the last steps without exchange; 0 if there were none
 
 
-class Lone(NamedTuple):
-    """Steps without exchange of one phase of a run."""
+class ComputeOnlyTimes(NamedTuple):
+    """Times of steps without exchange, of one phase of a run."""
 
     seconds: tuple[float, ...] = ()  # of the last SAMPLES of them
     step_s: float = 0.0  # of the steps with exchange beside them
@@ -80,7 +80,7 @@ class StepTimer:
             to_device: copies a batch to a device with memory of its own; None if there is none.
         """
         self.has_exchange, self.to_device = workers > 1, to_device
-        self._lone = Lone()
+        self._compute_only = ComputeOnlyTimes()
         self._durations_s: tuple[float, ...] = ()  # of the last steps, of earlier windows, too
         self._rows: list[StepTimes] = []
         self._noted: list[Span] = []  # of a long window
@@ -148,20 +148,20 @@ class StepTimer:
         """End a window; called in a pause."""
         rows, self._rows = self._rows, []
         noted, self._noted = self._noted + spans.drain(), []
-        lone_s = median_of(self._lone.seconds) if self._lone.seconds else None
-        window = taken_apart(rows, self._step_s, lone_s, self.has_exchange, noted)
+        compute_only_s = median_of(self._compute_only.seconds) if self._compute_only.seconds else None
+        window = taken_apart(rows, self._step_s, compute_only_s, self.has_exchange, noted)
         self._durations_s = (*self._durations_s, *window.durations_s)[-NEIGHBOURS:]
-        return window._replace(durations_s=self._durations_s, probed_s=self._lone.step_s)
+        return window._replace(durations_s=self._durations_s, probed_s=self._compute_only.step_s)
 
-    def lone(self, seconds: Sequence[float], is_new_phase: bool) -> None:
+    def add_compute_only(self, seconds: Sequence[float], is_new_phase: bool) -> None:
         """Add durations of steps without exchange, which follow the last window.
 
         Args:
             seconds: of each.
             is_new_phase: those before are of steps that took another time.
         """
-        before = () if is_new_phase else self._lone.seconds
-        self._lone = Lone((*before, *seconds)[-SAMPLES:], median_of(self._durations_s))
+        before = () if is_new_phase else self._compute_only.seconds
+        self._compute_only = ComputeOnlyTimes((*before, *seconds)[-SAMPLES:], median_of(self._durations_s))
 
     def restart(self) -> None:
         """Discard the time since the pause, which was not training."""
@@ -169,18 +169,18 @@ class StepTimer:
 
 
 def taken_apart(
-    rows: Sequence[StepTimes], step_s: float | None, lone_s: float | None, has_exchange: bool, noted: list[Span]
+    rows: Sequence[StepTimes], step_s: float | None, compute_only_s: float | None, has_exchange: bool, noted: list[Span]
 ) -> Window:
     """Split the time of these iterations into idle, busy and waiting seconds.
 
     Args:
         step_s: duration of a step, if known; gives the end of a step that ended while the loop waited.
-        lone_s: duration of a step without exchange, if known.
+        compute_only_s: duration of a step without exchange, if known.
         noted: spans of data and of buckets.
     """
     waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
-    source = 0 if not has_exchange else 3 if waits else 1 if lone_s is None else 2
+    source = 0 if not has_exchange else 3 if waits else 1 if compute_only_s is None else 2
     each, ends = [], ends_of(rows, step_s)
     pieces = [
         # Its own step has ended, too, if the end of that is known to lie before the row's.
@@ -194,7 +194,11 @@ def taken_apart(
         idle_s = max(0.0, row.start_s - ended_s)
         busy_s = row.end_s - row.begin_s - idle_s
         mine = inside(waits, row.begin_s, row.end_s) if waits else []
-        out = min(length(mine), busy_s) if source == 3 else max(0.0, device_s - (lone_s or device_s)) * (source == 2)
+        out = (
+            min(length(mine), busy_s)
+            if source == 3
+            else max(0.0, device_s - (compute_only_s or device_s)) * (source == 2)
+        )
         each.append((data, transfer, busy_s - out, out, 0.0, idle_s - data - transfer + row.gap_s))
         noted += compute_spans(own, mine)
     spent = np.array(each).reshape(-1, len(LOCAL))
@@ -300,27 +304,27 @@ class ComputeOnlyProbe:
     make one at the same time, since ranks that share cores would otherwise be faster without each other.
     """
 
-    def __init__(self, lone: ComputeOnlyStep | None, start: int, every: int, log_every: int) -> None:
+    def __init__(self, compute_only: ComputeOnlyStep | None, start: int, every: int, log_every: int) -> None:
         """Plan for a run that begins after step `start`.
 
         Args:
-            lone: the step to time; None: never.
+            compute_only: the step to time; None: never.
             every: steps between two probes, less at first; 0: never.
             log_every: steps between two progress lines.
         """
-        self.lone, self.every, self.gap = lone, every, min(every, FIRST_GAP * log_every)
+        self.compute_only, self.every, self.gap = compute_only, every, min(every, FIRST_GAP * log_every)
         self.due, self.soonest = float("inf"), float("inf")  # the next one, and the next if steps take another time
-        if lone is not None and every:
-            self.due = start + (min(every, log_every + 1) if lone.is_compiled else every)
+        if compute_only is not None and every:
+            self.due = start + (min(every, log_every + 1) if compute_only.is_compiled else every)
             self.soonest = self.due
 
     def now(self, anatomy: StepTimer, step: int, source: str, state: PyTree, batch: PyTree) -> None:
         """Time some if they are due; `source` is the last source of the time of exchanges, the same on all ranks."""
         is_new_phase = source == "unknown"
         is_due = step >= (self.soonest if is_new_phase else self.due)
-        if self.lone is not None and is_due and source in ("unknown", "estimated"):
+        if self.compute_only is not None and is_due and source in ("unknown", "estimated"):
             count = SAMPLES if is_new_phase else 1
-            anatomy.lone(self.lone.seconds(state, batch, count), is_new_phase)
+            anatomy.add_compute_only(self.compute_only.seconds(state, batch, count), is_new_phase)
             anatomy.restart()
             self.due, self.soonest = step + self.gap, step + min(self.gap, -(-self.every // 4))
             self.gap = min(self.every, 2 * self.gap)

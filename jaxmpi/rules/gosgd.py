@@ -40,7 +40,7 @@ def check_gossip(config: RuleConfig, workers: int) -> None:
 
 
 class ScheduledPush(NamedTuple):
-    """One worker's push to another."""
+    """A push that one worker is to send to another."""
 
     to: int
     share: float  # alpha_s

@@ -119,7 +119,7 @@ class WorkerReport(NamedTuple):
 
 
 class GlobalStatus(NamedTuple):
-    """Server 0's answer to a report."""
+    """State of the run in server 0's answer."""
 
     stop: float  # 1: enough examples have been seen; 2: the run is to be left and resumed later
     save: float  # the checkpoint that all are to write
@@ -132,7 +132,7 @@ class GlobalStatus(NamedTuple):
 
 
 class ServerAnswer(NamedTuple):
-    """An answer to a report."""
+    """Server 0's answer to a worker's report."""
 
     status: GlobalStatus
     counters: Counters  # of all workers

@@ -280,7 +280,7 @@ def number(text: str, key: str, value: str) -> int:
 
 
 class RequestedFaults:
-    """The faults of this rank, and how often each has been."""
+    """The requested faults of this rank, and how often each has happened."""
 
     def __init__(self, faults: Sequence[tuple[int, Fault]], folder: Path) -> None:
         """Args: `faults` with their place on the command line; `folder` that remembers, over restarts."""

@@ -212,7 +212,7 @@ def register(name: str, function: Function, ends_job: bool = False) -> None:
     _functions[name] = function
     if ends_job:
         _ending.add(name)
-    why_not()  # XLA knows the handler from now on: a program from the cache need not be traced here
+    unavailable_reason()  # XLA knows the handler from now on: a program from the cache need not be traced here
 
 
 def _end_job_if_asked(name: str, error: BaseException) -> None:
@@ -280,7 +280,7 @@ def call(
     """
     constants = tuple(sorted({**attributes, "name": name}.items()))
     like = tuple(ShapedArray(r.shape, r.dtype) for r in results)
-    if why_not():
+    if unavailable_reason():
         return _by_callback(name, operands, results, attributes)
     return _python_p.bind(*operands, results=like, in_place=tuple(in_place), effect=effect, constants=constants)
 
@@ -466,12 +466,12 @@ def _told(error: BaseException) -> str:
 
 def why_copies() -> str:
     """Why functions do not see XLA's own buffers; empty if they do."""
-    return why_not() or ("arrays of a GPU are copied to the host" if jax.default_backend() != "cpu" else "")
+    return unavailable_reason() or ("arrays of a GPU are copied to the host" if jax.default_backend() != "cpu" else "")
 
 
 @functools.cache
-def why_not() -> str:
-    """Why calls go through `io_callback`; empty if the handler works, as a tiny program shows once a process.
+def unavailable_reason() -> str | None:
+    """Why calls go through `io_callback`; None if the handler works, as a tiny program shows once a process.
 
     JAXMPI_FFI=off asks for `io_callback`.
     """
@@ -490,7 +490,7 @@ def why_not() -> str:
         if launchers.my_rank() == 0:
             print(f"jaxmpi: Python in programs goes through io_callback, with copies: {reason}", file=sys.stderr)
         return reason
-    return ""
+    return None
 
 
 def _probe() -> None:

@@ -250,7 +250,7 @@ class Functions(NamedTuple):
     ahead: Ahead
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # what `auto` came to, for the log
-    lone: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
+    compute_only: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
     settled: Callable[[TrainState], TrainState] = lambda state: state  # whose params are whole, for those who look
 
     @property
@@ -446,9 +446,9 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     made = partial(Functions, predict=predict, strategy=strategy, flops=flops)
     if is_split(experiment, workers) and not is_beside:
         keep_operands = partial(jit_kept, once) if keeps else once
-        mute = base.NoExchange()
+        no_exchange = base.NoExchange()
         exchange_now = exchange_of(False)
-        rule = build_rule(experiment, plan, workers, mute.of(exchange_now._replace(jit=keep_operands)))
+        rule = build_rule(experiment, plan, workers, no_exchange.of(exchange_now._replace(jit=keep_operands)))
         gradients = order.of(gradients, flops.count)
         if is_early:
             assert isinstance(workers.comm, RankComm)
@@ -469,7 +469,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
             fingerprints=fingerprints_by(once, workers),
             form=f"split form: {jits} are jits of their own{each}; {why}",
             ahead=Ahead(partial(compiled_gradients, differentiated), False),
-            lone=None if is_early else ComputeOnlyStep(mute.during(step), True),
+            compute_only=None if is_early else ComputeOnlyStep(no_exchange.during(step), True),
         )
     gradients = steps.in_place(gradients) if workers.comm.size == 1 else gradients  # no exchange is to begin early
     rule = build_rule(experiment, plan, workers, exchange_of(is_beside))
@@ -486,11 +486,11 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
             mean_state,
             once(eval_params) if is_beside and rule.sharding and rule.eval_params else eval_params,
         )
-        lone, form = None if is_beside else ComputeOnlyStep(jax.jit(quiet), False), "one jit"
+        compute_only, form = None if is_beside else ComputeOnlyStep(jax.jit(quiet), False), "one jit"
     else:
         jitted = over(step, donate_argnums=(0,))
         each, mean, params = over, over(mean_state), over(eval_params)
-        lone, form = ComputeOnlyStep(over(quiet), False), f"one jit over {workers.size} devices"
+        compute_only, form = ComputeOnlyStep(over(quiet), False), f"one jit over {workers.size} devices"
     functions = made(
         rule=rule,
         train_step=jitted,
@@ -500,7 +500,7 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
         fingerprints=fingerprints_by(each, workers),
         form=f"fused form: {form}; {why}",
         ahead=Ahead(partial(compiled_step, jitted), True),
-        lone=lone,
+        compute_only=compute_only,
     )
     if not is_late:
         return functions
@@ -698,13 +698,13 @@ def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -
             return "batch statistics are synchronised in the program that would scatter gradients"
         if deal_of(experiment, plan, workers):
             return f"optimizer {experiment.optim.name} takes whole tensors, of which gradients are dealt together"
-        return host_callbacks.why_not()
+        return host_callbacks.unavailable_reason() or ""
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not (halves and halves.on_host):
         return f"the halves of {algorithm} do not run beside a program, as those of asa and ring do"
     if experiment.batch_statistics == "synchronised":
         return "batch statistics are synchronised in the program that slices would travel beside"
-    return comm_thread_calls.why_not(f"{algorithm}:{asked.gather_wire}", workers.comm)
+    return comm_thread_calls.unavailable_reason(f"{algorithm}:{asked.gather_wire}", workers.comm) or ""
 
 
 def own_state(tree: PyTree) -> PyTree:

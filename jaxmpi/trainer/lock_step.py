@@ -57,8 +57,8 @@ class LockStep:
         with phases.phase("comparing the params of all workers"):
             self.compare(position.step, position.state)  # what must be compiled for it is so from now on
         run.recorder.start_window(run.plan.examples(position.step))
-        lone, config = run.functions.lone if run.functions.exchanges else None, run.experiment
-        self._probe = ComputeOnlyProbe(lone, self.start, config.compute_only_every, config.log_every)
+        compute_only, config = run.functions.compute_only if run.functions.exchanges else None, run.experiment
+        self._probe = ComputeOnlyProbe(compute_only, self.start, config.compute_only_every, config.log_every)
         return position.state
 
     def batches(self) -> Generator[Batch, None, None]:

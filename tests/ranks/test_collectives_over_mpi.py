@@ -245,7 +245,7 @@ def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
 
     status, left, right = MPI.Status(), (RANK - 1) % SIZE, (RANK + 1) % SIZE
     monkeypatch.setenv("JAXMPI_FFI", "off")
-    host_callbacks.why_not.cache_clear()
+    host_callbacks.unavailable_reason.cache_clear()
     try:
         for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
             x = jnp.arange(3).astype(dtype) + RANK
@@ -261,7 +261,7 @@ def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
         jax.effects_barrier()
     finally:
         monkeypatch.undo()
-        host_callbacks.why_not.cache_clear()
+        host_callbacks.unavailable_reason.cache_clear()
 
 
 # ---------------------------------------------------------------- transformations
