@@ -65,6 +65,17 @@ def test_a_room_names_its_modules_and_the_rooms_that_it_imports(name):
     assert imports == f"{', '.join(most)} and {last}." if most else f"{last}."
 
 
+def test_a_class_name_exists_once():
+    """One word has one meaning: no two modules have a class of the same name."""
+    places: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{file.relative_to(PACKAGE)}:{node.lineno}")
+    assert len(places) > 300  # they are found
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_importing_the_package_loads_no_jax():
     job = run(sys.executable, "-c", "import sys, jaxmpi; print('jax' in sys.modules, 'exchange' in dir(jaxmpi))")
     assert (job.stdout.split(), job.stderr) == (["False", "True"], "")
