@@ -71,6 +71,7 @@ class Bars(NamedTuple):
     x: Quantity
     bars: Sequence[tuple[str, float, float, float]]  # name, median, quartiles
     bound: float | None = None
+    colours: int = 10  # that bars take in turn
 
     @property
     def height(self) -> float:
@@ -87,8 +88,10 @@ class Bars(NamedTuple):
             [high - middle for middle, high in zip(middles, highs, strict=True)],
         ]
         rows = range(len(names))
-        drawn = axes.barh(rows, middles, color=[colour(i) for i in rows], xerr=whiskers, capsize=3)
-        axes.bar_label(drawn, [EngFormatter(self.x.unit, places=2)(middle) for middle in middles], padding=4)
+        colours = [colour(i % self.colours) for i in rows]
+        drawn = axes.barh(rows, middles, color=colours, xerr=whiskers, capsize=3)
+        shown = EngFormatter(self.x.unit, places=2) if self.x.unit else "{:.3g}".format
+        axes.bar_label(drawn, [shown(middle) for middle in middles], padding=4)
         if self.bound is not None:
             axes.axvline(self.bound, **BOUND)
         axes.set_yticks(rows, [*map(literal, names)])
