@@ -115,11 +115,13 @@ SCENARIOS = [
     ),
     Scenario(
         ("pack",),
-        ("train: 1437 records", "validation: all is well", "2 workers", "step 3/3", "top-1"),
+        ("train: 1437 records", "validation: all is well", "2 workers", "(auto)", "step 3/3", "top-1"),
         (*TWO_RANKS, ("partition\n", "partition --train-for 3st\n")),
     ),
     Scenario(("in_memory.py", "in_memory"), ("2 workers hold 1437 examples; loss ",)),
-    Scenario(("batch_files.py",), ()),
+    Scenario(
+        ("batch_files.py", "batch_files"), ("2 workers", "step 3/3", "top-1"), (("files\n", "files --train-for 3st\n"),)
+    ),
     *(Scenario((f"{name}.py",), ("10 classes",)) for name in ("numpy_files", "parquet", "huggingface", "webdataset")),
     Scenario(("grain_maps.py",), ("100 examples",)),
     Scenario(("grain_streams.py",), ("data.train",)),
