@@ -230,22 +230,25 @@ def test_optimizers_are_optax(fields, expected):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, wanted))
 
 
-def test_clipping_is_optax_s_within_its_roundings():
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_clipping_is_optax_s_within_its_roundings(dtype):
     def both(largest: float, grads: dict) -> list[dict]:
         ways = clip_by_global_norm(largest), optax.clip_by_global_norm(largest)
         return [jax.tree.map(np.asarray, way.update(grads, way.init(grads))[0]) for way in ways]
 
     rng = np.random.default_rng(0)
-    grads = {"w": rng.standard_normal((30, 7), np.float32), "b": np.zeros(3, np.float32)}
+    grads = {"w": rng.standard_normal((30, 7), np.float32).astype(dtype), "b": np.zeros(3, dtype)}
     got, wanted = both(0.5, grads)
-    # Two operations each, in two orders, on normal numbers.
-    assert (np.abs(got["w"] - wanted["w"]) <= 4 * 2.0**-24 * np.abs(wanted["w"])).all()
+    assert got["w"].dtype == dtype
+    off = np.abs(got["w"].astype(np.float64) - wanted["w"].astype(np.float64))
+    # Two operations each, in two orders, on normal numbers; a rounding is half of eps.
+    assert (off <= 4 * float(jnp.finfo(dtype).eps) / 2 * np.abs(wanted["w"].astype(np.float64))).all()
     assert (got["b"] == 0).all()
     for kept in (100.0, np.inf):
         assert (both(kept, grads)[0]["w"] == grads["w"]).all()
     for bad in (np.nan, np.inf):
-        got, wanted = both(0.5, {"w": np.array([1.0, bad], np.float32)})
-        np.testing.assert_array_equal(got["w"], wanted["w"])
+        got, wanted = both(0.5, {"w": np.array([1.0, bad], dtype)})
+        np.testing.assert_array_equal(got["w"].astype(np.float64), wanted["w"].astype(np.float64))
 
 
 OWN = {
