@@ -293,7 +293,7 @@ def test_compressors_are_for_gradients():
 )
 def test_settings_that_a_rule_does_not_go_by_are_refused(config, message):
     with pytest.raises(UsageError, match=message):
-        registry.check_ranks(config, 4, "sgd")
+        registry.check_ranks(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_settings_that_a_rule_does_not_go_by_are_refused(config, message):
     ],
 )
 def test_settings_of_the_rule_and_defaults_are_accepted(config):
-    registry.check_ranks(config, 4, "sgd")
+    registry.check_ranks(config, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,14 +321,14 @@ class Mine(RuleConfig):
 def test_a_user_s_rule_goes_by_the_fields_that_its_class_adds_or_by_those_it_names(monkeypatch):
     row = registry.RuleSpec(lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config), "none", True, False)
     monkeypatch.setitem(registry.RULES, "mine", row)
-    registry.check_ranks(Mine(quorum=2), 4, "sgd")
+    registry.check_ranks(Mine(quorum=2), 4)
     message = "rule.tau: got 3 with rule mine.*, or use easgd .*, or add tau to `settings` of its RuleSpec"
     with pytest.raises(UsageError, match=message):
-        registry.check_ranks(Mine(tau=3), 4, "sgd")
+        registry.check_ranks(Mine(tau=3), 4)
     monkeypatch.setitem(registry.RULES, "mine", row._replace(settings=("tau",)))
-    registry.check_ranks(Mine(tau=3), 4, "sgd")
+    registry.check_ranks(Mine(tau=3), 4)
     with pytest.raises(UsageError, match=r"rule\.quorum: got 2 with rule mine, which does not go by it; leave it out$"):
-        registry.check_ranks(Mine(quorum=2), 4, "sgd")
+        registry.check_ranks(Mine(quorum=2), 4)
 
 
 def test_every_setting_is_some_rules():

@@ -17,7 +17,6 @@ import pytest
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.data import Data
-from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
@@ -25,7 +24,6 @@ from jaxmpi.data import ArraySource
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks.base import keep, kept
-from jaxmpi.rules import registry
 from jaxmpi.trainer import main, recovery
 from launching import ROOT, mpirun_line, run, small_disk
 
@@ -287,14 +285,6 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     assert (tmp_path / "record.1.jsonl").read_text() == SAVED
     with pytest.raises(UsageError, match="got resume and from_start"):
         Experiment(resume=True, from_start=True)
-
-
-def test_a_run_of_an_asynchronous_rule_is_not_continued(tmp_path):
-    for experiment in (Experiment(continue_from=str(tmp_path), rule=RuleConfig(name)) for name in ("easgd", "gosgd")):
-        with pytest.raises(UsageError, match="its workers have made different numbers of steps"):
-            run_directory.check_source(experiment, registry.is_asynchronous(experiment.rule))
-    with pytest.raises(UsageError, match="got continue_from and params; give one of them"):
-        Experiment(continue_from="a", params="b")
 
 
 def test_newer_checkpoints_than_those_that_are_there_are_lost(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import jax
@@ -19,25 +20,35 @@ from jaxmpi.runtime import host_callbacks
 TICKET = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
+class UnfitForThread(StrEnum):
+    """Why an exchange cannot run beside a program."""
+
+    NO_MPI = "workers are not MPI ranks"
+    PART = "workers are a part of the job's ranks"
+    NOT_ON_HOST = "strategy {strategy} does not run beside a program; {able} do"
+    RANKS = (
+        "strategy {strategy} is not for these ranks: hier-<cross> needs equally many on every host, tree 2, 4, 8 or "
+        "another power of two"
+    )
+    ONE_THREAD = "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
+
+
 def unavailable_reason(strategy: str, comm: Comm) -> str | None:
     """Why an exchange cannot run beside a program; None if it can. The same on all ranks."""
     if comm.size == 1:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):
-        return "workers are not MPI ranks"
+        return UnfitForThread.NO_MPI
     if comm.processes.size < world().size:
-        return "workers are a part of the job's ranks"
+        return UnfitForThread.PART
     chosen = parse(strategy)
     if not (chosen.spec.on_host and chosen.wire.on_host):
         able = ", ".join(name for name, row in STRATEGIES.items() if row.on_host)
-        return f"strategy {strategy} does not run beside a program; {able} do"
+        return UnfitForThread.NOT_ON_HOST.format(strategy=strategy, able=able)
     if not chosen.has_sum_on_host(comm.hosts):
-        return (
-            f"strategy {strategy} is not for these ranks: hier-<cross> needs equally many on every host, tree 2, 4, 8 "
-            "or another power of two"
-        )
+        return UnfitForThread.RANKS.format(strategy=strategy)
     if not comm.processes.may_overlap:
-        return "MPI gives MPI_THREAD_SERIALIZED, and two threads at once need MPI_THREAD_MULTIPLE"
+        return UnfitForThread.ONE_THREAD
     return host_callbacks.unavailable_reason()
 
 

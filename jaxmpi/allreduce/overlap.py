@@ -38,6 +38,8 @@ from jaxmpi.runtime import host_callbacks
 
 # ---------------------------------------------------------------- whether
 
+UNFIT = "exchange.overlap: got {asked}, but {reason}; use off or auto"
+
 
 def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
     """Return True if gradients are added up in shared memory beside the backward pass, and a line that says why.
@@ -50,7 +52,7 @@ def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
         UsageError: on, if it cannot be; or an unknown value.
     """
     lookup(OVERLAPS, asked, "exchange.overlap")
-    check(not (asked == "on" and unfit), f"exchange.overlap: got on, but {unfit}; use off or auto")
+    check(not (asked == "on" and unfit), UNFIT.format(asked=asked, reason=unfit))
     reason = "as set" if asked == "off" else unfit
     on = "as asked" if asked == "on" else "gradients do not exist together so"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
@@ -70,7 +72,7 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
     lookup(OVERLAPS, asked, "exchange.overlap")
     reason = unfit or unavailable_reason(strategy, comm)
     must = (asked in ("on", "delayed") and comm.size > 1) or (asked == "delayed" and unfit)
-    check(not (must and reason), f"exchange.overlap: got {asked}, but {reason}; use off or auto")
+    check(not (must and reason), UNFIT.format(asked=asked, reason=reason))
     if asked == "delayed":
         return not reason, "overlap delayed: gradients are applied one step late, which is not synchronous SGD"
     if asked == "auto" and not unfit and isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1:

@@ -380,6 +380,12 @@ def squares(slices: PyTree) -> jax.Array:
     return sum((jnp.square(x).sum() for x in jax.tree.leaves(slices)), jnp.zeros(()))
 
 
+NO_HALVES = (
+    "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
+    "{able}, or auto"
+)
+
+
 def shards_of(
     strategy: str,
     op: Op,
@@ -409,11 +415,7 @@ def shards_of(
     lookup(WIRES, gather_wire, "wire")
     able = with_halves(comm.hosts)
     halves = None if is_compressor(strategy) else parse(strategy).spec.halves
-    check(
-        halves is not None,
-        f"got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
-        f"{', '.join(able)}, or auto",
-    )
+    check(halves is not None, NO_HALVES.format(strategy=strategy, able=", ".join(able)))
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, beside)
     made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire, early=early)
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made

@@ -78,6 +78,12 @@ class SubComm:
         return self.comm.jit(function, donate_argnums)
 
 
+UNEVEN = (
+    "strategy hier-<cross>: got hosts with {counts} ranks; expected equally many on each. Start the same number of "
+    "ranks on every host, or use ring or tree"
+)
+
+
 def split_by_host(comm: Comm) -> tuple[Comm, Comm]:
     """The ranks of each host (of one host: `comm` itself), and those of equal place on all hosts, as Comms.
 
@@ -86,11 +92,7 @@ def split_by_host(comm: Comm) -> tuple[Comm, Comm]:
     """
     hosts = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     counts = [len(ranks) for ranks in hosts]
-    check(
-        len(set(counts)) == 1,
-        f"strategy hier-<cross>: got hosts with {', '.join(map(str, counts))} ranks; expected equally many on each. "
-        "Start the same number of ranks on every host, or use ring or tree",
-    )
+    check(len(set(counts)) == 1, UNEVEN.format(counts=", ".join(map(str, counts))))
     across = list(zip(*hosts, strict=True))
     inside = SubComm(comm, hosts, (0,) * counts[0]) if len(hosts) > 1 else comm
     return inside, SubComm(comm, across, tuple(range(len(hosts))))

@@ -216,20 +216,14 @@ def lost(folder: Path) -> list[Path]:
     return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
 
 
-def check_source(experiment: Experiment, is_asynchronous: bool) -> None:
+def check_source(experiment: Experiment) -> None:
     """Refuse a `continue_from` from which no new run can start.
 
     Raises:
-        UsageError: the rule is asynchronous; it is the run directory itself, or has no checkpoint; or its checkpoint
-            is of another rule or optimizer, whose state has other leaves.
+        UsageError: it is the run directory itself, or has no checkpoint; or its checkpoint is of another rule or
+            optimizer, whose state has other leaves.
     """
     source = Path(experiment.continue_from)
-    check(
-        not is_asynchronous,
-        f"continue_from: got {experiment.continue_from} with the asynchronous rule {experiment.rule.name}: its workers "
-        "have made different numbers of steps, which no single place in the data stands for; begin a new run from its "
-        "params: jaxmpi export RUN FOLDER, then --params FOLDER",
-    )
     is_same = (
         bool(experiment.run_dir)
         and source.exists()

@@ -156,12 +156,12 @@ class SoloComm:
         return jax.jit(function, donate_argnums=donate_argnums)
 
 
+ONE_HOST = "strategy shm sums in the memory of one host; got workers on {hosts} hosts: use hier-ring or asa"
+
+
 def check_one_host(hosts: Sequence[int]) -> None:
     """Refuse what only the workers of one host can do."""
-    check(
-        len(set(hosts)) == 1,
-        f"strategy shm sums in the memory of one host; got workers on {len(set(hosts))} hosts: use hier-ring or asa",
-    )
+    check(len(set(hosts)) == 1, ONE_HOST.format(hosts=len(set(hosts))))
 
 
 def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:

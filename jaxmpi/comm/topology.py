@@ -13,7 +13,6 @@ from jaxmpi.comm.control import MpiProcesses, Processes, SoloProcesses, processe
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.xla_mesh import cpu_collectives, global_mesh, local_mesh
-from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import affinity
@@ -72,19 +71,9 @@ def gather_fault_tolerant(control: MpiProcesses) -> Workers:
     return Workers(comm, control, (control.rank,), None)
 
 
-def gather_apart(servers: int, comm: str, devices: int) -> Workers:
-    """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work.
-
-    Raises:
-        UsageError: `comm` is xla, whose exchanges are between all workers at once; or several devices of a process.
-    """
+def gather_apart(servers: int) -> Workers:
+    """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work."""
     control = processes()
-    check(
-        devices == 1,
-        f"devices: got {devices} with an asynchronous rule, whose workers are processes of their own; leave it out, "
-        "and start as many ranks (mpirun -n 4, jaxmpi train -n 4)",
-    )
-    check(comm == "mpi", f"comm: got {comm} with an asynchronous rule, whose workers do not meet; take --comm mpi")
     workers = control.size - servers
     jax.devices()  # its threads are as many as cores of its share
     affinity.roam()

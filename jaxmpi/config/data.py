@@ -17,6 +17,7 @@ import tyro
 
 from jaxmpi.config import durations
 from jaxmpi.config.choices import OneOf, check_choices
+from jaxmpi.config.refusals import not_with, refuse
 from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.core.errors import check
 
@@ -28,6 +29,11 @@ MEMORY = {
 }
 _PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
+REFUSALS = not_with(
+    lambda x: x.memory != "none",
+    "data.memory {memory}, which reads no file after the start",
+    ("data.shuffle_by", "files, files-mixed", "use auto"),
+)
 
 
 @takes_old_names("data.")
@@ -87,11 +93,7 @@ class Data:
         for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
-        check(
-            not self.shuffle_by.startswith("files") or self.memory == "none",
-            f"data.shuffle_by: got {self.shuffle_by} with data.memory {self.memory}, which reads no file after the "
-            "start; use auto",
-        )
+        refuse(REFUSALS, self, "data.")
         check(self.stall_timeout_s > 0, f"data.stall_timeout_s: got {self.stall_timeout_s}; expected seconds > 0")
         for name in ("mean", "std"):
             got = len(getattr(self, name))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxmpi.config.choices import OneOf, check_choices
+from jaxmpi.config.refusals import not_with, refuse
 from jaxmpi.core.errors import check
 
 
@@ -39,6 +40,26 @@ GATHERS = {
 }
 
 
+ADD_SHARDS = "add shard_update on, or leave it out"
+REFUSALS = (
+    *not_with(
+        lambda x: x.shard_update != "on",
+        "shard_update {shard_update}, which gathers no params",
+        ("exchange.gather_wire", "below 32", ADD_SHARDS, "32".__ne__),
+    ),
+    *not_with(
+        lambda x: x.shard_update != "on" or x.gather_wire != "32",
+        "shard_update {shard_update} and gather_wire {gather_wire}",
+        ("exchange.gather", "late", "expected shard_update on, whose new params travel in 32 bits, or in-step"),
+    ),
+    *not_with(
+        lambda x: x.shard_update == "off",
+        "shard_update off, when all workers hold everything",
+        ("exchange.buddy", "above 0", ADD_SHARDS, bool),
+    ),
+)
+
+
 @dataclass(frozen=True)
 class ExchangeConfig:
     """How workers exchange, and how many bits travel."""
@@ -59,19 +80,5 @@ class ExchangeConfig:
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
         check_choices(self, "exchange.")
-        check(
-            self.gather_wire == "32" or self.shard_update == "on",
-            f"exchange.gather_wire: got {self.gather_wire} with shard_update {self.shard_update}, which gathers no "
-            "params; add shard_update on, or leave it out",
-        )
-        check(
-            self.gather == "in-step" or (self.shard_update == "on" and self.gather_wire == "32"),
-            f"exchange.gather: got {self.gather} with shard_update {self.shard_update} and gather_wire "
-            f"{self.gather_wire}; expected shard_update on, whose new params travel in 32 bits, or in-step",
-        )
         check(self.buddy >= 0, f"exchange.buddy: got {self.buddy}; expected a number of workers, 0 for no copies")
-        check(
-            not self.buddy or self.shard_update != "off",
-            f"exchange.buddy: got {self.buddy} with shard_update off, when all workers hold everything; add "
-            "shard_update on, or leave it out",
-        )
+        refuse(REFUSALS, self, "exchange.")

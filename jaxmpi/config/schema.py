@@ -16,6 +16,7 @@ from jaxmpi.config.data import Data, InPython
 from jaxmpi.config.durations import check_divides, step_range, steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.refusals import GIVE_ONE, PAIR, not_with, refuse
 from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check
@@ -57,6 +58,27 @@ PARTS: dict[str, tuple[type, str]] = {
     "rule": (RuleConfig, 'RuleConfig("awagd")'),
     "exchange": (ExchangeConfig, 'ExchangeConfig("asa16")'),
 }
+
+REFUSALS = (
+    *not_with(
+        lambda x: x.effective_batch,
+        "effective_batch {effective_batch}",
+        ("local_batch", "any", GIVE_ONE),
+        form="got {field} {got} and {words}; {instead}",
+    ),
+    *not_with(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
+    *not_with(lambda x: x.params, "params", ("continue_from", "any", GIVE_ONE), form=PAIR),
+    *not_with(
+        lambda x: x.devices > 1,
+        "{devices} devices",
+        ("step_mode", "split", "several devices of one process share one jit"),
+    ),
+    *not_with(
+        lambda x: x.comm == "xla",
+        "comm xla",
+        ("step_mode", "split", "all workers share one jit there: use auto or fused"),
+    ),
+)
 
 
 @takes_old_names()
@@ -128,12 +150,6 @@ class Experiment:
             kind = f"{type(got).__module__.partition('.')[0]}.{type(got).__name__}"
             check(isinstance(got, part), f"{name}: got a {kind}; expected jaxmpi.config.{part.__name__}: {way_out}")
         check(
-            not (self.local_batch and self.effective_batch),
-            f"got local_batch {self.local_batch} and effective_batch {self.effective_batch}; give one of them",
-        )
-        check(not (self.resume and self.from_start), "got resume and from_start; give one of them")
-        check(not (self.continue_from and self.params), "got continue_from and params; give one of them")
-        check(
             not self.run_dir.startswith("-"), f"run_dir: got {self.run_dir!r}; expected a path: write ./{self.run_dir}"
         )
         for name in ("local_batch", "effective_batch", "micro_batch", "keep_best", "recover_limit"):
@@ -151,14 +167,7 @@ class Experiment:
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
-        check(
-            self.step_mode != "split" or self.devices == 1,
-            f"step_mode: got split with {self.devices} devices; several devices of one process share one jit",
-        )
-        check(
-            self.step_mode != "split" or self.comm == "mpi",
-            "step_mode: got split with comm xla; all workers share one jit there: use auto or fused",
-        )
+        refuse(REFUSALS, self)
         for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every"):
             steps(getattr(self, name), 1, 1, 1)
         check(

@@ -119,6 +119,12 @@ class Entries(NamedTuple):
 # ---------------------------------------------------------------- what can be cut
 
 
+MIXED = (
+    "sharded: the update of {name} by this optimizer depends on other tensors (as with clipping by a global norm), or "
+    "on how many there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a clipping in the chain"
+)
+
+
 def cut_for(tx: Any, params: PyTree) -> str:
     """How an Optax transformation can be cut: `entries` if that leaves its updates what they are, else `leaves`.
 
@@ -136,11 +142,7 @@ def cut_for(tx: Any, params: PyTree) -> str:
     if not by_entry:
         return "entries"
     if name:
-        raise UsageError(
-            f"sharded: the update of {name} by this optimizer depends on other tensors (as with clipping by a global "
-            "norm), or on how many there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a "
-            "clipping in the chain"
-        )
+        raise UsageError(MIXED.format(name=name))
     return "leaves"
 
 

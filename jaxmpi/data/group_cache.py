@@ -39,6 +39,9 @@ READERS = 4  # threads: files are often on another machine
 SHARE = 0.5  # of the memory left that `auto` gives to records: the rest is the run's, and held-out examples'
 MORE = 16  # of an arena's pages one in so many is more than it needs
 MOST_BYTES = 1 << 30  # of all parts together, and of a record: their sum stays below 2^31, whatever the lengths
+TEXT = "data.memory: got partition; {source} is text, which every worker holds in memory as it is; use none"
+ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so none can be kept: use none"
+NO_GROUP = "data.group_size: got {size} with {workers}; expected one of {fits}"
 
 
 # ---------------------------------------------------------------- order and places
@@ -381,14 +384,8 @@ class MemorySource:
     in_process = True  # records come and go while it is read
 
     def __init__(self, inner: Source, data: Data) -> None:
-        check(
-            not getattr(inner, "bytes_each", 0),
-            f"data.memory: got partition; {inner.name} is text, which every worker holds in memory as it is; use none",
-        )
-        check(
-            not getattr(inner, "endless", False),
-            f"data.memory: got partition; examples of {inner.name} change by epoch, so none can be kept: use none",
-        )
+        check(not getattr(inner, "bytes_each", 0), TEXT.format(source=inner.name))
+        check(not getattr(inner, "endless", False), ENDLESS.format(source=inner.name))
         self.inner, self.data = inner, data
         self.name, self.classes = inner.name, inner.classes
         self.is_compressed = getattr(inner, "encoded", None) is not None
@@ -631,5 +628,5 @@ def check_group(group: int, workers: int, each: int = 1) -> int:
     """
     size, fits = group or workers, group_sizes(workers, each)
     of = f"{workers} workers" + f", {each} a process" * (each > 1)
-    check(size in fits, f"data.group_size: got {size} with {of}; expected one of {', '.join(map(str, fits))}")
+    check(size in fits, NO_GROUP.format(size=size, workers=of, fits=", ".join(map(str, fits))))
     return size

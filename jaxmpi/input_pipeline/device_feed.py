@@ -356,6 +356,10 @@ def fitted(model: Model, source: Source, is_train: bool) -> Model:
     return made
 
 
+NO_FILES = "data.shuffle_by: got {asked}; {source} has no files of several examples: use auto or examples"
+NO_SPANS = "data.shuffle_by: got files-mixed; {source} does not read its files in one go: use auto or files"
+
+
 def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
     """Order of files for a source whose files are read whole; None if examples are read one by one.
 
@@ -363,14 +367,8 @@ def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
         UsageError: `data.shuffle_by` wants files of a source that has none of several examples.
     """
     asked, ends, inside = data.shuffle_by, getattr(source, "file_ends", None), getattr(source, "span_ends", None)
-    check(
-        ends is not None or not asked.startswith("files"),
-        f"data.shuffle_by: got {asked}; {source.name} has no files of several examples: use auto or examples",
-    )
-    check(
-        inside is not None or asked != "files-mixed",
-        f"data.shuffle_by: got files-mixed; {source.name} does not read its files in one go: use auto or files",
-    )
+    check(ends is not None or not asked.startswith("files"), NO_FILES.format(asked=asked, source=source.name))
+    check(inside is not None or asked != "files-mixed", NO_SPANS.format(source=source.name))
     if asked == "examples":
         return None
     return ends if inside is None or asked == "files" else inside

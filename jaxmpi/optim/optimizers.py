@@ -176,17 +176,9 @@ def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:
         params: their shapes.
 
     Raises:
-        UsageError: an optimizer that can be cut in neither way, and those that can.
+        UsageError: the user's can be cut in neither way.
     """
-    if config.transform is not None:
-        return cut_for(tx, params)
-    able = [name for name, row in OPTIMIZERS.items() if row.cut]
-    check(
-        config.name in able,
-        f"exchange.shard_update: got on with optimizer {config.name}, which evaluates an average of its own; expected "
-        f"{', '.join(able)}, or off",
-    )
-    return OPTIMIZERS[config.name].cut
+    return OPTIMIZERS[config.name].cut if config.transform is None else cut_for(tx, params)
 
 
 def optimizer(config: Optim, lr: optax.Schedule) -> Transform:

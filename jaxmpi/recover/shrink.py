@@ -126,18 +126,18 @@ def shrinking(
     return made
 
 
+NEEDS = (
+    "on_rank_loss: got shrink, but this MPI ends a job with its first rank; it takes Open MPI 5 or newer, mpi4py 4, "
+    "and mpirun --with-ft ulfm, which jaxmpi train -n N adds",
+    "on_rank_loss: got shrink, but MPI gives MPI_THREAD_SERIALIZED; it takes MPI_THREAD_MULTIPLE",
+)
+
+
 def check_mpi(control: MpiProcesses) -> None:
     """Refuse an MPI, or a way to start it, that ends a job with its first rank.
 
     Raises:
         UsageError: what it takes.
     """
-    check(
-        survives_losses() and control.can_shrink(),
-        "on_rank_loss: got shrink, but this MPI ends a job with its first rank; it takes Open MPI 5 or newer, mpi4py "
-        "4, and mpirun --with-ft ulfm, which jaxmpi train -n N adds",
-    )
-    check(
-        control.may_overlap,
-        "on_rank_loss: got shrink, but MPI gives MPI_THREAD_SERIALIZED; it takes MPI_THREAD_MULTIPLE",
-    )
+    for holds, words in zip((survives_losses() and control.can_shrink(), control.may_overlap), NEEDS, strict=True):
+        check(holds, words)

@@ -110,7 +110,7 @@ def is_asynchronous(config: RuleConfig) -> bool:
     return lookup(RULES, config.name, "rule").is_asynchronous
 
 
-def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
+def check_ranks(config: RuleConfig, size: int) -> None:
     """Refuse numbers of ranks and settings with which a rule makes no sense.
 
     Raises:
@@ -128,11 +128,6 @@ def check_ranks(config: RuleConfig, size: int, optimizer: str) -> None:
         workers >= 1, f"rule.servers: got {config.servers} of {size} ranks; expected at most {size - 1}, one must train"
     )
     row.check(config, workers)
-    check(
-        not config.momentum or optimizer == "sgd",
-        f"rule.momentum: got {config.momentum} with rule {name} and optimizer {optimizer}; EAMSGD is rule easgd over "
-        "optim.name sgd, others bring a momentum of their own",
-    )
 
 
 def build(

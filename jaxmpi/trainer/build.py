@@ -30,7 +30,6 @@ from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import Shards, check_floats, shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
-from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import orbax_export, run_directory, trained
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import MpiProcesses, Processes
@@ -56,7 +55,7 @@ from jaxmpi.runtime import host_callbacks
 from jaxmpi.tasks.base import Task
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.compatibility import check_compatible
+from jaxmpi.trainer.compatibility import AVERAGES, LATE, NothingLate, UnfitForOverlap, check_compatible
 from jaxmpi.trainer.timetable import Timetable
 
 # ---------------------------------------------------------------- its plan
@@ -396,18 +395,9 @@ def can_go_on(name: str, asked: str, comm: Comm, *, shards: bool = False) -> boo
 
 
 def to_center(asked: exchange_config.ExchangeConfig) -> str:
-    """The way of params between workers and a center, in the wire that is asked for.
-
-    Raises:
-        UsageError: a strategy that is none, or keeps something back.
-    """
+    """The way of params between workers and a center, in the wire that is asked for."""
     if is_auto(asked.strategy):
         return f"root:{asked.strategy.partition(':')[2] or '32'}"
-    errors.check(
-        not compression.is_compressor(asked.strategy) and not asked.strategy.startswith("none"),
-        f"exchange.strategy: got {asked.strategy} with an asynchronous rule, which takes its wire only: give a "
-        f"strategy with one of the wires {', '.join(WIRES)}",
-    )
     return f"root:{algorithms.parse(asked.strategy).name.partition(':')[2]}"
 
 
@@ -433,10 +423,10 @@ def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan
     is_late = experiment.exchange.gather == "late" and workers.size > 1
     if is_late:
         unfit = "" if is_beside else why
-        unfit = "the ranks of the host share their params, so nothing is gathered" if shares else unfit
-        unfit = unfit or "the optimizer updates whole tensors" * bool(deal_of(experiment, plan, workers))
-        unfit = unfit or "it has not been tried on GPUs" * bool(host_callbacks.why_copies())
-        errors.check(not unfit, f"exchange.gather: got late, but {unfit}; use in-step")
+        unfit = NothingLate.SHARED if shares else unfit
+        unfit = unfit or NothingLate.WHOLE * bool(deal_of(experiment, plan, workers))
+        unfit = unfit or NothingLate.GPUS * bool(host_callbacks.why_copies())
+        errors.check(not unfit, LATE.format(reason=unfit))
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     mean_state = partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state
     exchange_of = partial(exchange_for, experiment, plan, workers, strategy, order)
@@ -672,19 +662,19 @@ def exchange_of_devices(
 def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
     """Why this step cannot hide an exchange; empty if it can."""
     if workers.devices > 1:
-        return f"the {workers.devices} devices of a process add up their gradients before it"
+        return UnfitForOverlap.DEVICES.format(devices=workers.devices)
     if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers, plan)):
         return reason
     if experiment.step_mode == "split":
-        return "the step is split (step_mode split)"
+        return UnfitForOverlap.SPLIT
     if experiment.on_rank_loss == "shrink":
-        return "a step ends before the vote on it (on_rank_loss shrink)"
+        return UnfitForOverlap.VOTES
     if registry.is_periodic(experiment.rule):
-        return f"rule {experiment.rule.name} exchanges every so many steps only, and no gradients"
+        return UnfitForOverlap.PERIODIC.format(rule=experiment.rule.name)
     if compression.is_compressor(experiment.exchange.strategy):
-        return "a compressor exchanges more than once, one after another"
+        return UnfitForOverlap.COMPRESSOR
     fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
-    return "" if fits else "gradients come to exist with the last micro-batch only"
+    return "" if fits else UnfitForOverlap.MICRO_BATCHES
 
 
 def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
@@ -695,15 +685,15 @@ def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -
     name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
     if shares_params(experiment, workers, name):
         if experiment.batch_statistics == "synchronised":
-            return "batch statistics are synchronised in the program that would scatter gradients"
+            return UnfitForOverlap.SCATTERS
         if deal_of(experiment, plan, workers):
-            return f"optimizer {experiment.optim.name} takes whole tensors, of which gradients are dealt together"
+            return UnfitForOverlap.WHOLE.format(optimizer=experiment.optim.name)
         return host_callbacks.unavailable_reason() or ""
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not (halves and halves.on_host):
-        return f"the halves of {algorithm} do not run beside a program, as those of asa and ring do"
+        return UnfitForOverlap.HALVES.format(algorithm=algorithm)
     if experiment.batch_statistics == "synchronised":
-        return "batch statistics are synchronised in the program that slices would travel beside"
+        return UnfitForOverlap.SLICES
     return comm_thread_calls.unavailable_reason(f"{algorithm}:{asked.gather_wire}", workers.comm) or ""
 
 
@@ -777,11 +767,8 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     optimizers.check_takes_gradients(experiment.optim, tx, params)
     ema, is_averaged = experiment.optim.ema, optimizers.is_averaged(tx, params)
     scalers = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
-    errors.check(
-        not (is_averaged and (ema or scalers)),
-        f"{f'optim.ema {ema}' if ema else ', '.join(scalers)}: got optimizer {experiment.optim.name}, which is "
-        "schedule-free: it evaluates an average of its own, made for one rate; leave it out",
-    )
+    beside = f"optim.ema {ema}" if ema else ", ".join(scalers)
+    errors.check(not (is_averaged and beside), AVERAGES.format(asked=beside, optimizer=experiment.optim.name))
     if scalers:
         tx = optax.chain(tx, optimizers.by_rate_factor())
     rule = registry.build(

@@ -1,38 +1,36 @@
-"""Options that do not go together, in one table: field and values, with which other options, why, and the way out.
+"""The table of options that do not go together, and its check.
 
-Pairs that only one dataclass needs to know stand in its own checks. What depends on the ranks that are there, or on the
-strategy that `auto` takes, is refused by the part that knows it. `markdown` gives the lines for docs/combining.md.
+A row has field and values, what they do not go with, why, and the way out. Rows about one dataclass stand beside it,
+and refuse when it is made. `IN_A_JOB` has the words of refusals that depend on more, such as hosts, or the strategy
+that `auto` takes. The part that knows it raises them. The tables of docs/combining.md are made of both.
 """
 
-import operator
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from enum import StrEnum
+from typing import Any
 
 import jax
 
+from jaxmpi.allreduce import comm_thread_calls, overlap, sharded, subgroups
 from jaxmpi.allreduce.compression import is_compressor
+from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.comm import base
+from jaxmpi.config import data, exchange_config, schema
 from jaxmpi.config.data import Data
-from jaxmpi.config.flags import flags
 from jaxmpi.config.optim import Optim, Schedule
+from jaxmpi.config.refusals import not_with, refuse
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import check
+from jaxmpi.core import slices
+from jaxmpi.core.errors import check, lookup
+from jaxmpi.data import group_cache
+from jaxmpi.data.sources import mixture
 from jaxmpi.data.sources.grain_streams import is_stream
-from jaxmpi.optim import optimizers
-from jaxmpi.rules import registry
+from jaxmpi.input_pipeline import device_feed
+from jaxmpi.optim.optimizers import OPTIMIZERS, has_own_rate
+from jaxmpi.recover import shrink
+from jaxmpi.rules import averaged, registry
 from jaxmpi.runtime.launchers import launched_workers
 from jaxmpi.tasks.base import Task
-
-
-class Refusal(NamedTuple):
-    """Values of a field that do not go with other options."""
-
-    field: str  # such as `data.memory`
-    values: str  # in the docs
-    refuses: Callable[[Any], bool]  # of its value
-    beside: Callable[[Experiment], bool]  # the other options
-    words: str  # for them, after `with`
-    instead: str
+from jaxmpi.trainer import step
 
 
 def shrinks(experiment: Experiment) -> bool:
@@ -43,16 +41,6 @@ def shrinks(experiment: Experiment) -> bool:
 def is_asynchronous(experiment: Experiment) -> bool:
     """Return True if workers do not wait for each other."""
     return registry.is_asynchronous(experiment.rule)
-
-
-def is_delayed(experiment: Experiment) -> bool:
-    """Return True if a step uses the gradients of the step before."""
-    return experiment.exchange.overlap == "delayed"
-
-
-def is_periodic(experiment: Experiment) -> bool:
-    """Return True if workers step alone between exchanges."""
-    return registry.is_periodic(experiment.rule)
 
 
 def keeps_own(strategy: str) -> bool:
@@ -70,14 +58,14 @@ def has_stream(experiment: Experiment) -> bool:
     return is_streamed(experiment.data)
 
 
-def is_streamed(data: Any) -> bool:
+def is_streamed(part: Any) -> bool:
     """Return True for `Data` with a stream, or a mixture with such a part."""
-    if not isinstance(data, Data):
+    if not isinstance(part, Data):
         return False
-    if data.source == "mixture":
-        pairs = data.train if isinstance(data.train, (tuple, list)) else ()
-        return any(map(is_streamed, [data.validation, *(pair[0] for pair in pairs if pair)]))
-    return data.source == "grain" and any(map(is_stream, (data.train, data.validation)))
+    if part.source == "mixture":
+        pairs = part.train if isinstance(part.train, (tuple, list)) else ()
+        return any(map(is_streamed, [part.validation, *(pair[0] for pair in pairs if pair)]))
+    return part.source == "grain" and any(map(is_stream, (part.train, part.validation)))
 
 
 def drives_several(experiment: Experiment) -> bool:
@@ -85,241 +73,238 @@ def drives_several(experiment: Experiment) -> bool:
     return experiment.devices > 1 and experiment.comm == "mpi" and launched_workers() > 1
 
 
-def knows_its_rates(experiment: Experiment) -> bool:
-    """Return True if the optimizer is the user's own and was made with its learning rates."""
-    return optimizers.has_own_rate(experiment.optim)
-
-
-def shards_updates(experiment: Experiment) -> bool:
-    """Return True if each worker updates a slice of the params."""
-    return experiment.exchange.shard_update == "on"
-
-
-SHRINK = "--on-rank-loss shrink"
-SEVERAL = "several ranks of several devices each, which exchange between programs"
+SHARDED, SHRINK, END = "exchange.shard_update on", "--on-rank-loss shrink", "or --on-rank-loss end"
 APART = "an asynchronous rule, whose workers do not meet"
-OWN_RATE = "an optimizer of one's own that was made with its rates"
-TAKE_A_SCHEDULE = "leave it out, or give optim.transform a function of the schedule"
-SHARDED = "exchange.shard_update on"
-REFUSALS = (
-    Refusal(
-        "rule.name",
-        "all but gradients",
-        "gradients".__ne__,
-        shards_updates,
+OWN_RATE = "leave it out, or give optim.transform a function of the schedule"
+STREAM = "grain with an IterDataset"
+is_streaming, is_not_gradients, is_several = ("grain", "mixture").__contains__, "gradients".__ne__, (1).__ne__
+AT_START = (
+    *not_with(
+        lambda x: x.exchange.shard_update == "on",
         f"{SHARDED}, which is an update with the mean gradient",
-        "use rule gradients, or off",
+        ("rule.name", "all but gradients", "use rule gradients, or off", is_not_gradients),
     ),
-    Refusal(
-        "exchange.overlap",
-        "delayed",
-        "delayed".__eq__,
-        shards_updates,
+    *not_with(
+        lambda x: x.exchange.shard_update == "on",
         f"{SHARDED}, whose slices are of this step's gradients",
-        "use auto, on or off",
+        ("exchange.overlap", "delayed", "use auto, on or off"),
     ),
-    Refusal(
-        "exchange.shard_update",
-        "on",
-        "on".__eq__,
-        lambda experiment: shrinks(experiment) and not experiment.exchange.buddy,
+    *not_with(
+        lambda x: shrinks(x) and not x.exchange.buddy,
         f"{SHRINK} without --exchange.buddy",
-        "a dead worker's slice of the optimizer's state is gone: add --exchange.buddy 1, for a copy at the next "
-        "worker, or take off",
+        (
+            "exchange.shard_update",
+            "on",
+            "a dead worker's slice of the optimizer's state is gone: add --exchange.buddy 1, for a copy at the next "
+            "worker, or take off",
+        ),
     ),
-    Refusal(
-        "exchange.buddy",
-        "more than 0",
-        (0).__ne__,
-        lambda experiment: not shrinks(experiment),
+    *not_with(
+        lambda x: not shrinks(x),
         "--on-rank-loss end, when nobody needs a copy",
-        "leave it out, or take --on-rank-loss shrink",
+        ("exchange.buddy", "above 0", "leave it out, or take --on-rank-loss shrink", bool),
     ),
-    Refusal(
-        "on_nonfinite",
-        "skip",
-        "skip".__eq__,
-        lambda experiment: experiment.exchange.gather == "late",
+    *not_with(
+        lambda x: x.exchange.gather == "late",
         "exchange.gather late, when a step ends before its params are whole on any worker",
-        "use stop or rollback, or in-step",
+        ("on_nonfinite", "skip", "use stop or rollback, or in-step"),
     ),
-    Refusal("on_nonfinite", "rollback", "rollback".__eq__, is_asynchronous, APART, "skip or stop"),
-    Refusal("batch_statistics", "synchronised", "synchronised".__eq__, is_asynchronous, APART, "averaged or local"),
-    Refusal("step_mode", "split", "split".__eq__, is_asynchronous, APART, "auto"),
-    Refusal(
-        "callbacks",
-        "EarlyStop, ReduceOnPlateau",
-        lambda callbacks: any(callback.needs_lock_step for callback in callbacks),
+    *not_with(
         is_asynchronous,
         APART,
-        "leave EarlyStop and ReduceOnPlateau out",
+        ("on_nonfinite", "rollback", "skip or stop"),
+        ("batch_statistics", "synchronised", "averaged or local"),
+        ("step_mode", "split", "auto"),
+        (
+            "callbacks",
+            "EarlyStop, ReduceOnPlateau",
+            "leave EarlyStop and ReduceOnPlateau out",
+            lambda callbacks: any(callback.needs_lock_step for callback in callbacks),
+        ),
     ),
-    Refusal(
-        "data.source",
-        "grain with an IterDataset",
-        ("grain", "mixture").__contains__,
-        lambda experiment: has_stream(experiment) and is_asynchronous(experiment),
+    *not_with(
+        lambda x: has_stream(x) and is_asynchronous(x),
         "an IterDataset and an asynchronous rule, whose workers end no step together",
-        "take a MapDataset",
+        ("data.source", STREAM, "take a MapDataset", is_streaming),
     ),
-    Refusal("data.memory", "partition", "partition".__eq__, is_asynchronous, f"{APART} to shuffle", "take another"),
-    Refusal(
-        "data.memory",
-        "partition",
-        "partition".__eq__,
+    *not_with(is_asynchronous, f"{APART} to shuffle", ("data.memory", "partition", "take another")),
+    *not_with(
         has_stream,
         "an IterDataset of Grain, whose examples have no numbers",
-        "take a MapDataset, or none",
+        ("data.memory", "partition", "take a MapDataset, or none"),
+        ("data.on_error", "skip", "filter corrupt ones in the dataset, or take a MapDataset"),
     ),
-    Refusal(
-        "data.on_error",
-        "skip",
-        "skip".__eq__,
-        has_stream,
-        "an IterDataset of Grain, whose examples have no numbers",
-        "filter corrupt ones in the dataset, or take a MapDataset",
-    ),
-    Refusal(
-        "continue_from",
-        "any",
-        bool,
+    *not_with(
         has_stream,
         "an IterDataset of Grain, which goes on at a step of as many examples only",
-        "begin with --params, or take a MapDataset",
+        ("continue_from", "any", "begin with --params, or take a MapDataset"),
     ),
-    Refusal(
-        "on_nonfinite",
-        "skip",
-        "skip".__eq__,
-        is_delayed,
+    *not_with(
+        lambda x: x.exchange.overlap == "delayed",
         "exchange.overlap delayed, when a step's gradients are used by the next one, which cannot be left out for them",
-        "use stop or rollback, or another overlap",
+        ("on_nonfinite", "skip", "use stop or rollback, or another overlap"),
     ),
-    Refusal(
-        "on_nonfinite",
-        "skip",
-        "skip".__eq__,
-        is_periodic,
-        "rule {rule}, whose workers step alone and would have to agree on every step",
-        "use stop or rollback",
+    *not_with(
+        lambda x: registry.is_periodic(x.rule),
+        "rule {rule.name}, whose workers step alone and would have to agree on every step",
+        ("on_nonfinite", "skip", "use stop or rollback"),
     ),
-    Refusal(
-        "batch_statistics",
-        "synchronised",
-        "synchronised".__eq__,
+    *not_with(
         drives_several,
-        SEVERAL,
-        "it exchanges inside one: take averaged or local, or --comm xla",
+        "several ranks of several devices each, which exchange between programs",
+        ("batch_statistics", "synchronised", "it exchanges inside one: take averaged or local, or --comm xla"),
+        (
+            "exchange.strategy",
+            "compressors",
+            "a compressor keeps what each worker owes: take another strategy, or a process a device",
+            is_compressor,
+        ),
     ),
-    Refusal(
-        "exchange.strategy",
-        "compressors",
-        is_compressor,
-        drives_several,
-        SEVERAL,
-        "a compressor keeps what each worker owes: take another strategy, or a process a device",
-    ),
-    Refusal(
-        "task",
-        "with `weight`, token-classification",
-        weighs,
+    *not_with(
         shrinks,
         SHRINK,
-        "its weights are summed over workers before each step, when a death is not noticed in time: take another "
-        "task, or --on-rank-loss end",
+        (
+            "task",
+            "with `weight`, token-classification",
+            "its weights are summed over workers before each step, when a death is not noticed in time: take another "
+            f"task, {END}",
+            weighs,
+        ),
+        (
+            "callbacks",
+            "ReduceOnPlateau",
+            "an evaluation that a death ends is counted by some workers only, whose rates would then differ: take a "
+            f"schedule, {END}",
+            lambda callbacks: any(callback.scales_rate for callback in callbacks),
+        ),
+        ("comm", "xla", "XLA's collectives end with the first rank: --comm mpi"),
+        ("devices", "above 1", "it is between processes: leave --devices out", is_several),
+        (
+            "rule.name",
+            "all but gradients",
+            "easgd, asgd and gosgd outlive workers by themselves; of the others only gradients leaves nothing with one "
+            f"worker alone: take it, {END}",
+            is_not_gradients,
+        ),
+        (
+            "exchange.strategy",
+            "compressors, none",
+            f"what a dead worker owes, or has to itself, is gone: take another strategy, {END}",
+            keeps_own,
+        ),
+        ("exchange.overlap", "on, delayed", f"a step must end before the vote on it: take off, {END}"),
+        ("batch_statistics", "synchronised", "it has not been tried inside a backward pass: take averaged or local"),
+        ("data.memory", "partition", f"a dead worker's part of the data goes with its memory: take none, {END}"),
     ),
-    Refusal(
-        "callbacks",
-        "ReduceOnPlateau",
-        lambda callbacks: any(callback.scales_rate for callback in callbacks),
-        shrinks,
-        SHRINK,
-        "an evaluation that a death ends is counted by some workers only, whose rates would then differ: take a "
-        "schedule, or --on-rank-loss end",
-    ),
-    Refusal(
-        "data.source",
-        "grain with an IterDataset",
-        ("grain", "mixture").__contains__,
-        lambda experiment: has_stream(experiment) and shrinks(experiment),
+    *not_with(
+        lambda x: has_stream(x) and shrinks(x),
         f"an IterDataset and {SHRINK}",
-        "examples that a dead worker has read do not come back: take a MapDataset, or --on-rank-loss end",
+        (
+            "data.source",
+            STREAM,
+            f"examples that a dead worker has read do not come back: take a MapDataset, {END}",
+            is_streaming,
+        ),
     ),
-    Refusal("comm", "xla", "mpi".__ne__, shrinks, SHRINK, "XLA's collectives end with the first rank: --comm mpi"),
-    Refusal("devices", "more than 1", (1).__ne__, shrinks, SHRINK, "it is between processes: leave --devices out"),
-    Refusal(
-        "rule.name",
-        "all but gradients",
-        "gradients".__ne__,
-        shrinks,
-        SHRINK,
-        "easgd, asgd and gosgd outlive workers by themselves; of the others only gradients leaves nothing with one "
-        "worker alone: take it, or --on-rank-loss end",
+    *not_with(
+        lambda x: has_own_rate(x.optim),
+        "an optimizer of one's own that was made with its rates",
+        ("optim.lr", "any", OWN_RATE, Optim.lr.__ne__),
+        ("optim.lr_scaling", "linear, sqrt", OWN_RATE),
+        ("schedule.decay", "any", OWN_RATE, Schedule.decay.__ne__),
+        ("schedule.warmup", "any", OWN_RATE, Schedule.warmup.__ne__),
+        ("schedule.rate", "any", OWN_RATE, callable),
     ),
-    Refusal(
-        "exchange.strategy",
-        "compressors, none",
-        keeps_own,
-        shrinks,
-        SHRINK,
-        "what a dead worker owes, or has to itself, is gone: take another strategy, or --on-rank-loss end",
+    *not_with(
+        is_asynchronous,
+        "an asynchronous rule, whose workers are processes of their own",
+        ("devices", "above 1", "leave it out, and start as many ranks (mpirun -n 4, jaxmpi train -n 4)", is_several),
     ),
-    Refusal(
-        "exchange.overlap",
-        "on, delayed",
-        ("on", "delayed").__contains__,
-        shrinks,
-        SHRINK,
-        "a step must end before the vote on it: take off, or --on-rank-loss end",
+    *not_with(is_asynchronous, APART, ("comm", "xla", "take --comm mpi")),
+    *not_with(
+        lambda x: lookup(registry.RULES, x.rule.name, "rule").goes_by("momentum") and x.optim.name != "sgd",
+        "rule {rule.name} and optimizer {optim.name}",
+        ("rule.momentum", "any", "EAMSGD is rule easgd over optim.name sgd, others bring a momentum of their own"),
     ),
-    Refusal(
-        "batch_statistics",
-        "synchronised",
-        "synchronised".__eq__,
-        shrinks,
-        SHRINK,
-        "it has not been tried inside a backward pass: take averaged or local",
+    *not_with(
+        is_asynchronous,
+        "the asynchronous rule {rule.name}: its workers have made different numbers of steps, which no single place in "
+        "the data stands for",
+        ("continue_from", "any", "begin a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"),
     ),
-    Refusal(
-        "data.memory",
-        "partition",
-        "none".__ne__,
-        shrinks,
-        SHRINK,
-        "a dead worker's part of the data goes with its memory: take none, or --on-rank-loss end",
+    *not_with(
+        is_asynchronous,
+        "an asynchronous rule, which takes its wire only",
+        ("exchange.strategy", "compressors, none", "give a strategy with one of the wires {wires}", keeps_own),
+        form="{field}: got {got} with {words}: {instead}",
     ),
-    Refusal("optim.lr", "any", Optim.lr.__ne__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
-    Refusal(
-        "optim.lr_scaling", "linear, sqrt", ("linear", "sqrt").__contains__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE
+    *not_with(
+        lambda x: x.optim.transform is None and x.optim.name in OPTIMIZERS and not OPTIMIZERS[x.optim.name].cut,
+        "optimizer {optim.name}, which evaluates an average of its own",
+        ("exchange.shard_update", "on", "expected {cut}, or off"),
     ),
-    Refusal("schedule.decay", "any", Schedule.decay.__ne__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
-    Refusal("schedule.warmup", "any", Schedule.warmup.__ne__, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
-    Refusal("schedule.rate", "any", callable, knows_its_rates, OWN_RATE, TAKE_A_SCHEDULE),
 )
 
 
+class UnfitForOverlap(StrEnum):
+    """Why a step cannot hide its exchange."""
+
+    DEVICES = "the {devices} devices of a process add up their gradients before it"
+    SCATTERS = "batch statistics are synchronised in the program that would scatter gradients"
+    WHOLE = "optimizer {optimizer} takes whole tensors, of which gradients are dealt together"
+    HALVES = "the halves of {algorithm} do not run beside a program, as those of asa and ring do"
+    SLICES = "batch statistics are synchronised in the program that slices would travel beside"
+    SPLIT = "the step is split (step_mode split)"
+    VOTES = "a step ends before the vote on it (on_rank_loss shrink)"
+    PERIODIC = "rule {rule} exchanges every so many steps only, and no gradients"
+    COMPRESSOR = "a compressor exchanges more than once, one after another"
+    MICRO_BATCHES = "gradients come to exist with the last micro-batch only"
+
+
+class NothingLate(StrEnum):
+    """Why new params cannot travel behind the next forward pass."""
+
+    SHARED = "the ranks of the host share their params, so nothing is gathered"
+    WHOLE = "the optimizer updates whole tensors"
+    GPUS = "it has not been tried on GPUs"
+
+
+BACKEND = "backend: got {backend} with --on-rank-loss shrink; it has been tried on CPUs only: --on-rank-loss end"
+LATE = "exchange.gather: got late, but {reason}; use in-step"
+AVERAGES = (
+    "{asked}: got optimizer {optimizer}, which is schedule-free: it evaluates an average of its own, made for one "
+    "rate; leave it out"
+)
+IN_A_JOB = (
+    *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_calls.UnfitForThread, *UnfitForOverlap)),
+    *(LATE.format(reason=why) for why in NothingLate),
+    BACKEND,
+    *shrink.NEEDS,
+    base.ONE_HOST,
+    subgroups.UNEVEN,
+    sharded.NO_HALVES,
+    slices.MIXED,
+    averaged.OWN_PARAMS,
+    averaged.OWN_AVERAGE,
+    AVERAGES,
+    step.NO_BATCH_MEAN,
+    group_cache.TEXT,
+    group_cache.ENDLESS,
+    group_cache.NO_GROUP,
+    device_feed.NO_FILES,
+    device_feed.NO_SPANS,
+    mixture.STREAM,
+)
+REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_START)
+
+
 def check_compatible(experiment: Experiment) -> None:
-    """Refuse options that do not go together.
+    """Refuse options that do not go together, as far as they show it.
 
     Raises:
         UsageError: a field, what it goes not with, and the way out.
     """
-    for row in REFUSALS:
-        got = operator.attrgetter(row.field)(experiment)
-        words = row.words.format(rule=experiment.rule.name)
-        check(not (row.refuses(got) and row.beside(experiment)), f"{row.field}: got {got} with {words}; {row.instead}")
+    cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.cut)
+    refuse(AT_START, experiment, wires=", ".join(WIRES), cut=cut)
     backend = jax.default_backend() if shrinks(experiment) else "cpu"
-    check(backend == "cpu", f"backend: got {backend} with {SHRINK}; it has been tried on CPUs only: --on-rank-loss end")
-
-
-def markdown() -> str:
-    """The table for docs/combining.md, which has it between two marks."""
-    known = flags(Experiment())
-    periodic = ", ".join(name for name, row in registry.RULES.items() if row.is_periodic)
-    lines = ["| option | values | not with | way out |", "|---|---|---|---|"]
-    for row in REFUSALS:
-        flag = row.field.replace("_", "-")
-        option = f"--{flag}" if flag in known else f"{row.field}="
-        words = [re.sub(r"--[\w.-]+( (end|mpi|shrink|xla))?", r"`\g<0>`", text) for text in (row.words, row.instead)]
-        lines.append(f"| `{option}` | {row.values} | {words[0].format(rule=periodic)} | {words[1]} |")
-    return "\n".join(lines) + "\n"
+    check(backend == "cpu", BACKEND.format(backend=backend))

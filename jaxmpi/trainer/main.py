@@ -133,7 +133,7 @@ def train_until(
     with phases.phase("waiting for all ranks, and for their devices"):
         workers = gather_all(experiment)
     ranks = workers.processes.size if is_apart else workers.size
-    registry.check_ranks(experiment.rule, ranks, experiment.optim.name)
+    registry.check_ranks(experiment.rule, ranks)
     run_directory.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         with phases.phase("tracing the model to check it"):
@@ -141,7 +141,7 @@ def train_until(
     kept = stored_by_first(experiment, name, workers)
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
         with run_directory.usable():
-            run_directory.check_source(experiment, registry.is_asynchronous(experiment.rule))
+            run_directory.check_source(experiment)
     experiment = run_directory.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     with phases.phase("opening the data"):
@@ -209,7 +209,7 @@ def gather_all(experiment: Experiment) -> Workers:
         control.outlive()
         return gather_fault_tolerant(control)
     if registry.is_asynchronous(experiment.rule):
-        return gather_apart(experiment.rule.servers, experiment.comm, experiment.devices)
+        return gather_apart(experiment.rule.servers)
     return gather_workers(experiment.devices, experiment.comm)
 
 

@@ -71,6 +71,12 @@ class Forward(NamedTuple):
         return jnp.where(real, jnp.asarray(own, jnp.float32), 0)
 
 
+NO_BATCH_MEAN = (
+    "batch_statistics: got synchronised, but {task} has no batch norm that takes its means by "
+    "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged"
+)
+
+
 @contextlib.contextmanager
 def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
     """The mean over workers for batch statistics, which a model in training must ask for within.
@@ -87,11 +93,7 @@ def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], P
         return forward.batch_mean(tree) if forward.batch_mean else tree
 
     yield mean if forward.batch_mean else None
-    check(
-        bool(asked) or not (train and forward.batch_mean),
-        f"batch_statistics: got synchronised, but {forward.task.name} has no batch norm that takes its means by "
-        "jaxmpi.model.batch_mean, as jaxmpi.models.norm.BatchNorm does; use averaged",
-    )
+    check(bool(asked) or not (train and forward.batch_mean), NO_BATCH_MEAN.format(task=forward.task.name))
 
 
 # ---------------------------------------------------------------- training

@@ -19,6 +19,7 @@ from jaxmpi.data.sources.arrays import array
 from jaxmpi.data.sources.base import Source, where
 from jaxmpi.data.sources.grain_streams import is_stream
 
+STREAM = "mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset"
 FORM = "((Data(...), 3.0), (Data(...), 1.0)): a Data, or an object with __len__ and __getitem__, and its weight"
 
 
@@ -145,10 +146,7 @@ def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> 
     if split == "validation" and config.validation is not None:
         return source_of(config.validation)
     grains = [part for part, _ in pairs if isinstance(part, Data) and part.source == "grain"]
-    check(
-        not any(is_stream(getattr(part, split)) for part in grains),
-        f"mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset",
-    )
+    check(not any(is_stream(getattr(part, split)) for part in grains), STREAM.format(split=split))
     if split == "train":
         return Mixture([source_of(part) for part, _ in pairs], [weight for _, weight in pairs])
     odd = [type(part).__name__ for part, _ in pairs if not isinstance(part, Data)]
