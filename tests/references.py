@@ -115,12 +115,16 @@ def arrived(blocks: np.ndarray, wire: str) -> np.ndarray:
 
 def color(rows: Rows, wire: str, order: Sequence[int], colours: int, packets: int = 1) -> np.ndarray:
     """Each packet is summed up its tree, children in the order of the rounds they send in."""
-    forest = plant(len(rows), colours)
+    forest, workers, n = plant(len(rows), colours), len(rows), rows.shape[1]
     k = len(forest.parent)
-    rows = padded(rows[list(order)], k * packets).reshape(len(rows), k, packets, -1)
-    return np.concatenate(
-        [climb(forest, rows[:, c, i], wire, c, forest.parent[c].index(-1)) for c in range(k) for i in range(packets)]
-    )
+    parts = padded(rows[list(order)], k * workers).reshape(workers, k, -1)  # each a multiple of the workers
+
+    def summed(c: int) -> np.ndarray:
+        each = padded(parts[:, c], packets).reshape(workers, packets, -1)
+        sums = [climb(forest, each[:, i], wire, c, forest.parent[c].index(-1)) for i in range(packets)]
+        return np.concatenate(sums)[: parts.shape[2]]
+
+    return np.concatenate([summed(c) for c in range(k)])[:n]
 
 
 def climb(forest: Forest, rows: Rows, wire: str, tree: int, place: int) -> np.ndarray:

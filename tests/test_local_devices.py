@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.allreduce.local_devices import as_cut, as_it_was
+from jaxmpi.allreduce.local_devices import DeviceRows
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.observe import report
 from launching import Ended, mpirun, train, train_here
@@ -30,7 +30,8 @@ main(sys.argv[1:])
 
 
 @pytest.mark.parametrize(
-    "strategy", ["asa:32", "ring:32", "tree:32", "root:32", "pipering:32", "asa:bf16", "ring:bf16"]
+    "strategy",
+    ["asa:32", "ring:32", "tree:32", "color2:32", "color4:32", "root:32", "pipering:32", "asa:bf16", "ring:bf16"],
 )
 def test_a_sum_of_devices_lies_as_hier_would_cut_it(strategy):
     """The same bits as one process a device, over three hosts of two, where the order of additions counts."""
@@ -41,8 +42,9 @@ def test_a_sum_of_devices_lies_as_hier_would_cut_it(strategy):
     each = jax.vmap(lambda x: exchange(x, f"hier-{strategy}", "sum", workers), axis_name="w")
 
     def of_a_process(parts: jax.Array) -> jax.Array:
-        mine = as_cut(functools.reduce(jnp.add, parts), DEVICES, PROCESSES)
-        return as_it_was(exchange(mine, strategy, "sum", processes), DEVICES, PROCESSES)[: x.shape[1]]
+        rows = DeviceRows.of(x.shape[1], DEVICES, PROCESSES, strategy)
+        mine = rows.as_cut(functools.reduce(jnp.add, parts))
+        return rows.as_it_was(exchange(mine, strategy, "sum", processes))[: x.shape[1]]
 
     got = jax.vmap(of_a_process, axis_name="p")(jnp.asarray(x).reshape(PROCESSES, DEVICES, -1))
     expected = np.asarray(each(x))

@@ -371,7 +371,7 @@ def trees_sent(w: int, colours: int) -> list[float]:
     packets = max(1, round(math.sqrt(deep * N / (k * color_trees.PRICE))))
     edges = [[row[place] >= 0 for row in forest.parent].count(True) for place in range(w)]
     edges = [up + sum(row.count(place) for row in forest.parent) for place, up in enumerate(edges)]
-    size = -(-N // (k * packets))  # floats of a packet
+    size = -(-w * -(-N // (k * w)) // packets)  # floats of a packet
     return [count * (packets + deep) * size / N for count in edges]
 
 

@@ -10,7 +10,7 @@ program over several devices would call MPI once a device, so the exchange stand
 
 Over wire 32 these are the bits of `hier-<strategy>` with one process a device: the same additions in the same order,
 since the vector that travels lies as that strategy would cut it. So are those of asa and ring over bf16. Wires 16 and 8
-scale other blocks; tree rounds, and `color<k>` adds, by other cuts if there are more than two processes.
+scale other blocks, and tree rounds by other cuts if there are more than two processes.
 
 A reduce-scatter between the devices before step 3 and an all-gather behind it took longer on CPU devices than copies to
 the first device and back.
@@ -18,12 +18,13 @@ the first device and back.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.api import Choice, check_leaves, exchange
 from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.allreduce.building_blocks import pad
@@ -79,16 +80,16 @@ def summed_by(
     over = functools.partial(jax.shard_map, mesh=mesh, in_specs=along, out_specs=along, check_vma=False)
     sizes = [sum(like[i].size for i in bucket) for bucket in buckets]
     divisor = choice.comm.size * mesh.size if choice.op == "mean" else 1
-    rows = mesh.size, choice.comm.size
+    rows = [DeviceRows.of(size, mesh.size, choice.comm.size, choice.strategy) for size in sizes]
 
     def fused(leaves: list[jax.Array]) -> list[jax.Array]:
         return [fuse([leaves[i][0] for i in bucket]) for bucket in buckets]
 
     def added(of_devices: list[list[jax.Array]]) -> list[jax.Array]:
-        return [as_cut(functools.reduce(jnp.add, vectors), *rows) for vectors in of_devices]
+        return [row.as_cut(functools.reduce(jnp.add, each)) for row, each in zip(rows, of_devices, strict=True)]
 
     def means(totals: list[jax.Array]) -> list[list[jax.Array]]:
-        flats = [as_it_was(total, *rows)[:size] / divisor for size, total in zip(sizes, totals, strict=True)]
+        flats = [row.as_it_was(total)[:size] / divisor for row, size, total in zip(rows, sizes, totals, strict=True)]
         parts = [split(flat, [like[i] for i in bucket]) for flat, bucket in zip(flats, buckets, strict=True)]
         return jax.tree.map(lambda part: part[None], parts)
 
@@ -118,12 +119,32 @@ def in_order(x: jax.Array) -> list[Any]:
     return sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
-def as_cut(x: jax.Array, devices: int, processes: int) -> jax.Array:
-    """f32[n] -> f32[m]: chunk c holds chunk c of every device's part, n cut into parts as by `hier-<strategy>`."""
-    padded = pad(x, devices * processes)
-    return padded.reshape(devices, processes, -1).swapaxes(0, 1).reshape(-1)
+class DeviceRows(NamedTuple):
+    """Where entries of f32[n] of K devices lie while it travels over P processes."""
 
+    devices: int
+    length: int  # of a device's part: what `hier-<strategy>` would send for it
+    parts: int  # of each, into which the strategy cuts it
+    width: int  # of each of these
 
-def as_it_was(x: jax.Array, devices: int, processes: int) -> jax.Array:
-    """The inverse of `as_cut`, with what was filled in."""
-    return x.reshape(processes, devices, -1).swapaxes(0, 1).reshape(-1)
+    @classmethod
+    def of(cls, n: int, devices: int, processes: int, strategy: str) -> "DeviceRows":
+        """Cut n floats as the strategy does."""
+        length = processes * -(-n // (devices * processes))
+        cut = parse(strategy).spec.cut
+        return cls(devices, length, *(cut(length, processes) if cut else (processes, length // processes)))
+
+    def as_cut(self, x: jax.Array) -> jax.Array:
+        """f32[n] -> f32[m]: part c holds part c of every device."""
+        rows = pad(x, self.devices * self.length).reshape(self.devices, -1)
+        rows = jax.vmap(lambda row: pad(row, self.parts * self.width))(rows)
+        return rows.reshape(self.devices, self.parts, -1).swapaxes(0, 1).reshape(-1)
+
+    def as_it_was(self, x: jax.Array) -> jax.Array:
+        """The inverse, with what was filled in: f32[m] -> f32[devices * length]."""
+        return (
+            x.reshape(self.parts, self.devices, -1)
+            .swapaxes(0, 1)
+            .reshape(self.devices, -1)[:, : self.length]
+            .reshape(-1)
+        )

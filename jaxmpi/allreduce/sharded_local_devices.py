@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, as_cut, as_it_was, in_order
+from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, DeviceRows, in_order
 from jaxmpi.allreduce.sharded import Shards, squares, vectors_of
 from jaxmpi.core.deals import Deal, Leaves
 from jaxmpi.core.pytrees import PyTree, clipped
@@ -170,8 +170,11 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
         spread = jax.shard_map(function, mesh=shards.mesh, in_specs=along, out_specs=along, check_vma=False)
         return jax.jit(spread)
 
+    def lying(x: jax.Array) -> DeviceRows:
+        return DeviceRows.of(x.size, places, processes, of.choice.strategy)
+
     def added(of_devices: list[list[jax.Array]]) -> list[jax.Array]:
-        return [as_cut(functools.reduce(jnp.add, each), places, processes) for each in of_devices]
+        return [lying(each[0]).as_cut(functools.reduce(jnp.add, each)) for each in of_devices]
 
     def slices(sums: list[jax.Array]) -> tuple[PyTree, jax.Array]:
         made = vectors.slices([each / divisor for each in sums])
@@ -183,7 +186,7 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
         return with_axis(clipped(without_axis(made), jnp.sqrt(square), of.clip_norm)), square[None]
 
     def whole(travelled: list[jax.Array]) -> PyTree:
-        rows = [as_it_was(x, places, processes).reshape(shards.size, -1) for x in travelled]
+        rows = [lying(x).as_it_was(x).reshape(shards.size, -1) for x in travelled]
         return with_axis(vectors.whole(rows))
 
     add = of.comm.jit(added)

@@ -39,8 +39,9 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     """
     forest, place = plant(comm.size, colours), place_of(comm)
     k, height = len(forest.depth), forest.height
+    _, part = coloured_cut(x.size, comm.size, colours)
     packets = packets_of(x.size, k, height)
-    own = pad(x, k * packets).reshape(k, packets, -1)
+    own = jax.vmap(lambda row: pad(row, packets))(pad(x, k * part).reshape(k, part)).reshape(k, packets, -1)
     depth = jnp.asarray(forest.depth)[:, place]  # of this place in each tree
     home = jnp.asarray(forest.home)[place]  # the one tree in which it has children
     colour = [jnp.asarray(row)[place] for row in forest.colour]  # in each round, the tree in which it has a parent
@@ -67,7 +68,7 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
 
     still, turns = jax.tree.map(jnp.zeros_like, wire.encode(own[:, 0])), packets + 2 * height
     _, down, rows = comm.loop(turns, step, (still, still, own))
-    return landed(turns, down, rows).reshape(-1)[: x.size]
+    return landed(turns, down, rows).reshape(k, -1)[:, :part].reshape(-1)[: x.size]
 
 
 def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iterator[Part]:
@@ -76,16 +77,17 @@ def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iter
     Packets and additions are those of `coloured_trees`.
     """
     forest = plant(comm.size, colours)
-    k, padded = len(forest.parent), comm.size * -(-n // comm.size)
+    padded = comm.size * -(-n // comm.size)
+    k, part = coloured_cut(padded, comm.size, colours)
     packets = packets_of(padded, k, forest.height)
-    length = -(-padded // (k * packets))
+    length = -(-part // packets)
     width = message_of(length, columns(wire))
     climbs = [functools.partial(up_and_down, forest=forest, tree=c) for c in range(k)]
-    for packet in range(packets):
-        for start in range(0, length, width):
+    for packet in range(0, part, length):
+        for start in range(packet, min(part, packet + length), width):
             for c, climb in enumerate(climbs):  # so all trees have as much under way
-                begin = (c * packets + packet) * length
-                row = slice(begin + start, min(n, begin + min(length, start + width)))
+                end = min(start + width, packet + length, part)
+                row = slice(c * part + start, min(n, c * part + end))
                 if row.start < row.stop:
                     yield Part([row], climb)
 
@@ -112,6 +114,15 @@ def up_and_down(
 
 
 # ---------------------------------------------------------------- what they are made of
+
+
+def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
+    """Number of parts, and floats of each: a multiple of the workers, as vectors are.
+
+    So parts of K vectors are together those of one of K n, and devices of one process add as ranks do.
+    """
+    k = min(colours, workers)
+    return k, workers * -(-n // (k * workers))
 
 
 def packets_of(n: float, k: int, height: int) -> int:
@@ -248,6 +259,7 @@ COLOR = StrategySpec(
     crosses=True,
     on_host=coloured_parts,
     seconds=coloured_trees_seconds,
+    cut=coloured_cut,
     spelled=("color2", "color4"),
 )
 PIPERING = StrategySpec(
@@ -256,4 +268,5 @@ PIPERING = StrategySpec(
     crosses=True,
     on_host=functools.partial(coloured_parts, colours=1),
     seconds=functools.partial(coloured_trees_seconds, colours=1),
+    cut=functools.partial(coloured_cut, colours=1),
 )

@@ -86,7 +86,7 @@ def own_chunks(comm: Comm) -> tuple[int, ...]:
 class StrategySpec(NamedTuple):
     """A strategy: `sum` and its wires; all else is optional.
 
-    `<k>` or `<cross>` of a name is a keyword of `sum`, `on_host` and `seconds`, filled in by `table.find`.
+    `<k>` or `<cross>` of a name is a keyword of `sum`, `on_host`, `seconds` and `cut`, filled in by `table.find`.
     """
 
     sum: Callable[..., jax.Array]  # a Sum
@@ -99,6 +99,8 @@ class StrategySpec(NamedTuple):
     seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
     is_candidate: Callable[[Net], bool] = lambda net: True  # whether `auto` may take it
     halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
+    # (n, workers) -> number and floats of parts, each of which is added in one order; without one as many as workers
+    cut: Callable[..., tuple[int, int]] | None = None
     spelled: tuple[str, ...] = ()  # what to try if the name has a blank
 
 

@@ -82,6 +82,7 @@ def find(algorithm: str) -> StrategySpec:
             sum=functools.partial(row.sum, colours=k),
             on_host=row.on_host and functools.partial(row.on_host, colours=k),
             seconds=row.seconds and functools.partial(row.seconds, colours=k),
+            cut=row.cut and functools.partial(row.cut, colours=k),
         )
     if algorithm.startswith("hier-") and "<" not in algorithm:
         cross, row = find(algorithm.removeprefix("hier-")), STRATEGIES["hier-<cross>"]
