@@ -217,7 +217,7 @@ HELD = WorkerMemory(
     is_whole=False,
     activations=800 * MB,
 )
-ON = dataclasses.replace(HELD, moments=50 * MB, is_sharded=True)  # of 4 workers
+ON = dataclasses.replace(HELD, moments=50 * MB, is_sharded=True, workers=4)
 # With one copy of the params and gradients as slices; the largest gradient is 40 MB.
 EARLY = dataclasses.replace(
     ON,
@@ -260,6 +260,18 @@ def test_a_compressor_has_a_forecast(tmp_path, capsys):
     line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "lowrank2/ring16"]
     forecast.main([str(tmp_path / "tiny.py"), *line])
     assert "gradients" in capsys.readouterr().out
+
+
+def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path, capsys, monkeypatch):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = ["--exchange.strategy", "asa", "--exchange.shard-update", "auto", "--data.loader", "threads"]
+    must_fit = []
+    monkeypatch.setattr(forecast, "check_fits", lambda of, *_: must_fit.append(of))
+    for least in (build.SAVED_BYTES, 4):
+        monkeypatch.setattr(build, "SAVED_BYTES", least)
+        forecast.main([str(tmp_path / "tiny.py"), "-n", "4", *line])
+        assert f"exchange.shard_update auto: {'on' if least == 4 else 'off'}, each" in capsys.readouterr().out
+    assert [of.is_sharded for of in must_fit] == [False, True]
 
 
 def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsys):
@@ -370,6 +382,8 @@ def test_a_run_that_is_resumed_keeps_its_batches():
 def test_slices_of_fewer_workers_are_larger():
     assert "2 workers on this host, with --local-batch 32 (about 1,100 each)" in refusal(ON, 4, 2300)
     assert "2 workers" not in refusal(ON, 4, 2199)  # and one worker alone has no slices
+    on_hosts = dataclasses.replace(ON, moments=25 * MB, workers=8)
+    assert "1 worker on this host, with --local-batch 32 (about 1,100 each)" in refusal(on_hosts, 4, 1100)
     two = EARLY.with_fewer(0.5)
     assert (two.moments, two.gradients, two.exchange, two.activations) == (100 * MB, 50 * MB, 50 * MB, 840 * MB)
 

@@ -15,7 +15,7 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
-    TRIED_STEPS,
+    TRIED_UPDATES,
     at_step,
     check_takes_gradients,
     clip_by_global_norm,
@@ -257,6 +257,8 @@ OWN = {
     "clipped where gradients are large": (optax.chain(optax.clip(300.0), optax.sgd(0.1)), False),
     "signs": (optax.sign_sgd(0.1), False),
     "every second step": (optax.MultiSteps(optax.sgd(0.1), 2), True),
+    "clipped at every 30th step": (optax.MultiSteps(optax.chain(optax.clip(0.0005), optax.sgd(0.1)), 30), False),
+    "never": (optax.set_to_zero(), False),
     "linear for kernels alone": (
         optax.multi_transform(
             {"kernel": optax.sgd(0.1), "rest": optax.adam(0.1)},
@@ -292,9 +294,9 @@ def test_every_setting_of_an_optimizer_moves_its_params(name):
     everywhere = {"weight_decay": 0.5, "bias_lr_factor": 3.0}
     own = {"b1": 0.3, "b2": 0.3, "eps": 1e6, "momentum": 0.5, "rate_in_velocity": True}
     settings = everywhere | {setting: own[setting] for setting in OPTIMIZERS[name].takes}
-    was = run(configured(name=name), TRIED_STEPS)
+    was = run(configured(name=name), TRIED_UPDATES)
     for setting, value in settings.items():
-        now = run(configured(name=name, **{setting: value}), TRIED_STEPS)
+        now = run(configured(name=name, **{setting: value}), TRIED_UPDATES)
         assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), was, now)), setting
 
 

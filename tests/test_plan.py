@@ -671,7 +671,27 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     ],
 )
 def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
-    assert build.can_go_on(strategy, overlap, AxisComm("w", len(hosts), hosts)) == goes_on
+    assert build.can_go_on(strategy, ExchangeConfig(overlap=overlap), AxisComm("w", len(hosts), hosts)) == goes_on
+
+
+def unfit(algorithm: str) -> str:
+    """Halves that travel beside a step: here those of asa and ring."""
+    return "" if algorithm in ("asa", "ring") else "no halves beside a program"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "goes_on"),
+    [
+        ("ring:32", {"overlap": "on"}, True),
+        ("hier-ring:32", {"overlap": "on"}, False),
+        ("hier-ring:32", {"overlap": "auto"}, True),
+        ("hier-ring:32", {"overlap": "auto", "gather": "late"}, False),
+        ("color4:32", {"overlap": "auto"}, False),
+    ],
+)
+def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(strategy, more, goes_on):
+    asked = ExchangeConfig(shard_update="on", **more)
+    assert build.can_go_on(strategy, asked, AxisComm("w", 4, (0, 0, 1, 1)), unfit) == goes_on
 
 
 @pytest.mark.parametrize(
@@ -729,11 +749,13 @@ def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goe
 @pytest.mark.parametrize(("pays", "overlap", "strategy"), [(True, "auto", "ring:32"), (False, "off", "shm:32")])
 def test_auto_overlaps_where_the_probe_says_that_it_pays(pays, overlap, strategy, monkeypatch):
     def choose(comm, sizes, asked, bucket_bytes, among=()):
-        return autotune.Verdict("ring:32" if among else "shm:32", 4, pays, "why")
+        return autotune.Verdict("ring:32" if among == ("ring",) else "shm:32", 4, pays, "why")
 
     monkeypatch.setattr(build, "choose", choose)
     asked, comm = ExchangeConfig("auto"), AxisComm("w", 2, (0, 1))
-    settled, why = build.probed(asked, comm, [8], is_beside=True)
+    settled, why = build.probed(asked, comm, [8], ("ring",))
     assert (settled.overlap, settled.strategy) == (overlap, strategy)
     assert ("overlap off" in why) != pays
-    assert build.probed(dataclasses.replace(asked, overlap="on"), comm, [8], is_beside=True)[0].overlap == "on"
+    for stays in ({"overlap": "on"}, {"shard_update": "on", "gather": "late"}):
+        settled, _ = build.probed(dataclasses.replace(asked, **stays), comm, [8], ("ring",), ("shm", "ring"))
+        assert (settled.overlap, settled.strategy) == (stays.get("overlap", "auto"), "ring:32")

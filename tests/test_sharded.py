@@ -17,7 +17,7 @@ import jaxmpi
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import exchange, exchange_gradients
-from jaxmpi.allreduce.sharded import ShardedState, Shards, shards_of
+from jaxmpi.allreduce.sharded import RowsInColumns, ShardedState, Shards, shards_of, vectors_of
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.orbax_export import model_of
 from jaxmpi.comm.axis import AxisComm
@@ -371,6 +371,15 @@ def test_leaves_are_dealt_by_cost():
         assert loads.max() <= max(max(costs), sum(costs) / workers * 4 / 3)
 
 
+def test_small_buckets_do_not_make_a_collective_of_every_number_of_whole_tensors():
+    dealt = deal({"a": np.zeros((900, 30), np.float32), "b": np.zeros(4000, np.float32)}, 2)
+    vectors = vectors_of(None, 2, 4, dealt)
+    assert isinstance(vectors, RowsInColumns)
+    assert len(vectors.spans) <= 1024
+    assert vectors.spans[0][0] == 0
+    assert vectors.spans[-1][1] == dealt.width
+
+
 def test_clipping_by_the_global_norm_is_that_of_the_whole_gradient():
     comm = AxisComm("w", 3)
     one = optimizer(Optim("sgd", clip_norm=0.5), lambda step: jnp.float32(0.01))
@@ -475,11 +484,22 @@ def test_the_table_knows_how_optimizers_can_be_cut(name):
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose leaves are finite would go on alone
         optax.add_noise(0.1, 0.5, 0),  # its noise goes by the number of leaves
+        optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(1e-3)),
+        # What moves params seldom, and what never does, of which it cannot be known.
+        optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 30).gradient_transformation(),
+        optax.MultiSteps(optax.apply_if_finite(optax.adam(1e-3), 3), 9).gradient_transformation(),
+        optax.set_to_zero(),
     ],
 )
 def test_what_mixes_tensors_is_found_by_trying(tx):
     with pytest.raises(UsageError, match=r"sharded: the update of .* depends on other tensors"):
         cut_of(Optim("mine", transform=tx), tx, FEW)
+
+
+def test_an_optimizer_that_moves_params_at_every_30th_step_is_cut_by_what_it_does_then():
+    every = functools.partial(optax.MultiSteps, every_k_schedule=30)
+    assert cut_for(every(optax.adam(1e-3)).gradient_transformation(), FEW) == "entries"
+    assert cut_for(every(optax.lamb(1e-3)).gradient_transformation(), FEW) == "leaves"
 
 
 def test_an_optimizer_of_one_s_own_that_mixes_entries_gets_whole_leaves():

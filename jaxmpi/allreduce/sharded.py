@@ -349,7 +349,8 @@ def vectors_of(
         order: whose buckets to take, if not those of the tree.
     """
     if deal:
-        width = max(1, deal.width if bucket_bytes is None else bucket_bytes // (4 * workers))
+        width = deal.width if bucket_bytes is None else bucket_bytes // (4 * workers)
+        width = max(1, width, -(-deal.width // MOST_VECTORS))
         starts = range(0, deal.width, width)
         return RowsInColumns(deal, [(start, min(start + width, deal.width)) for start in starts])
     leaves, structure = jax.tree.flatten(like)
@@ -380,6 +381,7 @@ def squares(slices: PyTree) -> jax.Array:
     return sum((jnp.square(x).sum() for x in jax.tree.leaves(slices)), jnp.zeros(()))
 
 
+MOST_VECTORS = 1024  # of a row of whole tensors: each is a collective of the program
 NO_HALVES = (
     "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
     "{able}, or auto"

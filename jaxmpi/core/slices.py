@@ -21,7 +21,9 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 
 OF_TX, MASTERS = "of_tx", "masters"  # fields of a rule's state with slices of params in 32 bits
-TRIED_STEPS = 8  # RAdam begins as momentum, for five
+TRIED_UPDATES = 8  # that move params; RAdam begins as momentum, for five
+TRIED_STEPS = 2000  # at most: some move params only every k steps
+TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # of gradients: clipping shows at one of them
 TRIED_WORKERS = 3
 
 
@@ -164,8 +166,9 @@ def misshaped(tx: Any, params: PyTree) -> str:
 def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
     """Name of the first tensor whose update is not that of its slices, or of it alone; empty if there is none.
 
-    Steps from random params with the axes of the model's and at most five entries along each, whole and cut; at last
-    with a gradient that is not finite.
+    Steps from random params with the axes of the model's and at most five entries along each, whole and cut, until
+    several have moved params; at last with a gradient that is not finite, until one moves them again. If none does, it
+    cannot be known, and the first tensor is named.
 
     Args:
         params: arrays or their shapes.
@@ -195,24 +198,32 @@ def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
         return [whole_of(row, leaf) for row, leaf in zip(rows, jax.tree.leaves(like), strict=True)]
 
     @jax.jit
-    def step(grads: PyTree, state: PyTree, states: list[PyTree]) -> tuple[PyTree, list[PyTree], jax.Array]:
+    def step(grads: PyTree, state: PyTree, states: list[PyTree]) -> tuple[PyTree, list[PyTree], jax.Array, jax.Array]:
         whole, state = tx.update(grads, state, weights)
         made = [tx.update(part(grads, c), s, part(weights, c)) for c, s in enumerate(states)]
-        rows = joined([update for update, _ in made])
-        apart = [distance(u, row) for u, row in zip(jax.tree.leaves(whole), rows, strict=True)]
-        return state, [s for _, s in made], jnp.stack(apart)
+        leaves, rows = jax.tree.leaves(whole), joined([update for update, _ in made])
+        apart = [distance(u, row) for u, row in zip(leaves, rows, strict=True)]
+        has_moved = jnp.stack([(x != 0).any() for x in (*leaves, *rows)]).any()
+        return state, [s for _, s in made], jnp.stack(apart), has_moved
 
     state, states = tx.init(weights), [tx.init(part(weights, c)) for c in range(TRIED_WORKERS)]
-    for scale in [1e-3, 1.0, 1e3] * (TRIED_STEPS // 3) + [math.nan]:
-        grads = noise(1.0 if math.isnan(scale) else scale)
-        if math.isnan(scale):
-            first, *rest = jax.tree.leaves(grads)
-            first.reshape(-1)[:1] = scale
-            grads = jax.tree.unflatten(structure, [first, *rest])
-        state, states, apart = step(grads, state, states)
-        odd = np.flatnonzero(np.asarray(apart) > 1e-4)  # rounding is below 1e-6, what mixes is off by tenths
-        if odd.size:
-            return names[odd[0]]
+    for wanted, is_finite in ((TRIED_UPDATES, True), (1, False)):
+        moved = 0
+        for i in range(TRIED_STEPS):
+            grads = noise(TRIED_SCALES[i % len(TRIED_SCALES)] if is_finite else 1.0)
+            if not is_finite and i == 0:
+                first, *rest = jax.tree.leaves(grads)
+                first.reshape(-1)[:1] = math.nan
+                grads = jax.tree.unflatten(structure, [first, *rest])
+            state, states, apart, has_moved = step(grads, state, states)
+            odd = np.flatnonzero(np.asarray(apart) > 1e-4)  # rounding is below 1e-6, what mixes is off by tenths
+            if odd.size:
+                return names[odd[0]]
+            moved += bool(has_moved)
+            if moved == wanted:
+                break
+        if is_finite and not moved:
+            return names[0]
     return ""
 
 

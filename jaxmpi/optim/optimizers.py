@@ -16,7 +16,7 @@ import optax.contrib
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
-from jaxmpi.core.slices import cut_for
+from jaxmpi.core.slices import TRIED_STEPS, cut_for
 
 ScheduleFreeState = optax.contrib.ScheduleFreeState
 Transform = optax.GradientTransformation
@@ -125,7 +125,7 @@ MOMENTS = ("b1", "b2", "eps")
 VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
 OWN_ARRAYS = 1  # `OptimizerSpec.arrays` of an optimizer of the user's own: not tried out
-TRIED_STEPS = 20  # some begin as another: RAdam is momentum for five steps
+TRIED_UPDATES = 20  # some begin as another: RAdam is momentum for five steps
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
     "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, cut="entries"),
@@ -371,7 +371,8 @@ def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
 def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
     """Two workers with gradients of a size, beside one with their mean, step by step from the same random params.
 
-    The tensors have the axes of the model's, but at most three entries along each.
+    The tensors have the axes of the model's, but at most three entries along each. Steps go on until several have moved
+    params; if none does, it cannot be known.
     """
     rng = np.random.default_rng(0)
 
@@ -383,19 +384,23 @@ def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
         return jnp.maximum(jnp.abs(update).max(), 1e-30)  # some tensors may be left as they are
 
     @jax.jit
-    def step(w: PyTree, states: list[PyTree], gradients: list[PyTree]) -> tuple[PyTree, list[PyTree], jax.Array]:
+    def step(w: PyTree, states: list[PyTree], gradients: list[PyTree]) -> tuple[PyTree, list[PyTree], jax.Array, Any]:
         gradients = [*gradients, jax.tree.map(lambda a, b: (a + b) / 2, *gradients)]
         (a, _), (b, _), (one, _) = made = [tx.update(g, s, w) for g, s in zip(gradients, states, strict=True)]
         apart = jax.tree.map(lambda a, b, one: jnp.abs((a + b) / 2 - one).max() / size(one), a, b, one)
-        return optax.apply_updates(w, one), [state for _, state in made], jnp.stack(jax.tree.leaves(apart)).max()
+        has_moved = jnp.stack([(x != 0).any() for x in jax.tree.leaves((a, b, one))]).any()
+        worst = jnp.stack(jax.tree.leaves(apart)).max()
+        return optax.apply_updates(w, one), [state for _, state in made], worst, has_moved
 
-    w, states, worst = noise(1.0), None, 0.0
+    w, worst, moved = noise(1.0), 0.0, 0
+    states = [tx.init(w)] * 3
     for _ in range(TRIED_STEPS):
-        states = states or [tx.init(w)] * 3
-        w, states, apart = step(w, states, [noise(scale), noise(scale)])
-        worst = max(worst, float(apart))
+        w, states, apart, has_moved = step(w, states, [noise(scale), noise(scale)])
+        worst, moved = max(worst, float(apart)), moved + bool(has_moved)
+        if moved == TRIED_UPDATES:
+            break
     # Each of a few operations on three numbers of a size rounds by 2^-24; what is not linear is off by tenths.
-    return worst < 1e-3
+    return worst < 1e-3 and moved > 0
 
 
 def not_bias(params: PyTree) -> PyTree:

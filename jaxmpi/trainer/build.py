@@ -272,18 +272,17 @@ def settle_exchange(
     if not is_auto(asked.strategy):
         return experiment, ""
     stored = run_directory.settled_exchange(kept, asked)
-    if stored and can_go_on(stored["strategy"], asked.overlap, workers.comm, shards=asked.shard_update == "on"):
+    unfit = partial(unfit_slices_of, experiment, workers, plan) if asked.shard_update == "on" else None
+    if stored and can_go_on(stored["strategy"], asked, workers.comm, unfit):
         exchange = dataclasses.replace(asked, **stored)
         off = ", overlap off" if exchange.overlap != asked.overlap else ""
         why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
         return dataclasses.replace(experiment, exchange=exchange), why
     sizes = [leaf.size for leaf in jax.tree.leaves(plan.params())]
-    if asked.shard_update == "on":
-        verdict = choose(workers.comm, sizes, asked.strategy, asked.bucket_bytes, with_halves(workers.comm.hosts))
-        exchange = dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes)
-        return dataclasses.replace(experiment, exchange=exchange), verdict.why
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers, plan))
-    exchange, why = probed(asked, workers.comm, sizes, is_beside)
+    alone = with_halves(workers.comm.hosts) if unfit else ()
+    beside = tuple(name for name in alone if not unfit(name)) if unfit else fitting_on_host(workers.comm.hosts)
+    exchange, why = probed(asked, workers.comm, sizes, beside if is_beside else (), alone)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
     return dataclasses.replace(experiment, exchange=exchange), gone + why
 
@@ -371,27 +370,40 @@ def rule_state(rule: Rule, params: PyTree) -> PyTree:
 
 
 def probed(
-    asked: exchange_config.ExchangeConfig, comm: Comm, sizes: Sequence[int], is_beside: bool
+    asked: exchange_config.ExchangeConfig,
+    comm: Comm,
+    sizes: Sequence[int],
+    beside: Sequence[str],
+    alone: Sequence[str] = (),
 ) -> tuple[exchange_config.ExchangeConfig, str]:
-    """Let a probe choose for these leaves, and say why: among strategies that overlap, if overlap pays."""
-    among = fitting_on_host(comm.hosts) if is_beside else ()
-    verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, among)
-    if is_beside and asked.overlap == "auto" and not verdict.overlap:
-        alone, why = probed(dataclasses.replace(asked, overlap="off"), comm, sizes, False)
-        return alone, f"{why}; overlap off: most of an exchange is work for cores, which compute already"
+    """Let a probe choose for these leaves, and say why: among strategies that overlap, if overlap pays.
+
+    Args:
+        beside: algorithms that can travel beside the step; none if overlap is off.
+        alone: those that can be without overlap; none given: all.
+    """
+    verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, beside or alone)
+    if beside and asked.overlap == "auto" and asked.gather != "late" and not verdict.overlap:
+        without, why = probed(dataclasses.replace(asked, overlap="off"), comm, sizes, (), alone)
+        return without, f"{why}; overlap off: most of an exchange is work for cores, which compute already"
     return dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes), verdict.why
 
 
-def can_go_on(name: str, asked: str, comm: Comm, *, shards: bool = False) -> bool:
+def can_go_on(
+    name: str, asked: exchange_config.ExchangeConfig, comm: Comm, unfit: Callable[[str], str] | None = None
+) -> bool:
     """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now.
 
     Args:
-        shards: it must have two halves.
+        unfit: of sharded updates: why the halves of an algorithm cannot travel beside the step.
     """
-    strategy, must = algorithms.parse(name), asked in ("on", "delayed") and comm.size > 1
-    if shards and not strategy.spec.halves:
-        return False
-    return strategy.spec.fits(comm.hosts) and (not must or strategy.has_sum_on_host(comm.hosts))
+    strategy, algorithm = algorithms.parse(name), name.partition(":")[0]
+    must = comm.size > 1 and (asked.overlap in ("on", "delayed") or asked.gather == "late")
+    if unfit:
+        is_able = bool(strategy.spec.halves) and not (must and unfit(algorithm))
+    else:
+        is_able = not must or strategy.has_sum_on_host(comm.hosts)
+    return is_able and strategy.spec.fits(comm.hosts)
 
 
 def to_center(asked: exchange_config.ExchangeConfig) -> str:
@@ -675,6 +687,12 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
         return UnfitForOverlap.COMPRESSOR
     fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
     return "" if fits else UnfitForOverlap.MICRO_BATCHES
+
+
+def unfit_slices_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, algorithm: str) -> str:
+    """`unfit_slices` with this algorithm."""
+    exchange = dataclasses.replace(experiment.exchange, strategy=f"{algorithm}:32")
+    return unfit_slices(dataclasses.replace(experiment, exchange=exchange), workers, plan)
 
 
 def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:

@@ -33,6 +33,7 @@ from jaxmpi.trainer.build import (
     exchange_for,
     make_plan,
     pieces,
+    settle_shards,
     shares_params,
     why_whole,
     with_shards,
@@ -82,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
     workers = Workers(AxisComm("workers", len(hosts), hosts), SoloProcesses(), (0,), None)
     found, free_bytes = forecast(experiment, workers), available_bytes()
     print("\n".join(table(found, workers, here, free_bytes)), flush=True)
-    asked = found.on if found.on and experiment.exchange.shard_update == "on" else found.off
+    asked = found.on if found.on and found.is_sharded else found.off
     known = {SHARDED: found.on} if found.on else {}  # compiled, where a run has its own program to go by
     others = tuple((name, known.get(name, other)) for name, other in asked.others)
     asked = dataclasses.replace(asked, others=others)
@@ -96,6 +97,7 @@ class Forecast(NamedTuple):
     off: WorkerMemory
     on: WorkerMemory | None  # with sharded updates; None if they cannot be
     notes: list[str]
+    is_sharded: bool  # whether a run has sharded updates, as asked for or as `auto` settles it
 
 
 def forecast(experiment: Experiment, workers: Workers) -> Forecast:
@@ -121,9 +123,13 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
     off, on = (with_shards(experiment, word) for word in ("off", "on"))
     if why := why_whole(on, plan, workers):
         notes.append(f"no sharded updates: {why}")
+    settled, said = settle_shards(experiment, plan, workers)
+    notes += [said] if said and not why else []
     batch = shapes_of_batch(plan)
     each = [forecast_of(asked, workers, plan, batch) for asked in ([off] if why else [off, on])]
-    return Forecast(plan.feed.samplers[0].local_batch, each[0], each[1] if len(each) > 1 else None, notes)
+    sharded = each[1] if len(each) > 1 else None
+    is_sharded = settled.exchange.shard_update == "on"
+    return Forecast(plan.feed.samplers[0].local_batch, each[0], sharded, notes, is_sharded)
 
 
 def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, batch: PyTree) -> WorkerMemory:

@@ -87,7 +87,8 @@ class LockStep:
         run, self._held = self.run, None
         held = measured(held, run.functions.ahead.compiled(state, batch))
         here = workers_here(run.workers)
-        free_bytes = available_bytes() + here * held.kept + held.shared  # that is there already
+        is_there = held.kept + held.copies // 2 * bool(run.shrinking)  # of two sets of copies the first
+        free_bytes = available_bytes() + here * is_there + held.shared
         run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
         make_room(held, run.workers, run.plan, free_bytes)
 

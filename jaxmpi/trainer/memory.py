@@ -66,6 +66,7 @@ class WorkerMemory:
     takes_micro_batches: bool = True  # whether the step keeps its form with them
     batch_stays: bool = False  # whether the run is resumed, which keeps its batches
     devices: int = 1  # of a rank; each is a worker
+    workers: int = 0  # of the job
     padding: float = 0.0  # of rows of whole tensors, as a share of the params
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
     others: tuple[tuple[str, "WorkerMemory"], ...] = ()  # the same step with other options, by their spelling
@@ -185,6 +186,7 @@ def held_alone(
         takes_micro_batches=not is_early and not (is_whole and workers.size > 1 and workers.mesh is None),
         batch_stays=experiment.resume,
         devices=experiment.devices,
+        workers=workers.size,
         padding=padding(rule),
     )
 
@@ -401,7 +403,8 @@ def ways(of: WorkerMemory, here: int, batch: int, free_bytes: int) -> list[str]:
         for flag, form in forms.items():
             named = f"{options} with {flag}" if options else flag
             any(add(f"{named} {size}", form.with_share(size / batch)) for size in smaller)
-    for workers in range(here - of.devices, of.is_sharded, -of.devices) if not of.batch_stays else ():
+    least = of.is_sharded and here == of.workers  # of a single worker in all nothing is sharded
+    for workers in range(here - of.devices, least, -of.devices) if not of.batch_stays else ():
         fewer = of.with_fewer(workers / here)
         if fewer.on_host(workers) <= free_bytes:
             as_many = f", with {'--micro-batch' if of.is_summed else '--local-batch'} {batch}"
