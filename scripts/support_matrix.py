@@ -1,7 +1,7 @@
 """Run a short tier in one environment a cell of Python, jax and MPI, and write docs/support.md.
 
-An environment is made by uv in a temporary folder and is gone afterwards. Debian's MPIs are installed in a mount
-namespace, on overlays of /usr, /var and /etc, so that the machine stays as it is; that needs root.
+An environment is made by uv in a temporary folder and is gone afterwards. Debian's MPIs, and its newest Python, are
+installed in a mount namespace, on overlays of /usr, /var and /etc, so that the machine stays as it is; that needs root.
 
     python scripts/support_matrix.py --out cells.json              all cells; the tables are printed
     python scripts/support_matrix.py --cells 3.13-newest-openmpi    some
@@ -51,6 +51,10 @@ MPIS = {
     "debian-openmpi": Mpi("Open MPI 4, Debian", packages=("openmpi-bin", "libopenmpi-dev", "g++")),
     "debian-mpich": Mpi("MPICH 4, Debian", packages=("mpich", "libmpich-dev", "g++")),
 }
+
+
+# A Python that no download had so far, from packages of Debian's next release, with the libraries that it is linked to.
+NEXT_DEBIAN = {"3.14": ["libc6", "libssl3t64", "libffi8", "libzstd1", "libexpat1"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +238,9 @@ def environment(cell: Cell, place: Place) -> list[Step]:
     mpi = MPIS[cell.mpi]
     (place.folder / "uv.toml").write_text(uv_settings(mpi))
     (place.folder / "held.txt").write_text("\n".join(constraints(cell.jax)))
+    packages = debian(mpi, ("apt-get", "install", "-y", "--no-install-recommends", *mpi.packages))
     lines = {
-        "packages": debian(mpi, ("apt-get", "install", "-y", "--no-install-recommends", *mpi.packages)),
+        "packages": next_debian(cell.python) if cell.python in NEXT_DEBIAN else packages,
         "python": [UV, "venv", "-q", "--no-config", "--python", cell.python, str(place.env)],
         "install": install(mpi, place),
     }
@@ -249,6 +254,23 @@ def environment(cell: Cell, place: Place) -> list[Step]:
 def debian(mpi: Mpi, line: Sequence[str]) -> list[str]:
     """The line that installs packages, if the MPI is of Debian."""
     return ["sh", "-c", f"apt-get update && DEBIAN_FRONTEND=noninteractive {shlex.join(line)}"] if mpi.packages else []
+
+
+def next_debian(python: str) -> list[str]:
+    """The line that unpacks a Python of Debian's next release; its own installer would want half of the system new.
+
+    Its flags for extensions name one that the linker of mpi4jax's build does not know.
+    """
+    names = [f"{name}{python}-{part}" for name, part in (("python", "minimal"), ("libpython", "minimal"))]
+    names += [f"libpython{python}-{part}" for part in ("stdlib", "dev")] + NEXT_DEBIAN[python]
+    source = "deb [trusted=yes] http://deb.debian.org/debian sid main"
+    return [
+        "sh",
+        "-ec",
+        f"rm -f /etc/apt/sources.list.d/*; echo '{source}' > /etc/apt/sources.list; apt-get update\n"
+        f'cd "$(mktemp -d)"; apt-get download {" ".join(names)}; for each in *.deb; do dpkg-deb -x $each /; done\n'
+        f"sed -i s/-Wl,-Bsymbolic-functions//g /usr/lib/python{python}/_sysconfigdata*.py",
+    ]
 
 
 def install(mpi: Mpi, place: Place) -> list[str]:
@@ -275,7 +297,7 @@ exec "$@"
 
 def place_of(cell: Cell, folder: Path) -> Place:
     """A place that a cell runs in: the machine as it is, or in a mount namespace with Debian's packages."""
-    if not MPIS[cell.mpi].packages:
+    if not MPIS[cell.mpi].packages and cell.python not in NEXT_DEBIAN:
         return Place(folder)
     return Place(folder, ("unshare", "--mount", "sh", "-c", OVERLAYS, str(folder / "system")))
 
