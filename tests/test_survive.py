@@ -108,7 +108,7 @@ def survivor(monkeypatch) -> Any:
         "make_plan": lambda *args, **kwargs: plan,
         "build_functions": lambda *args: Built(),
         "handed_over": lambda *args: Recorder(None),
-        "assembled": lambda *args: whole,
+        "assembled": lambda **parts: whole,
         "LockStep": lambda run, sums: SimpleNamespace(run=run, result={}, _evaluated=-1),
     }
     for name, fake in fakes.items():

@@ -235,8 +235,9 @@ def run_in(
     is_first, folder = workers.processes.rank == 0, home.path
     held = None
     if not workers.apart:
-        facts = (functions.rule, functions.strategy)
-        held = memory.held(experiment, workers, plan, *facts, is_whole=functions.ahead.is_whole)
+        held = memory.held(
+            experiment, workers, plan, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole
+        )
         memory.make_room(held, workers, plan, available_bytes())
     with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
@@ -277,25 +278,22 @@ def run_in(
         recorder.say(memory.words(held, workers.size))
     if start >= plan.clock.total_steps:
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
-    recovery = decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit)
-    shrinking = shrink.shrinking(experiment, workers, slice_layout(functions.rule), recorder if is_first else None)
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
-    profiler = Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank)
     run = assembled(
-        home,
-        experiment,
-        workers,
-        plan,
-        functions,
-        recorder,
-        states,
-        notice,
-        recovery,
-        profiler,
-        shrinking,
-        peak,
-        at_start,
-        held,
+        home=home,
+        experiment=experiment,
+        workers=workers,
+        plan=plan,
+        functions=functions,
+        recorder=recorder,
+        states=states,
+        notice=notice,
+        recovery=decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit),
+        profiler=Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank),
+        shrinking=shrink.shrinking(experiment, workers, slice_layout(functions.rule), recorder if is_first else None),
+        peak=peak,
+        at_start=at_start,
+        held=held,
     )
     if isinstance(saved, Start):
         with recorder:

@@ -128,9 +128,21 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     shrinking.copy_slices(slice_layout(functions.rule), experiment.exchange.buddy)
     recorder = handed_over(run, control, step - is_late, ends)
     states = {worker: state}
-    peak = peak_of_all(workers, experiment.compute_dtype)
-    parts = (states, run.notice, run.guard.recovery, run.profiler, shrinking, peak, run.at_start)
-    run = assembled(run.saver.home, experiment, workers, plan, functions, recorder, *parts)
+    run = assembled(
+        home=run.saver.home,
+        experiment=experiment,
+        workers=workers,
+        plan=plan,
+        functions=functions,
+        recorder=recorder,
+        states=states,
+        notice=run.notice,
+        recovery=run.guard.recovery,
+        profiler=run.profiler,
+        shrinking=shrinking,
+        peak=peak_of_all(workers, experiment.compute_dtype),
+        at_start=run.at_start,
+    )
     recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
     recorder.say(f"{shrinking.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
     shrinking.gone, shrinking.is_unsaved = [], is_unsaved
@@ -153,10 +165,11 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     assert shrinking is not None
     if shrinking.recorder is None:
         hosts = [socket.gethostname()] * control.size
-        each = (run.recorder.elapsed_s(), hosts, run.plan.feed)
         with run_directory.still_usable():
             run_directory.lock(run.saver.home, ends)
-            shrinking.recorder = open_recorder(run.experiment, run.folder, *each)
+            shrinking.recorder = open_recorder(
+                run.experiment, run.folder, run.recorder.elapsed_s(), hosts, run.plan.feed
+            )
         ends.push(shrinking.recorder)
     shrinking.recorder.go_back(step)
     return shrinking.recorder

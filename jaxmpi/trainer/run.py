@@ -62,6 +62,7 @@ def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContex
 
 
 def assembled(
+    *,
     home: HeldFolder,
     experiment: Experiment,
     workers: Workers,
