@@ -332,7 +332,7 @@ def test_a_wait_for_a_message_does_not_count_the_time_in_which_it_was_stopped(co
             return look >= comes_at
 
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert polling.wait(Request(), 60.0) == came
+    assert polling.wait(Request().Test, 60.0) == came
     assert came or clock.now_s == pytest.approx(1000 + 3600 + 60, abs=2)
 
 

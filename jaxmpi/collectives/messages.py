@@ -155,7 +155,7 @@ def check_all_received() -> None:
     limit_s = min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
     for request, what, comm, dest in _unreceived:
         with comm.processes.roll.waiting(PARTNER, what, limit_s, dest):
-            is_received = wait(request, limit_s)
+            is_received = wait(request.Test, limit_s)
         if not is_received:
             expected = "nobody has received it; expected a recv of that rank, source and tag"
             rank, partner = comm.processes.in_job([comm.rank, dest])
@@ -167,7 +167,7 @@ def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], comm:
     """Handler that programs call: all steps of the messages, one after another, with a limit to each."""
     for requests in steps(_comms[comm], operands, results, **options):
         for request in requests:
-            if not wait(request, TIMEOUT_S):
+            if not wait(request.Test, TIMEOUT_S):
                 raise lost(_comms[comm], **options)
 
 

@@ -85,7 +85,7 @@ class CallComparison:
         """Leave the message that is the turn; False, on all ranks alike, if MPI keeps none for a process itself."""
         message, me = np.zeros(2, np.int32), self._comm.rank
         request = self._turn.Isend(message, me, FREE)
-        is_kept = wait(request, KEPT_S)
+        is_kept = wait(request.Test, KEPT_S)
         if self._comm.processes.allreduce_sum(np.array([is_kept]))[0] == self._comm.size:
             return True
         self._turn.Recv(message, me, FREE)

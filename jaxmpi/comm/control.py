@@ -28,7 +28,7 @@ from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
 from jaxmpi.comm.exchange_watch import CONTROL, Roll, watch
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.mpi_info import check_launcher, library_of, thread_level
-from jaxmpi.comm.polling import POLL_S, is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
+from jaxmpi.comm.polling import is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
 from jaxmpi.core.env import building_for_mpicc, getting_mpi, seconds_from
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
@@ -303,7 +303,7 @@ class MpiProcesses:
         self._let_exchanges_end()
         what = f"the first call on a communicator of {world.size} ranks"
         with self.roll.meeting(ranks, what, AGREE_TIMEOUT_S) as meeting:
-            if wait(world.Ibarrier(), AGREE_TIMEOUT_S):
+            if wait(world.Ibarrier().Test, AGREE_TIMEOUT_S):
                 return
             absent = self.roll.absent(meeting)
         one_of = "" if self.roll.may_watch else "one of "  # else they do not say who is here
@@ -319,7 +319,7 @@ class MpiProcesses:
         if not survives_losses():
             return self.barrier()
         try:
-            wait(self.world.Ibarrier(), LATE_S)
+            wait(self.world.Ibarrier().Test, LATE_S)
         except Exception as error:
             if not is_loss(error):
                 raise
@@ -353,12 +353,9 @@ class MpiProcesses:
         classes = [getattr(MPI, name, None) for name in names]
         if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
             return None
-        deadline = time.monotonic() + ECHO_S
-        while time.monotonic() < deadline:  # who ends the job speaks first, then revokes, then is gone
-            if any(comm.Is_revoked() for comm in self._own):
-                return ""
-            time.sleep(POLL_S)
-        return "ends, since a rank that it needs is gone"
+        # Who ends the job speaks first, then revokes, then is gone.
+        has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self._own), ECHO_S)
+        return "" if has_spoken else "ends, since a rank that it needs is gone"
 
     def post(self) -> Mailbox:
         """Over a communicator of its own; all ranks come here together."""
@@ -402,7 +399,7 @@ class MpiProcesses:
         for _ in range(1 + TRIPS):
             begin_s = time.perf_counter()
             for begin in ways if self.rank < other else reversed(ways):
-                wait(begin(message, other, tag=4), float("inf"))
+                wait(begin(message, other, tag=4).Test, float("inf"))
             took.append(time.perf_counter() - begin_s)
         return min(took[1:])  # the other may come late to the first
 
@@ -420,7 +417,7 @@ class MpiProcesses:
         for i in range(PINGS):
             asked = np.zeros(1)
             if i == 0:  # the turn may be long in coming
-                wait(self.world.Irecv(asked, 0, tag=3), float("inf"))
+                wait(self.world.Irecv(asked, 0, tag=3).Test, float("inf"))
             else:
                 self.world.Recv(asked, 0, tag=3)
             self.world.Send(np.array([time.perf_counter()]), 0, tag=3)
@@ -437,7 +434,7 @@ class MpiProcesses:
 
     def _wait_at_exit(self, timeout_s: float) -> bool:
         watch().has_ended = True
-        return wait(self._exit.Ibarrier(), timeout_s)
+        return wait(self._exit.Ibarrier().Test, timeout_s)
 
     def barrier(self) -> None:
         """Wait for all ranks without spinning; an error that names who is absent after AGREE_TIMEOUT_S."""
@@ -454,7 +451,7 @@ class MpiProcesses:
         here, limit_s = self._local.Ibarrier(), failures.LONG * AGREE_TIMEOUT_S
         if self.local_size == self.size:
             self._arrive(here, "a barrier of this host", limit_s)
-        elif not wait(here, limit_s):
+        elif not wait(here.Test, limit_s):
             ranks = self.in_job([rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]])
             raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
 
@@ -474,7 +471,7 @@ class MpiProcesses:
                     self._words.append(self._local.Isend(word, rank, tag=6))  # so short that it is sent at once
             return made
         with lost_ranks_left_out():
-            if not wait(self._local.Irecv(word, 0, tag=6), timeout_s):
+            if not wait(self._local.Irecv(word, 0, tag=6).Test, timeout_s):
                 first = self.numbers[self.hosts.index(self.hosts[self.rank])]
                 raise TrainingError(
                     f"late: rank {first}, the first of this host: {timeout_s:g} s, and it has not compiled what others "
@@ -514,10 +511,10 @@ class MpiProcesses:
         """
         limit_s = timeout_s or AGREE_TIMEOUT_S
         with self.roll.waiting(CONTROL, what, limit_s):
-            if wait(request, limit_s, self.is_asked):
+            if wait(request.Test, limit_s, self.is_asked):
                 return
             late = self.late()
-        if not (failures.go_on_without(late) and wait(request, 4 * LATE_S)):
+        if not (failures.go_on_without(late) and wait(request.Test, 4 * LATE_S)):
             absent = self.in_job(late)
             where = self.roll.where(absent)
             raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
@@ -545,7 +542,7 @@ class MpiProcesses:
 
     def _gathered(self, request: Any) -> None:
         """Wait, by looking: if a rank fails meanwhile, a blocking MPI_Allgatherv may give garbage."""
-        wait(request, float("inf"))
+        wait(request.Test, float("inf"))
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Every rank's JSON value, on every rank; tuples arrive as lists."""
@@ -620,7 +617,7 @@ class MpiProcesses:
             return late
         self.world.Send(np.zeros(1, np.uint8), 0, tag=1)  # one byte: sent at once, whoever is late
         data = np.empty(4096, np.uint8)
-        if not wait(self.world.Irecv(data, 0, tag=2), LATE_S + WORD_S):
+        if not wait(self.world.Irecv(data, 0, tag=2).Test, LATE_S + WORD_S):
             return [0]
         self.world.Recv(np.empty(1, np.uint8), 0, tag=5)  # it came before the answer
         return json.loads(data.tobytes())
@@ -635,11 +632,12 @@ class MpiProcesses:
             return [self.world.Isend(question, rank, tag=5), self.world.Irecv(answer, rank, tag=1)]
 
         requests = {rank: ask(rank) for rank in range(1, self.size)}
-        deadline = time.monotonic() + LATE_S
-        while requests and time.monotonic() < deadline:
-            requests = {rank: both for rank, both in requests.items() if not all([each.Test() for each in both])}
-            time.sleep(POLL_S)
-        return sorted(requests)
+
+        def silent() -> list[int]:
+            return [rank for rank, both in requests.items() if not all([each.Test() for each in both])]
+
+        wait(lambda: not silent(), LATE_S)
+        return silent()
 
 
 def met(rank: int, turn: int, ranks: int) -> int:

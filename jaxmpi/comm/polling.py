@@ -1,11 +1,10 @@
-"""Waits for MPI requests that poll, yield and give up."""
+"""Waits for messages of MPI that poll, yield and give up."""
 
 import contextlib
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 GAP_S = 1.0  # between two looks of a wait at most, if this process runs: looks come at least every 50 ms
 POLL_S = 0.001  # between looks at a pending message: a blocking MPI call would spin on a core
@@ -34,18 +33,22 @@ class WaitClock:
         return self._seconds
 
 
-def wait(request: Any, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Poll an MPI request, giving the core away between looks; False if time ran out, or if `is_over` before."""
+def wait(is_there: Callable[[], bool], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Poll, giving the core away between looks; False if time ran out, or if `is_over` before.
+
+    Args:
+        is_there: `request.Test` of an MPI request, or another look that lets MPI go on.
+    """
     waited = WaitClock()
     for looks in itertools.count():
-        if request.Test():
+        if is_there():
             return True
         if waited.look() > timeout_s:
             return False
         if looks < YIELDS:
             os.sched_yield()
         elif is_over():
-            return request.Test()
+            return is_there()
         else:
             time.sleep(POLL_S)
     return False

@@ -122,6 +122,8 @@ class SharedParams:
         for array in self._arrays:
             array.delete()
         self._arrays = []
+        # Not `polling.wait`: programs let go within microseconds, so pauses begin there and double; a collection is too
+        # long for every look, and comes after a second.
         begin, pause_s = time.monotonic(), 1e-5
         while any(ref() is not None for ref in self._held):
             if time.monotonic() - begin > LET_GO_S:

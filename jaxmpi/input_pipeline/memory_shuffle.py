@@ -266,6 +266,8 @@ class MemoryShuffle:
     def _wait(
         self, request: Any, what: str = "workers of its group; all must read as many epochs, or call shuffle() as often"
     ) -> None:
+        # Not `polling.wait`: MPI moves records on in a look only, so looks come five times as often; and this thread
+        # runs beside the steps, whose cores it leaves them without a first spin.
         waited = WaitClock()
         while not request.Test():
             if waited.look() > TIMEOUT_S:

@@ -19,10 +19,12 @@ import pickle
 import select
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from jaxmpi.comm.polling import POLL_S, wait
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data.example import ExampleReader
@@ -44,7 +46,6 @@ from jaxmpi.runtime import failures
 
 CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
 TRAIN, VAL, STOP, ENDED = b"train", b"val", b"stop", b"ended"
-POLL_S = 0.001  # between looks for a message: a blocking MPI call would spin on a core
 
 
 def mode_words(job: int, train: bool) -> bytes:
@@ -111,9 +112,8 @@ class SpawnedLoaders:
 
     def answers(self, timeout_s: float) -> list[LoaderAnswer]:
         """Answers so far."""
-        deadline = time.monotonic() + timeout_s
-        while not (found := self._received()) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+        wait(partial(self.comm.Iprobe, self.mpi.ANY_SOURCE, self.mpi.ANY_TAG), timeout_s)
+        found = self._received()
         ends = {number: words for number, words in found if words.startswith(ENDED)}
         self.gone |= {number: words.partition(b" ")[2].decode() for number, words in ends.items()}
         return [answer_of(words) for number, words in found if number not in ends and words != STOP]
@@ -133,11 +133,13 @@ class SpawnedLoaders:
         """End them: MPI lets this process go only once they have gone."""
         for number in range(self.size):
             self._send(number, TO_LOADER, STOP)
-        deadline, left = time.monotonic() + JOIN_S, self.size
-        while left and time.monotonic() < deadline:
-            left -= [words for _, words in self._received()].count(STOP)
-            time.sleep(POLL_S)
-        if not left:
+        words: list[bytes] = []
+
+        def all_ended() -> bool:
+            words.extend(each for _, each in self._received())
+            return words.count(STOP) == self.size
+
+        if wait(all_ended, JOIN_S):
             self.comm.Disconnect()
 
 
@@ -187,7 +189,7 @@ def main(worker: int) -> None:
     from mpi4py import MPI
 
     comm, job, is_here = MPI.Comm.Get_parent(), 0, True
-    while True:
+    while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message
         while (received := _received(MPI, comm, MPI.Status())) is not None:
             tag, message = received
             if tag == TO_LOADER and message == STOP:
