@@ -1,7 +1,7 @@
 """The operations as functions of arrays and trees, inside and outside jit."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
 from jaxmpi.allreduce.call_order import caller, callers, columns
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
-from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall
+from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall, like
 from jaxmpi.collectives.primitive import bind
 from jaxmpi.collectives.table import OPERATIONS
 from jaxmpi.comm.base import Comm
@@ -89,15 +89,17 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
     root = _root(operation, root, chosen)
     if operation == "reduce_scatter":
         _check_rows(operation, x, chosen)
+    given = given_by(operation, x, chosen, root)
     plans = [_plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
     leaves = [jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans, strict=True)]
     if op == "mean":
         dtypes = [leaf.dtype.name for leaf in leaves]
-        sums = _each(operation, [_summand(leaf) for leaf in leaves], chosen, means_of=dtypes, op="sum", root=root)
+        summands = [_summand(leaf) for leaf in leaves]
+        sums = _each(operation, summands, chosen, given, means_of=dtypes, op="sum", root=root)
         added = chosen.size if root is None or chosen.rank == root else 1
         results = [_divided(y, added, leaf.dtype) for y, leaf in zip(sums, leaves, strict=True)]
     else:
-        results = _each(operation, leaves, chosen, op=op, root=root)
+        results = _each(operation, leaves, chosen, given, op=op, root=root)
     finished = [y.astype(narrow) for y, (_, narrow) in zip(results, plans, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(x), finished)
 
@@ -294,8 +296,9 @@ def _root(operation: str, root: Any, comm: Comm) -> int | None:
 
 def _moved(operation: str, x: PyTree, comm: Any, root: Any = None, **options: Any) -> PyTree:
     chosen = _comm_of(operation, comm)
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
-    results = _each(operation, leaves, chosen, root=_root(operation, root, chosen), **options)
+    root = _root(operation, root, chosen)
+    given = given_by(operation, x, chosen, root)
+    results = _each(operation, [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, given, root=root, **options)
     return jax.tree.unflatten(jax.tree.structure(x), results)
 
 
@@ -313,7 +316,7 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
     chosen = _comm_of("send", comm)
     options = {"dest": _partner("send", "dest", dest, chosen), "sendtag": _tag("send", "tag", tag, chosen)}
     if dest != NOBODY:
-        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, **options)
+        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, {}, **options)
 
 
 def recv(
@@ -343,7 +346,7 @@ def recv(
     }
     is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
     leaves = [jnp.zeros(leaf.shape, leaf.dtype) if is_shape(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
-    return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, **options))
+    return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, {}, **options))
 
 
 def sendrecv(
@@ -409,22 +412,39 @@ def _comm_of(operation: str, comm: Any) -> Comm:
     return communicator(comm)
 
 
+def given_by(operation: str, x: PyTree, comm: Comm, root: int | None) -> dict[str, jax.ShapeDtypeStruct]:
+    """The user's leaves by path, before they are cast and packed, in the shapes that all ranks give alike."""
+    if not isinstance(comm, MpiComm):
+        return {}
+    call, shared = MpiCall(operation=operation, comm=comm, root=root), OPERATIONS[operation].shared
+    given = {path: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)) for path, leaf in named_leaves(x)}
+    return {path: like(leaf, shared(call, leaf)) for path, leaf in given.items()}
+
+
 def _each(
-    operation: str, leaves: list[jax.Array], comm: Comm, means_of: Sequence[str] = (), **options: Any
+    operation: str,
+    leaves: list[jax.Array],
+    comm: Comm,
+    given: Mapping[str, Any],
+    means_of: Sequence[str] = (),
+    **options: Any,
 ) -> list[jax.Array]:
     """A call for each leaf; small leaves of one dtype in one, where the operation takes each number by itself.
 
     Args:
+        given: `given_by`, which ranks compare at the first call.
         means_of: dtypes of leaves that are summed for means, of which these may be parts.
     """
     row, means_of = OPERATIONS[operation], means_of or [""] * len(leaves)
     if not row.is_elementwise or row.is_message or comm.size == 1 or len(leaves) < 2:
-        pairs = zip(leaves, means_of, strict=True)
-        return [y for leaf, mean_of in pairs for y in _one(operation, comm, leaf, mean_of=mean_of, **options)]
+        firsts = [given, *({} for _ in leaves[1:])]
+        rows = zip(leaves, means_of, firsts, strict=False)
+        return [y for leaf, of, first in rows for y in _one(operation, comm, leaf, mean_of=of, given=first, **options)]
     results = list(leaves)
     for group in _groups(leaves, means_of):
         flat = leaves[group[0]] if len(group) == 1 else jnp.concatenate([leaves[i].reshape(-1) for i in group])
-        [total] = _one(operation, comm, flat, mean_of=means_of[group[0]], **options)
+        first = given if group[0] == 0 else {}
+        [total] = _one(operation, comm, flat, mean_of=means_of[group[0]], given=first, **options)
         ends = np.cumsum([leaves[i].size for i in group]).tolist()
         parts = [total] if len(group) == 1 else jnp.split(total, ends[:-1])
         for i, part in zip(group, parts, strict=True):

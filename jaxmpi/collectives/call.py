@@ -1,10 +1,10 @@
 """One call of an operation: its arguments except the arrays."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ class MpiCall:
     status: int = 0  # number of what is to be filled with source and tag; 0: nothing
     is_reversed: bool = False  # a scan from the last rank to the first
     is_identity: bool = False  # the transpose of an allreduce
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # to the first call of a tree: `given_by`
     line: str = ""  # of the user's
     lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare; empty: they may differ
 

@@ -72,12 +72,26 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
     """Facts of a call that must be equal on all ranks; in a program also the user's lines, if they count."""
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
-    options |= shared | {"dtypes": [x.dtype.name for x in operands], "counts": call.counts}
+    options |= shared | {"dtypes": dtypes_of(call, operands), "counts": call.counts}
+    if is_tree(call):
+        options["leaf"] = {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in call.given.items()}
     if not is_traced:
         return fingerprint(call.operation, options)
     if not call.lines:
         return fingerprint(f"{call.operation} in a program", options)
     return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
+
+
+def is_tree(call: MpiCall) -> bool:
+    """Return True if the user gave a tree, which is compared as such, and this is its first call."""
+    return bool(call.given) and list(call.given) != [""]
+
+
+def dtypes_of(call: MpiCall, operands: Sequence[Any]) -> list[str]:
+    """Dtypes of the arrays; of the user's one array its own first, if it is sent in another."""
+    sent = [x.dtype.name for x in operands]
+    given = [] if is_tree(call) else [leaf.dtype.name for leaf in call.given.values()]
+    return [*given, *(f"sent as {name}" for name in sent)] if given and given != sent else sent
 
 
 def what_of(call: MpiCall, operands: Sequence[Any]) -> str:

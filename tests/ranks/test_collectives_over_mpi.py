@@ -174,6 +174,26 @@ def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+def test_ranks_compare_what_they_were_given_before_it_is_cast_and_packed():
+    a, b = jnp.ones((2, 3)), jnp.ones(3)
+    mine = min(RANK, 1)
+    pairs: list[tuple[Any, str]] = [  # as the even ranks give it, as the others do
+        (
+            ({"a": a, "b": b}, {"a": b, "b": a}),
+            r"rank 1: leaf.a: got float32\[3\], expected float32\[2, 3\] \(rank 0\)",
+        ),
+        (({"a": b}, {"b": b}), r"rank 1: leaf.a: got nothing, expected float32\[3\]"),
+        (({"a": b, "b": b}, {"a": b}), r"rank 1: leaf.b: got nothing, expected float32\[3\]"),
+        ((b.astype(jnp.bfloat16), b), r"rank 1: dtypes: got \['float32'\], expected \['bfloat16', 'sent as float32'\]"),
+        ((b > 0, jnp.int32(b)), r"rank 1: dtypes: got \['int32'\], expected \['bool', 'sent as int32'\]"),
+    ]
+    for ranks_own, message in pairs:
+        for way in (NOW, jax.jit):
+            with pytest.raises(jaxmpi.UsageError, match=message):
+                way(mpi.allreduce)(ranks_own[mine])
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
 @pytest.mark.parametrize("call", [mpi.allgatherv, lambda x: mpi.alltoallv(x, [1] * SIZE)])
 def test_counts_are_compared_with_another_call_before_they_travel(call):
     for way in (NOW, jax.jit):
