@@ -35,7 +35,7 @@ from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
 from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import MpiCall, like
-from jaxmpi.collectives.dtypes import as_sent, as_was
+from jaxmpi.collectives.dtypes import as_sent, as_was, in_bytes
 from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.mpi import MpiComm
@@ -80,8 +80,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
     check(is_traced(()), f"start: got a call outside jax.jit, {handle.line}; expected one in a program that goes on")
 
     def begin(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
-        sent = [as_sent(x) for x in operands]
-        handle.tickets += _start_p.bind(*sent, call=call, handle=handle)
+        handle.tickets += _start_p.bind(*operands, call=call, handle=handle)
         return [jnp.zeros(result.shape, result.dtype) for result in row_of(call).results(call, *operands)]
 
     with instead(begin):
@@ -111,13 +110,23 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
 
     def finish(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         results = row_of(call).results(call, *operands)
-        sent = [like(jax.eval_shape(as_sent, result)) for result in results]
+        sent = like_sent(call, results)
         before = [next(tickets), *(entry_of(x) for x in jax.tree.leaves(after))]
         came = host_callbacks.call(WAIT, before, sent, effect=call.comm.effect)
         return [as_was(y, result.dtype) for y, result in zip(came, results, strict=True)]
 
     with instead(finish):
         return handle.operation(*handle.args, **handle.kwargs)
+
+
+def _as_travels(call: MpiCall) -> Callable[[jax.Array], jax.Array]:
+    """To a dtype that MPI has; a message is of bytes, and its header names the user's dtype."""
+    return in_bytes if row_of(call).is_message else as_sent
+
+
+def like_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of arrays as they travel."""
+    return [like(jax.eval_shape(_as_travels(call), x)) for x in arrays]
 
 
 def entry_of(x: jax.Array) -> jax.Array:
@@ -150,11 +159,12 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle:
         with one_thread(call.comm):
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
             lane_of(call.comm)
-    _calls.append((call, [like(y) for y in row_of(call).results(call, *ctx.avals_in)], what))
+    _calls.append((call, like_sent(call, row_of(call).results(call, *ctx.avals_in)), what))
     number = len(_calls) - 1
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        return host_callbacks.call(START, arrays, [TICKET], effect=call.comm.effect, call=number)
+        sent = [_as_travels(call)(x) for x in arrays]
+        return host_callbacks.call(START, sent, [TICKET], effect=call.comm.effect, call=number)
 
     return mlir.lower_fun(run)(ctx, *operands)
 

@@ -497,11 +497,14 @@ def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
         sent = jaxmpi.start(mpi.send, 5 * tree["small"], after)
         first = jaxmpi.start(mpi.recv, tree["small"], before)
         second = mpi.recv(tree["small"], before)
-        jaxmpi.wait(sent)
-        return [jaxmpi.wait(right), jaxmpi.wait(left), beside, jaxmpi.wait(first), second]
+        short = jaxmpi.start(mpi.send, tree["small"].astype(jnp.bfloat16), after, tag=1)
+        third = mpi.recv(tree["small"].astype(jnp.bfloat16), before, tag=1)
+        jaxmpi.wait(sent), jaxmpi.wait(short)
+        return [jaxmpi.wait(right), jaxmpi.wait(left), beside, jaxmpi.wait(first), second, third]
 
     theirs, small = held_by(before), held_by(before)["small"]
     expected = [theirs, jax.tree.map(lambda leaf: 2 * leaf, held_by(after)), 3 * small, 4 * small, 5 * small]
+    expected.append(small.astype(jnp.bfloat16))
     for _ in range(3):
         jax.tree.map(same, program(held_by(RANK)), expected)
 
@@ -577,6 +580,10 @@ def test_a_handle_is_waited_for_once():
         jax.jit(twice)(x)
     with pytest.raises(jaxmpi.UsageError, match=r"allreduce\(float32\[3\], op=max\).* is never waited for"):
         jax.jit(dropped)(x)
+    with pytest.raises(
+        jaxmpi.UsageError, match=r"rank 1: dtypes: got \['float16'\], expected \['bfloat16'\] \(rank 0\)"
+    ):
+        jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.bcast, x)))(x.astype(jnp.float16 if RANK else jnp.bfloat16))
     with pytest.raises(jaxmpi.UsageError, match=r"start: got a call outside jax.jit"):
         jaxmpi.start(mpi.allreduce, x)
     with pytest.raises(jaxmpi.UsageError, match=r"has neither derivative nor mapping"):
