@@ -1,7 +1,7 @@
 """The protocol of a communicator inside jit, and the one of a single worker."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax import lax
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime.launchers import my_rank
 
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
 Turn = Callable[[jax.Array, PyTree], PyTree]  # of a loop: number of the turn, carry -> carry
@@ -95,6 +96,28 @@ class Comm(Protocol):
         ...
 
 
+class NoPart:
+    """A rank's own place outside a communicator that others have split off: false, of size 0, refused by every call.
+
+    None would be the world.
+    """
+
+    size = 0
+
+    def __bool__(self) -> Literal[False]:
+        """False: `if part:` is true on the ranks that take part."""
+        return False
+
+
+def check_has_part(comm: Any) -> None:
+    """Refuse a communicator of ours or of mpi4py that this rank has no part in."""
+    check(
+        comm is None or bool(comm),
+        f"comm: rank {my_rank()}: got a communicator in which this rank has no part, as of "
+        "split(None); expected the call on the ranks that have one: if part: ...",
+    )
+
+
 class SoloComm:
     """One worker: every collective is the identity. Needs no MPI."""
 
@@ -103,10 +126,10 @@ class SoloComm:
     order = (0,)
     hosts = (0,)
 
-    def split(self, color: int | str | None, key: int = 0) -> "SoloComm | None":
-        """The one worker again, or None if it takes no part."""
+    def split(self, color: int | str | None, key: int = 0) -> "SoloComm | NoPart":
+        """The one worker again, or `NoPart` if it takes none."""
         del key
-        return None if color is None else self
+        return NoPart() if color is None else self
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """X itself."""

@@ -15,7 +15,7 @@ from jax._src import effects
 
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import add_rows
-from jaxmpi.comm.base import Comm, Pairs, SoloComm, Turn, check_one_host, ring_order
+from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, Turn, check_has_part, check_one_host, ring_order
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.shared_compile import shared_jit
 from jaxmpi.comm.shared_sum import SharedSum
@@ -146,11 +146,11 @@ class MpiComm(RankComm):
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
 
-    def split(self, color: int | str | None, key: int = 0) -> "MpiComm | None":
-        """A communicator of the ranks that give the same color; None for a rank that gives None.
+    def split(self, color: int | str | None, key: int = 0) -> "MpiComm | NoPart":
+        """A communicator of the ranks that give the same color; for a rank that gives None one it has no part in.
 
-        Ranks are numbered anew, by key, then as here. All ranks of this communicator must call it together, outside
-        jit.
+        That is false and has size 0, and every call refuses it: `if part: ...`. Ranks are numbered anew, by key, then
+        as here. All ranks of this communicator must call it together, outside jit.
 
         Args:
             color: any number from 0 on, or "host": one communicator for each host.
@@ -167,7 +167,7 @@ class MpiComm(RankComm):
         self.processes.barrier()  # polled: it names who is absent
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
-        return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else None
+        return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else NoPart()
 
     def meet_in_reverse(self) -> None:
         """Make `reversed_mpi`, if it is not there; all ranks come here together."""
@@ -231,8 +231,9 @@ def workers_of(comm: Comm | None) -> Comm:
     """Who exchanges: the caller's choice, else the world.
 
     Raises:
-        UsageError: it is the world, in a function whose workers are others.
+        UsageError: it is the world, in a function whose workers are others; this rank has no part in it.
     """
+    check_has_part(comm)
     chosen = comm or world()
     why = refusing_world.value
     check(not why or chosen is not world(), why)
@@ -245,8 +246,9 @@ def communicator(comm: Any) -> Comm:
     All its ranks come here together then.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither, or this rank has no part in it.
     """
+    check_has_part(comm)
     if comm is None or not hasattr(comm, "Get_attr"):
         chosen = workers_of(comm)
         check(

@@ -164,7 +164,7 @@ def test_means_of_integers_do_not_wrap():
 
 def test_errors_of_a_part_name_ranks_by_their_numbers_in_the_job():
     part = COMM.split(0 if RANK else None)
-    if SIZE < 3 or part is None:
+    if SIZE < 3 or not part:
         return
     for call in (lambda f: f, jax.jit):  # outside jit, and while tracing
         with pytest.raises(jaxmpi.UsageError, match=r"rank 2: shape.*: got \[2\], expected \[1\] \(rank 1\)"):
@@ -204,7 +204,7 @@ def test_counts_are_compared_with_another_call_before_they_travel(call):
 def test_parts_of_the_world_work_like_the_world():
     part = COMM.split(RANK % 2, key=-RANK)
     mine = [rank for rank in reversed(range(SIZE)) if rank % 2 == RANK % 2]
-    assert part is not None
+    assert part
     assert (part.size, part.rank) == (len(mine), mine.index(RANK))
     x = jnp.float32(RANK)
     for call in (lambda f: f, jax.jit):
@@ -212,10 +212,25 @@ def test_parts_of_the_world_work_like_the_world():
         assert np.array_equal(call(lambda x: mpi.allgather(x, comm=part))(x), mine)
         mean = call(lambda x: jaxmpi.exchange(x, "ring32", comm=part))(x[None])
         assert float(mean[0]) == pytest.approx(sum(mine) / len(mine))
-    assert COMM.split(0 if RANK else None) is None or RANK
     on_host = COMM.split("host")
-    assert on_host is not None
+    assert on_host
     assert float(mpi.allreduce(x, comm=on_host)) == sum(range(SIZE))
+
+
+def test_a_rank_without_a_part_is_refused_and_does_not_take_part_in_the_world():
+    nobody: list[Any] = [COMM.split(0 if RANK else None)]
+    if SIZE > 1:
+        from mpi4py import MPI
+
+        nobody.append(MPI.COMM_WORLD.Split(0 if RANK else MPI.UNDEFINED))
+    if RANK:
+        return
+    assert (bool(nobody[0]), nobody[0].size) == (False, 0)
+    x, every = jnp.ones(3), (mpi.allreduce, mpi.bcast, jaxmpi.exchange)
+    for call in [lambda comm, f=f: f(x, comm=comm) for f in every] + [lambda comm: mpi.barrier(comm=comm)]:
+        for comm in nobody:
+            with pytest.raises(jaxmpi.UsageError, match=r"rank 0: got a communicator .* no part.*; expected the call"):
+                call(comm)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="MPI is not started")
@@ -499,7 +514,8 @@ def test_started_messages_of_one_tag_come_in_the_order_of_the_program():
         second = mpi.recv(tree["small"], before)
         short = jaxmpi.start(mpi.send, tree["small"].astype(jnp.bfloat16), after, tag=1)
         third = mpi.recv(tree["small"].astype(jnp.bfloat16), before, tag=1)
-        jaxmpi.wait(sent), jaxmpi.wait(short)
+        jaxmpi.wait(sent)
+        jaxmpi.wait(short)
         return [jaxmpi.wait(right), jaxmpi.wait(left), beside, jaxmpi.wait(first), second, third]
 
     theirs, small = held_by(before), held_by(before)["small"]
@@ -536,7 +552,7 @@ def test_ranks_outside_a_part_take_no_part_in_what_it_starts():
 def test_a_reversed_scan_is_traced_while_an_earlier_program_exchanges():
     """On rank 0 that waits in MPI by then, on rank 1 it waits for a gate."""
     pair = COMM.split(0 if RANK < 2 else None)
-    if pair is None:
+    if not pair:
         return
     gate = threading.Event()
 
