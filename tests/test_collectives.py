@@ -305,6 +305,8 @@ def test_one_worker_gets_what_is_its_own(no_launcher):
         (lambda: mpi.reduce_scatter(jnp.int32(3), "mean"), r"has shape \[\]; expected 1 rows, one for each rank"),
         (lambda: mpi.recv(jnp.ones(3), tag=-2), r"recv: tag: got -2; expected a number from 0 to \d+, or None for any"),
         (lambda: mpi.send(jnp.ones(3), 0, tag=1 << 40), r"send: tag: got \d+; expected a number from 0 to \d+$"),
+        (lambda: mpi.recv(jnp.ones(3), -1), r"recv: source: got -1; .* below 1, NOBODY, or None for any; MPI.ANY"),
+        (lambda: mpi.send(jnp.ones(3), -2), r"send: dest: got -2; expected a rank below 1 or NOBODY; MPI.PROC_NULL"),
         (lambda: mpi.alltoall(jnp.ones(3)), r"has shape \[3\]; expected 1 rows, one for each rank"),
         (lambda: mpi.alltoallv(jnp.ones(3), [2]), r"got \[2\] for 3 rows; expected 1 numbers that add up to the rows"),
         (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), r"take the collectives of jax.lax"),

@@ -388,7 +388,8 @@ def _partner(operation: str, name: str, rank: Any, comm: Comm) -> int | None:
     check(
         number is None or number == NOBODY or 0 <= number < comm.size,
         f"{operation}: {name}: got {number}; expected a rank below {comm.size}"
-        + (", or None for any" if name == "source" else ""),
+        + (", NOBODY, or None for any; MPI.ANY_SOURCE is None here, " if name == "source" else " or NOBODY; ")
+        + "MPI.PROC_NULL is jaxmpi.collectives.NOBODY",
     )
     return number
 

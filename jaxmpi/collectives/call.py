@@ -11,7 +11,9 @@ import jax
 
 from jaxmpi.comm.mpi import MpiComm
 
-NOBODY = -1  # as source or destination: nothing is received from there, nothing is sent there
+# As source or destination: nothing is received from there, nothing is sent there. It is none of the negative numbers by
+# which MPI libraries have ANY_SOURCE and PROC_NULL, each its own: those are refused.
+NOBODY = -(1 << 30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +41,9 @@ class MpiCall:
         """Describe the call with these arrays, for messages."""
         options: dict[str, Any] = {}
         if self.operation in ("send", "sendrecv"):
-            options |= {"dest": self.dest, "tag": self.sendtag}
+            options |= {"dest": "nobody" if self.dest == NOBODY else self.dest, "tag": self.sendtag}
         if self.operation in ("recv", "sendrecv"):
-            options |= {"source": self.source, "recvtag": self.recvtag}
+            options |= {"source": "nobody" if self.source == NOBODY else self.source, "recvtag": self.recvtag}
         options = {"op": self.op or None, "root": self.root, "reversed": self.is_reversed or None, **options}
         named = [f"{name}={value}" for name, value in options.items() if value is not None]
         types = [f"mean of {self.mean_of}, sent as {type_of(x)}" if self.mean_of else type_of(x) for x in operands[:1]]

@@ -317,7 +317,9 @@ LINEAR: dict[str, Any] = {
     "scan": mpi.scan,
     "exscan": mpi.exscan,
     "sendrecv": lambda x: mpi.sendrecv(x, x[0], (RANK - 1) % SIZE, (RANK + 1) % SIZE),
-    "sendrecv from nobody": lambda x: mpi.sendrecv(x, 2 * x, RANK - 1, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY),
+    "sendrecv from nobody": lambda x: mpi.sendrecv(
+        x, 2 * x, RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY
+    ),
 }
 LINEAR["sendrecv"] = lambda x: mpi.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
 
