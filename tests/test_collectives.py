@@ -170,7 +170,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
 }
 
 
-# Else no rank comes to the next line. A small message is copied, and its sender goes on; a script that has ended is over.
+# Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
 GOES_ON = ("the script of one rank has ended", "a send without", "a started send without", "a message of another shape")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
 CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.mark.slow) for name in MISTAKES]

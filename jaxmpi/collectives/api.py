@@ -14,7 +14,7 @@ from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall, like
 from jaxmpi.collectives.primitive import bind
-from jaxmpi.collectives.table import OPERATIONS
+from jaxmpi.collectives.table import OPERATIONS, neutral
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.core.errors import UsageError, check
@@ -101,6 +101,8 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
     else:
         results = _each(operation, leaves, chosen, given, op=op, root=root)
     finished = [y.astype(narrow) for y, (_, narrow) in zip(results, plans, strict=True)]
+    if operation == "exscan" and op in ("max", "min") and chosen.rank == 0:  # of a wider type it would be cut off
+        finished = [jnp.full_like(y, neutral(op, y.dtype)) for y in finished]
     return jax.tree.unflatten(jax.tree.structure(x), finished)
 
 

@@ -48,9 +48,14 @@ COMBINE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 def neutral(op: str, dtype: Any) -> Any:
     """The number that changes no result of an operation."""
     if op in ("max", "min"):
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        low, high = (-jnp.inf, jnp.inf) if is_float else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-        return np.array(low if op == "max" else high, dtype)
+        if dtype == jnp.bool_:
+            return np.array(op == "min")
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return np.array(jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max, dtype)
+        infinity = np.array(-np.inf if op == "max" else np.inf, dtype)
+        if np.isinf(infinity.astype(np.float32)):
+            return infinity
+        return np.array(jnp.finfo(dtype).min if op == "max" else jnp.finfo(dtype).max, dtype)  # it has no infinity
     if op == "and":
         return np.invert(np.zeros((), dtype))
     return np.array(op == "prod", dtype)

@@ -146,6 +146,13 @@ def test_trees_keep_their_structure_and_wider_sums_their_dtype():
     assert [float(x) for x in (*counts["hits"], counts["n"])] == [1.0, pytest.approx(1 / SIZE), 3.0]
 
 
+def test_the_first_rank_of_an_exscan_has_the_neutral_number_of_the_users_dtype():
+    for dtype, least, largest in (("int4", -8, 7), ("float8_e4m3fn", -448, 448), ("bool", False, True)):
+        x = jnp.ones(2, dtype)
+        got = [float(mpi.exscan(x, op)[0]) for op in ("max", "min")]
+        assert got == ([1, 1] if RANK else [least, largest])
+
+
 def test_means_of_integers_do_not_wrap():
     """Also where the sum needs more than the leaf's bits, or more than float32 holds, and in `exchange`."""
     x = {"uint8": jnp.uint8([200, 201 + RANK]), "int32": jnp.int32([2**31 - 1, -(2**31), 2**30 + 1, -RANK])}
