@@ -280,6 +280,16 @@ def test_start_takes_operations_alone_and_its_handles_are_waited_for_by_one_work
             jax.jit(lambda x, other=other: jaxmpi.wait(jaxmpi.start(other, x)))(x)
     with pytest.raises(jaxmpi.UsageError, match=r"the allreduce that started at .* is never waited for"):
         jax.jit(lambda x: (jaxmpi.start(mpi.allreduce, x), x)[1])(x)
+    bodies = (  # a branch not taken, a body that runs twice, a function whose trace is kept
+        lambda x, h: jax.lax.cond(x[0] > 0, lambda: jaxmpi.wait(h), lambda: x),
+        lambda x, h: jax.lax.scan(lambda c, _: (c + jaxmpi.wait(h), None), x, None, 2)[0],
+        lambda x, h: jax.jit(lambda: jaxmpi.wait(h))(),
+    )
+    for body in bodies:
+        with pytest.raises(jaxmpi.UsageError, match=r"wait: the allreduce that started at .* is waited for in another"):
+            jax.jit(lambda x, body=body: body(x, jaxmpi.start(mpi.allreduce, x)))(x)
+    around = lambda x, h: jax.grad(lambda w: (w * jaxmpi.wait(h)).sum())(x)  # noqa: E731
+    assert jax.jit(lambda x: around(x, jaxmpi.start(mpi.allreduce, x)))(x).tolist() == [1, 1, 1]
     waited = jax.jit(jax.value_and_grad(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)).sum()))
     assert float(waited(x)[0]) == 3
     of = jax.checkpoint(lambda w, c: (w * jaxmpi.wait(jaxmpi.start(mpi.allreduce, jax.lax.stop_gradient(c)))).sum())

@@ -153,21 +153,26 @@ mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a mark
 # ---------------------------------------------------------------- derivatives
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
+def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
     row = row_of(call)
-    results = _call_p.bind(*primals, call=call)
     check(
         row.adjoint is not None and call.op in ("", "sum"),
-        f"{call.what(*primals)} has no derivative; expected a linear operation: "
+        f"{call.what(*operands)} has no derivative; expected a linear operation: "
         + ("sendrecv" if row.is_message else "a sum, or jax.lax.stop_gradient around x"),
     )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
+    results = _call_p.bind(*primals, call=call)
+    _check_linear(call, primals)
     return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=call)
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, call: MpiCall) -> list:
-    adjoint, cotangent = row_of(call).adjoint, ad.instantiate_zeros(cotangents[0])
+    avals = [operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand) for operand in operands]
+    _check_linear(call, avals)
+    adjoint, cotangent, [x, *place] = row_of(call).adjoint, ad.instantiate_zeros(cotangents[0]), avals
     assert adjoint is not None
-    x, *place = (operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand) for operand in operands)
     mine = adjoint(bind, call, cotangent, x)
     kept = call.source == NOBODY  # then a sendrecv gives its second operand
     return [mine, *(cotangent if kept else ad.Zero(aval.to_tangent_aval()) for aval in place)]

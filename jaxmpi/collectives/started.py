@@ -25,6 +25,8 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
@@ -59,6 +61,15 @@ class Handle:
     line: str
     tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # of its calls, one for each array that travels
     is_waited: bool = False
+    trace: Any = dataclasses.field(default_factory=lambda: traced_function())
+
+
+def traced_function() -> Any:
+    """JAX's trace of the innermost function that becomes a program, or part of one; derivatives and maps count not."""
+    trace = core.trace_ctx.trace
+    while not isinstance(trace, DynamicJaxprTrace) and hasattr(trace, "parent_trace"):
+        trace = trace.parent_trace
+    return trace
 
 
 def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle:
@@ -99,12 +110,19 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
             first, and compute then.
 
     Raises:
-        UsageError: it was waited for before; the operation has failed on this rank or another.
+        UsageError: it was waited for before; this is another loop body, branch or compiled function; the operation has
+            failed on this rank or another.
     """
     check(
         not handle.is_waited,
         f"wait: the {handle.operation.__name__} that started at {handle.line} is waited for twice, {caller()}; "
         "expected once: keep the result",
+    )
+    check(
+        handle.trace is traced_function(),
+        f"wait: the {handle.operation.__name__} that started at {handle.line}, is waited for in another function that "
+        f"JAX traces, as a loop body or a branch, {caller()}; expected y = wait(h) in the function that starts it: it "
+        "runs as often",
     )
     handle.is_waited, tickets = True, iter(handle.tickets)
 

@@ -434,6 +434,8 @@ def test_operations_in_loops_branches_checkpoints_and_custom_derivatives():
 def test_what_has_no_derivative_is_refused(call):
     with pytest.raises(jaxmpi.UsageError, match=r"\(float32\[2\].* has no derivative; expected a linear"):
         jax.eval_shape(jax.grad(lambda x: call(x).sum()), jnp.ones(2))
+    with pytest.raises(jaxmpi.UsageError, match=r"\(float32\[2\].* has no derivative; expected a linear"):
+        jax.linear_transpose(call, jnp.ones(2))(jnp.ones(2))
 
 
 # ---------------------------------------------------------------- beside a program
