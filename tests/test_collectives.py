@@ -302,6 +302,9 @@ def test_one_worker_gets_what_is_its_own(no_launcher):
     every += [mpi.alltoallv(x, [1]), mpi.allgather(x[0]), mpi.gather(x[0]), mpi.sendrecv(x, x, 0, 0)]
     assert all(np.array_equal(y, x) for y in every)
     assert [mpi.reduce_scatter(x).tolist(), mpi.scatter(x).tolist()] == [[0, 1, 2]] * 2
+    shape = jax.ShapeDtypeStruct((3,), jnp.int32)
+    assert mpi.recv(shape, mpi.NOBODY).tolist() == mpi.sendrecv(x, shape, mpi.NOBODY, 0).tolist() == [0, 0, 0]
+    assert mpi.sendrecv(x, jax.ShapeDtypeStruct((1, 3), x.dtype), 0, 0).tolist() == x.tolist()
     assert mpi.exscan(x, "min").tolist() == [[np.inf] * 3]
     assert jax.grad(lambda x: (mpi.allreduce(x) ** 2).sum())(x).tolist() == [[0, 2, 4]]
     with pytest.raises(jaxmpi.UsageError, match="send: got one worker, which has nobody"):
@@ -323,6 +326,23 @@ def test_one_worker_gets_what_is_its_own(no_launcher):
         (lambda: mpi.alltoall(jnp.ones(3)), r"has shape \[3\]; expected 1 rows, one for each rank"),
         (lambda: mpi.alltoallv(jnp.ones(3), [2]), r"got \[2\] for 3 rows; expected 1 numbers that add up to the rows"),
         (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), r"take the collectives of jax.lax"),
+        (
+            lambda: mpi.sendrecv([1, 2], [1], 0, 0),
+            r"rank 0: got 2 leaves in sendbuf and 1 in recvbuf; expected as many",
+        ),
+        (
+            lambda: mpi.sendrecv(jnp.ones(2), jnp.ones(3), 0, 0),
+            r"expects float32\[3\], but got float32\[2\] from itself",
+        ),
+        (lambda: mpi.allreduce({"k": jax.random.key(0)}), r"allreduce: got a random key; expected numbers"),
+        (
+            lambda: jaxmpi.world().split(-1),
+            r"split: color: rank 0: got -1; expected a number from 0 on, 'host', or None",
+        ),
+        (
+            lambda: jaxmpi.world().split(0.5),
+            r"split: color: rank 0: got 0.5; expected a number from 0 on, 'host', or None",
+        ),
         (lambda: mpi.bcast(jax.random.key(0)), r"random key; expected numbers: jax.random.key_data"),
     ],
 )

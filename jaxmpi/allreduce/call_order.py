@@ -130,7 +130,7 @@ def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
 
 
 @contextmanager
-def one_thread(comm: Comm) -> Iterator[bool]:
+def one_thread(comm: Comm, call: str = "exchange") -> Iterator[bool]:
     """Refuse a second thread while one exchanges with other ranks; True inside another exchange of this thread.
 
     To let it wait would not do: which of two threads comes first is another matter on every rank, so one thread's
@@ -145,8 +145,9 @@ def one_thread(comm: Comm) -> Iterator[bool]:
     mine = threading.current_thread().name
     if not _door.lock.acquire(blocking=False):
         raise UsageError(
-            f"exchange: thread {mine!r} calls it while thread {_door.holder!r} is in it; expected one at a time, in "
-            "the same order on all ranks: call it from one thread, or have threads take turns in a fixed order"
+            f"{call}: thread {mine!r} calls it while thread {_door.holder!r} is in an exchange or a collective; "
+            "expected one at a time, in the same order on all ranks: from one thread, or threads that take turns in a "
+            "fixed order"
         )
     _door.depth += 1
     try:

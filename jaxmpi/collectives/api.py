@@ -89,6 +89,7 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
     root = _root(operation, root, chosen)
     if operation == "reduce_scatter":
         _check_rows(operation, x, chosen)
+    _check_no_keys(operation, x)
     given = given_by(operation, x, chosen, root)
     plans = [_plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
     leaves = [jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans, strict=True)]
@@ -328,7 +329,7 @@ def recv(
 
     Args:
         x: a tree of arrays or of `jax.ShapeDtypeStruct`.
-        source: a rank, `NOBODY`, which gives x, or None: any.
+        source: a rank, `NOBODY`, which gives x, zeros for shapes, or None: any.
         tag: of the message, or None: any.
         comm: as in `allreduce`.
         status: an `mpi4py.MPI.Status`, filled whenever the program runs.
@@ -339,15 +340,14 @@ def recv(
     """
     chosen = _comm_of("recv", comm)
     source = _partner("recv", "source", source, chosen)
+    leaves = [_template(leaf) for leaf in jax.tree.leaves(x)]
     if source == NOBODY:
-        return x
+        return jax.tree.unflatten(jax.tree.structure(x), leaves)
     options = {
         "source": source,
         "recvtag": tag if tag is None else _tag("recv", "tag", tag, chosen),
         "status": _status(status),
     }
-    is_shape = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)  # noqa: E731
-    leaves = [jnp.zeros(leaf.shape, leaf.dtype) if is_shape(leaf) else jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, {}, **options))
 
 
@@ -364,10 +364,16 @@ def sendrecv(
 ) -> PyTree:
     """Send the leaves of `sendbuf` to rank `dest`, and return those that rank `source` sends.
 
-    Arguments, errors: as `send` and `recv`. `NOBODY` may stand for either rank. Transpose: the other way round.
+    Arguments, errors: as `send` and `recv`; both trees have as many leaves. `NOBODY` may stand for either rank.
+    Transpose: the other way round.
     """
     chosen = _comm_of("sendrecv", comm)
-    pairs = zip(jax.tree.leaves(sendbuf), jax.tree.leaves(recvbuf), strict=True)
+    sent, places = jax.tree.leaves(sendbuf), [_template(leaf) for leaf in jax.tree.leaves(recvbuf)]
+    check(
+        len(sent) == len(places),
+        f"sendrecv: rank {_number(chosen)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "
+        "expected as many, or a send and a recv",
+    )
     options = {
         "source": _partner("sendrecv", "source", source, chosen),
         "dest": _partner("sendrecv", "dest", dest, chosen),
@@ -375,8 +381,14 @@ def sendrecv(
         "recvtag": recvtag if recvtag is None else _tag("sendrecv", "recvtag", recvtag, chosen),
         "status": _status(status),
     }
-    received = [_one("sendrecv", chosen, jnp.asarray(x), jnp.asarray(place), **options)[0] for x, place in pairs]
+    pairs = zip(sent, places, strict=True)
+    received = [_one("sendrecv", chosen, jnp.asarray(x), place, **options)[0] for x, place in pairs]
     return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
+
+
+def _template(leaf: Any) -> jax.Array:
+    """A leaf that says shape and dtype of what comes."""
+    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
 
 
 def barrier(*, comm: Any = None) -> None:
@@ -469,10 +481,13 @@ def _groups(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[i
     return groups
 
 
+def _check_no_keys(operation: str, tree: PyTree) -> None:
+    is_key = any(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in jax.tree.leaves(tree))
+    check(not is_key, f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
+
+
 def _one(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> list[jax.Array]:
-    for x in operands:
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            raise UsageError(f"{operation}: got a random key; expected numbers: jax.random.key_data of it")
+    _check_no_keys(operation, operands)
     if comm.size == 1:
         result = OPERATIONS[operation].alone(MpiCall(operation=operation, comm=comm, **options), *operands)  # pyright: ignore[reportArgumentType]
         return [] if result is None else [result]

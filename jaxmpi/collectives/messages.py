@@ -98,6 +98,11 @@ def to_oneself(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
     if call.source == NOBODY:
         return place
     check(call.dest != NOBODY, "sendrecv: one worker receives from itself and sends to nobody; give dest=0 as well")
+    check(
+        type_of(x) == type_of(place),
+        f"sendrecv: one worker, rank 0, expects {type_of(place)}, but got {type_of(x)} from itself; give both the same "
+        "shape and dtype",
+    )
     return x
 
 

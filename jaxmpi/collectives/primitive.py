@@ -117,7 +117,7 @@ def _now(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
     if call.is_identity:
         return list(operands)
     check_counts(call, operands)
-    with one_thread(call.comm):
+    with one_thread(call.comm, call.operation):
         if not row_of(call).is_message:
             call.comm.assert_same(facts(call, operands, is_traced=False))
         return _program(call)(list(operands))
@@ -134,7 +134,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
     check_counts(call, ctx.avals_in)
     number = None
     if not row_of(call).is_message:
-        with one_thread(call.comm) as is_part:
+        with one_thread(call.comm, call.operation) as is_part:
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
             if call.is_reversed:
                 call.comm.meet_in_reverse()

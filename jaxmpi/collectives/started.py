@@ -174,7 +174,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle:
     check(not reason, f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
     _registered()
     if not row_of(call).is_message:
-        with one_thread(call.comm):
+        with one_thread(call.comm, call.operation):
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
             lane_of(call.comm)
     _calls.append((call, like_sent(call, row_of(call).results(call, *ctx.avals_in)), what))

@@ -1,5 +1,7 @@
 """The protocol of a communicator inside jit, and the one of a single worker."""
 
+import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -118,6 +120,23 @@ def check_has_part(comm: Any) -> None:
     )
 
 
+def color_of(color: Any) -> int | str | None:
+    """A color of `split`: a whole number of Python, NumPy or JAX as Python's, "host", or None.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    found = color
+    if not (color is None or isinstance(color, str)):
+        with contextlib.suppress(TypeError):
+            found = operator.index(color)
+    check(
+        found is None or found == "host" or (isinstance(found, int) and found >= 0),
+        f"split: color: rank {my_rank()}: got {color!r}; expected a number from 0 on, 'host', or None to take no part",
+    )
+    return found
+
+
 class SoloComm:
     """One worker: every collective is the identity. Needs no MPI."""
 
@@ -129,7 +148,7 @@ class SoloComm:
     def split(self, color: int | str | None, key: int = 0) -> "SoloComm | NoPart":
         """The one worker again, or `NoPart` if it takes none."""
         del key
-        return NoPart() if color is None else self
+        return NoPart() if color_of(color) is None else self
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """X itself."""

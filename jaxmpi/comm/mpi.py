@@ -15,7 +15,7 @@ from jax._src import effects
 
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import add_rows
-from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, Turn, check_has_part, check_one_host, ring_order
+from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, Turn, check_has_part, check_one_host, color_of, ring_order
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.shared_compile import shared_jit
 from jaxmpi.comm.shared_sum import SharedSum
@@ -160,10 +160,7 @@ class MpiComm(RankComm):
         """
         from mpi4py import MPI
 
-        check(
-            color is None or color == "host" or (isinstance(color, int) and color >= 0),
-            f"split: color: got {color!r}; expected a number from 0 on, 'host', or None to take no part",
-        )
+        color = color_of(color)
         self.processes.barrier()  # polled: it names who is absent
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
@@ -274,7 +271,10 @@ def communicator(comm: Any) -> Comm:
 
 @functools.cache
 def _known_by() -> int:
-    """MPI's own place for what belongs to a communicator: it is let go of with it."""
+    """MPI's own place for what belongs to a communicator of the user's.
+
+    Ours for it is not freed with it: its clones stay until the process ends.
+    """
     from mpi4py import MPI
 
     return MPI.Comm.Create_keyval()

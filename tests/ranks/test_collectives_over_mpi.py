@@ -209,7 +209,7 @@ def test_counts_are_compared_with_another_call_before_they_travel(call):
 
 
 def test_parts_of_the_world_work_like_the_world():
-    part = COMM.split(RANK % 2, key=-RANK)
+    part = COMM.split(np.int64(RANK % 2), key=-RANK)
     mine = [rank for rank in reversed(range(SIZE)) if rank % 2 == RANK % 2]
     assert part
     assert (part.size, part.rank) == (len(mine), mine.index(RANK))
@@ -275,7 +275,9 @@ def test_messages_between_two_ranks():
         assert np.array_equal(big, np.arange(1e6, dtype=np.float32) + other)
         assert small.tolist() == [other, other + 1, other + 2]
         assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.INT16_T)) == (other, 7, 3)
-    shifted = mpi.sendrecv(x[0], -x[0], RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY)
+    shifted = mpi.sendrecv(
+        x[0], like(x[0]), RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY
+    )
     assert float(shifted) == (RANK - 1 if RANK else 0)
     mpi.barrier()
 
