@@ -1,6 +1,6 @@
 """Gradients of several batches for one exchange and one step of the optimizer."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,14 @@ class Accumulated(NamedTuple):
     inner: PyTree
 
 
-def accumulate_gradients(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
+def accumulate_gradients(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformationExtraArgs:
     """`inner` of the mean gradient of `every` batches, and no update in between.
 
     In `optax.MultiSteps` the inner transformation runs at every batch; here only when it is due, so that
     `accumulate_gradients(optax.chain(exchange_gradients(), ...), 4)` exchanges once in four batches.
+
+    Gradients are summed, and updates returned, in the dtypes of params. Arguments beyond params go to `inner`, those of
+    the batch at which it runs.
 
     Communicates: what `inner` does, on all ranks at the same updates.
 
@@ -31,21 +34,25 @@ def accumulate_gradients(inner: optax.GradientTransformation, every: int) -> opt
         UsageError: `every` is below 1.
     """
     check(every >= 1, f"accumulate_gradients: every: got {every}; expected 1 or more")
+    with_more = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> Accumulated:
         return Accumulated(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), inner.init(params))
 
-    def update(updates: PyTree, state: Accumulated, params: PyTree | None = None) -> tuple[PyTree, Accumulated]:
-        total = jax.tree.map(jnp.add, state.total, updates)
+    def update(
+        updates: PyTree, state: Accumulated, params: PyTree | None = None, **more: Any
+    ) -> tuple[PyTree, Accumulated]:
+        total = jax.tree.map(lambda held, x: held + x.astype(held.dtype), state.total, updates)
 
         def due() -> tuple[PyTree, Accumulated]:
             means = jax.tree.map(lambda x: x / every, total)
-            stepped, held = inner.update(means, state.inner, params)
+            stepped, held = with_more.update(means, state.inner, params, **more)
+            stepped = jax.tree.map(lambda x, held: x.astype(held.dtype), stepped, total)
             return stepped, Accumulated(jnp.zeros_like(state.count), jax.tree.map(jnp.zeros_like, total), held)
 
         def not_yet() -> tuple[PyTree, Accumulated]:
-            return jax.tree.map(jnp.zeros_like, updates), Accumulated(state.count + 1, total, state.inner)
+            return jax.tree.map(jnp.zeros_like, total), Accumulated(state.count + 1, total, state.inner)
 
         return lax.cond(state.count + 1 == every, due, not_yet)
 
-    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType] # it is Optax's protocol
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType] # Optax's protocol

@@ -36,8 +36,8 @@ def sum(metrics: PyTree) -> PyTree:
     Communicates: a comparison of structure and shapes, then 16 bytes a number to each rank.
 
     Raises:
-        UsageError: a leaf that is no real number or array of such, or is traced (path); ranks whose trees differ (rank,
-            path, got, expected).
+        UsageError: a leaf that is no real number or array of such, or is traced (path); a sum in an array that int64
+            does not hold (path); ranks whose trees differ (rank, path, got, expected).
     """
     return _over_ranks("jaxmpi.metrics.sum", metrics, 1, is_mean=False)
 
@@ -73,12 +73,18 @@ def _over_ranks(what: str, metrics: PyTree, count: int, is_mean: bool) -> PyTree
     check(bool(counts.any()), f"{what}: got a count of 0 on every rank; expected examples on one of them")
     present, counts = rows[counts > 0, 1:], counts[counts > 0]
     out, begin = [], 0
-    for x, column in zip(arrays, columns, strict=True):
+    for (path, _), x, column in zip(named_leaves(metrics), arrays, columns, strict=True):
         parts = present[:, begin : begin + column.size].reshape(len(counts), x.size, 2)
         begin += column.size
         totals = _totals(np.moveaxis(parts, 1, 0), counts, x.dtype.kind != "f")
         total: Any = [t / int(counts.sum()) for t in totals] if is_mean else totals
         is_float = is_mean or x.dtype.kind == "f"
+        is_long = not is_float and x.ndim > 0 and any(not -(2**63) <= t < 2**63 for t in total)
+        check(
+            not is_long,
+            f"{what}: leaf {path or '(the number itself)'!r}: got a sum beyond 64 bits; expected one of int64: give "
+            "floats, or numbers one by one, whose sums are Python's",
+        )
         out.append(total[0] if x.ndim == 0 else np.array(total, np.float64 if is_float else np.int64).reshape(x.shape))
     return jax.tree.unflatten(jax.tree.structure(metrics), out)
 

@@ -71,6 +71,8 @@ def test_ranks_without_examples_do_not_matter_but_their_nan_does():
         jax.jit(jaxmpi.metrics.sum)({"x": 1.0})
     with pytest.raises(jaxmpi.UsageError, match=r"rank 1: b: got floats\[2\], expected floats\[1\]"):
         jaxmpi.metrics.sum({"a": 1, "b": np.ones(1 + (RANK == 1))})
+    with pytest.raises(jaxmpi.UsageError, match=r"leaf 'a': got a sum beyond 64 bits; expected one of int64: give"):
+        jaxmpi.metrics.sum({"a": np.uint64([1, 2**64 - 1])})
 
 
 def test_shares_are_one_order_for_any_number_of_ranks():
@@ -138,6 +140,7 @@ def test_an_nnx_module_with_dropout_starts_alike_and_its_statistics_are_averaged
     outputs = np.asarray(jaxmpi.collectives.allgather(net(x)))
     assert (outputs == outputs[0]).all()
     net(x + RANK)
+    assert jaxmpi.average_statistics({"mean": float(RANK), "n": RANK}) == {"mean": (SIZE - 1) / 2, "n": RANK}
     nnx.update(net, jaxmpi.average_statistics(nnx.state(net, nnx.BatchStat)))
     middle = 0.99 * 0.01 * 5.5 + 0.01 * (5.5 + (SIZE - 1) / 2)  # of the second column, whose mean is 5.5
     assert float(net.norm.mean[1]) == pytest.approx(middle, rel=1e-6)
@@ -164,6 +167,21 @@ def test_accumulated_gradients_are_exchanged_once_and_then_clipped(standard_prom
     jax.effects_barrier()
     assert len(exchanged) == 1
     assert np.allclose(params["w"], -mean / np.linalg.norm(mean), rtol=1e-6)
+
+
+def test_accumulated_gradients_of_another_dtype_keep_the_states_and_further_arguments_go_on():
+    scaled = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None, *, value: (jax.tree.map(lambda x: x * value, updates), state),
+    )
+    for mine, other in ((jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)):
+        params, tx = jnp.zeros(2, mine), jaxmpi.accumulate_gradients(scaled, 2)
+        state, update = tx.init(params), jax.jit(tx.update)
+        for turn in range(2):
+            updates, after = update(jnp.array([1.0, 3.0 * turn], other), state, params, value=jnp.asarray(2.0, mine))
+            assert updates.tolist() == ([2.0, 3.0] if turn else [0.0, 0.0])
+            assert jax.tree.map(lambda x: x.dtype, (updates, after)) == jax.tree.map(lambda x: x.dtype, (params, state))
+            state = after
 
 
 def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
