@@ -48,6 +48,9 @@ def print0(*values: Any, sep: str = " ", end: str = "\n") -> None:
 def on_rank0(function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
     """Call a function on rank 0 and return its result; None elsewhere.
 
+    A compiled function that sends must not be called in it. It is refused only while JAX traces it: a program that was
+    compiled before runs no Python, and waits for the other ranks until the time limit, which names them.
+
     Raises:
         UsageError: the function sends a message, for which the other ranks do not come.
     """
