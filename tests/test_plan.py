@@ -689,7 +689,7 @@ def unfit(algorithm: str) -> str:
         ("color4:32", {"overlap": "auto"}, False),
     ],
 )
-def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(strategy, more, goes_on):
+def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(strategy, more: Any, goes_on):
     asked = ExchangeConfig(shard_update="on", **more)
     assert build.can_go_on(strategy, asked, AxisComm("w", 4, (0, 0, 1, 1)), unfit) == goes_on
 
@@ -756,6 +756,7 @@ def test_auto_overlaps_where_the_probe_says_that_it_pays(pays, overlap, strategy
     settled, why = build.probed(asked, comm, [8], ("ring",))
     assert (settled.overlap, settled.strategy) == (overlap, strategy)
     assert ("overlap off" in why) != pays
-    for stays in ({"overlap": "on"}, {"shard_update": "on", "gather": "late"}):
+    kept: list[dict[str, Any]] = [{"overlap": "on"}, {"shard_update": "on", "gather": "late"}]
+    for stays in kept:
         settled, _ = build.probed(dataclasses.replace(asked, **stays), comm, [8], ("ring",), ("shm", "ring"))
         assert (settled.overlap, settled.strategy) == (stays.get("overlap", "auto"), "ring:32")
