@@ -1,15 +1,17 @@
-"""scripts/harness.py: turns, tables, and jobs that call a function on every rank."""
+"""scripts/harness.py: turns, tables, and jobs that call a function on every rank; scripts/same_bits.py."""
 
 import importlib
 import os
+import subprocess
 import sys
 
 import pytest
 
-from launching import ROOT
+from launching import ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 harness = importlib.import_module("harness")
+same_bits = importlib.import_module("same_bits")
 ENV = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     "JAX_PLATFORMS": "cpu",
@@ -83,3 +85,44 @@ def test_ranks_on_emulated_hosts():
             raise
         pytest.skip("no emulated cluster here")
     assert names == ["node0", "node1"]
+
+
+def ended(params: str, loss: str = "2.5"):
+    """A run that ended well."""
+    values = {"params": {"common.bin params/w": params}, "rule's state": {}, "losses": {"loss 0 of step 1": loss}}
+    return same_bits.Outcome(0, values=values)
+
+
+NO, OTHERWISE, CRASHED = (same_bits.Outcome(*each) for each in ((2, "no shm"), (2, "no rule"), (1, "code 1")))
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kind", "details"),
+    [
+        (ended("a"), ended("a"), "same", ""),
+        (ended("a"), ended("b"), "differs", "1 of 1 params, first common.bin params/w"),
+        (ended("a"), ended("a", "2.6"), "differs", "1 of 1 losses, first loss 0 of step 1"),
+        (NO, NO, "refused by both", "no shm"),
+        (NO, OTHERWISE, "differs", "here: no shm / there: no rule"),
+        (NO, ended("a"), "differs", "here: no shm / there: ends well"),
+        (ended("a"), NO, "not compared", "only the commit refuses it: no shm"),
+        (ended("a"), CRASHED, "differs", "here: ends well / there: code 1"),
+        (CRASHED, CRASHED, "failed", "here: code 1 / there: code 1"),
+    ],
+)
+def test_two_versions_are_the_same_if_all_their_values_or_refusals_are(here, there, kind, details):
+    assert same_bits.verdict(here, there) == (kind, details)
+
+
+@pytest.mark.e2e
+def test_a_run_has_the_same_bits_again():
+    git = ["git", "-C", str(ROOT)]
+    if subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True).returncode:
+        pytest.skip("no clone: there is no commit to compare with")
+    # A commit of the changes that are not committed yet, which may be ones of numbers; nothing if there are none.
+    changes = subprocess.run([*git, "stash", "create"], capture_output=True, text=True).stdout.strip()
+    line = [sys.executable, "scripts/same_bits.py", "--against", changes or "HEAD", "--only", "process of 4"]
+    found = run(line, timeout_s=100)
+    assert found.code == 0, found.out
+    assert "| 1 process of 4 devices |" in found.out
+    assert found.out.rstrip().endswith("| same |\n\n1 same")
