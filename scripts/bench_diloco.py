@@ -41,6 +41,7 @@ from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.models.gpt import EPS, gpt, gpt_tiny
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import build
+from jaxmpi.trainer.plan import TrainingPlan, make_plan
 
 DECAY = 0.1
 HELD_OUT = 4  # batches of an evaluation
@@ -113,7 +114,7 @@ class Trainee(NamedTuple):
     loss: Callable[[list[dict[str, Any]]], float]  # held out, of this rank's part, the mean over its bytes
 
 
-def ours(config: Experiment, workers: Workers, plan: build.TrainingPlan) -> Trainee:
+def ours(config: Experiment, workers: Workers, plan: TrainingPlan) -> Trainee:
     """The trainer's own step and evaluation."""
     functions = build.build_functions(config, workers, plan)
     state = put(build.initial_states(config, workers, plan, functions.rule), workers)
@@ -131,7 +132,7 @@ def ours(config: Experiment, workers: Workers, plan: build.TrainingPlan) -> Trai
     return Trainee(step, loss)
 
 
-def ddp(config: Experiment, workers: Workers, plan: build.TrainingPlan, hook: str) -> Trainee:
+def ddp(config: Experiment, workers: Workers, plan: TrainingPlan, hook: str) -> Trainee:
     """The same model, params, AdamW and rates in PyTorch, under DistributedDataParallel over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # see above
@@ -231,7 +232,7 @@ def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float 
     seconds: list[float] = []
     losses: dict[int, float] = {}
     with failures.at_work():
-        plan = build.make_plan(config, workers)
+        plan = make_plan(config, workers)
         config = dataclasses.replace(config, model=plan.feed.model)
         made = ddp(config, workers, plan, contender.hook) if contender.hook else ours(config, workers, plan)
         held_out = list(plan.validation.batches(0, HELD_OUT)) if goal is not None else []

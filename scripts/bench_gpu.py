@@ -53,6 +53,7 @@ from jaxmpi.models import MODELS
 from jaxmpi.optim.optimizers import MOMENTUM
 from jaxmpi.runtime import affinity, failures, prepare, provenance
 from jaxmpi.trainer import build
+from jaxmpi.trainer.plan import make_plan
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NO_GPU = 77  # exit code that test suites take for "skipped"
@@ -81,7 +82,7 @@ FORMS = {  # of a step between ranks
 
 def host_batches(config: Experiment, workers: Workers = ALONE) -> list[Batch]:
     """The first batches of the trainer's loader."""
-    return list(itertools.islice(build.make_plan(config, workers).feed.batches(), BATCHES))
+    return list(itertools.islice(make_plan(config, workers).feed.batches(), BATCHES))
 
 
 # ---------------------------------------------------------------- the two sides
@@ -91,7 +92,7 @@ class Jaxmpi:
     """The trainer's step and its parts."""
 
     def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
-        plan = build.make_plan(config, workers)
+        plan = make_plan(config, workers)
         config = dataclasses.replace(config, model=plan.feed.model)
         self.config, self.functions = config, build.build_functions(config, workers, plan)
         self.state = put(build.initial_states(config, workers, plan, self.functions.rule), workers)

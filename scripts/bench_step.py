@@ -43,6 +43,7 @@ from jaxmpi.models.cnn import SmallCnn, digits_cnn
 from jaxmpi.models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer import build
+from jaxmpi.trainer.plan import make_plan
 
 BATCH = 32
 COMPARISONS = 1000  # in one program
@@ -68,7 +69,7 @@ def experiment(name: str) -> Experiment:
 def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
     workers = gather_workers(1)
-    plan = build.make_plan(config, workers)
+    plan = make_plan(config, workers)
     config = dataclasses.replace(config, model=plan.feed.model)
     functions = build.build_functions(config, workers, plan)
     state = put(build.initial_states(config, workers, plan, functions.rule), workers)

@@ -359,7 +359,7 @@ def tier(place: Place) -> dict[str, list[str]]:
 
 def versions(place: Place) -> dict[str, str]:
     """Versions of a cell's packages."""
-    line = [UV, "pip", "list", "--format", "json", "--python", str(place.env / "bin" / "python")]
+    line = [*place.enter, UV, "pip", "list", "--format", "json", "--python", str(place.env / "bin" / "python")]
     listed = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ(place)).stdout
     found = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
     return {name: found[name] for name in SHOWN if name in found}

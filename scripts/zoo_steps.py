@@ -40,6 +40,7 @@ from jaxmpi.models import MODELS
 from jaxmpi.models.googlenet import googlenet_loss
 from jaxmpi.runtime import failures, prepare
 from jaxmpi.trainer import build
+from jaxmpi.trainer.plan import make_plan
 
 TINY = [name for name in MODELS if name.endswith("_tiny")]
 FULL = [name for name in MODELS if name not in TINY]
@@ -89,7 +90,7 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         UsageError: the params of ranks differ.
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
-    plan = build.make_plan(config, workers)
+    plan = make_plan(config, workers)
     config = dataclasses.replace(config, model=plan.feed.model)
     functions = build.build_functions(config, workers, plan)
     state = put(build.initial_states(config, workers, plan, functions.rule), workers)
@@ -131,7 +132,7 @@ class StepMemory(NamedTuple):
 
 def step_memory(config: Experiment) -> StepMemory:
     """XLA's plan for the step of one worker on this backend; compiles, but allocates nothing."""
-    plan = build.make_plan(config, ALONE)
+    plan = make_plan(config, ALONE)
     config = dataclasses.replace(config, model=plan.feed.model)
     functions = build.build_functions(config, ALONE, plan)
     params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())

@@ -48,12 +48,12 @@ from jaxmpi.rules.parameter_server import (
 )
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import async_chief, async_start
-from jaxmpi.trainer import build as trainer_build
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
+from jaxmpi.trainer.settle import to_center
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema
@@ -728,7 +728,7 @@ def test_of_a_strategy_the_wire_counts():
         "asa:bf16": "root:bf16",
         "hier-ring": "root:32",
     }
-    assert {name: trainer_build.to_center(ExchangeConfig(name)) for name in asked} == asked
+    assert {name: to_center(ExchangeConfig(name)) for name in asked} == asked
 
 
 # ---------------------------------------------------------------- the launcher's line

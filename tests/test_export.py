@@ -33,8 +33,9 @@ from jaxmpi.models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
 from jaxmpi.models.resnet import BASIC, TINY_STAGES, WIDTH, ResNet, resnet18_tiny
 from jaxmpi.rules import base, gradients
 from jaxmpi.trainer import exported
-from jaxmpi.trainer.build import initial_states, make_plan
+from jaxmpi.trainer.build import initial_states
 from jaxmpi.trainer.main import train
+from jaxmpi.trainer.plan import make_plan
 from launching import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own

@@ -31,6 +31,7 @@ from jaxmpi.observe.flops import (
 from jaxmpi.runtime.device_setup import my_gpu
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import build, main, step
+from jaxmpi.trainer.plan import make_plan
 
 KEY = jax.random.key_data(jax.random.key(0))
 
@@ -194,7 +195,7 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
     for changed in ({}, {"step_mode": "split"}, {"micro_batch": 4}):
         config = dataclasses.replace(experiment, **changed)
         workers = gather_workers(1)
-        plan = build.make_plan(config, workers)
+        plan = make_plan(config, workers)
         functions = build.build_functions(config, workers, plan)
         [state] = build.initial_states(config, workers, plan, functions.rule).values()
         with plan.feed.pool:

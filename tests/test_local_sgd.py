@@ -25,7 +25,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.local_sgd import LocalState
-from jaxmpi.trainer import build
+from jaxmpi.trainer.form import unfit_for_overlap
 from launching import train as run
 from tolerances import leaf_bound
 
@@ -237,7 +237,7 @@ def test_what_a_rule_says_of_itself(name, scaling):
     experiment = Experiment(rule=RuleConfig(name), exchange=ExchangeConfig("asa32", overlap="on"))
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
     plan: Any = None  # not looked at
-    assert "exchanges every so many steps only" in build.unfit_for_overlap(experiment, workers, plan)
+    assert "exchanges every so many steps only" in unfit_for_overlap(experiment, workers, plan)
 
 
 # ---------------------------------------------------------------- whole runs

@@ -29,8 +29,9 @@ from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded
-from jaxmpi.trainer import build, forecast
+from jaxmpi.trainer import build, forecast, form, settle
 from jaxmpi.trainer.memory import DEALT_ARRAYS, WorkerMemory, check_fits, held, is_short, with_activations
+from jaxmpi.trainer.plan import make_plan
 from launching import mpirun, run, train_here
 from test_comm_xla import EXPERIMENT
 
@@ -53,6 +54,7 @@ from jaxmpi.experiments.digits import experiment
 from jaxmpi.model.contract import Model
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.trainer import build, forecast
+from jaxmpi.trainer.plan import make_plan
 
 WIDTH = 160_000  # arrays above 32 MB are mapped and unmapped, one by one
 
@@ -83,7 +85,7 @@ asked = dataclasses.replace(experiment, model=model, optim=Optim("adam"), data=d
 REAL = """
 workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
 said = forecast.forecast(asked, workers).off
-plan = build.make_plan(asked, workers)
+plan = make_plan(asked, workers)
 gradients = jax.jit(build.pieces(asked, workers, plan)[0])
 batch = {"image": np.zeros((256, 8, 8, 1), np.uint8), "label": np.zeros(256, np.int32), "weight": np.ones(256, "f4")}
 batch = jax.block_until_ready(jax.device_put(batch))
@@ -119,7 +121,7 @@ two = Workers(AxisComm("workers", 2), SoloProcesses(), (0,), None)
 exchange = ExchangeConfig("shm", shard_update="on")
 asked = dataclasses.replace(asked, effective_batch=512, exchange=exchange)
 said = forecast.forecast(asked, two).on
-plan = build.make_plan(asked, two)
+plan = make_plan(asked, two)
 shards = build.exchange_for(asked, plan, two, "shm:32", Order(), False).shards
 early = shards.scattering(build.pieces(asked, two, plan)[0], forecast.NO_SUM)
 host_callbacks.register(forecast.NO_SUM, halve)
@@ -153,7 +155,7 @@ from jaxmpi.comm.topology import gather_workers
 WIDTH *= 4  # so that code and threads count little
 workers = gather_workers(1, "mpi")
 asked = dataclasses.replace(asked, optim=Optim("sgd"), exchange=ExchangeConfig("shm", shard_update="on"))
-plan = build.make_plan(asked, workers)
+plan = make_plan(asked, workers)
 rule = build.build_functions(asked, workers, plan).rule
 start = now()
 states = build.initial_states(asked, workers, plan, rule)
@@ -267,8 +269,8 @@ def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path
     line = ["--exchange.strategy", "asa", "--exchange.shard-update", "auto", "--data.loader", "threads"]
     must_fit = []
     monkeypatch.setattr(forecast, "check_fits", lambda of, *_: must_fit.append(of))
-    for least in (build.SAVED_BYTES, 4):
-        monkeypatch.setattr(build, "SAVED_BYTES", least)
+    for least in (settle.SAVED_BYTES, 4):
+        monkeypatch.setattr(settle, "SAVED_BYTES", least)
         forecast.main([str(tmp_path / "tiny.py"), "-n", "4", *line])
         assert f"exchange.shard_update auto: {'on' if least == 4 else 'off'}, each" in capsys.readouterr().out
     assert [of.is_sharded for of in must_fit] == [False, True]
@@ -391,7 +393,7 @@ def test_slices_of_fewer_workers_are_larger():
 def planned(size: int, **change: object) -> WorkerMemory:
     """The memory of digits, unsharded, on one host, with Adam if no other optimizer is named."""
     asked = dataclasses.replace(DIGITS, **{"optim": Optim("adam"), "effective_batch": 32, **change})
-    plan, several = build.make_plan(asked, workers(size)), workers(size)
+    plan, several = make_plan(asked, workers(size)), workers(size)
     strategy = asked.exchange.strategy
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
         exchange = build.exchange_for(asked, plan, several, strategy, Order(), False)
@@ -400,7 +402,7 @@ def planned(size: int, **change: object) -> WorkerMemory:
 
 
 def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(monkeypatch):
-    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(form, "SAVED_BYTES", 100_000)
     others = dict(planned(4, step_mode="split", exchange=ExchangeConfig("asa:32")).others)
     assert set(others) == {"--exchange.shard-update on", SHM}
     assert others["--exchange.shard-update on"].moments <= 1.05 * others[SHM].whole_moments / 4
@@ -414,7 +416,7 @@ def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(
 
 
 def test_an_update_is_forecast_by_its_optimizer_and_cut(monkeypatch):
-    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(form, "SAVED_BYTES", 100_000)
     adam = planned(4, step_mode="split", exchange=ExchangeConfig("asa:32"))
     on = dict(adam.others)["--exchange.shard-update on"]
     assert (adam.update, on.update) == (adam.params, -(-adam.params // 4))  # the mean gradient, and a slice of it
@@ -512,22 +514,22 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
     ],
 )
 def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, change, expected, monkeypatch):
-    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(settle, "SAVED_BYTES", 100_000)
     asked: Experiment = dataclasses.replace(DIGITS, optim=Optim("adam"), effective_batch=32)
     asked = dataclasses.replace(asked, **change)
     asked = dataclasses.replace(asked, exchange=dataclasses.replace(asked.exchange, shard_update="auto"))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
-        settled, why = build.settle_shards(asked, build.make_plan(asked, workers(size)), workers(size))
+        settled, why = settle.settle_shards(asked, make_plan(asked, workers(size)), workers(size))
     assert why.startswith(f"exchange.shard_update auto: {expected}"), why
     assert settled.exchange.shard_update == expected[: expected.index(",")]
 
 
 def test_auto_leaves_updates_whole_if_slices_could_not_stay_beside_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
-    monkeypatch.setattr(build, "chosen_overlap", lambda *args: (True, "overlap on: ranks are on 2 hosts"))
+    monkeypatch.setattr(settle, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(settle, "chosen_overlap", lambda *args: (True, "overlap on: ranks are on 2 hosts"))
     asked = dataclasses.replace(DIGITS, optim=Optim("adam"), exchange=ExchangeConfig("hier-asa", shard_update="auto"))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
-        settled, why = build.settle_shards(asked, build.make_plan(asked, workers(4)), workers(4))
+        settled, why = settle.settle_shards(asked, make_plan(asked, workers(4)), workers(4))
     assert settled.exchange.shard_update == "off"
     assert why.endswith(
         "sharded it could not: the halves of hier-asa do not run beside a program, as those of asa and ring do"
@@ -545,15 +547,15 @@ def test_auto_leaves_updates_whole_if_slices_could_not_stay_beside_the_backward_
     ],
 )
 def test_gradients_are_summed_as_they_come_where_params_are_shared_and_it_saves(change, asked, expected, monkeypatch):
-    monkeypatch.setattr(build, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(form, "SAVED_BYTES", 100_000)
     exchange = ExchangeConfig("shm", shard_update="on", overlap=asked)
     experiment = dataclasses.replace(DIGITS, effective_batch=32, exchange=exchange, **change)
-    plan = build.make_plan(experiment, workers(4))
+    plan = make_plan(experiment, workers(4))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        is_early, why = build.is_scattered_early(experiment, workers(4), plan, "shm:32")
+        is_early, why = form.is_scattered_early(experiment, workers(4), plan, "shm:32")
         assert why.startswith(f"overlap {expected}"), why
         assert is_early == expected.startswith("on")
         if expected.startswith("off") and asked == "auto":
             must = dataclasses.replace(experiment, exchange=dataclasses.replace(exchange, overlap="on"))
             with pytest.raises(UsageError, match=r"exchange\.overlap: got on, but"):
-                build.is_scattered_early(must, workers(4), plan, "shm:32")
+                form.is_scattered_early(must, workers(4), plan, "shm:32")

@@ -27,6 +27,7 @@ from jaxmpi.rules import base, registry
 from jaxmpi.tasks import classes, inputs
 from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import build, step
+from jaxmpi.trainer.plan import make_plan
 from tolerances import U
 
 KEY = jax.random.key_data(jax.random.key(0))
@@ -423,7 +424,7 @@ def test_one_workers_step_is_made_so(monkeypatch):
     workers = gather_workers(1)
     data = Data("digits", channels=1)
     experiment = Experiment(model=digits_cnn_tiny(), data=data, effective_batch=20, exchange=ExchangeConfig("asa32"))
-    plan = build.make_plan(experiment, workers)
+    plan = make_plan(experiment, workers)
 
     def copies() -> int:
         functions = build.build_functions(experiment, workers, plan)

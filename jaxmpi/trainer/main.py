@@ -44,12 +44,14 @@ from jaxmpi.tasks.registry import spec_of
 from jaxmpi.trainer import callbacks, memory
 from jaxmpi.trainer.async_start import Start
 from jaxmpi.trainer.asynchronous import run_asynchronously
-from jaxmpi.trainer.build import Functions, TrainingPlan, build_functions, make_plan, settle_exchange, settle_shards
+from jaxmpi.trainer.build import Functions, build_functions
 from jaxmpi.trainer.compatibility import check_compatible
+from jaxmpi.trainer.plan import TrainingPlan, make_plan
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
 from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
 from jaxmpi.trainer.run import assembled, watch
+from jaxmpi.trainer.settle import settle_exchange, settle_shards
 from jaxmpi.trainer.timetable import DueEvents
 
 # Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.

@@ -20,9 +20,10 @@ from jaxmpi.recover import decisions
 from jaxmpi.recover.buddies import recut
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.allocator import give_back_freed_memory
-from jaxmpi.trainer.build import build_functions, make_plan, rule_state
+from jaxmpi.trainer.build import build_functions, rule_state
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
+from jaxmpi.trainer.plan import make_plan
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.resume import go_on, slice_layout, slicing_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch

@@ -32,7 +32,8 @@ from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start, starting
-from jaxmpi.trainer.build import Functions, TrainingPlan, initial_states
+from jaxmpi.trainer.build import Functions, initial_states
+from jaxmpi.trainer.plan import TrainingPlan
 from jaxmpi.trainer.run import Run
 
 

@@ -23,9 +23,10 @@ from jaxmpi.observe.trace import Profiler, Tracer
 from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.trainer import callbacks, guard
-from jaxmpi.trainer.build import Functions, TrainingPlan
+from jaxmpi.trainer.build import Functions
 from jaxmpi.trainer.callbacks import Callback, InjectFaults, ProfilerCallback
 from jaxmpi.trainer.memory import WorkerMemory
+from jaxmpi.trainer.plan import TrainingPlan
 from jaxmpi.trainer.progress import ProgressLog
 
 

@@ -1,0 +1,190 @@
+"""The form of the step: of which programs it is made, and what travels while one of them runs.
+
+fused: one jit; only here can the exchange run beside the backward pass. split: gradients, exchange and update are jits
+of their own, so that one rank per host compiles the two big ones and the others read them from the cache. A jit that
+holds a communicator can never be read from it (docs/decisions/0007). Several ranks on CPUs get the split form by
+default.
+
+Three things may travel beside a program: buckets of gradients, behind the backward pass of a fused step; gradients that
+go into the sum in shared memory as they come, so that they never exist together; new params, behind the next forward
+pass. This module decides which of them do, and says why the others cannot. It compiles nothing and sends nothing: all
+ranks come to the same answers.
+"""
+
+import dataclasses
+import math
+
+import jax
+
+from jaxmpi.allreduce import algorithms, comm_thread_calls, compression, overlap
+from jaxmpi.allreduce.api import BUCKET_BYTES
+from jaxmpi.allreduce.autotune import is_auto
+from jaxmpi.allreduce.sharded import check_floats
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core import errors
+from jaxmpi.core.deals import Deal, deal
+from jaxmpi.core.pytrees import size_bytes
+from jaxmpi.optim import optimizers
+from jaxmpi.rules import registry
+from jaxmpi.runtime import host_callbacks
+from jaxmpi.trainer.compatibility import LATE, NothingLate, UnfitForOverlap
+from jaxmpi.trainer.plan import TrainingPlan
+
+# `auto` shards updates if a worker saves so much of the optimizer's state, and sums gradients early if so much of them.
+SAVED_BYTES = BUCKET_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepForm:
+    """The form of a run's step."""
+
+    is_split: bool  # gradients, exchange and update are jits of their own; else all are one
+    is_beside: bool  # buckets travel behind the backward pass
+    is_early: bool  # gradients go into the sum in shared memory as they come
+    is_late: bool  # new params are gathered behind the next forward pass
+    why: str  # the exchange is hidden or not, for the log
+
+
+def form_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> StepForm:
+    """The form that suits these workers.
+
+    Raises:
+        UsageError: `exchange.overlap` on or `exchange.gather` late, where that cannot be.
+    """
+    is_early, why_early = is_scattered_early(experiment, workers, plan, strategy)
+    is_beside, why_beside = chosen_overlap(experiment, workers, plan, strategy)
+    shares = shares_params(experiment, workers, strategy)
+    why = why_early if shares else why_beside
+    is_late = experiment.exchange.gather == "late" and workers.size > 1
+    if is_late:
+        unfit = "" if is_beside else why
+        unfit = NothingLate.SHARED if shares else unfit
+        unfit = unfit or NothingLate.WHOLE * bool(deal_of(experiment, plan, workers))
+        unfit = unfit or NothingLate.GPUS * bool(host_callbacks.why_copies())
+        errors.check(not unfit, LATE.format(reason=unfit))
+    return StepForm(
+        is_split=is_split(experiment, workers) and not is_beside,
+        is_beside=is_beside,
+        is_early=is_early,
+        is_late=is_late,
+        why=why,
+    )
+
+
+def is_split(experiment: Experiment, workers: Workers) -> bool:
+    """Return True if the step is split: by default if several ranks would compile one program on the same cores.
+
+    With several devices a process it always is: MPI is called between programs over them.
+    """
+    if workers.devices > 1:
+        return True
+    if experiment.step_mode != "auto" or workers.mesh is not None:
+        return experiment.step_mode == "split" and workers.mesh is None
+    return workers.comm.size > 1 and jax.default_backend() == "cpu"
+
+
+def is_one_program(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> bool:
+    """Return True if the step has the fused form."""
+    return not is_split(experiment, workers) or chosen_overlap(experiment, workers, plan, strategy)[0]
+
+
+def chosen_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+    """Return True if buckets travel beside the step's program, and a line that says why.
+
+    Raises:
+        UsageError: `exchange.overlap` on, where that cannot be.
+    """
+    if shares_params(experiment, workers, strategy):
+        return False, ""
+    unfit = unfit_for_overlap(experiment, workers, plan)
+    return overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
+
+
+def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bool:
+    """Return True if sharded updates write params where all ranks of the one host read them, between programs.
+
+    Not if the params before a step are needed until it counts.
+    """
+    if experiment.exchange.shard_update != "on" or workers.size == 1:
+        return False
+    if compression.is_compressor(strategy):
+        return False
+    keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
+    is_exact = experiment.exchange.gather_wire == "32"
+    is_in_reach = algorithms.parse(strategy).name == "shm:32" and jax.default_backend() == "cpu"
+    return is_in_reach and is_exact and not keeps and is_split(experiment, workers) and experiment.devices == 1
+
+
+def is_scattered_early(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+    """Return True if gradients go into the sum of shared params' slices as they come, and a line that says why.
+
+    Raises:
+        UsageError: `exchange.overlap` on, where that cannot be.
+    """
+    if not shares_params(experiment, workers, strategy):
+        return False, ""
+    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan)
+    saved = size_bytes(plan.params()) * (workers.size - 1) // workers.size
+    if asked == "auto" and not unfit and saved < SAVED_BYTES:
+        unfit = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+    return overlap.chosen_in_memory(asked, unfit)
+
+
+def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
+    """Why this step cannot hide an exchange; empty if it can."""
+    if workers.devices > 1:
+        return UnfitForOverlap.DEVICES.format(devices=workers.devices)
+    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers, plan)):
+        return reason
+    if experiment.step_mode == "split":
+        return UnfitForOverlap.SPLIT
+    if experiment.on_rank_loss == "shrink":
+        return UnfitForOverlap.VOTES
+    if registry.is_periodic(experiment.rule):
+        return UnfitForOverlap.PERIODIC.format(rule=experiment.rule.name)
+    if compression.is_compressor(experiment.exchange.strategy):
+        return UnfitForOverlap.COMPRESSOR
+    fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
+    return "" if fits else UnfitForOverlap.MICRO_BATCHES
+
+
+def unfit_slices_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, algorithm: str) -> str:
+    """`unfit_slices` with this algorithm."""
+    exchange = dataclasses.replace(experiment.exchange, strategy=f"{algorithm}:32")
+    return unfit_slices(dataclasses.replace(experiment, exchange=exchange), workers, plan)
+
+
+def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
+    """Why the halves of a sharded exchange cannot travel beside the step; empty if they can."""
+    asked = experiment.exchange
+    if compression.is_compressor(asked.strategy):
+        return ""  # refused for itself
+    name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
+    if shares_params(experiment, workers, name):
+        if experiment.batch_statistics == "synchronised":
+            return UnfitForOverlap.SCATTERS
+        if deal_of(experiment, plan, workers):
+            return UnfitForOverlap.WHOLE.format(optimizer=experiment.optim.name)
+        return host_callbacks.unavailable_reason() or ""
+    halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
+    if not (halves and halves.on_host):
+        return UnfitForOverlap.HALVES.format(algorithm=algorithm)
+    if experiment.batch_statistics == "synchronised":
+        return UnfitForOverlap.SLICES
+    return comm_thread_calls.unavailable_reason(f"{algorithm}:{asked.gather_wire}", workers.comm) or ""
+
+
+def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:
+    """Which worker updates which leaves, if the optimizer needs whole ones; None if it can update slices of all.
+
+    Raises:
+        UsageError: it can do neither, or params are not float32.
+    """
+    optim, params = experiment.optim, plan.params()
+    check_floats(params)
+    tx = optimizers.optimizer(dataclasses.replace(optim, clip_norm=0.0), plan.lr)
+    if optimizers.cut_of(optim, tx, params) == "entries":
+        return None
+    row = optimizers.OPTIMIZERS.get(optim.name)
+    return deal(params, workers.size, row.cost if row else math.prod)

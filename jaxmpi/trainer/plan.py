@@ -1,0 +1,195 @@
+"""A run's plan: an experiment's durations and rates in numbers.
+
+An experiment has epochs, a batch of all workers and a rate that may grow with them. A run needs numbers of steps, a
+batch of each worker and a rate for every step. `make_plan` opens the data, whose length turns one into the other, and
+comes before anything is compiled. A run that is resumed by another number of workers keeps its batch and its rates:
+`scaled_for` says for how many workers they were made.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmpi.comm.topology import Workers, alone
+from jaxmpi.config import durations, schema
+from jaxmpi.config.optim import Optim
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core import errors
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
+from jaxmpi.optim import optimizers, schedules
+from jaxmpi.rules import registry
+from jaxmpi.tasks.base import Task
+from jaxmpi.tasks.registry import task_of
+from jaxmpi.trainer.timetable import Timetable
+
+
+class TrainingPlan(NamedTuple):
+    """An experiment's durations and rates in numbers."""
+
+    task: Task
+    feed: DeviceFeed
+    validation: DeviceFeed
+    clock: schedules.Clock
+    timetable: Timetable
+    lr: optax.Schedule  # by step, scaling included
+    has_lr: bool  # else the user's own optimizer has its rates to itself
+    headline: str
+    data: dict[str, Any]  # what distinguishes it from other data, wherever it lies
+    scaled_for: int  # workers that the run began with, by which lr is scaled
+    micro_batch: int  # examples of an accumulation slice; 0: no accumulation
+
+    def examples(self, step: int) -> int:
+        """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
+        epochs, batches = divmod(step, self.clock.steps_per_epoch)
+        return epochs * len(self.feed.source) + batches * self.clock.effective_batch
+
+    def step(self, examples: float) -> int:
+        """The last step after which all workers have seen no more than these examples."""
+        epochs, rest = divmod(int(examples), len(self.feed.source))
+        return min(epochs * self.clock.steps_per_epoch + rest // self.clock.effective_batch, self.clock.total_steps)
+
+    def epoch(self, step: int) -> float:
+        """Epochs after `step` steps; 0 if the data has none."""
+        return step / self.clock.steps_per_epoch if self.feed.has_epochs else 0.0
+
+    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Params and model state of state 0."""
+        return self.task.init(key, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.feed.example()))
+
+    def params(self) -> PyTree:
+        """Shapes of the params."""
+        return jax.eval_shape(self.init, jax.random.key(0))[0]
+
+    def lr_of(self, step: int) -> float | None:
+        """The learning rate by which a step is made, counted from 1, if it is known."""
+        return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
+
+
+def make_plan(
+    experiment: Experiment, workers: Workers, scaled_for: int = 0, before: TrainingPlan | None = None
+) -> TrainingPlan:
+    """Batches, steps and learning rate; `feed.model` is the experiment's, made to fit the data's classes.
+
+    Args:
+        scaled_for: workers that the run began with; 0: these.
+        before: of a run that goes on with fewer workers, whose data is open.
+
+    Raises:
+        UsageError: a batch that does not divide, data that is missing, a learning-rate scaling the rule refuses.
+    """
+    scaled_for = scaled_for or workers.size
+    is_other = scaled_for != workers.size
+    local_batch = schema.local_batch(experiment, workers.size, uneven=is_other)
+    effective_batch = experiment.effective_batch if is_other else local_batch * workers.size
+    micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
+    asked_classes = experiment.model.classes if experiment.model else 0
+    if before:
+        feed, validation = dealt_anew(before.feed, workers, micro_batch), dealt_anew(before.validation, workers)
+        facts = before.data["the data"]
+    else:
+        feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
+        experiment = dataclasses.replace(experiment, model=feed.model)
+        # Workers that do not meet cannot share an evaluation.
+        evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
+        validation = open_feed(experiment, "validation", batch, evaluating, pool=feed.pool)
+        facts = {"train": feed.facts(), "validation": validation.facts()}
+        workers.processes.assert_same("the data", facts)
+    task, name = task_of(experiment), experiment.model.name if experiment.model else experiment.task.name
+    check_durations(experiment, feed)
+    epoch_steps = feed.samplers[0].steps_per_epoch
+    total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
+    clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
+    factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
+    factor *= by_batch(experiment.optim, effective_batch / scaled_for)
+    if experiment.optim.lr_for_batch:
+        scaling += f", local batch / {experiment.optim.lr_for_batch}"
+    if is_other and registry.RULES[experiment.rule.name].sums_updates:
+        factor *= scaled_for / workers.size  # fewer updates are summed, each of more examples
+    lr = experiment.optim.lr
+    headline = (
+        f"{name}: {worker_words(workers)} x local batch {local_batch} = effective batch "
+        f"{effective_batch}; {data_words(feed)}, {total_steps} steps\n" + rate_words(experiment, factor, scaling)
+    )
+    if experiment.model and experiment.model.classes != asked_classes:
+        headline = (
+            f"{feed.source.name} has {feed.source.classes} classes: {name} is made with as many, not "
+            f"with the experiment's {asked_classes}\n{headline}"
+        )
+    if is_other:
+        headline += f", as with the {scaled_for} workers that the run began with" + (
+            f"; in slices of {micro_batch}" * bool(micro_batch)
+        )
+    return TrainingPlan(
+        task,
+        feed,
+        validation,
+        clock,
+        Timetable(
+            compare_every=clock.steps(experiment.replica_check_every) or total_steps,
+            log_every=experiment.log_every,
+            eval_every=clock.steps(experiment.eval_every) or total_steps,
+            save_every=clock.steps(experiment.checkpoint_every) or total_steps,
+            total_steps=total_steps,
+        ),
+        schedules.schedule(experiment.schedule, clock, lr * factor, scaled_for, factor),
+        not optimizers.has_own_rate(experiment.optim),
+        headline,
+        {"the data": facts},
+        scaled_for,
+        micro_batch,
+    )
+
+
+def by_batch(optim: Optim, local_batch: float) -> float:
+    """The factor on lr for so many examples a worker, as the run began."""
+    return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
+
+
+def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
+    """Raise `UsageError` if a duration or a schedule counts epochs of data that has none."""
+    if feed.has_epochs:
+        return
+    schedule, instead = experiment.schedule, "whose epochs have no known length: give steps, as in 500st"
+    names = ("train_for", "eval_every", "checkpoint_every", "replica_check_every")
+    given = {name: getattr(experiment, name) for name in names}
+    given |= {"schedule.warmup": schedule.warmup, "schedule.span": schedule.span}
+    given |= {"schedule.boundaries": " ".join(schedule.boundaries)}
+    for name, value in given.items():
+        errors.check("ep" not in value, f"{name}: got {value} with {feed.source.name}, a stream, {instead}")
+    by_epoch = schedule.decay == "poly_epoch" or schedule.warmup_shape == "geometric"
+    errors.check(not by_epoch, f"schedule: got one that changes once an epoch with {feed.source.name}, {instead}")
+
+
+def worker_words(workers: Workers) -> str:
+    """How many workers there are, and of how many processes if these drive several devices each."""
+    each, processes = len(workers.mine), workers.processes.size
+    product = f"{processes} processes x {each} devices = " if each > 1 and processes > 1 else ""
+    return f"{product}{workers.size} workers"
+
+
+def data_words(feed: DeviceFeed) -> str:
+    """How many examples the data has."""
+    if not feed.has_epochs:
+        return f"{feed.samplers[0].name} without a known end"
+    return f"{len(feed.source)} examples, {feed.samplers[0].steps_per_epoch} steps an epoch"
+
+
+def slice_of(local_batch: int, before: int) -> int:
+    """Examples of a slice if a worker has more to do than `before`, so that it needs no more memory; else 0."""
+    slices = -(-local_batch // before)
+    return -(-local_batch // slices) if slices > 1 else 0
+
+
+def rate_words(experiment: Experiment, factor: float, scaling: str) -> str:
+    """How the learning rate of each worker comes about."""
+    lr = experiment.optim.lr
+    if optimizers.has_own_rate(experiment.optim):
+        return f"learning rates are those of optimizer {experiment.optim.name}"
+    if experiment.schedule.rate:
+        return f"lr as schedule.rate says, x {factor:g} ({scaling})"
+    return f"lr {lr:g} x {factor:g} ({scaling}) = {lr * factor:g}"

@@ -1,0 +1,192 @@
+"""Choices that an experiment leaves open: the strategy `auto`, and `--exchange.shard-update auto`.
+
+They are settled before the step is built: its form, the rule's state and what a checkpoint holds depend on them. Each
+choice comes with a line for the log that says why. The exchange is that of the run that is resumed, so that it goes on
+bit for bit. A new run has a probe of these ranks choose (`allreduce/autotune.py`). Updates are sharded if they can be
+and a worker saves enough. To find out, rule and exchange are built once with sharded updates, in shapes alone; their
+error, if there is one, is the reason why not.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+
+from jaxmpi.allreduce import algorithms, overlap
+from jaxmpi.allreduce.algorithms.table import fitting_on_host, with_halves
+from jaxmpi.allreduce.autotune import choose, is_auto
+from jaxmpi.allreduce.buckets import Order
+from jaxmpi.checkpoint import run_directory
+from jaxmpi.comm.base import Comm
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config import exchange_config
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core import errors
+from jaxmpi.core.pytrees import size_bytes
+from jaxmpi.rules import registry
+from jaxmpi.trainer.build import build_rule, exchange_for, rule_state
+from jaxmpi.trainer.compatibility import check_compatible
+from jaxmpi.trainer.form import (
+    SAVED_BYTES,
+    chosen_overlap,
+    deal_of,
+    shares_params,
+    unfit_for_overlap,
+    unfit_slices,
+    unfit_slices_of,
+)
+from jaxmpi.trainer.plan import TrainingPlan
+
+# ---------------------------------------------------------------- the exchange
+
+
+def settle_exchange(
+    experiment: Experiment, plan: TrainingPlan, workers: Workers, kept: run_directory.StoredSettings | None
+) -> tuple[Experiment, str]:
+    """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty if nothing was left open.
+
+    They are those of the run that is resumed, so that it goes on bit for bit; if there are none, or these ranks
+    cannot have them, those that a probe finds.
+    """
+    asked = experiment.exchange
+    if registry.is_asynchronous(experiment.rule):
+        return dataclasses.replace(experiment, exchange=dataclasses.replace(asked, strategy=to_center(asked))), ""
+    if not is_auto(asked.strategy):
+        return experiment, ""
+    stored = run_directory.settled_exchange(kept, asked)
+    unfit = partial(unfit_slices_of, experiment, workers, plan) if asked.shard_update == "on" else None
+    if stored and can_go_on(stored["strategy"], asked, workers.comm, unfit):
+        exchange = dataclasses.replace(asked, **stored)
+        off = ", overlap off" if exchange.overlap != asked.overlap else ""
+        why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
+        return dataclasses.replace(experiment, exchange=exchange), why
+    sizes = [leaf.size for leaf in jax.tree.leaves(plan.params())]
+    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers, plan))
+    alone = with_halves(workers.comm.hosts) if unfit else ()
+    beside = tuple(name for name in alone if not unfit(name)) if unfit else fitting_on_host(workers.comm.hosts)
+    exchange, why = probed(asked, workers.comm, sizes, beside if is_beside else (), alone)
+    gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
+    return dataclasses.replace(experiment, exchange=exchange), gone + why
+
+
+def probed(
+    asked: exchange_config.ExchangeConfig,
+    comm: Comm,
+    sizes: Sequence[int],
+    beside: Sequence[str],
+    alone: Sequence[str] = (),
+) -> tuple[exchange_config.ExchangeConfig, str]:
+    """Let a probe choose for these leaves, and say why: among strategies that overlap, if overlap pays.
+
+    Args:
+        beside: algorithms that can travel beside the step; none if overlap is off.
+        alone: those that can be without overlap; none given: all.
+    """
+    verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, beside or alone)
+    if beside and asked.overlap == "auto" and asked.gather != "late" and not verdict.overlap:
+        without, why = probed(dataclasses.replace(asked, overlap="off"), comm, sizes, (), alone)
+        return without, f"{why}; overlap off: most of an exchange is work for cores, which compute already"
+    return dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes), verdict.why
+
+
+def can_go_on(
+    name: str, asked: exchange_config.ExchangeConfig, comm: Comm, unfit: Callable[[str], str] | None = None
+) -> bool:
+    """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now.
+
+    Args:
+        unfit: of sharded updates: why the halves of an algorithm cannot travel beside the step.
+    """
+    strategy, algorithm = algorithms.parse(name), name.partition(":")[0]
+    must = comm.size > 1 and (asked.overlap in ("on", "delayed") or asked.gather == "late")
+    if unfit:
+        is_able = bool(strategy.spec.halves) and not (must and unfit(algorithm))
+    else:
+        is_able = not must or strategy.has_sum_on_host(comm.hosts)
+    return is_able and strategy.spec.fits(comm.hosts)
+
+
+def to_center(asked: exchange_config.ExchangeConfig) -> str:
+    """The way of params between workers and a center, in the wire that is asked for."""
+    if is_auto(asked.strategy):
+        return f"root:{asked.strategy.partition(':')[2] or '32'}"
+    return f"root:{algorithms.parse(asked.strategy).name.partition(':')[2]}"
+
+
+# ---------------------------------------------------------------- sharded updates
+
+
+def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> tuple[Experiment, str]:
+    """`--exchange.shard-update auto` as on or off, and a line that says why; empty if it was not left open.
+
+    On if it can be, each worker holds at least SAVED_BYTES less, and rows of whole tensors have not too much padding.
+    Communicates nothing: all ranks know the same.
+    """
+    if experiment.exchange.shard_update != "auto":
+        return experiment, ""
+    on, off = (with_shards(experiment, word) for word in ("on", "off"))
+    why, strategy = why_whole(on, plan, workers), on.exchange.strategy
+    if not why and not shares_params(on, workers, strategy) and chosen_overlap(off, workers, plan, strategy)[0]:
+        unfit = unfit_slices(on, workers, plan)
+        why = f"the exchange goes on beside the backward pass, and sharded it could not: {unfit}" if unfit else ""
+    if not why:
+        whole, own = (state_bytes(each, plan, workers) for each in (off, on))
+        dealt, most = deal_of(on, plan, workers), most_padding(whole / size_bytes(plan.params()), workers.size)
+        if dealt and dealt.padding > most:
+            filled = f"filled up by {dealt.padding:.0%} of the params, above {most:.0%}".replace("%", " %")
+            why = f"rows of whole tensors would be {filled}: more would be copied than updates save"
+        elif whole - own >= SAVED_BYTES:
+            of = f"{own / 1e6:.3g} of {whole / 1e6:.3g} MB of the optimizer's state"
+            return on, f"exchange.shard_update auto: on, each of {workers.size} workers holds {of}"
+        else:
+            saved = f"{(whole - own) / 1e6:.3g} MB of the optimizer's state"
+            why = f"each worker would hold {saved} less, which is less than a bucket of {SAVED_BYTES / 1e6:.3g}"
+    return off, f"exchange.shard_update auto: off, {why}"
+
+
+def most_padding(arrays: float, workers: int) -> float:
+    """Padding of rows, as a share of n params, with which a step of w workers copies as much as without sharding.
+
+        8 p (w - 1) / w = (3 + 2 s) (1 - (1 + p) / w)
+
+    Padding p n travels in both halves, read and written by who sends and by who receives. An update reads and writes
+    gradients, params twice and s arrays of state twice, of which a row is left.
+
+    Args:
+        arrays: s, of the optimizer's state, in params.
+    """
+    passes = 3 + 2 * arrays
+    return passes * (workers - 1) / (8 * (workers - 1) + passes)
+
+
+def with_shards(experiment: Experiment, word: str) -> Experiment:
+    """The experiment with sharded updates on or off; without them nothing is gathered, and nobody needs a copy."""
+    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32", "buddy": 0}
+    return dataclasses.replace(
+        experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word, **whole)
+    )
+
+
+def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
+    """Why each worker updates all params; empty if updates can be sharded.
+
+    Args:
+        on: the experiment with sharded updates, its strategy chosen.
+    """
+    if workers.size == 1:
+        return "there is one worker"
+    try:
+        check_compatible(on)
+        build_rule(on, plan, workers, exchange_for(on, plan, workers, on.exchange.strategy, Order(), False))
+        chosen_overlap(on, workers, plan, on.exchange.strategy)
+    except errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+def state_bytes(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> int:
+    """Bytes of the rule's state that one worker holds."""
+    exchange = exchange_for(experiment, plan, workers, experiment.exchange.strategy, Order(), False)
+    state = rule_state(build_rule(experiment, plan, workers, exchange), plan.params())
+    return size_bytes(state)
