@@ -340,8 +340,8 @@ def test_one_worker_gets_what_is_its_own(no_launcher):
             r"split: color: rank 0: got -1; expected a number from 0 on, 'host', or None",
         ),
         (
-            lambda: jaxmpi.world().split(0.5),
-            r"split: color: rank 0: got 0.5; expected a number from 0 on, 'host', or None",
+            lambda: jaxmpi.world().split("0"),
+            r"split: color: rank 0: got '0'; expected a number from 0 on, 'host', or None",
         ),
         (lambda: mpi.bcast(jax.random.key(0)), r"random key; expected numbers: jax.random.key_data"),
     ],

@@ -3,7 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,7 @@ class SoloComm:
     order = (0,)
     hosts = (0,)
 
-    def split(self, color: int | str | None, key: int = 0) -> "SoloComm | NoPart":
+    def split(self, color: SupportsIndex | str | None, key: int = 0) -> "SoloComm | NoPart":
         """The one worker again, or `NoPart` if it takes none."""
         del key
         return NoPart() if color_of(color) is None else self

@@ -6,7 +6,7 @@ Importing mpi4jax starts MPI, so it happens inside functions.
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -146,7 +146,7 @@ class MpiComm(RankComm):
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
 
-    def split(self, color: int | str | None, key: int = 0) -> "MpiComm | NoPart":
+    def split(self, color: SupportsIndex | str | None, key: int = 0) -> "MpiComm | NoPart":
         """A communicator of the ranks that give the same color; for a rank that gives None one it has no part in.
 
         That is false and has size 0, and every call refuses it: `if part: ...`. Ranks are numbered anew, by key, then

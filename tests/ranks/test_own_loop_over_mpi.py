@@ -72,7 +72,7 @@ def test_ranks_without_examples_do_not_matter_but_their_nan_does():
     with pytest.raises(jaxmpi.UsageError, match=r"rank 1: b: got floats\[2\], expected floats\[1\]"):
         jaxmpi.metrics.sum({"a": 1, "b": np.ones(1 + (RANK == 1))})
     with pytest.raises(jaxmpi.UsageError, match=r"leaf 'a': got a sum beyond 64 bits; expected one of int64: give"):
-        jaxmpi.metrics.sum({"a": np.uint64([1, 2**64 - 1])})
+        jaxmpi.metrics.sum({"a": np.array([1, 2**64 - 1], np.uint64)})
 
 
 def test_shares_are_one_order_for_any_number_of_ranks():
@@ -172,7 +172,7 @@ def test_accumulated_gradients_are_exchanged_once_and_then_clipped(standard_prom
 def test_accumulated_gradients_of_another_dtype_keep_the_states_and_further_arguments_go_on():
     scaled = optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(),
-        lambda updates, state, params=None, *, value: (jax.tree.map(lambda x: x * value, updates), state),
+        lambda updates, state, params=None, **more: (jax.tree.map(lambda x: x * more["value"], updates), state),
     )
     for mine, other in ((jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)):
         params, tx = jnp.zeros(2, mine), jaxmpi.accumulate_gradients(scaled, 2)
