@@ -114,7 +114,7 @@ def test_two_versions_are_the_same_if_all_their_values_or_refusals_are(here, the
     assert same_bits.verdict(here, there) == (kind, details)
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # two runs; its verdict is tested above
 def test_a_run_has_the_same_bits_again():
     git = ["git", "-C", str(ROOT)]
     if subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True).returncode:

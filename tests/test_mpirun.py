@@ -18,17 +18,14 @@ WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "partition"))
 SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
-LONGER = [
-    (2, ["tests/ranks", "-m", "e2e and not slow and not faults"]),
-    (3, [CORE, "-k", "sum"]),
-]  # three: no power of two
+LONGER = (2, ["tests/ranks", "-m", "e2e and not slow and not faults"])
 ALL = ["tests/ranks", "-m", "not slow and not faults"]
 BY_HAND = [(4, [CORE, PARTITION, "-k", SOME]), *((ranks, ALL) for ranks in (3, 4, 8))]
 
 
 CASES = [
     (2, ["tests/ranks"]),
-    *(pytest.param(*case, marks=pytest.mark.e2e) for case in LONGER),
+    pytest.param(*LONGER, marks=pytest.mark.e2e),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_HAND),
 ]
 

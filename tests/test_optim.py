@@ -13,6 +13,7 @@ import pytest
 
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.slices import TRIED_SCALES
 from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
     TRIED_UPDATES,
@@ -258,6 +259,13 @@ OWN = {
     "signs": (optax.sign_sgd(0.1), False),
     "every second step": (optax.MultiSteps(optax.sgd(0.1), 2), True),
     "clipped at every 30th step": (optax.MultiSteps(optax.chain(optax.clip(0.0005), optax.sgd(0.1)), 30), False),
+    "clipped at every 30th step, decayed at each": (
+        optax.chain(
+            optax.MultiSteps(optax.chain(optax.clip(0.0005), optax.sgd(0.1)), 30).gradient_transformation(),
+            optax.add_decayed_weights(-0.1),
+        ),
+        False,
+    ),
     "never": (optax.set_to_zero(), False),
     "linear for kernels alone": (
         optax.multi_transform(
@@ -283,7 +291,7 @@ def test_whether_an_optimizer_is_linear_is_known_or_tried_out(name):
     transform, linear = OWN.get(name, (None, None))
     config = Optim(name=name, transform=transform)
     tx = optimizer(config, falling)
-    tried = all(is_linear_at(tx, PARAMS, scale) for scale in (1e-3, 1.0, 1e3))
+    tried = all(is_linear_at(tx, PARAMS, scale) for scale in TRIED_SCALES)
     assert tried == is_linear(config, tx, PARAMS) == (OPTIMIZERS[name].linear if linear is None else linear)
 
 

@@ -72,8 +72,8 @@ else:
 """
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize(("before", "after"), [(3, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # jobs of three ranks; on two, and for all numbers of slices, others prove the cut
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 4)])
 def test_slices_that_some_ranks_saved_are_those_that_others_would_have(before, after, tmp_path):
     saved = mpirun(before, "-c", SLICES, str(tmp_path), "save", timeout_s=60)
     assert saved.code == 0, saved.out

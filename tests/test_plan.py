@@ -737,6 +737,7 @@ def test_a_choice_for_another_word_does_not_count(tmp_path):
     [("off", "auto", "off"), ("off", "on", "on"), ("auto", "auto", "auto"), ("", "auto", "auto")],
 )
 def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goes_on, tmp_path):
+    """But with late gathers, which need it."""
     experiment = Experiment(exchange=ExchangeConfig("auto", overlap=asked), resume=True, run_dir=str(tmp_path))
     (tmp_path / "record.jsonl").touch()
     folder = tmp_path / "checkpoints" / "step_00000004"
@@ -745,6 +746,9 @@ def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goe
     (folder / "manifest.json").write_text(manifest_of(exchange))
     settled = run_directory.settled_exchange(run_directory.stored(experiment, "digits"), experiment.exchange)
     assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": goes_on}
+    late = dataclasses.replace(experiment.exchange, shard_update="on", gather="late")
+    settled = run_directory.settled_exchange(run_directory.stored(experiment, "digits"), late)
+    assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": asked}
 
 
 @pytest.mark.parametrize(("pays", "overlap", "strategy"), [(True, "auto", "ring:32"), (False, "off", "shm:32")])

@@ -478,16 +478,27 @@ def test_the_table_knows_how_optimizers_can_be_cut(name):
     assert cut_of(Optim(name), tx, weights) == cut == cut_for(tx, weights)
 
 
+def every(k: int) -> Any:
+    """Whether a step is one of every k-th."""
+    return lambda step: step % k == 0
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
 @pytest.mark.parametrize(
     "tx",
     [
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        CLIPPED,
         optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose leaves are finite would go on alone
         optax.add_noise(0.1, 0.5, 0),  # its noise goes by the number of leaves
         optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(1e-3)),
         # What moves params seldom, and what never does, of which it cannot be known.
-        optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 30).gradient_transformation(),
+        optax.MultiSteps(CLIPPED, 30).gradient_transformation(),
         optax.MultiSteps(optax.apply_if_finite(optax.adam(1e-3), 3), 9).gradient_transformation(),
+        optax.conditionally_mask(CLIPPED, every(4)),
+        optax.conditionally_mask(optax.apply_if_finite(optax.adam(1e-3), 3), every(2)),
+        optax.chain(optax.MultiSteps(CLIPPED, 30).gradient_transformation(), optax.add_decayed_weights(-1e-4)),
         optax.set_to_zero(),
     ],
 )
@@ -497,9 +508,9 @@ def test_what_mixes_tensors_is_found_by_trying(tx):
 
 
 def test_an_optimizer_that_moves_params_at_every_30th_step_is_cut_by_what_it_does_then():
-    every = functools.partial(optax.MultiSteps, every_k_schedule=30)
-    assert cut_for(every(optax.adam(1e-3)).gradient_transformation(), FEW) == "entries"
-    assert cut_for(every(optax.lamb(1e-3)).gradient_transformation(), FEW) == "leaves"
+    seldom = functools.partial(optax.MultiSteps, every_k_schedule=30)
+    assert cut_for(seldom(optax.adam(1e-3)).gradient_transformation(), FEW) == "entries"
+    assert cut_for(seldom(optax.lamb(1e-3)).gradient_transformation(), FEW) == "leaves"
 
 
 def test_an_optimizer_of_one_s_own_that_mixes_entries_gets_whole_leaves():

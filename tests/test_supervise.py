@@ -420,7 +420,17 @@ def test_a_job_ends_with_its_supervisor(tmp_path):
     job.communicate(timeout=30)
 
 
-LEAVES = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    os._exit(0)\n"
+# Rank 0 starts MPI once rank 1 is gone: the launcher ends a job itself that a rank leaves meanwhile.
+LEAVES = """
+import os, pathlib, time
+gone = pathlib.Path(__file__).with_name("gone")
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    gone.touch()
+    os._exit(0)
+while not gone.exists():
+    time.sleep(0.05)
+time.sleep(0.5)
+"""
 
 
 @pytest.mark.e2e

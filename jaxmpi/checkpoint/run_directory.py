@@ -365,7 +365,7 @@ def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict
     """Strategy, bucket size and overlap that `auto` chose in the run to resume; None if there are none."""
     if kept is None or kept.exchange["asked"] != asked.strategy:
         return None
-    is_off = asked.overlap == "auto" and kept.exchange.get("overlap") == "off"
+    is_off = asked.overlap == "auto" and asked.gather != "late" and kept.exchange.get("overlap") == "off"
     settled = {name: kept.exchange[name] for name in ("strategy", "bucket_bytes")}
     return settled | {"overlap": "off" if is_off else asked.overlap}
 

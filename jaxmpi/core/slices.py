@@ -22,7 +22,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 OF_TX, MASTERS = "of_tx", "masters"  # fields of a rule's state with slices of params in 32 bits
 TRIED_UPDATES = 8  # that move params; RAdam begins as momentum, for five
-TRIED_STEPS = 2000  # at most: some move params only every k steps
+LEAST_STEPS, TRIED_STEPS = 100, 1000  # some move params, or some of them, only every k steps
 TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # of gradients: clipping shows at one of them
 TRIED_WORKERS = 3
 
@@ -167,8 +167,9 @@ def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
     """Name of the first tensor whose update is not that of its slices, or of it alone; empty if there is none.
 
     Steps from random params with the axes of the model's and at most five entries along each, whole and cut, until
-    several have moved params; at last with a gradient that is not finite, until one moves them again. If none does, it
-    cannot be known, and the first tensor is named.
+    several have moved params; then with gradients that are not finite, until one moves them again. If none does, it
+    cannot be known, and the first tensor is named. Gradients are of sizes by chance, since an optimizer may look at
+    every k-th alone.
 
     Args:
         params: arrays or their shapes.
@@ -210,8 +211,8 @@ def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
     for wanted, is_finite in ((TRIED_UPDATES, True), (1, False)):
         moved = 0
         for i in range(TRIED_STEPS):
-            grads = noise(TRIED_SCALES[i % len(TRIED_SCALES)] if is_finite else 1.0)
-            if not is_finite and i == 0:
+            grads = noise(rng.choice(TRIED_SCALES))
+            if not is_finite:
                 first, *rest = jax.tree.leaves(grads)
                 first.reshape(-1)[:1] = math.nan
                 grads = jax.tree.unflatten(structure, [first, *rest])
@@ -220,7 +221,7 @@ def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
             if odd.size:
                 return names[odd[0]]
             moved += bool(has_moved)
-            if moved == wanted:
+            if moved >= wanted and i + 1 >= LEAST_STEPS:
                 break
         if is_finite and not moved:
             return names[0]

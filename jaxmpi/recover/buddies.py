@@ -81,7 +81,9 @@ class Copies:
 
 
 def difference_of_copies(slices: Slices, processes: Processes, step: int) -> str:
-    """Which workers hold one slice differently, and in which leaf, on all ranks alike; empty if all copies are equal.
+    """Which workers hold one slice differently, on all ranks alike; empty if all copies are equal.
+
+    With several copies also in which leaf.
 
     It finds what happened to a slice or its copy since the copy was sent, and what the message changed.
 

@@ -150,8 +150,10 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
 
 
 def unfit_slices_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, algorithm: str) -> str:
-    """`unfit_slices` with this algorithm."""
+    """`unfit_slices` with this algorithm; with late gathers also why there are none."""
     exchange = dataclasses.replace(experiment.exchange, strategy=f"{algorithm}:32")
+    if exchange.gather == "late" and shares_params(experiment, workers, exchange.strategy):
+        return NothingLate.SHARED
     return unfit_slices(dataclasses.replace(experiment, exchange=exchange), workers, plan)
 
 
