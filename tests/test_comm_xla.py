@@ -156,8 +156,8 @@ def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
     assert losses(resumed) == losses(over_xla)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("which", [pytest.param("all", marks=pytest.mark.slow), "each once"])
+@pytest.mark.slow  # compiles every strategy; over devices of one process they are in test_strategies.py
+@pytest.mark.parametrize("which", ["all", "each once"])
 def test_strategies_and_compressors_in_a_shard_map_of_ones_own(which):
     ended = mpirun(4, "tests/over_xla.py", which, timeout_s=240, env=ON_CPU)
     assert ended.code == 0, ended.out

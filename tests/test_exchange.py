@@ -390,7 +390,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # a thousand exchanges, whose memory scripts/exchange_memory.py measures, too
 def test_an_exchange_holds_three_times_the_gradients_at_most_and_a_thousand_leave_nothing_behind():
     names = ["asa32", "ring32", "asa16", "ring:8", "tree", "shm", "ar"]
     ended = mpirun(2, "-c", HELD, *names, timeout_s=120, env={"JAXMPI_ALLOCATOR": "system"})

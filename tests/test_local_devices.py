@@ -127,7 +127,7 @@ def over_devices(folder: Path) -> Path:
     return folder / "devices"
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # a third job beside the fixture's two; bits are proven in one process above
 def test_one_process_a_device_goes_on_with_the_same_bits(over_devices, folder):
     """Its steps 11 to 20 with hier-ring, on two hosts of two ranks."""
     from_step_10(over_devices, "processes")

@@ -266,6 +266,7 @@ OWN = {
         ),
         False,
     ),
+    "not linear from the sixth update on": (optax.MultiSteps(optax.radam(0.1), 300), False),
     "never": (optax.set_to_zero(), False),
     "linear for kernels alone": (
         optax.multi_transform(

@@ -336,7 +336,7 @@ def train_tiny(ranks: int, tmp_path: Path, run_dir: str, *args: str) -> tuple[di
     return facts, {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # two runs; tests/ranks proves the bits
 def test_runs_with_and_without_overlap_end_with_the_same_bits(tmp_path):
     """And so they do in separate programs, whose buckets are the same."""
     off, without = train_tiny(2, tmp_path, "off")

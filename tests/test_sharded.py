@@ -499,6 +499,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
         optax.conditionally_mask(CLIPPED, every(4)),
         optax.conditionally_mask(optax.apply_if_finite(optax.adam(1e-3), 3), every(2)),
         optax.chain(optax.MultiSteps(CLIPPED, 30).gradient_transformation(), optax.add_decayed_weights(-1e-4)),
+        optax.apply_if_finite(optax.adam(optax.cosine_decay_schedule(1e-3, 20)), 3),  # its rate ends at 0
         optax.set_to_zero(),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_start_that_is_refused_leaves_no_run_directory(tmp_path):
     assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # two jobs; other losses are told with -m e2e and -m faults
 def test_a_worker_lost_before_the_first_checkpoint_leaves_the_examples_of_a_step(tmp_path):
     """33 examples do not divide by the two that are left, and the restart was refused."""
     line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", "--elastic", "2:3", "--restarts", "1"]

@@ -697,7 +697,7 @@ def test_a_finished_run_says_that_nothing_is_left(tmp_path):
     assert "nothing left to do: train_for ends at step 2" in ended.out
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # two runs; test_step.py proves both in one process
 def test_bfloat16_and_micro_batches_in_a_whole_run(tmp_path):
     args = ("--compute-dtype", "bfloat16", "--micro-batch", "4", "--train-for", "3ep", "--eval-every", "3ep")
     # CPUs compute with 16 bits only as the compiler sees fit: it is to optimise.

@@ -22,7 +22,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 OF_TX, MASTERS = "of_tx", "masters"  # fields of a rule's state with slices of params in 32 bits
 TRIED_UPDATES = 8  # that move params; RAdam begins as momentum, for five
-LEAST_STEPS, TRIED_STEPS = 100, 1000  # some move params, or some of them, only every k steps
+LEAST_STEPS, TRIED_STEPS = 40, 2000  # some move params, or some of them, only every k steps
 TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # of gradients: clipping shows at one of them
 TRIED_WORKERS = 3
 
@@ -167,9 +167,9 @@ def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
     """Name of the first tensor whose update is not that of its slices, or of it alone; empty if there is none.
 
     Steps from random params with the axes of the model's and at most five entries along each, whole and cut, until
-    several have moved params; then with gradients that are not finite, until one moves them again. If none does, it
-    cannot be known, and the first tensor is named. Gradients are of sizes by chance, since an optimizer may look at
-    every k-th alone.
+    several have moved params; then once more from the start, where no schedule has ended, with gradients that are not
+    finite. If no step moves params, it cannot be known, and the first tensor is named. Gradients are of sizes by
+    chance, since an optimizer may look at every k-th alone.
 
     Args:
         params: arrays or their shapes.
@@ -207,9 +207,8 @@ def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:
         has_moved = jnp.stack([(x != 0).any() for x in (*leaves, *rows)]).any()
         return state, [s for _, s in made], jnp.stack(apart), has_moved
 
-    state, states = tx.init(weights), [tx.init(part(weights, c)) for c in range(TRIED_WORKERS)]
     for wanted, is_finite in ((TRIED_UPDATES, True), (1, False)):
-        moved = 0
+        state, states, moved = tx.init(weights), [tx.init(part(weights, c)) for c in range(TRIED_WORKERS)], 0
         for i in range(TRIED_STEPS):
             grads = noise(rng.choice(TRIED_SCALES))
             if not is_finite:

@@ -387,7 +387,8 @@ def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
     def step(w: PyTree, states: list[PyTree], gradients: list[PyTree]) -> tuple[PyTree, list[PyTree], jax.Array, Any]:
         gradients = [*gradients, jax.tree.map(lambda a, b: (a + b) / 2, *gradients)]
         (a, _), (b, _), (one, _) = made = [tx.update(g, s, w) for g, s in zip(gradients, states, strict=True)]
-        apart = jax.tree.map(lambda a, b, one: jnp.abs((a + b) / 2 - one).max() / size(one), a, b, one)
+        largest = jax.tree.map(lambda *each: jnp.stack([size(x) for x in each]).max(), a, b, one)
+        apart = jax.tree.map(lambda a, b, one, most: jnp.abs((a + b) / 2 - one).max() / most, a, b, one, largest)
         has_moved = jnp.stack([(x != 0).any() for x in jax.tree.leaves((a, b, one))]).any()
         worst = jnp.stack(jax.tree.leaves(apart)).max()
         return optax.apply_updates(w, one), [state for _, state in made], worst, has_moved
