@@ -30,7 +30,15 @@ from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded
 from jaxmpi.trainer import build, forecast, form, settle
-from jaxmpi.trainer.memory import DEALT_ARRAYS, WorkerMemory, check_fits, held, is_short, with_activations
+from jaxmpi.trainer.memory import (
+    DEALT_ARRAYS,
+    WorkerMemory,
+    allocated,
+    check_fits,
+    held,
+    is_short,
+    with_activations,
+)
 from jaxmpi.trainer.plan import make_plan
 from launching import mpirun, run, train_here
 from test_comm_xla import EXPERIMENT
@@ -284,6 +292,13 @@ def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsy
     off, on = map(float, re.findall(r"copies of slices +(\S+) +(\S+)", said)[0])
     assert off == 0
     assert on > 0
+
+
+def test_what_a_step_holds_and_is_there_before_it():
+    copied = dataclasses.replace(ON, copies=100 * MB)
+    assert allocated(copied, 4, has_copies=False) == 4 * (100 + 50) * MB
+    assert allocated(copied, 4, has_copies=True) == 4 * (100 + 50 + 50) * MB
+    assert allocated(EARLY, 4, has_copies=False) == (4 * 50 + 100) * MB  # one copy of the params
 
 
 def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():

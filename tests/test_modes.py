@@ -58,6 +58,7 @@ DEFAULT = {
     "shrink": Mode("--on-rank-loss shrink"),
     "shared_params": Mode(f"{SHARED} --exchange.overlap on --optim.ema 0.9", times_exchanges="measured"),
     "late_gather": Mode(f"{LATE} --optim.ema 0.9", times_exchanges="measured"),
+    "changes_in_16_bits": Mode("--exchange.strategy asa16 --exchange.gather-wire 16 --exchange.shard-update on"),
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),

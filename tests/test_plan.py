@@ -325,13 +325,13 @@ def test_a_probe_for_a_scalar_gets_candidates_of_its_own_for_long_vectors():
     """Only the strategies that were timed for the scalar would be in the choice for 4 MB otherwise."""
     cards = CARDS._replace(between=Link(1e-3, 4e-8))
     scalar, long = autotune.AutotuneRequest((1,)), autotune.AutotuneRequest((10**6,))
-    for_scalar = autotune.shortlist(autotune.Probe(cards, {}), scalar)
+    for_scalar = shortlist(cards, scalar)
     known = autotune.Probe(
         cards, {each: dict.fromkeys(autotune.lengths_for(cards, each), 1.0) for each in for_scalar}, (1,)
     )
     assert autotune.next_to_measure(known, scalar, False) is None
     name, _ = autotune.next_to_measure(known, long, False) or ("", 0)
-    assert name in autotune.shortlist(autotune.Probe(cards, {}), long)
+    assert name in shortlist(cards, long)
     assert name not in for_scalar
 
 
@@ -339,16 +339,35 @@ def test_what_cannot_be_measured_is_left_out():
     """Such as shm, if a container's shared memory is small."""
     host = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-11)
     known = autotune.Probe(host, {"shm:32": {}})
-    assert "shm:32" in autotune.shortlist(known, autotune.AutotuneRequest((10**6,)))
+    assert "shm:32" in shortlist(host, autotune.AutotuneRequest((10**6,)))
     assert "shm:32" not in all_measured(known, ("32",), False)
     assert decided(known).strategy != "shm:32"
     assert autotune.from_json(json.loads(json.dumps(autotune.as_json(known)))) == known
 
 
-def all_measured(known: autotune.Probe, wires: tuple[str, ...], time_is_up: bool) -> list[str]:
+def test_two_that_are_predicted_to_take_as_long_are_both_measured_whatever_the_time():
+    """Links whose rate a probe took for less than it is, as between hosts 5 ms apart: color4 was the faster one."""
+    hosts = CARDS._replace(hosts=8, slots=1, between=Link(5.4e-3, 1.8e-7))
+    request = autotune.AutotuneRequest((53_002,))
+    _, first, second, *_ = shortlist(hosts, request)
+    assert {first, second} == {"tree:32", "color4:32"}
+    assert all_measured(autotune.Probe(hosts, {}), ("32",), True, sizes=(53_002,)) == ["asa:32", first, second]
+    far = hosts._replace(between=Link(5.4e-3, 2e-8))
+    assert all_measured(autotune.Probe(far, {}), ("32",), True, sizes=(53_002,)) == ["asa:32", "color4:32"]
+
+
+def shortlist(net: Net, request: autotune.AutotuneRequest) -> list[str]:
+    """What a probe would measure with time to spare, in its order."""
+    known = autotune.Probe(net, {})
+    return list(dict.fromkeys(all_measured(known, request.wires, False, request.sizes)))
+
+
+def all_measured(
+    known: autotune.Probe, wires: tuple[str, ...], time_is_up: bool, sizes: tuple[int, ...] = (10**6,)
+) -> list[str]:
     """What is measured, one after another, as if every strategy took what its formula says."""
     order = []
-    while following := autotune.next_to_measure(known, autotune.AutotuneRequest((10**6,), wires), time_is_up):
+    while following := autotune.next_to_measure(known, autotune.AutotuneRequest(sizes, wires), time_is_up):
         name, n = following
         assert n % known.net.workers == 0
         known.seconds.setdefault(name, {})[n] = cost_model.predict(known.net, n, name)

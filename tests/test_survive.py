@@ -284,6 +284,40 @@ def test_a_worker_goes_on_alone(model, tmp_path):
     assert [format.step_of(path) for path in format.found(folder / "checkpoints")] == [6]
 
 
+CHANGED = """
+import jax
+import numpy as np
+
+from jaxmpi.experiments.digits import experiment
+from jaxmpi.recover.buddies import Copies
+
+as_sent, calls = Copies.renewed, iter(range(1, 99))
+
+
+def renewed(copies, rule_state):
+    slices = as_sent(copies, rule_state)
+    if next(calls) > 2 and int(copies._comm.rank) == 1:
+        first, *_ = jax.tree.leaves(slices.by_number[0])
+        first.view(np.uint32).reshape(-1)[0] ^= 1 << 3
+    return slices
+
+
+Copies.renewed = renewed
+"""
+
+
+@pytest.mark.e2e
+def test_a_run_ends_once_a_copy_is_not_its_slice_any_more(tmp_path):
+    """Memory that flips a bit of a copy: each step's from the second on, as the first set is of the start."""
+    (tmp_path / "changed.py").write_text(CHANGED)
+    args = ("--on-rank-loss", "shrink", *COPIED, "--log-every", "1", "--replica-check-every", "3st")
+    job = start(trainer(tmp_path / "changed.py", tmp_path / "run", *args, "--train-for", "9st", ranks=2))
+    assert job.end() == 1, job.out
+    expected = "copies of slice 0 of the optimizer's state differ after step 3: workers [0] and [1] apart"
+    assert expected in job.out, job.out
+    assert [step for step, _, _ in losses(tmp_path / "run")][-1] <= 3
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", ROWS)

@@ -49,6 +49,7 @@ LONGEST = 1 << 22  # floats of the longer one at most
 LONG_SHARE = 0.04  # of the budget: predicted seconds of the longer vector at most
 REPEATS = 3
 HOPELESS = 1.5  # a prediction of so many times the best one's is not worth a measurement
+TIE = 1.1  # two predictions of so little between them do not say which is faster
 ENOUGH = 4  # strategies of a wire to measure
 BASELINE = "asa:32"  # what others must beat by MARGIN
 
@@ -273,34 +274,42 @@ def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) ->
     """A strategy and a number of floats; None if all that count are measured, or there is no time.
 
     All strategies at the length that says more about these leaves come first, then all at the other. The baseline and
-    the first of every wire are measured in any case.
+    the first of every wire are measured in any case, and the second if it is predicted to take about as long.
     """
-    names = [name for name in shortlist(probe, request) if probe.seconds.get(name) != {}]
+    names = request.strategies(probe.net)
+    expected = {name: step_seconds(probe.net, request.sizes, name, BUCKETS[0]) for name in names}  # by the cost model
+    rows = ranked(probe, request, expected)
+    turns = itertools.zip_longest(*rows)
+    names = list(dict.fromkeys([BASELINE, *(name for row in turns for name in row if name)]))
+    needed = set(names[: 1 + len(request.wires)])
+    if not probe.knows(request.sizes):
+        needed |= {row[1] for row in rows if len(row) > 1 and expected[row[1]] <= TIE * expected[row[0]]}
     lengths = {name: lengths_for(probe.net, name) for name in names}
     is_short = max(request.sizes, default=0) < 4 * short_for(probe.net)
     for turn in (0, 1):
-        for place, name in enumerate(names):
+        for name in names:
             n = lengths[name][turn if is_short else 1 - turn]
-            is_needed = turn == 0 and place <= len(request.wires) and name not in probe.seconds
+            is_needed = turn == 0 and name in needed and name not in probe.seconds
             if n not in probe.seconds.get(name, {}) and (is_needed or not time_is_up):
                 return name, n
     return None
 
 
-def shortlist(probe: Probe, request: AutotuneRequest) -> list[str]:
-    """Strategies worth a measurement: of every wire the most promising, a few in all.
+def ranked(probe: Probe, request: AutotuneRequest, expected: dict[str, float]) -> list[list[str]]:
+    """Of every wire the strategies that are worth a measurement, the most promising first; a few in all.
 
-    The baseline comes first, then the first of every wire, then the second of every wire. If the leaves' size class is
-    known, what is measured already goes before the rest of its wire.
+    If the leaves' size class is known, what is measured already goes before the rest. What could not be measured is
+    left out.
+
+    Args:
+        expected: seconds of a step's exchange by strategy.
     """
     settled = probe.seconds if probe.knows(request.sizes) else {}
-    seconds = {name: step_seconds(probe.net, request.sizes, name, BUCKETS[0]) for name in request.strategies(probe.net)}
-    hopeless = HOPELESS * min(seconds.values())
-    ordered = sorted(seconds, key=lambda name: (name not in settled, seconds[name]))
-    hopeful = [name for name in ordered if name in settled or seconds[name] <= hopeless]
-    of_wires = [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in request.wires]
-    rows = itertools.zip_longest(*of_wires)
-    return list(dict.fromkeys([BASELINE, *(name for row in rows for name in row if name)]))
+    hopeless = HOPELESS * min(expected.values())
+    ordered = sorted(expected, key=lambda name: (name not in settled, expected[name]))
+    able = [name for name in ordered if probe.seconds.get(name) != {}]
+    hopeful = [name for name in able if name in settled or expected[name] <= hopeless]
+    return [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in request.wires]
 
 
 def lengths_for(net: Net, strategy: str) -> tuple[int, int]:

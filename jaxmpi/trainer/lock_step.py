@@ -20,7 +20,15 @@ from jaxmpi.recover import decisions
 from jaxmpi.runtime import phases
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
 from jaxmpi.trainer.loop import Position, RunProgress
-from jaxmpi.trainer.memory import WorkerMemory, make_room, measured, words_of_step, words_on_gpu, workers_here
+from jaxmpi.trainer.memory import (
+    WorkerMemory,
+    allocated,
+    make_room,
+    measured,
+    words_of_step,
+    words_on_gpu,
+    workers_here,
+)
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.resume import note_saved, save
 from jaxmpi.trainer.run import Run
@@ -87,8 +95,7 @@ class LockStep:
         run, self._held = self.run, None
         held = measured(held, run.functions.ahead.compiled(state, batch))
         here = workers_here(run.workers)
-        is_there = held.kept + held.copies // 2 * bool(run.shrinking)  # of two sets of copies the first
-        free_bytes = available_bytes() + here * is_there + held.shared
+        free_bytes = available_bytes() + allocated(held, here, has_copies=bool(run.shrinking))
         run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
         make_room(held, run.workers, run.plan, free_bytes)
 

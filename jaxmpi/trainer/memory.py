@@ -340,6 +340,15 @@ def workers_here(workers: Workers) -> int:
     return workers.processes.local_size * len(workers.mine)
 
 
+def allocated(of: WorkerMemory, here: int, *, has_copies: bool) -> int:
+    """Bytes of what a step holds that so many workers of a host have taken before their first step.
+
+    Args:
+        has_copies: of others' slices, as they are at the start: of two sets of copies the first.
+    """
+    return here * (of.kept + of.copies // 2 * has_copies) + of.shared
+
+
 def is_short(of: WorkerMemory, here: int, free_bytes: int) -> bool:
     """Return True if memory has no room for holes between freed buffers: on CPUs, if the user leaves it open."""
     return KEPT_FREED * of.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()

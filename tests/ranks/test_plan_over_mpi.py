@@ -1,6 +1,7 @@
 """`auto` on real ranks: run by tests/test_mpirun.py. The cache that counts is rank 0's."""
 
 import copy
+import dataclasses
 import json
 import re
 import tempfile
@@ -15,6 +16,13 @@ from jaxmpi.allreduce import autotune, cost_model, overlap, prices
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.control import processes
 from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.experiments.digits import experiment as DIGITS
+from jaxmpi.trainer.compatibility import NothingLate, UnfitForOverlap
+from jaxmpi.trainer.form import form_of, unfit_slices_of
+from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.settle import settle_exchange
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -102,6 +110,23 @@ def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
         assert np.array_equal(np.asarray(got), row.sum(0))
     said = capsys.readouterr().out
     assert re.search("auto: (hier-)?(asa|ring|tree|color2|color4|pipering):32", said) if RANK == 0 else not said
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="late gathers are for CPUs")
+def test_auto_with_late_gathers_is_a_strategy_whose_halves_can_travel(cache):
+    exchange = ExchangeConfig("auto", shard_update="on", overlap="on", gather="late")
+    asked = dataclasses.replace(DIGITS, exchange=exchange, effective_batch=8 * SIZE, local_batch=0)
+    of = gather_workers(1)._replace(comm=workers())
+    plan = make_plan(asked, of)
+    reasons = {name: unfit_slices_of(asked, of, plan, name) for name in ("asa", "ring", "shm", "hier-ring")}
+    fits = dict.fromkeys(("asa", "ring"), "")
+    assert reasons == fits | {
+        "shm": NothingLate.SHARED,
+        "hier-ring": UnfitForOverlap.HALVES.format(algorithm="hier-ring"),
+    }
+    settled, why = settle_exchange(asked, plan, of, None)
+    assert settled.exchange.strategy in ("asa:32", "ring:32"), why
+    assert form_of(settled, of, plan, settled.exchange.strategy).is_late
 
 
 def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):
