@@ -100,7 +100,12 @@ class Jaxmpi:
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
         local_gradients, *_ = build.pieces(config, workers, plan)
         self.gradients = jax.jit(local_gradients)
-        self.forward = jax.jit(lambda *args: local_gradients(*args)[1:])  # XLA leaves out what only gradients need
+
+        def forward(*args: Any) -> tuple[Any, jax.Array]:
+            _, model_state, metrics = local_gradients(*args)
+            return model_state, metrics.loss  # XLA leaves out what only gradients need, as their norm
+
+        self.forward = jax.jit(forward)
         self.update = jax.jit(self.functions.rule.update)
         self.parts: dict[str, Run] = {
             "step": self.steps,

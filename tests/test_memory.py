@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax.contrib
 import pytest
 
 from jaxmpi.allreduce.buckets import Order
@@ -24,7 +25,7 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.pytrees import size_bytes
+from jaxmpi.core.pytrees import named_leaves, size_bytes
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
 from jaxmpi.rules import base
@@ -416,6 +417,42 @@ def planned(size: int, **change: object) -> WorkerMemory:
         return held(asked, several, plan, rule, strategy, is_whole=False)
 
 
+def rule_of(word: str, optim: Optim) -> base.Rule:
+    """The rule of digits on four workers with sharded updates on or off."""
+    asked = dataclasses.replace(DIGITS, optim=optim, exchange=ExchangeConfig("asa32", shard_update=word))
+    four = workers(4)
+    plan = make_plan(asked, four)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
+        return build.build_rule(asked, plan, four, build.exchange_for(asked, plan, four, "asa32", Order(), False))
+
+
+def test_a_checkpoint_has_the_same_names_with_sharded_updates_which_clip_elsewhere():
+    shapes = make_plan(DIGITS, workers(4)).params()
+    off, on = (
+        [name for name, _ in named_leaves(build.rule_state(rule_of(word, Optim("adam", clip_norm=1.0)), shapes))]
+        for word in ("off", "on")
+    )
+    assert on == off
+
+
+def test_a_mask_that_decays_nothing_decays_nothing_of_slices():
+    optim = Optim("sgd", lr=1.0, weight_decay=0.5, decay_mask=lambda params: False)
+    rule, shapes = rule_of("on", optim), make_plan(DIGITS, workers(4)).params()
+    tx = rule.sharding.tx if rule.sharding else None
+    assert tx
+    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)
+    zeros = jax.tree.map(np.zeros_like, ones)
+    update, _ = tx.update(zeros, tx.init(ones), ones)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(update))
+
+
+def test_a_schedule_free_optimizer_of_one_s_own_is_not_sharded():
+    free = Optim("free", transform=lambda lr: optax.contrib.schedule_free(optax.lion(lr, b1=0.0), lr))
+    assert rule_of("off", free).eval_params
+    with pytest.raises(UsageError, match=r"exchange.shard_update: got on with optimizer free, which is schedule-free"):
+        rule_of("on", free)
+
+
 def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(monkeypatch):
     monkeypatch.setattr(form, "SAVED_BYTES", 100_000)
     others = dict(planned(4, step_mode="split", exchange=ExchangeConfig("asa:32")).others)
@@ -495,6 +532,27 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
     assert "memory: got 1 worker on this host" in ended.out
     assert "each worker holds, in MB, 0.212 of params" in ended.out
     assert "step 1/1" not in ended.out
+
+
+# ---------------------------------------------------------------- fewer workers than a run began with
+
+
+@pytest.mark.parametrize(
+    ("exchange", "micro_batch", "overlap", "gather"),
+    [
+        (ExchangeConfig("ring32", overlap="on", shard_update="on", gather="late"), 0, "off", "in-step"),
+        (ExchangeConfig("ring32", overlap="on"), 0, "off", "in-step"),
+        (ExchangeConfig("ring32", overlap="auto"), 0, "auto", "in-step"),
+        (ExchangeConfig("ring32", overlap="delayed"), 0, "delayed", "in-step"),
+        (ExchangeConfig("ring32", overlap="on"), 4, "on", "in-step"),  # the user's own are refused with it
+    ],
+)
+def test_options_for_more_workers_do_not_end_a_run_on_fewer(exchange, micro_batch, overlap, gather):
+    asked = dataclasses.replace(DIGITS, effective_batch=32, micro_batch=micro_batch, exchange=exchange)
+    plan = make_plan(asked, workers(2), scaled_for=4)
+    settled, why = settle.settle_overlap(asked, plan)
+    assert (settled.exchange.overlap, settled.exchange.gather) == (overlap, gather)
+    assert why.startswith("overlap off, new params gathered in the step: a worker's 16 examples") == (overlap == "off")
 
 
 # ---------------------------------------------------------------- --exchange.shard-update auto

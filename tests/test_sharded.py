@@ -30,7 +30,7 @@ from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.slices import Entries, cut_for, mixed, slices_of
 from jaxmpi.core.train_state import create
 from jaxmpi.models.__main__ import tree
-from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, muon_cost, optimizer
+from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, is_linear, muon_cost, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
@@ -523,6 +523,63 @@ def test_an_optimizer_of_one_s_own_that_mixes_entries_gets_whole_leaves():
     assert cut_for(factored, {"kernel": np.zeros((128, 256), np.float32)}) == "leaves"
 
 
+def by_size(most: int) -> Any:
+    """Adam, and decay of tensors of more entries alone."""
+    return optax.chain(
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.size > most, tree)),
+        optax.scale(-1e-3),
+    )
+
+
+def by_rows() -> Any:
+    """A rate of each tensor by its number of rows."""
+    return optax.stateless(lambda updates, _: jax.tree.map(lambda leaf: leaf * (-1e-3 / leaf.shape[0]), updates))
+
+
+def with_history() -> Any:
+    """Adam beside ten numbers that are no moments of a tensor."""
+    update = lambda updates, state, params=None: (updates, jnp.roll(state, 1))  # noqa: E731
+    return optax.chain(optax.GradientTransformation(lambda params: jnp.arange(10.0), update), optax.adam(1e-3))
+
+
+LARGE = {"kernel": np.zeros((128, 128), np.float32), "bias": np.zeros(16, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("tx", "cut"),
+    [
+        (by_size(200), "leaves"),
+        (by_size(8000), "leaves"),
+        (by_size(1), "leaves"),
+        (by_size(0), "entries"),
+        (by_size(1 << 20), "entries"),
+        (by_rows(), "leaves"),
+        (with_history(), "leaves"),
+    ],
+)
+def test_an_optimizer_that_goes_by_sizes_gets_whole_leaves_whatever_the_size(tx, cut):
+    assert cut_for(tx, LARGE) == cut
+
+
+def test_an_optimizer_with_arrays_of_the_model_s_shapes_cannot_be_tried():
+    pruned = jax.tree.map(lambda leaf: np.arange(leaf.size).reshape(leaf.shape) % 2, LARGE)
+    prune = optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, pruned))
+    tx = optax.chain(optax.sgd(1e-3), prune)
+    with pytest.raises(UsageError, match=r"sharded: this optimizer cannot be tried on tensors smaller.*leave it un"):
+        cut_for(tx, LARGE)
+    assert not is_linear(Optim("mine", transform=tx), tx, LARGE)
+
+
+def test_what_shared_memory_cannot_do_is_refused_with_what_can():
+    hosts = AxisComm("w", 4, (0, 0, 1, 1))
+    with pytest.raises(UsageError, match=r"got strategy 'shm' for sharded updates.*: ar, asa, ring, hier-asa"):
+        shards_of("shm", "mean", hosts, None)
+    with pytest.raises(UsageError, match=r"got gather_wire 16 with strategy 'shm'.*or take ar, asa, ring"):
+        shards_of("shm", "mean", AxisComm("w", 4), None, gather_wire="16")
+    assert set(with_halves((0, 0))) - set(with_halves((0, 0), "16")) == {"shm"}
+
+
 def test_params_of_other_types_and_no_params_are_refused():
     tx = jaxmpi.sharded(optax.adam(1e-3), comm=SoloComm())
     with pytest.raises(UsageError, match=r"sharded: w is bfloat16; expected float32"):
@@ -720,6 +777,7 @@ def test_a_run_with_late_gathers_is_resumed_with_and_without_them_and_on_other_n
     assert is_same(run("late", 2, 20, "late", "--resume"), whole)
     assert is_same(run("looked at", 2, 20, "late", file=str(looking)), whole)
     assert is_same(run("late", 3, 24, "late", "--resume"), run("whole", 3, 24, "in-step", "--resume"))
+    assert is_same(run("late", 1, 28, "late", "--resume"), run("whole", 1, 28, "in-step", "--resume"))
 
 
 @pytest.mark.slow

@@ -386,6 +386,10 @@ NO_HALVES = (
     "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
     "{able}, or auto"
 )
+NO_WIRE = (
+    "got gather_wire {wire} with strategy {strategy!r}, whose new params never leave the memory of the host, in 32 "
+    "bits; leave it out, or take {able}"
+)
 
 
 def shards_of(
@@ -415,9 +419,12 @@ def shards_of(
     check_op(op)
     check_bucket_bytes(bucket_bytes)
     lookup(WIRES, gather_wire, "wire")
-    able = with_halves(comm.hosts)
-    halves = None if is_compressor(strategy) else parse(strategy).spec.halves
-    check(halves is not None, NO_HALVES.format(strategy=strategy, able=", ".join(able)))
+    able = ", ".join(with_halves(comm.hosts, gather_wire))
+    spec = None if is_compressor(strategy) else parse(strategy).spec
+    halves = spec.halves if spec and spec.fits(comm.hosts) else None
+    if not halves:
+        raise UsageError(NO_HALVES.format(strategy=strategy, able=able))
+    check(gather_wire in halves.gathers, NO_WIRE.format(wire=gather_wire, strategy=strategy, able=able))
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, beside)
     made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire, early=early)
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made
@@ -495,7 +502,8 @@ def sharded(
         workers, name, size_bytes = workers_of(comm), strategy, bucket_bytes
         if not is_compressor(name) and is_auto(name):
             sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-            name, size_bytes, *_ = settle(workers, name, size_bytes, sizes, with_halves(workers.hosts))
+            able = with_halves(workers.hosts, gather_wire)
+            name, size_bytes, *_ = settle(workers, name, size_bytes, sizes, able)
         dealt = deal(params, workers.size) if cut == "leaves" else None
         return shards_of(name, op, workers, size_bytes, clip_norm, deal=dealt, gather_wire=gather_wire)
 

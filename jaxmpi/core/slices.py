@@ -9,10 +9,11 @@ The last slices are filled up with zeros. A single entry is worker 0's, and of o
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -125,6 +126,12 @@ MIXED = (
     "sharded: the update of {name} by this optimizer depends on other tensors (as with clipping by a global norm), or "
     "on how many there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a clipping in the chain"
 )
+UNTRIED = (
+    "sharded: this optimizer cannot be tried on tensors smaller than the model's ({error}), so it is not known whether "
+    "its updates can be cut; leave it unsharded"
+)
+# Of equations that compute nothing, of which other shapes may need others.
+MOVES = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "jit", "pjit"}
 
 
 def cut_for(tx: Any, params: PyTree) -> str:
@@ -138,29 +145,61 @@ def cut_for(tx: Any, params: PyTree) -> str:
     Raises:
         UsageError: neither; the tensor whose update differs.
     """
-    with jax.ensure_compile_time_eval():
-        by_entry = mixed(tx, params) or misshaped(tx, params)
-        name = mixed(tx, params, "leaves") if by_entry else ""
-    if not by_entry:
-        return "entries"
+    try:
+        is_whole = goes_by_shape(tx, params)
+        with jax.ensure_compile_time_eval():  # it may be tried while a program is traced
+            if not (is_whole or mixed(tx, params)):
+                return "entries"
+            name = mixed(tx, params, "leaves")
+    except (TypeError, ValueError) as error:  # arrays of the model's own shapes in the update
+        raise UsageError(UNTRIED.format(error=error)) from error
     if name:
         raise UsageError(MIXED.format(name=name))
     return "leaves"
 
 
-def misshaped(tx: Any, params: PyTree) -> str:
-    """Name of the first leaf of an optimizer's state of slices that is no slice of its state; empty if there is none.
+def goes_by_shape(tx: Any, params: PyTree) -> bool:
+    """Return True if an optimizer treats slices in another way than whole tensors, by their sizes.
 
-    Some optimizers go by sizes, which small tensors do not show.
+    Small tensors do not show it, so nothing runs: the state's shapes are compared, and the equations of an update. They
+    are those of three workers, and of so many that slices have one entry: whatever the size from which the optimizer
+    takes another way, one of both is beyond it.
     """
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
-    slices = jax.eval_shape(lambda tree: slices_of(tree, 0, TRIED_WORKERS), like)
-    rows = dict(named_leaves(jax.eval_shape(tx.init, slices)))
-    for name, leaf in named_leaves(jax.eval_shape(tx.init, like)):
-        able = (shape_of_slice(leaf.shape, TRIED_WORKERS), leaf.shape)
-        if name not in rows or rows[name].shape not in able:
-            return name
-    return ""
+    whole, equations = jax.eval_shape(tx.init, like), list(computed(tx, like))
+    largest = max((leaf.size for leaf in jax.tree.leaves(like)), default=1)
+    for workers in {TRIED_WORKERS, max(largest, 2)}:
+        slices = jax.eval_shape(lambda tree, w=workers: slices_of(tree, 0, w), like)
+        rows = dict(named_leaves(jax.eval_shape(tx.init, slices)))
+        for name, leaf in named_leaves(whole):
+            # What is no slice must be a single number, as a count: a checkpoint takes other arrays for slices.
+            able = [shape_of_slice(leaf.shape, workers), *([leaf.shape] if leaf.size == 1 else [])]
+            if name not in rows or rows[name].shape not in able:
+                return True
+        if list(computed(tx, slices)) != equations:
+            return True
+    return False
+
+
+def computed(tx: Any, like: PyTree) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """The name of each equation of an update of params like these, and the single numbers in it."""
+    closed = jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like)
+    pending = [(closed.jaxpr, closed.consts)]
+    while pending:
+        jaxpr, consts = pending.pop(0)
+        yield "numbers", tuple(np.asarray(x).item() for x in consts if np.size(x) == 1)
+        for equation in jaxpr.eqns:
+            literals = (var.val for var in equation.invars if isinstance(var, jax.extend.core.Literal))
+            if equation.primitive.name not in MOVES:
+                yield equation.primitive.name, tuple(np.asarray(x).item() for x in literals if np.size(x) == 1)
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+                if is_jaxpr(inner):
+                    pending.append((inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, []))
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Return True for the equations of a function, closed or not."""
+    return isinstance(x, (jax.extend.core.Jaxpr, jax.extend.core.ClosedJaxpr))
 
 
 def mixed(tx: Any, params: PyTree, cut: str = "entries") -> str:

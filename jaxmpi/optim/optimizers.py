@@ -181,7 +181,7 @@ def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:
     return OPTIMIZERS[config.name].cut if config.transform is None else cut_for(tx, params)
 
 
-def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
+def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Transform:
     """Clip, decay, direction, learning rate per tensor: an Optax chain in that order (some decay after the direction).
 
     v <- mu v + (g + lambda w) ;  w <- w - eta v   (momentum)
@@ -190,11 +190,14 @@ def optimizer(config: Optim, lr: optax.Schedule) -> Transform:
     Both give the same params while eta stays the same. When eta falls, the first shrinks the steps at once; in the
     second v goes on with the rates under which it was gathered. Krizhevsky et al. 2012, section 5, have the second.
 
+    Args:
+        clips: False if gradients come clipped; the state has the same structure.
+
     Raises:
         UsageError: an unknown optimizer, a setting that it does not have, or a `transform` that is none.
     """
     rate = [scale_biases(config.bias_lr_factor)] if config.bias_lr_factor != 1 else []
-    clip = [clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
+    clip = [clip_by_global_norm(config.clip_norm) if clips else optax.identity()] if config.clip_norm else []
     mask = config.decay_mask or (None if config.decay_bias else not_bias)
     if config.transform is not None:
         return optax.chain(*clip, own(config, lr), *rate)
@@ -365,7 +368,10 @@ def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
     """
     if config.transform is None:
         return lookup(OPTIMIZERS, config.name, "optimizer").linear and not config.clip_norm
-    return all(is_linear_at(tx, params, scale) for scale in TRIED_SCALES)  # clipping shows at one of them
+    try:
+        return all(is_linear_at(tx, params, scale) for scale in TRIED_SCALES)  # clipping shows at one of them
+    except (TypeError, ValueError):  # arrays of the model's own shapes in the update, so it cannot be known
+        return False
 
 
 def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:

@@ -43,7 +43,7 @@ from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.compatibility import AVERAGES
+from jaxmpi.trainer.compatibility import AVERAGES, WHOLE_AVERAGES
 from jaxmpi.trainer.form import StepForm, deal_of, form_of, is_scattered_early, shares_params
 from jaxmpi.trainer.plan import TrainingPlan
 
@@ -371,13 +371,14 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     The halves of a sharded exchange clip, since no worker holds the whole mean gradient.
     """
     asked, optim, params = experiment.rule, experiment.optim, plan.params()
-    if exchange.shards:
-        of_whole = optim.decay_mask and optim.decay_mask(params)  # by shapes that slices have not
-        optim = dataclasses.replace(optim, clip_norm=0.0, decay_mask=of_whole and (lambda _: of_whole))
-    tx = optimizers.optimizer(optim, plan.lr)
+    if exchange.shards and optim.decay_mask:
+        of_whole = optim.decay_mask(params)  # by shapes that slices have not
+        optim = dataclasses.replace(optim, decay_mask=lambda _: of_whole)
+    tx = optimizers.optimizer(optim, plan.lr, clips=not exchange.shards)
     optimizers.check_takes_gradients(experiment.optim, tx, params)
     ema, is_averaged = experiment.optim.ema, optimizers.is_averaged(tx, params)
     scalers = [type(callback).__name__ for callback in experiment.callbacks if callback.scales_rate]
+    errors.check(not (is_averaged and exchange.shards), WHOLE_AVERAGES.format(optimizer=experiment.optim.name))
     beside = f"optim.ema {ema}" if ema else ", ".join(scalers)
     errors.check(not (is_averaged and beside), AVERAGES.format(asked=beside, optimizer=experiment.optim.name))
     if scalers:

@@ -275,6 +275,10 @@ AVERAGES = (
     "{asked}: got optimizer {optimizer}, which is schedule-free: it evaluates an average of its own, made for one "
     "rate; leave it out"
 )
+WHOLE_AVERAGES = (
+    "exchange.shard_update: got on with optimizer {optimizer}, which is schedule-free: it evaluates an average of its "
+    "own, of whole params; use off"
+)
 IN_A_JOB = (
     *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_calls.UnfitForThread, *UnfitForOverlap)),
     *(LATE.format(reason=why) for why in NothingLate),
@@ -283,10 +287,13 @@ IN_A_JOB = (
     base.ONE_HOST,
     subgroups.UNEVEN,
     sharded.NO_HALVES,
+    sharded.NO_WIRE,
     slices.MIXED,
+    slices.UNTRIED,
     averaged.OWN_PARAMS,
     averaged.OWN_AVERAGE,
     AVERAGES,
+    WHOLE_AVERAGES,
     step.NO_BATCH_MEAN,
     group_cache.TEXT,
     group_cache.ENDLESS,

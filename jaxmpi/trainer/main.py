@@ -51,7 +51,7 @@ from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
 from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
 from jaxmpi.trainer.run import assembled, watch
-from jaxmpi.trainer.settle import settle_exchange, settle_shards
+from jaxmpi.trainer.settle import settle_exchange, settle_overlap, settle_shards
 from jaxmpi.trainer.timetable import DueEvents
 
 # Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
@@ -157,6 +157,7 @@ def train_until(
         fault_injection.parse(text, max(begun, workers.size), last_step)
     asked = experiment.exchange.strategy
     with phases.phase("choosing the exchange"):
+        experiment, why_overlap = settle_overlap(experiment, plan)
         experiment, why = settle_exchange(experiment, plan, workers, kept)
         experiment, why_shards = settle_shards(experiment, plan, workers)
     with phases.phase("building the step"):
@@ -174,7 +175,7 @@ def train_until(
     ):
         starting.close()
         experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
-        functions = functions._replace(why="\n".join(filter(None, (why, why_shards, unwatched))))
+        functions = functions._replace(why="\n".join(filter(None, (why_overlap, why, why_shards, unwatched))))
         fault_injection.request(experiment.inject, max(begun, workers.size), workers.mine, home.path)
         result = run_in(home, experiment, workers, plan, functions, root, digest, notice)
         for text in fault_injection.missed():

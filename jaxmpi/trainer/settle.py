@@ -41,6 +41,25 @@ from jaxmpi.trainer.plan import TrainingPlan
 # ---------------------------------------------------------------- the exchange
 
 
+def settle_overlap(experiment: Experiment, plan: TrainingPlan) -> tuple[Experiment, str]:
+    """Without overlap and late gathers if fewer workers take micro-batches to go on, and a line that says why.
+
+    Options for the workers that began the run must not end it on fewer, of which each has more examples. Micro-batches
+    that the user asks for are refused with them.
+    """
+    asked, local_batch = experiment.exchange, plan.feed.samplers[0].local_batch
+    is_own = not experiment.micro_batch and plan.micro_batch not in (0, local_batch)
+    wants = asked.overlap == "on" or (asked.gather == "late" and asked.overlap != "delayed")
+    if not (is_own and wants):
+        return experiment, ""
+    why = (
+        f"overlap off, new params gathered in the step: a worker's {local_batch} examples are computed in "
+        f"micro-batches of {plan.micro_batch}, since the run began with {plan.scaled_for} workers"
+    )
+    exchange = dataclasses.replace(asked, overlap="off", gather="in-step")
+    return dataclasses.replace(experiment, exchange=exchange), why
+
+
 def settle_exchange(
     experiment: Experiment, plan: TrainingPlan, workers: Workers, kept: run_directory.StoredSettings | None
 ) -> tuple[Experiment, str]:
@@ -63,7 +82,7 @@ def settle_exchange(
         return dataclasses.replace(experiment, exchange=exchange), why
     sizes = [leaf.size for leaf in jax.tree.leaves(plan.params())]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers, plan))
-    alone = with_halves(workers.comm.hosts) if unfit else ()
+    alone = with_halves(workers.comm.hosts, asked.gather_wire) if unfit else ()
     beside = tuple(name for name in alone if not unfit(name)) if unfit else fitting_on_host(workers.comm.hosts)
     exchange, why = probed(asked, workers.comm, sizes, beside if is_beside else (), alone)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
@@ -101,7 +120,7 @@ def can_go_on(
     strategy, algorithm = algorithms.parse(name), name.partition(":")[0]
     must = comm.size > 1 and (asked.overlap in ("on", "delayed") or asked.gather == "late")
     if unfit:
-        is_able = bool(strategy.spec.halves) and not (must and unfit(algorithm))
+        is_able = algorithm in with_halves(comm.hosts, asked.gather_wire) and not (must and unfit(algorithm))
     else:
         is_able = not must or strategy.has_sum_on_host(comm.hosts)
     return is_able and strategy.spec.fits(comm.hosts)

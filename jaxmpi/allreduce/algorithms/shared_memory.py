@@ -51,7 +51,7 @@ SHARED_MEMORY = StrategySpec(
     shared_memory,
     ("32",),
     means=shared_memory_means,
-    halves=Halves(summed_slice, gathered, own_chunks, means=mean_slice),
+    halves=Halves(summed_slice, gathered, own_chunks, means=mean_slice, gathers=("32",)),
     fits=is_one,
     seconds=shared_memory_seconds,
     is_candidate=lambda net: net.hosts == 1,

@@ -51,6 +51,7 @@ class Halves(NamedTuple):
     chunks: Callable[..., tuple[int, ...]]  # (comm) -> by rank, which chunk is its own
     means: Callable[..., jax.Array] | None = None  # (f32[n], comm, divisor): the first half, as of StrategySpec.means
     on_host: HalvesOnHost | None = None
+    gathers: Collection[str] = tuple(WIRES)  # wires that the second half takes
 
     def scattered(self, x: jax.Array, comm: Comm, wire: Wire, divisor: float) -> jax.Array:
         """f32[n] -> f32[n / w]: this worker's chunk of the sum over `divisor`, as it is divided without halves.

@@ -113,11 +113,10 @@ def spelled(fits: Callable[[StrategySpec], bool]) -> list[str]:
     return [name for key, row in STRATEGIES.items() if fits(row) for name in row.spelled or (key,)]
 
 
-def with_halves(hosts: Sequence[int]) -> tuple[str, ...]:
-    """Algorithms whose sum has two halves, over ranks on these hosts."""
-    return tuple(
-        name for name in spelled(lambda row: bool(row.halves)) if (spec := find(name)).halves and spec.fits(hosts)
-    )
+def with_halves(hosts: Sequence[int], wire: str = "32") -> tuple[str, ...]:
+    """Algorithms whose sum has two halves, the second in this wire, over ranks on these hosts."""
+    able = spelled(lambda row: bool(row.halves) and wire in row.halves.gathers)
+    return tuple(name for name in able if (spec := find(name)).halves and spec.fits(hosts))
 
 
 def fitting_on_host(hosts: Sequence[int]) -> tuple[str, ...]:
