@@ -89,12 +89,13 @@ def on_ranks(
 def launcher(ranks: int, rate: str, slots: int) -> list[str]:
     """Start of the line of a job, before the command of a rank."""
     from jaxmpi.launch import command
+    from jaxmpi.launch.options import Options
     from jaxmpi.runtime import affinity
 
     if not ranks:
         return []
     if not rate:
-        return command.mpirun(command.Options(ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
+        return command.mpirun(Options(ranks, "mpirun", (), ()), affinity.cores(), os.geteuid() == 0)
     return [*cluster(ranks // slots, rate, slots), command.find("mpirun"), "-n", str(ranks)]
 
 

@@ -21,6 +21,7 @@ import pytest
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.launch import command
+from jaxmpi.launch.options import Options
 from jaxmpi.runtime import failures, job_folder, provenance
 from jaxmpi.trainer import main
 
@@ -99,7 +100,7 @@ def mpirun_line(ranks: int) -> list[str]:
 @functools.cache
 def launcher_line(ranks: int) -> tuple[str, ...]:
     """Ask mpirun for its version once."""
-    options = command.Options(ranks, "mpirun", (), ())
+    options = Options(ranks, "mpirun", (), ())
     return (*command.mpirun(options, len(os.sched_getaffinity(0)), os.geteuid() == 0),)
 
 

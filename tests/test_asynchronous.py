@@ -33,6 +33,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.launch import command, postmortem
+from jaxmpi.launch.options import Options
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim.optimizers import at_step, is_linear, optimizer
 from jaxmpi.rules import base, parameter_server, registry
@@ -492,7 +493,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
 
 def surviving(ranks: int, *args: str) -> list[str]:
     """The line of `jaxmpi train`, under which a run goes on without ranks that die."""
-    line = command.mpirun(command.Options(ranks, "mpirun", (), args), 2, os.geteuid() == 0)
+    line = command.mpirun(Options(ranks, "mpirun", (), args), 2, os.geteuid() == 0)
     assert line[-2:] == ["--with-ft", "ulfm"]
     return [*line, sys.executable, "-m", "jaxmpi.train", *args]
 

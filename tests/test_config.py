@@ -18,7 +18,7 @@ from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.renamed import RENAMED, with_new_names
 from jaxmpi.config.schema import Experiment, local_batch
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.launch import command
+from jaxmpi.launch.options import parse as parse_launch
 from launching import ROOT
 
 DURATIONS = [
@@ -267,7 +267,7 @@ def test_an_old_name_still_replaces_a_field():
     assert replaced.stall_timeout_s == 5.0
 
 
-@pytest.mark.parametrize("parse", [experiment_file.parse, command.parse])
+@pytest.mark.parametrize("parse", [experiment_file.parse, parse_launch])
 def test_both_names_of_a_flag_are_refused(parse):
     digits = str(ROOT / "experiments" / "digits.py")
     for old in (["--stall-s", "5"], ["--stall_s=5"]):

@@ -7,7 +7,8 @@ import pytest
 
 from jaxmpi.core import env
 from jaxmpi.core.errors import UsageError
-from jaxmpi.launch import command
+from jaxmpi.launch import command, start
+from jaxmpi.launch.options import Options, parse
 from launching import mpirun_line, run
 
 VERSIONS = {
@@ -34,38 +35,38 @@ def path(tmp_path, monkeypatch):
 
 
 def line(text: str, *, cores: int = 8, is_root: bool = False, environ=None) -> list[str]:
-    return command.command(command.parse(shlex.split(text), environ or {}), cores=cores, is_root=is_root)
+    return command.command(parse(shlex.split(text), environ or {}), cores=cores, is_root=is_root)
 
 
 PARSED = [
-    ("", command.Options(1, "mpirun", (), ())),
-    ("a.py --n 3", command.Options(1, "mpirun", (), ("a.py", "--n", "3"))),
-    ("-n 8 a.py --optim.lr 1", command.Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
-    ("-n 4 --comm xla a.py --seed 1", command.Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
+    ("", Options(1, "mpirun", (), ())),
+    ("a.py --n 3", Options(1, "mpirun", (), ("a.py", "--n", "3"))),
+    ("-n 8 a.py --optim.lr 1", Options(8, "mpirun", (), ("a.py", "--optim.lr", "1"))),
+    ("-n 4 --comm xla a.py --seed 1", Options(4, "mpirun", (), ("a.py", "--comm", "xla", "--seed", "1"))),
     (
         "-n 8 --on-rank-loss shrink a.py --seed 1",
-        command.Options(8, "mpirun", (), ("a.py", "--on-rank-loss", "shrink", "--seed", "1")),
+        Options(8, "mpirun", (), ("a.py", "--on-rank-loss", "shrink", "--seed", "1")),
     ),
-    ("--resume --seed 1 -n 2 a.py", command.Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
-    ("-n 2 --lone_every 5 a.py", command.Options(2, "mpirun", (), ("a.py", "--compute-only-every", "5"))),
-    ("-n 2 --rule.quorum 2 a.py", command.Options(2, "mpirun", (), ("a.py", "--rule.quorum", "2"))),  # of one's own
-    ("-n8 a.py", command.Options(8, "mpirun", (), ("a.py",))),
-    ("--launcher srun -n 2 a.py", command.Options(2, "srun", (), ("a.py",))),
+    ("--resume --seed 1 -n 2 a.py", Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
+    ("-n 2 --lone_every 5 a.py", Options(2, "mpirun", (), ("a.py", "--compute-only-every", "5"))),
+    ("-n 2 --rule.quorum 2 a.py", Options(2, "mpirun", (), ("a.py", "--rule.quorum", "2"))),  # of one's own
+    ("-n8 a.py", Options(8, "mpirun", (), ("a.py",))),
+    ("--launcher srun -n 2 a.py", Options(2, "srun", (), ("a.py",))),
     (
         "--launcher-args '--hostfile \"my hosts\"' -n 2 a.py",
-        command.Options(2, "mpirun", ("--hostfile", "my hosts"), ("a.py",)),
+        Options(2, "mpirun", ("--hostfile", "my hosts"), ("a.py",)),
     ),
 ]
 
 
 @pytest.mark.parametrize(("text", "expected"), PARSED)
 def test_options_end_at_the_experiment(text, expected):
-    assert command.parse(shlex.split(text), {}) == expected
+    assert parse(shlex.split(text), {}) == expected
 
 
 @pytest.mark.parametrize(("nodes", "launcher"), [("1", "mpirun"), ("2", "srun"), ("128", "srun")])
 def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher):
-    assert command.parse(["-n", "2", "a.py"], {"SLURM_JOB_NUM_NODES": nodes}).launcher == launcher
+    assert parse(["-n", "2", "a.py"], {"SLURM_JOB_NUM_NODES": nodes}).launcher == launcher
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher
 )
 def test_wrong_options(text, message):
     with pytest.raises(UsageError, match=message):
-        command.parse(shlex.split(text), {})
+        parse(shlex.split(text), {})
 
 
 @pytest.mark.parametrize("text", ["a.py --x 1", "-n 1 a.py --x 1"])
@@ -204,7 +205,7 @@ def test_how_another_projects_environment_comes_by_an_mpi_depends_on_its_tools(p
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as ended:
-        command.main(["--help"])
+        start.main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(option in out for option in ("-n N", "--launcher", "EXPERIMENT.py"))

@@ -20,7 +20,7 @@ from jaxmpi.bench.baselines import PEERS
 from jaxmpi.config import experiment_file, schema
 from jaxmpi.data import SOURCES, packing
 from jaxmpi.data.sources import vocabulary
-from jaxmpi.launch import command
+from jaxmpi.launch.options import USAGE
 from jaxmpi.observe import report
 from jaxmpi.observe.sinks.registry import SINKS
 from jaxmpi.optim import optimizers, schedules
@@ -306,7 +306,7 @@ OTHERS_FLAGS = {
 def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
-    known = flags(capsys.readouterr().out) | flags(command.USAGE) | set().union(*OTHERS_FLAGS.values())
+    known = flags(capsys.readouterr().out) | flags(USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
     known |= flags(vocabulary.words_parser().format_help())
     known |= flags(scaling_forecast.parser().format_help()) | flags(exported.parser().format_help())

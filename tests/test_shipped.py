@@ -7,6 +7,7 @@ import pytest
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command
+from jaxmpi.launch.options import parse
 from jaxmpi.runtime import provenance
 from jaxmpi.tools import experiments
 from launching import ROOT
@@ -49,7 +50,7 @@ def test_a_file_of_that_name_goes_first(elsewhere, capsys):
     ],
 )
 def test_the_launcher_knows_a_name_from_the_value_of_a_flag(line, train_args):
-    assert command.parse(line.split()).train_args == tuple(train_args.split())
+    assert parse(line.split()).train_args == tuple(train_args.split())
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_that_ships():

@@ -16,6 +16,7 @@ from jaxmpi.checkpoint import run_directory
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, supervisor
+from jaxmpi.launch.options import Options, parse
 from jaxmpi.launch.postmortem import Culprit, culprit
 from jaxmpi.launch.supervisor import SupervisedJob
 from jaxmpi.runtime import failures, interrupts, job_folder, launchers
@@ -87,7 +88,7 @@ def test_who_ended_a_job(case):
     ],
 )
 def test_options(text, expected):
-    options = command.parse(text.split(), {})
+    options = parse(text.split(), {})
     assert (options.workers, options.least, options.restarts) == expected
 
 
@@ -103,7 +104,7 @@ def test_options(text, expected):
 )
 def test_wrong_options(text, message):
     with pytest.raises(UsageError, match=message):
-        command.parse(text.split(), {})
+        parse(text.split(), {})
 
 
 def test_what_the_next_start_is_given(tmp_path):
@@ -165,7 +166,7 @@ def test_a_host_is_asked_with_the_launchers_own_settings(tmp_path, monkeypatch):
     script.chmod(0o755)
     monkeypatch.setattr(command, "find", lambda launcher: str(script))
     args = ("--host", "a:2,b:2", "--mca", "plm_rsh_args", "-p 2222")
-    assert command.answers("b", command.Options(4, "mpirun", args, ()), cores=2, is_root=False)
+    assert command.answers("b", Options(4, "mpirun", args, ()), cores=2, is_root=False)
     assert (tmp_path / "said").read_text() == "-n 1 --mca plm_rsh_args -p 2222 --host b:1 true "
 
 

@@ -19,6 +19,7 @@ from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import read
 from jaxmpi.launch import command
+from jaxmpi.launch.options import Options
 from jaxmpi.runtime import affinity, interrupts, job_folder
 
 TURN_S = 1800.0  # for the other job's turn to end
@@ -55,7 +56,7 @@ def job_line(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) 
         more = tuple(shlex.split(options.launcher_args))
     except ValueError as error:
         raise UsageError(f"--launcher-args: got {options.launcher_args!r}: {error}") from error
-    asked = command.Options(ranks, options.launcher, more, tuple(arguments))
+    asked = Options(ranks, options.launcher, more, tuple(arguments))
     return command.command(asked, cores=affinity.cores(), is_root=os.geteuid() == 0, module="jaxmpi.bench")
 
 

@@ -20,7 +20,7 @@ from jaxmpi.bench.baselines import PEERS, importable
 from jaxmpi.bench.contenders import Shape
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import check_writable
-from jaxmpi.launch.command import default_launcher
+from jaxmpi.launch.options import default_launcher
 from jaxmpi.observe import plots
 
 STRATEGIES = ("asa32", "asa16", "ring32", "ring16")

@@ -1,7 +1,7 @@
 """Launch of a job: its command line, its supervisor, the cause of its end.
 
-In reading order: `command`, the launcher's line; `supervisor`, signals and restarts; `postmortem`, the rank that ended
-first; `script`, one of the user's own.
+In reading order: `start`, the command; `options`, what it is given; `command`, the launcher's line; `supervisor`,
+signals and restarts; `postmortem`, the rank that ended first; `script`, one of the user's own.
 
 It imports `core`, `runtime`, `config`, `checkpoint` and `rules`.
 """

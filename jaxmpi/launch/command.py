@@ -1,7 +1,6 @@
 """`jaxmpi train -n N`: build, print and run the launcher's command line for this machine.
 
-Open MPI and Slurm need flags that depend on the machine (root, cores, PMIx). Options before the experiment file are the
-launcher's, except fields of the experiment; all from the file on is the trainer's.
+Open MPI and Slurm need flags that depend on the machine (root, cores, PMIx).
 """
 
 import os
@@ -10,123 +9,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from jaxmpi.config import experiment_file
-from jaxmpi.config.flags import flags, summary, unknown_flags
-from jaxmpi.config.renamed import with_new_names
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import getting_mpi
-from jaxmpi.core.errors import UsageError, lookup, nearest
+from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.launch.options import Options
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
 from jaxmpi.rules import registry
 from jaxmpi.runtime import affinity, failures, job_folder
-
-USAGE = """usage: jaxmpi train [-n N] [--restarts R] [--elastic MIN:MAX] [--launcher mpirun|srun]
-                    [--launcher-args "..."] [--comm mpi|xla] [--field value ...] EXPERIMENT.py [--field value ...]
-
-Train an experiment with N workers: print the launcher's line, run it, and say how it ended.
-
-  -n N               workers, one process each; without it one worker, no MPI
-  --restarts R       start again from the newest good checkpoint if a rank dies, R times at most (default 0)
-  --elastic MIN:MAX  start with MAX workers, again with those that are left, MIN at least; the effective batch stays
-  --launcher NAME    mpirun (default) or srun (default inside a Slurm job of several hosts)
-  --launcher-args    more arguments for it, such as "--hostfile hosts"
-  --comm NAME        as the field of that name, which may also stand behind the experiment
-  --field value      any field of the experiment: jaxmpi train EXPERIMENT.py --help lists them
-
-EXPERIMENT.py is a file, or a name that `jaxmpi experiments` lists.
-example: jaxmpi train -n 4 digits --train-for 2ep"""
-
-
-class Options(NamedTuple):
-    """Options of the launcher; the rest goes to the trainer."""
-
-    workers: int
-    launcher: str
-    launcher_args: tuple[str, ...]
-    train_args: tuple[str, ...]
-    restarts: int = 0
-    least: int = 0  # workers with which a restart may go on; 0: as many as before
-
-
-def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
-    """Parse options before the experiment file; its fields, and all from the file on, are the trainer's.
-
-    Raises:
-        UsageError: an option without its value, or an invalid number of workers.
-    """
-    values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
-    values |= {"--elastic": "", "--comm": ""}
-    argv = with_new_names(argv, lambda text: print(f"jaxmpi: {text}", file=sys.stderr))
-    argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
-    fields: list[str] = []  # of the experiment, given before its file
-    while argv and argv[0] not in ("-h", "--help"):
-        if experiment_file.is_experiment(argv[0], fields[-1] if fields else ""):
-            break
-        if argv[0] not in values:
-            fields, argv = [*fields, argv[0]], argv[1:]
-            continue
-        if len(argv) == 1:
-            raise UsageError(f"{argv[0]} needs a value\n{USAGE}")
-        values[argv[0]], argv = argv[1], argv[2:]
-    # A rule of the user's own has fields that only its file knows.
-    checked = [arg for arg in fields if not arg.startswith("--rule.")]
-    odd = [arg for arg in checked if arg.startswith("-") and (arg[:2] != "--" or unknown_flags([arg], Experiment()))]
-    if odd and fields[0].startswith("-"):
-        known = {**values, **{f"--{name}": None for name in flags(Experiment())}}
-        raise UsageError(f"got {odd[0]}; {nearest(odd[0], known)}\n{USAGE}")
-    argv = experiment_file.file_first([*fields, *argv])
-    if "-n" in argv:
-        raise UsageError("-n comes before the experiment: jaxmpi train -n 8 EXPERIMENT.py")
-    least, most = elastic(values["--elastic"])
-    workers = values["-n"] or str(most or 1)
-    if not is_number(workers) or int(workers) < 1:
-        raise UsageError(f"-n: got {workers!r}; expected a number of workers >= 1")
-    if least and not least <= int(workers) <= most:
-        raise UsageError(f"-n: got {workers}; expected {least} to {most}, as --elastic says")
-    if not is_number(values["--restarts"]):
-        raise UsageError(f"--restarts: got {values['--restarts']!r}; expected a number >= 0")
-    comm = ("--comm", values["--comm"]) if values["--comm"] and argv else ()
-    try:
-        launcher_args = shlex.split(values["--launcher-args"])
-    except ValueError as error:
-        raise UsageError(f"--launcher-args: got {values['--launcher-args']!r}: {error}") from error
-    if least and values["--restarts"] == "0":
-        raise UsageError("--elastic says with how many workers to start again; give --restarts, too")
-    names = (values["--launcher"], tuple(launcher_args), (*argv[:1], *comm, *argv[1:]))
-    return Options(int(workers), *names, restarts=int(values["--restarts"]), least=least)
-
-
-def elastic(text: str) -> tuple[int, int]:
-    """(fewest, most) workers from `4:8`; zeros if it is not given.
-
-    Raises:
-        UsageError: it is no pair of numbers, the first not above the second.
-    """
-    if not text:
-        return 0, 0
-    least, _, most = text.partition(":")
-    if not (is_number(least) and is_number(most) and 1 <= int(least) <= int(most)):
-        raise UsageError(f"--elastic: got {text!r}; expected MIN:MAX workers, such as 4:8")
-    return int(least), int(most)
-
-
-def is_number(text: str) -> bool:
-    """Return True for a whole number of plausible size."""
-    return re.fullmatch("[0-9]{1,9}", text) is not None
-
-
-def default_launcher(environ: Mapping[str, str]) -> str:
-    """`srun` inside a Slurm job of several hosts, else `mpirun`."""
-    return "mpirun" if environ.get("SLURM_JOB_NUM_NODES", "1") in ("", "1") else "srun"
-
-
-def split_n(option: str) -> list[str]:
-    """Split `-n8`, which mpirun takes too, into `-n 8`."""
-    return ["-n", option[2:]] if option.startswith("-n") and option[2:].isdigit() else [option]
 
 
 def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmpi.train") -> list[str]:
@@ -221,12 +114,9 @@ def find(launcher: str) -> str:
     return path
 
 
-def main(argv: list[str]) -> NoReturn:
+def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; for one worker without restarts, exec the trainer."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(f"{USAGE}\n\nfields used most:\n{summary()}")
-        raise SystemExit(0)
-    options, facts = parse(argv), {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
+    facts = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
 
     def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
         asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))

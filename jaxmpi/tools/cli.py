@@ -7,7 +7,7 @@ from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.runtime import failures, interrupts
 
 COMMANDS = {  # name: (description, function)
-    "train": ("train an experiment with N workers; prints the launcher's line", "launch.command:main"),
+    "train": ("train an experiment with N workers; prints the launcher's line", "launch.start:main"),
     "run": ("a script of your own under mpirun: an error on one rank ends the job, named", "launch.script:main"),
     "bench": ("time exchanges beside other libraries' and the bound", "bench.__main__:main"),
     "plan": ("predicted step time and best strategy for 2 to 4,096 workers", "tools.scaling_forecast:main"),

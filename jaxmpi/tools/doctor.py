@@ -25,6 +25,7 @@ from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.comm.xla_mesh import mpi_trouble
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.launch import command
+from jaxmpi.launch.options import parse
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.runtime import affinity, device_setup, failures, job_folder, launchers, prepare, provenance
 
@@ -358,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return print(USAGE)
     under_launcher = launchers.launched_workers() > 1
     check(not (argv and under_launcher), f"got {' '.join(argv)} under a launcher; the number of ranks is its own")
-    options = command.parse(argv)
+    options = parse(argv)
     odd = [arg for arg in argv if arg in ("--comm", "--restarts", "--elastic")] or options.train_args
     check(not odd, f"got {' '.join(odd)}\n{USAGE}")
     if options.workers > 1:

@@ -1,0 +1,23 @@
+"""`jaxmpi train`: what no run can take is refused before JAX is imported, which takes a second."""
+
+from typing import NoReturn
+
+from jaxmpi.config import experiment_file
+from jaxmpi.config.flags import summary
+from jaxmpi.launch.options import USAGE, parse
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Launch an experiment, or print the usage.
+
+    Raises:
+        UsageError: an option that there is not, or a value that cannot be.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{USAGE}\n\nfields used most:\n{summary()}")
+        raise SystemExit(0)
+    options = parse(argv)
+    experiment_file.refuse_unknown(options.train_args)
+    from jaxmpi.launch.command import launch  # noqa: PLC0415 - imports JAX
+
+    launch(options)
