@@ -386,6 +386,9 @@ NO_HALVES = (
     "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
     "{able}, or auto"
 )
+NO_FIT = (
+    "got strategy {strategy!r} for sharded updates, which is not for ranks on these hosts; expected {able}, or auto"
+)
 NO_WIRE = (
     "got gather_wire {wire} with strategy {strategy!r}, whose new params never leave the memory of the host, in 32 "
     "bits; leave it out, or take {able}"
@@ -421,9 +424,10 @@ def shards_of(
     lookup(WIRES, gather_wire, "wire")
     able = ", ".join(with_halves(comm.hosts, gather_wire))
     spec = None if is_compressor(strategy) else parse(strategy).spec
-    halves = spec.halves if spec and spec.fits(comm.hosts) else None
-    if not halves:
+    halves = spec.halves if spec else None
+    if not (spec and halves):
         raise UsageError(NO_HALVES.format(strategy=strategy, able=able))
+    check(spec.fits(comm.hosts), NO_FIT.format(strategy=strategy, able=able))
     check(gather_wire in halves.gathers, NO_WIRE.format(wire=gather_wire, strategy=strategy, able=able))
     choice = Choice(parse(strategy).name, op, comm, bucket_bytes, beside)
     made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire, early=early)

@@ -127,10 +127,10 @@ MIXED = (
     "on how many there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a clipping in the chain"
 )
 UNTRIED = (
-    "sharded: this optimizer cannot be tried on tensors smaller than the model's ({error}), so it is not known whether "
-    "its updates can be cut; leave it unsharded"
+    "sharded: this optimizer fails when it is tried out on small tensors ({error}), so it is not known whether its "
+    "updates can be cut; leave it unsharded, or let it take tensors of any size, and numbers that it knows"
 )
-# Of equations that compute nothing, of which other shapes may need others.
+# Equations that compute nothing, of which other shapes may need others. The numbers in them count all the same.
 MOVES = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "jit", "pjit"}
 
 
@@ -151,8 +151,8 @@ def cut_for(tx: Any, params: PyTree) -> str:
             if not (is_whole or mixed(tx, params)):
                 return "entries"
             name = mixed(tx, params, "leaves")
-    except (TypeError, ValueError) as error:  # arrays of the model's own shapes in the update
-        raise UsageError(UNTRIED.format(error=error)) from error
+    except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
+        raise UsageError(UNTRIED.format(error=f"{type(error).__name__}: {error}")) from error
     if name:
         raise UsageError(MIXED.format(name=name))
     return "leaves"
@@ -181,17 +181,19 @@ def goes_by_shape(tx: Any, params: PyTree) -> bool:
     return False
 
 
-def computed(tx: Any, like: PyTree) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """The name of each equation of an update of params like these, and the single numbers in it."""
+def computed(tx: Any, like: PyTree) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The name of each equation of an update of params like these, and the single numbers and types in it."""
     closed = jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like)
     pending = [(closed.jaxpr, closed.consts)]
     while pending:
         jaxpr, consts = pending.pop(0)
         yield "numbers", tuple(np.asarray(x).item() for x in consts if np.size(x) == 1)
         for equation in jaxpr.eqns:
-            literals = (var.val for var in equation.invars if isinstance(var, jax.extend.core.Literal))
-            if equation.primitive.name not in MOVES:
-                yield equation.primitive.name, tuple(np.asarray(x).item() for x in literals if np.size(x) == 1)
+            literals = [var.val for var in equation.invars if isinstance(var, jax.extend.core.Literal)]
+            numbers = [repr(np.asarray(x).item()) for x in literals if np.size(x) == 1]  # a NaN, too, is itself
+            name, options = equation.primitive.name, [equation.params.get(key) for key in ("y", "new_dtype")]
+            if name not in MOVES or numbers:
+                yield "" if name in MOVES else name, (*numbers, *map(str, options))
             for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
                 if is_jaxpr(inner):
                     pending.append((inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, []))

@@ -370,7 +370,7 @@ def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
         return lookup(OPTIMIZERS, config.name, "optimizer").linear and not config.clip_norm
     try:
         return all(is_linear_at(tx, params, scale) for scale in TRIED_SCALES)  # clipping shows at one of them
-    except (TypeError, ValueError):  # arrays of the model's own shapes in the update, so it cannot be known
+    except Exception:  # whatever a user's code raises that knows the model's tensors alone: it cannot be known
         return False
 
 

@@ -287,6 +287,7 @@ IN_A_JOB = (
     base.ONE_HOST,
     subgroups.UNEVEN,
     sharded.NO_HALVES,
+    sharded.NO_FIT,
     sharded.NO_WIRE,
     slices.MIXED,
     slices.UNTRIED,

@@ -52,8 +52,9 @@ def settle_overlap(experiment: Experiment, plan: TrainingPlan) -> tuple[Experime
     wants = asked.overlap == "on" or (asked.gather == "late" and asked.overlap != "delayed")
     if not (is_own and wants):
         return experiment, ""
+    gathered = ", new params gathered in the step" * (asked.gather == "late")
     why = (
-        f"overlap off, new params gathered in the step: a worker's {local_batch} examples are computed in "
+        f"overlap off{gathered}: a worker's {local_batch} examples are computed in "
         f"micro-batches of {plan.micro_batch}, since the run began with {plan.scaled_for} workers"
     )
     exchange = dataclasses.replace(asked, overlap="off", gather="in-step")
