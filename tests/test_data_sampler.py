@@ -40,6 +40,20 @@ def test_shares_of_an_evaluation(examples, batch, size, step, expected, count):
     assert all(share.indices.dtype == np.int64 for share in shares)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shares_that_are_filled_have_one_length_and_the_weights_of_their_examples(size):
+    samplers = [Sampler(11, 4, rank, size) for rank in range(size)]
+    for step in range(samplers[0].steps_per_epoch):
+        shares = [each.indices(step) for each in samplers]
+        filled = [share.filled(each.local_batch) for share, each in zip(shares, samplers, strict=True)]
+        for share, (indices, weights) in zip(shares, filled, strict=True):
+            assert indices.shape == weights.shape == (samplers[0].local_batch,)
+            assert indices[weights > 0].tolist() == share.indices.tolist()
+        assert sum(weights.sum() for _, weights in filled) == shares[0].count
+    with pytest.raises(UsageError, match=r"filled: got 0; expected \d or more"):
+        samplers[0].indices(0).filled(0)
+
+
 @given(st.integers(1, 60), st.integers(1, 20), sizes, st.integers(0, 2**32), st.booleans())
 def test_an_epoch_covers_every_example_once(examples, batch, size, seed, shuffle):
     samplers = workers(size, examples=examples, effective_batch=batch, seed=seed, shuffle=shuffle)

@@ -26,6 +26,18 @@ class Share(NamedTuple):
     indices: np.ndarray  # i64[n], n <= local batch, 0 in a step too short for this worker
     count: int  # examples of the step over all workers
 
+    def filled(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """(i64[length], f32[length]): the indices and then index 0, and weights, which are 1 and then 0.
+
+        A compiled step so sees one shape on all workers, and at all steps.
+
+        Raises:
+            UsageError: there are more indices.
+        """
+        more = length - len(self.indices)
+        check(more >= 0, f"filled: got {length}; expected {len(self.indices)} or more, the indices that there are")
+        return np.pad(self.indices, (0, more)), (np.arange(length) < len(self.indices)).astype(np.float32)
+
 
 def random_bits(n: int, seed: int, epoch: int, stream: int, index: int = 0) -> np.ndarray:
     """u64[n] that depends on the arguments alone: the counter of Philox is the address.

@@ -19,7 +19,9 @@ T = TypeVar("T")
 def sampler(examples: int, effective_batch: int, *, seed: int = 0, shuffle: bool = True) -> Sampler:
     """This rank's share of every step's examples, the same examples a step for any number of ranks.
 
-    `x[sampler(len(x), 64).indices(step).indices]` is a batch. Communicates nothing.
+    `x[sampler(len(x), 64).indices(step).indices]` is a batch, shorter at the end of an epoch, and on some ranks by one.
+    For a compiled step `indices(step).filled(sampler.local_batch)` gives batches of one length with weights: a rank
+    that compiles for another length alone waits for the others, which do not. Communicates nothing.
 
     Args:
         examples: length of the data set.
@@ -73,7 +75,7 @@ def join(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """This rank's batches, until those of all ranks are at their end: (batch, is it a new one).
 
     A rank whose batches have ended repeats its last one, so that it goes on to take part in exchanges. Give such a
-    batch weight 0.
+    batch weight 0. If a compiled step exchanges, batches must have one shape on all ranks, the last ones, too.
 
     Communicates: 8 bytes a step.
 
