@@ -306,11 +306,12 @@ def place_of(cell: Cell, folder: Path) -> Place:
 
 
 def own_loop() -> list[float]:
-    """Exchange gradients and a sum in a loop of one's own; on every rank of a job."""
+    """Exchange gradients in a loop of one's own, and make collectives and their derivatives; on every rank of a job."""
     import jax
     import jax.numpy as jnp
 
     import jaxmpi
+    from jaxmpi import collectives as mpi
 
     rank, size = jaxmpi.world().rank, jaxmpi.world().size
 
@@ -323,6 +324,14 @@ def own_loop() -> list[float]:
     for _ in range(100):
         w = step(w, jnp.arange(1, 3, dtype=jnp.float32) * (1 + rank) / size)
     assert abs(float(w) - 3) < 1e-3, f"rank {rank}: got {w}, expected 3"
+
+    @jax.jit
+    def beside(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        handle = jaxmpi.start(mpi.allreduce, x, op="max")
+        return jax.grad(lambda x: mpi.allreduce(x * x))(x), mpi.bcast(x, 0), jaxmpi.wait(handle)
+
+    slope, first, most = map(float, beside(jnp.float32(rank + 1)))
+    assert (slope, first, most) == (2 * (rank + 1), 1, size), f"rank {rank}: got {slope, first, most}"
     return [float(w)]
 
 
