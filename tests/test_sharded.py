@@ -598,6 +598,14 @@ def test_an_optimizer_that_takes_the_model_s_tensors_alone_cannot_be_tried(step)
     assert is_linear(Optim("mine", transform=tx), tx, LARGE) == (step is centred)
 
 
+def test_a_chain_that_exchanges_is_not_sharded():
+    tx = jaxmpi.sharded(optax.chain(jaxmpi.exchange_gradients("asa32"), optax.adam(1e-3)), comm=SoloComm())
+    with pytest.raises(
+        UsageError, match=r"jaxmpi.sharded\(tx\): got .* in tx; expected no messages: .*optimizer alone"
+    ):
+        tx.init(FEW)
+
+
 def test_what_shared_memory_cannot_do_is_refused_with_what_can():
     hosts = AxisComm("w", 4, (0, 0, 1, 1))
     with pytest.raises(UsageError, match=r"got strategy 'shm' .* not for ranks on these hosts; expected ar, asa, ring"):

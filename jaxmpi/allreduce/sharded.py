@@ -63,6 +63,7 @@ from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, RanksOwn, clipped, named_leaves
 from jaxmpi.core.slices import Entries, cut_for, rows_of, shape_of_slice, whole_of
 from jaxmpi.runtime import host_callbacks
+from jaxmpi.runtime.in_flight import without_messages
 
 
 class Shards(NamedTuple):
@@ -513,7 +514,9 @@ def sharded(
 
     def init(params: PyTree) -> PyTree:
         check_floats(params)
-        of = shards(params, cut_for(tx, params))
+        with without_messages("jaxmpi.sharded(tx)", "in tx", "it exchanges by itself, so give it the optimizer alone"):
+            cut = cut_for(tx, params)
+        of = shards(params, cut)
         state, whole = of.cut.init(tx, params, of.chunk()), tx.init
         if of.keeps_masters:
             state, whole = MasteredState(state, of.own(params)), lambda tree: MasteredState(tx.init(tree), tree)

@@ -151,6 +151,8 @@ def cut_for(tx: Any, params: PyTree) -> str:
             if not (is_whole or mixed(tx, params)):
                 return "entries"
             name = mixed(tx, params, "leaves")
+    except UsageError:
+        raise
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
         raise UsageError(UNTRIED.format(error=f"{type(error).__name__}: {error}")) from error
     if name:
