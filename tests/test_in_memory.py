@@ -71,11 +71,27 @@ def test_what_cannot_be_is_refused():
         state = data.state()
     with pytest.raises(UsageError, match=r"got batch\(\) after close\(\); make another one"):
         data.batch()
-    with pytest.raises(UsageError, match=r"local_batch: got 0; expected >= 1"):
+    with pytest.raises(UsageError, match=r"local_batch: got 0; expected a whole number >= 1"):
         jaxmpi.InMemory(numbered(), 0)
+    with pytest.raises(UsageError, match=r"local_batch: got 8\.0; expected a whole number >= 1"):
+        jaxmpi.InMemory(numbered(), 8.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match=r"InMemory: got int; expected a Data, the folder of a packed data set"):
         jaxmpi.InMemory(7, 5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match=r"data\.group_size: got 3 with 1 workers; expected one of 1"):
         jaxmpi.InMemory(numbered(), 5, group_size=3)
     with pytest.raises(UsageError, match=r"state is that of another order: seed: got 1, expected 0; give these"):
         jaxmpi.InMemory(numbered(), 5, seed=1, state=state)
+    without = {name: value for name, value in state.items() if name != "group_size"}
+    with pytest.raises(UsageError, match=r"InMemory: state: got no group_size; expected what state\(\) has given"):
+        jaxmpi.InMemory(numbered(), 5, state=without)
+
+
+def test_the_size_of_a_group_is_that_of_the_data_or_of_the_call():
+    """With one worker only 1 can be, so another number shows that it counts."""
+    of_data = Data("array", train=numbered(), group_size=3)
+    with pytest.raises(UsageError, match=r"data\.group_size: got 3 with 1 workers"):
+        jaxmpi.InMemory(of_data, 5)
+    with pytest.raises(UsageError, match=r"group_size: got 1, and 3 in the Data; give one of the two"):
+        jaxmpi.InMemory(of_data, 5, group_size=1)
+    with jaxmpi.InMemory(Data("array", train=numbered(), group_size=1), 5, group_size=1) as data:
+        assert data.group_size == 1

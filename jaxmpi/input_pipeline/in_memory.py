@@ -23,8 +23,10 @@ from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.input_pipeline.memory_shuffle import Shuffle, keep
+from jaxmpi.model.contract import check_whole
 
 MOST_BATCHES = 1 << 32  # between two shuffles
+STATE = ("shuffles", "batches", "examples", "effective_batch", "seed", "group_size")  # what `state()` has
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,19 @@ class InMemory:
     make one together, call `shuffle` equally often, and `close` it together.
 
     Args:
-        data: where the examples are, and their way to the model (crop, mirror, augment); or the folder of a packed data
-            set; or any object with `__len__` and `__getitem__(i) -> (image, label)`.
+        data: where the examples are, and their way to the model (crop, mirror, mean_image, augment); or the folder of a
+            packed data set; or any object with `__len__` and `__getitem__(i) -> (image, label)`. `mean` and `std` are
+            not applied: batches travel as bytes, and the trainer applies both on the device, as the loop's own step
+            may. `memory`, `shuffle_by` and `shuffle_period` have no effect: the loop says when records move.
         local_batch: examples of a worker's batch.
         group_size: workers of a group; 0: all; auto: the fewest whose parts fit in half of each host's free memory.
+            Left out: the data's if it is not 0, else the state's, else auto.
         seed: of order and augmentation.
         state: of another one's `state()`, to go on behind its last batch.
 
     Raises:
-        UsageError: settings that cannot be, ranks that differ, or a host with too little memory.
+        UsageError: settings that cannot be, two sizes of groups, a state that is none or of another order, ranks that
+            differ, or a host with too little memory.
     """
 
     def __init__(
@@ -78,20 +84,23 @@ class InMemory:
         data: Data | str | Path | Source,
         local_batch: int,
         *,
-        group_size: int | str = "auto",
+        group_size: int | str | None = None,
         seed: int = 0,
         state: dict[str, int] | None = None,
     ) -> None:
-        check(local_batch >= 1, f"local_batch: got {local_batch}; expected >= 1")
+        check_whole("local_batch", local_batch)
+        settings = data_of(data)
+        if state:
+            check_names(state)
+        group_size = group_of(group_size, settings, state)
         workers = gather_workers(1)
         kept = state or {"shuffles": 0, "batches": 0}
-        if state and group_size == "auto":
-            group_size = state["group_size"]
-        asked = {"local_batch": local_batch, "group_size": group_size, "seed": seed, "state": kept}
+        asked = {"local_batch": int(local_batch), "group_size": group_size, "seed": seed, "state": kept}
         workers.processes.assert_same("settings of data in memory", asked)
-        config = dataclasses.replace(data_of(data), memory="partition", group_size=group_size, shuffle_by="auto")
+        own = {"memory": "partition", "group_size": group_size, "shuffle_by": "auto", "shuffle_period": 1}
+        config = dataclasses.replace(settings, **own)  # period 1: records move at every turn, which is a call here
         source = open_source(config, "train")
-        batch = local_batch * workers.size
+        batch = int(local_batch) * workers.size
         self._memory, samplers = keep(source, config, seed, batch, True, workers, sampler=LoopSampler)
         inside, sampler = self._memory.source, samplers[0]
         pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
@@ -202,6 +211,24 @@ def data_of(data: Any) -> Data:
         f"InMemory: got {type(data).__name__}; expected a Data, the folder of a packed data set, or an object with "
         "__len__ and __getitem__"
     )
+
+
+def group_of(asked: int | str | None, data: Data, state: dict[str, int] | None) -> int | str:
+    """The size of a group: the call's or the data's, whose 0 may be nobody's wish; else the state's, or auto.
+
+    Raises:
+        UsageError: call and data have one each, and they differ.
+    """
+    is_twice = asked is not None and data.group_size not in (0, asked)
+    check(not is_twice, f"InMemory: group_size: got {asked}, and {data.group_size} in the Data; give one of the two")
+    size = (data.group_size or "auto") if asked is None else asked
+    return state["group_size"] if state and size == "auto" else size
+
+
+def check_names(state: dict[str, int]) -> None:
+    """Raise `UsageError` unless a state has all that `state()` gives."""
+    missing = ", ".join(name for name in STATE if name not in state)
+    check(not missing, f"InMemory: state: got no {missing}; expected what state() has given")
 
 
 def check_state(state: dict[str, int], facts: dict[str, int]) -> None:

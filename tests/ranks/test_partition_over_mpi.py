@@ -291,6 +291,37 @@ def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle()
             assert np.array_equal(batch["label"], data.batch()["label"])
 
 
+class Counted:
+    """Example i is labelled i; counts what is read."""
+
+    def __init__(self, examples: int) -> None:
+        self.examples, self.reads = examples, 0
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        self.reads += 1
+        return np.zeros((2, 2, 3), np.uint8), index
+
+
+@pytest.mark.parametrize("period", [1, 0, 3, "5st"])
+def test_a_loop_of_ones_own_shuffles_when_it_says_so_whatever_the_period_of_the_data(period):
+    """No step is short, so each example is read from the source once, when it is loaded."""
+    source = Counted(8 * LOCAL * SIZE)
+    with jaxmpi.InMemory(Data("array", train=source, shuffle_period=period), LOCAL, group_size=0) as data:
+        loaded = source.reads
+        for _ in range(3):
+            for _ in range(data.steps_per_epoch):
+                data.batch()
+            data.shuffle()
+        data.batch()
+        assert source.reads == loaded
+        moved_bytes = [each.moved_bytes for each in data.shuffles]
+    assert len(moved_bytes) == 4  # to their places in the first order, and after each call
+    assert all(moved_bytes)
+
+
 def test_ranks_with_other_settings_of_data_in_memory_are_refused():
     with pytest.raises(UsageError, match="local_batch"):
         jaxmpi.InMemory(numbered(), LOCAL + RANK)
