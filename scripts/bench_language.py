@@ -4,9 +4,10 @@
     python scripts/bench_language.py --hosts 1 2 --shrink 1              the article's size: 9 GB of memory a host
     python scripts/bench_language.py --hosts 1 2 --shrink 64 --rounds 2  seconds
 
-The model is `lm300m` with words, width and cells divided by --shrink: 2 leaves 75 million params, the most of which
-eight fit into 20 GB. On each number of hosts a step of plain SGD takes turns with the same one without an exchange. The
-exchange is predicted by the cost model of `auto` and `jaxmpi plan`, from a probe on two hosts.
+The model is `lm300m` with words, width and cells divided by --shrink, a whole number. Of the whole size two hosts fit
+into 20 GB; 2 leaves 75 million params, of which eight do. On each number of hosts a step of plain SGD takes turns with
+the same one without an exchange. The exchange is predicted by the cost model of `auto` and `jaxmpi plan`, from a probe
+on two hosts.
 
 Emulated hosts share this machine's cores, so computing takes longer the more there are; --rate limits links alone. So
 the last columns take one host's computing time for all: what hosts with as many cores of their own would do.
