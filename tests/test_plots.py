@@ -84,6 +84,14 @@ def test_a_short_logarithmic_axis_has_more_than_one_number():
     ]
 
 
+def test_a_bar_says_its_value_with_a_prefix_only_if_it_has_a_unit():
+    values = [0.51538, 1.2, 60_965_224.0, 12.0]
+    plain = Bars("ratios", Quantity("over training", base=None), [(str(v), v, v, v) for v in values])
+    timed = Bars("times", TIME, [("fast", 0.005, 0.004, 0.006)])
+    shown = [[text.get_text() for text in axes.texts] for axes in plots.figure([plain, timed]).axes]
+    assert shown == [["0.515", "1.2", "60,965,224", "12"], ["5.00 ms"]]
+
+
 @pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF-")])
 def test_the_ending_says_the_format(ending, start, tmp_path):
     file = tmp_path / f"plot{ending}"

@@ -90,7 +90,7 @@ class Bars(NamedTuple):
         rows = range(len(names))
         colours = [colour(i % self.colours) for i in rows]
         drawn = axes.barh(rows, middles, color=colours, xerr=whiskers, capsize=3)
-        shown = EngFormatter(self.x.unit, places=2) if self.x.unit else "{:.3g}".format
+        shown = EngFormatter(self.x.unit, places=2) if self.x.unit else without_unit
         axes.bar_label(drawn, [shown(middle) for middle in middles], padding=4)
         if self.bound is not None:
             axes.axvline(self.bound, **BOUND)
@@ -232,6 +232,11 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
     else:
         axes.set(**{f"{which}lim": (quantity.low, None)})
     axis.set_major_formatter(EngFormatter(quantity.unit) if quantity.unit else "{x:g}")
+
+
+def without_unit(value: float) -> str:
+    """A ratio with three digits, a count whole: no prefix, which `515 m` would read as metres."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
