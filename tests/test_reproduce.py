@@ -53,6 +53,36 @@ def test_table_3_from_a_bench_and_steps():
     assert len(reproduce.JOBS["table3"].panels([], files)[0].bars) == 6
 
 
+def test_table_3_with_another_number_of_workers_stands_alone():
+    """The paper's seconds and speed-ups are those of 8; one worker's training and ratios of exchanges stay."""
+    four = {"cases": [BENCH["cases"][0] | {"ranks": 4}]}
+    files = [json.dumps(four), step_of("alexnet", 8.0), step_of("alexnet", 2.0)]
+    ours = reproduce.JOBS["table3"].read([], files)
+    for args in (["-n", "4"], ["--hosts", "4"]):
+        paper = theirs("table3", *args)
+        both = set(paper) & set(ours)
+        assert "alexnet-128b, ar, speed-up" in ours
+        assert both == {
+            "alexnet, ar / asa32",
+            "alexnet, ar / asa16",
+            "alexnet-128b, training with 1 worker, s",
+            "alexnet-32b, training with 1 worker, s",
+        }
+        assert not any("with 8" in name or "speed-up" in name for name in paper)
+    assert [name for name, *_ in reproduce.JOBS["table3"].panels([], files)[0].bars] == [
+        "ar, ours",
+        "asa32, ours",
+        "asa16, ours",
+    ]
+
+
+@pytest.mark.parametrize("name", ["speedup", "baidu"])
+def test_a_speed_up_needs_one_worker(name, tmp_path):
+    with pytest.raises(SystemExit, match=r"--workers: got 2 4 8; expected 1 among them, whose speed is the base"):
+        reproduce.main([name, "--show", "--out", str(tmp_path), "--workers", "2", "4", "8"])
+    reproduce.main([name, "--show", "--out", str(tmp_path), "--workers", "4", "1"])
+
+
 @pytest.mark.parametrize(
     ("name", "printed"),
     [("alexnet-128b, ar", 5.3), ("alexnet-32b, asa16", 5.7), ("googlenet-32b, ar", 7.1), ("vgg16-32b, asa32", 6.7)],
