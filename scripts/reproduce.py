@@ -615,7 +615,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
     """Run the lines; return our values, a picture of them, and the lines.
 
     Raises:
-        UsageError: a script is not there, or failed.
+        UsageError: a script is not there, failed, or took too long.
     """
     lines, printed, files = [], [], []
     for i, template in enumerate(job.lines(options)):
@@ -633,7 +633,10 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
         print("+ " + lines[-1], flush=True)
         if options.show:
             continue
-        ended = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=options.timeout_s)
+        try:
+            ended = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=options.timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise UsageError(f"took longer than {options.timeout_s:g} s (--timeout-s): {lines[-1]}") from error
         check(ended.returncode == 0, f"ended with code {ended.returncode}: {lines[-1]}")
         printed.append(ended.stdout)
         files += [text for text in (written(out),) if text]

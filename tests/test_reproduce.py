@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -277,6 +278,61 @@ def test_every_line_is_of_a_script_that_takes_it(name, tmp_path, capsys):
 def test_what_runs_on_one_machine_alone_says_so():
     with pytest.raises(SystemExit, match="--hosts: table2 runs on this machine alone; leave it out"):
         reproduce.main(["table2", "--show", "--hosts", "4"])
+
+
+def line_of(code: str) -> Any:
+    """A job that runs a small program and reads the number that it prints."""
+    return reproduce.Job(
+        "A paper, Table 9",
+        lambda o: [[sys.executable, "-c", code]],
+        lambda printed, files: {"answer": float(printed[0])},
+        lambda o: {"answer": 21.0},
+        "Theirs was half.",
+    )
+
+
+def test_all_goes_on_past_one_that_cannot_run(tmp_path, monkeypatch, capsys):
+    """Its page says why, the others are written, and the code tells that not all ran."""
+    here = line_of("print(42)")
+    jobs = {
+        "first": here,
+        "fails": line_of("import sys; sys.exit(3)"),
+        "absent": here._replace(lines=lambda o: [[sys.executable, "scripts/of_another_part.py"]]),
+        "alone": here._replace(over_hosts=False),
+        "last": here,
+    }
+    monkeypatch.setattr(reproduce, "JOBS", jobs)
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main(["all", "--out", str(tmp_path), "--hosts", "2"])
+    assert ended.value.code == 1
+    pages = (tmp_path / "all.md").read_text()
+    assert [line.partition(":")[0] for line in pages.splitlines() if line.startswith("## ")] == [
+        f"## {name}" for name in jobs
+    ]
+    assert pages.count("| answer | 21 | 42 | 2 |") == 2
+    assert "Did not run here: ended with code 3: python -c 'import sys; sys.exit(3)'" in pages
+    assert "Did not run here: scripts/of_another_part.py: not there in this version" in pages
+    assert "Did not run here: --hosts: alone runs on this machine alone; leave it out" in pages
+    assert sorted(path.parent.name for path in tmp_path.rglob("*.csv")) == ["first", "last"]
+    assert f"2 of 5 ran; {tmp_path / 'all.md'}" in capsys.readouterr().out
+
+
+def test_all_goes_on_past_one_that_takes_too_long(tmp_path, monkeypatch):
+    jobs = {"sleeps": line_of("import time; time.sleep(60)"), "last": line_of("print(42)")}
+    monkeypatch.setattr(reproduce, "JOBS", jobs)
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main(["all", "--out", str(tmp_path), "--timeout-s", "1"])
+    assert ended.value.code == 1
+    pages = (tmp_path / "all.md").read_text()
+    assert "Did not run here: took longer than 1 s (--timeout-s): python -c" in pages
+    assert "| answer | 21 | 42 | 2 |" in pages
+
+
+def test_all_ends_well_if_all_ran(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce, "JOBS", {"first": line_of("print(42)"), "last": line_of("print(21)")})
+    reproduce.main(["all", "--out", str(tmp_path)])
+    assert "2 of 2 ran" in capsys.readouterr().out
+    assert "| answer | 21 | 21 | 1 |" in (tmp_path / "all.md").read_text()
 
 
 @pytest.mark.e2e
