@@ -17,6 +17,7 @@ import csv
 import datetime
 import functools
 import json
+import math
 import os
 import platform
 import re
@@ -211,6 +212,8 @@ def speedups(printed: list[str], files: list[str]) -> Values:
     return {f"{workers} workers": rate / base for workers, rate in rates.items() if workers != min(rates)}
 
 
+ERROR = ", standard error"  # end of the name of what a page shows behind the mean
+TOP5_ERROR = ", top-5 error %"
 # Theano-MPI's tables 1 and 3. FIGURES: study, the paper's name, its images a worker over ours.
 FIGURES = {"figure4": ("AlexNet", 8), "figure5": ("GoogLeNet", 4)}
 TOP5 = {
@@ -281,23 +284,44 @@ def lost_points(narrow: dict[int, dict[str, Any]], wide: dict[int, dict[str, Any
     return [100 * (run[top] - narrow[seed][top]) for seed, run in wide.items() if seed in narrow]
 
 
-def errors_of_top5(printed: list[str], files: list[str]) -> Values:
-    """Top-5 error by cell, means over seeds, over that of one worker; and points that 16 bits cost, seed by seed."""
+def over_seeds(name: str, values: Sequence[float]) -> Values:
+    """A mean, and its standard error unless there is one seed only."""
+    error = {f"{name}{ERROR}": statistics.stdev(values) / len(values) ** 0.5} if len(values) > 1 else {}
+    return {name: statistics.mean(values)} | error
+
+
+def over_one(error: Values, base: str) -> Values:
+    """Top-5 errors over that of the cell `base`, with standard errors as of independent means."""
+    ratios: Values = {}
+    one, error_of_one = error[f"{base}{TOP5_ERROR}"], error.get(f"{base}{TOP5_ERROR}{ERROR}")
+    for key, value in error.items():
+        name = key.removesuffix(TOP5_ERROR)
+        if key == name or name == base or not one:
+            continue
+        ratio, own = value / one, error.get(f"{key}{ERROR}")
+        ratios[f"{name}, over 1 worker"] = ratio
+        if own is not None and error_of_one is not None:
+            ratios[f"{name}, over 1 worker{ERROR}"] = math.hypot(own / one, ratio * error_of_one / one)
+    return ratios
+
+
+def errors_by_cell(printed: list[str], files: list[str]) -> Values:
+    """Top-5 and top-1 error by cell, means over seeds; over that of one worker; and points that 16 bits cost."""
     ours: Values = {}
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
         cells = {name: runs for name, runs in cells_of(text, model, factor).items() if runs}
-        error = {name: mean_curve([*runs.values()])[-1][1] for name, runs in cells.items()}
-        base = next((value for name, value in error.items() if "1 worker " in name), 0.0)
-        ours |= {f"{name}, top-5 error %": value for name, value in error.items()}
-        if base:
-            ours |= {f"{name}, over 1 worker": value / base for name, value in error.items() if "1 worker " not in name}
+        error: Values = {}
+        for name, runs in cells.items():
+            error |= over_seeds(f"{name}{TOP5_ERROR}", [run["top5_curve"][-1][1] for run in runs.values()])
+            error |= over_seeds(f"{name}, top-1 error %", [100 * (1 - run["eval_top1"]) for run in runs.values()])
+        base = next((name for name in cells if "1 worker " in name), "")
+        ours |= error | (over_one(error, base) if base else {})
         narrow = next((name for name in cells if name.endswith("16 bits")), "")
         wide = cells.get(narrow.removesuffix(", 16 bits"), {})
         for top in ("top5", "top1") if narrow else ():
             lost = lost_points(cells[narrow], wide, f"eval_{top}")
             name = f"{model}, points of {top.replace('p', 'p-')} lost by 16 bits"
-            ours |= {name: statistics.mean(lost)} if lost else {}
-            ours |= {f"{name}, standard error": statistics.stdev(lost) / len(lost) ** 0.5} if len(lost) > 1 else {}
+            ours |= over_seeds(name, lost) if lost else {}
     return ours
 
 
@@ -306,7 +330,7 @@ def paper_of_top5(options: argparse.Namespace) -> Values:
     theirs: Values = {}
     for model, errors in TOP5.items():
         base = next(iter(errors.values()))
-        theirs |= {f"{model}, {name}, top-5 error %": value for name, value in errors.items()}
+        theirs |= {f"{model}, {name}{TOP5_ERROR}": value for name, value in errors.items()}
         theirs |= {f"{model}, {name}, over 1 worker": value / base for name, value in [*errors.items()][1:]}
         lost = errors["8 workers of 32 at 0.005, 16 bits"] - errors["8 workers of 32 at 0.005"]
         theirs[f"{model}, points of top-5 lost by 16 bits"] = lost
@@ -315,22 +339,25 @@ def paper_of_top5(options: argparse.Namespace) -> Values:
 
 def curves(printed: list[str], files: list[str]) -> list[Panel]:
     """Figures 4 and 5: our error by epoch for each number of workers; and errors over one worker's, theirs and ours."""
-    ours, theirs, panels = errors_of_top5(printed, files), paper_of_top5(argparse.Namespace()), []
+    ours, theirs, panels = errors_by_cell(printed, files), paper_of_top5(argparse.Namespace()), []
     epochs, error = Quantity("epoch", base=None), Quantity("top-5 error, %", base=None)
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
         cells = {name: runs for name, runs in cells_of(text, model, factor).items() if runs}
         series = {name.removeprefix(f"{model}, "): mean_curve([*runs.values()]) for name, runs in cells.items()}
         if series:  # else all runs diverged
             panels.append(Lines(f"{model}, ours; images a worker as the paper counts them", epochs, error, series))
-    by_workers = {}
+    by_workers, whiskers = {}, {}
     for model, batch in (("AlexNet", 128), ("GoogLeNet", 32)):
         keys = [key for key in TOP5[model] if f"s of {batch} at" in key and "bits" not in key]
         names = {float(key[0]): f"{model}, {key}, over 1 worker" for key in keys}
         for who, values in (("the paper", theirs), ("ours", ours)):
             known = [(n, values[name]) for n, name in names.items() if name in values]
             by_workers |= {f"{model}, {who}": [(1.0, 1.0), *known]} if known else {}
+        errors = [ours.get(f"{name}{ERROR}", 0.0) for name in names.values() if name in ours]
+        whiskers |= {f"{model}, ours": [0.0, *errors]} if any(errors) else {}
     over = Quantity("top-5 error over one worker's", base=None, low=None)
-    return [*panels, Lines("error by workers", Quantity("workers", base=None), over, by_workers)]
+    title = "error by workers; whiskers: standard errors"
+    return [*panels, Lines(title, Quantity("workers", base=None), over, by_workers, errors=whiskers)]
 
 
 def costs_of(printed: list[str], files: list[str]) -> Values:
@@ -480,7 +507,7 @@ JOBS = {
     "table1": Job(
         "Ma et al. 2016, Table 1, Figs. 4 and 5: top-5 error by workers, and with 16 bits",
         accuracies,
-        errors_of_top5,
+        errors_by_cell,
         paper_of_top5,
         "Theirs are ImageNet's 1000 classes after 62 and 70 epochs; ours ten classes of silhouettes, small variants of "
         "the models, 12 epochs, an eighth (AlexNet) and a quarter (GoogLeNet) of the images a worker, at the paper's "
@@ -676,8 +703,13 @@ def write(
 
 
 def page(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
-    """A section of docs/papers.md."""
-    shown = [[shown_value(row[key]) for key in ("quantity", "paper", "ours", "ours / paper")] for row in rows]
+    """A section of docs/papers.md; standard errors stand behind what they are of."""
+    errors = {row["quantity"].removesuffix(ERROR): row["ours"] for row in rows if row["quantity"].endswith(ERROR)}
+    shown = []
+    for row in rows:
+        cells = [shown_value(row[key]) for key in ("quantity", "paper", "ours", "ours / paper")]
+        cells[2] += f" ± {errors[row['quantity']]:.2g}" if row["quantity"] in errors else ""
+        shown += [] if row["quantity"].endswith(ERROR) else [cells]
     table = harness.table(("quantity", "paper", "ours", "ours / paper"), shown)
     cores = len(os.sched_getaffinity(0))
     machine = f"{platform.machine()}, {cores} cores, {platform.system()}, {datetime.date.today():%Y-%m-%d}."

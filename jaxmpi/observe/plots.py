@@ -6,6 +6,7 @@ A figure is a column of panels. Each panel is plain data with a `draw` method, s
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxmpi.core.errors import check
@@ -39,13 +40,14 @@ class Quantity(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Named lines; all values > 0 if an axis has a base."""
+    """Named lines, perhaps with whiskers; all values > 0 if an axis has a base."""
 
     title: str
     x: Quantity
     y: Quantity
     series: Mapping[str, Sequence[Point]]
     bound: Sequence[Point] = ()
+    errors: Mapping[str, Sequence[float]] = MappingProxyType({})  # of y, by line: whiskers so long to each side
 
     @property
     def height(self) -> float:
@@ -57,6 +59,8 @@ class Lines(NamedTuple):
         for i, (name, line) in enumerate(self.series.items()):
             every = max(1, len(line) // MARKED)
             axes.plot(*columns(line), style(i), color=colour(i), label=literal(name), markersize=4, markevery=every)
+            if name in self.errors:
+                axes.errorbar(*columns(line), yerr=self.errors[name], fmt="none", ecolor=colour(i), capsize=3)
         if self.bound:
             axes.plot(*columns(self.bound), **BOUND)
         points = [point for line in [*self.series.values(), self.bound] for point in line]
