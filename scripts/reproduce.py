@@ -3,7 +3,7 @@
     python scripts/reproduce.py table2                               what models cost
     python scripts/reproduce.py table3 -n 8                          exchange of models' gradients, by strategy
     python scripts/reproduce.py ring --hosts 8 --rate 200mbit        the same on an emulated cluster
-    python scripts/reproduce.py speedup --workers 1 2 4 8            images/s of GoogLeNet; with --hosts a host each
+    python scripts/reproduce.py speedup --workers 1 2 4 8            images/s of two models; with --hosts a host each
     python scripts/reproduce.py table3 --show                        only the lines that it would run
     python scripts/reproduce.py all --quick                          every one of them, small: to see that all run
 
@@ -39,7 +39,9 @@ from jaxmpi.observe.plots import Bars, Lines, Panel, Quantity
 
 PYTHON = sys.executable
 SLOW, FAST = "200mbit", "10gbit"  # links of emulated hosts
+MODELS = ("alexnet", "googlenet")  # of table 1 of Ma et al.
 Values = dict[str, float]  # by quantity
+RowOf1 = tuple[str, int, int]  # of that table: model, images a worker, bits of a float that travels
 
 
 class Job(NamedTuple):
@@ -73,13 +75,22 @@ def on_hosts(options: argparse.Namespace, hosts: int) -> list[str]:
 
 
 def trainings(options: argparse.Namespace) -> list[list[str]]:
-    """GoogLeNet with each number of workers, the same local batch; on emulated hosts one a host."""
+    """Rows of table 1 with each number of workers, on emulated hosts one a host; rows of one number with the most."""
     length = "10st" if options.quick else "30st"
-    fixed = ["experiments/googlenet.py", "--local-batch", "4", "--train-for", length, "--eval-every", "0st"]
-    fixed += ["--checkpoint-every", "0st", "--run-dir", "{out}"]
+    fixed = ["--train-for", length, "--eval-every", "0st", "--checkpoint-every", "0st", "--run-dir", "{out}"]
     train = [PYTHON, "-m", "jaxmpi.tools.cli", "train", "-n"]
     workers = from_one(options, (1, options.hosts) if options.hosts else (1, 2))
-    return [[*on_hosts(options, n), *train, str(n), *fixed] for n in workers]
+
+    def of_row(name: str, batch: int, bits: int) -> list[str]:
+        sizes = ["--local-batch", str(batch // EIGHTH), "--exchange.strategy", f"asa{bits}"]
+        return [f"experiments/{name.lower()}.py", *sizes, *fixed]
+
+    return [
+        [*on_hosts(options, n), *train, str(n), *of_row(name, batch, bits)]
+        for (name, batch, bits), paper in chosen(options).items()
+        for n in (workers if len(paper) > 1 else dict.fromkeys((1, max(workers))))
+        if bits == WIDE or n > 1  # one worker sends nothing, so it is the same at all widths
+    ]
 
 
 def from_one(options: argparse.Namespace, usual: Sequence[int]) -> list[int]:
@@ -201,15 +212,41 @@ def parameters(printed: list[str], files: list[str]) -> Values:
 
 
 def speedups(printed: list[str], files: list[str]) -> Values:
-    """Images/s over those of the first run, of records."""
-    rates = {}
+    """Images/s over those of one worker with as many images, of records."""
+    return {name: rate for of in speedups_by_row(files) for name, rate in named_speedups(*of).items()}
+
+
+def speedups_by_row(files: list[str]) -> list[tuple[RowOf1, dict[int, float]]]:
+    """Speed-ups by workers, of records, for each row of `SPEEDUPS` that has been run with several."""
+    rates: dict[RowOf1, dict[int, float]] = {}
     for text in files:
         rows = [json.loads(line) for line in text.splitlines()]
-        workers = next(row["workers"] for row in rows if row["kind"] == "run")
+        run = next(row for row in rows if row["kind"] == "run")
+        of = run["experiment"]
+        name = next(name for name, *_ in SPEEDUPS if of["model"].startswith(name.lower()))
+        bits = int(of["exchange"]["strategy"].removeprefix("asa"))
         paces = [row["images_per_s"] for row in rows if row["kind"] == "train"][1:]
-        rates[workers] = statistics.median(paces)
-    base = rates[min(rates)]
-    return {f"{workers} workers": rate / base for workers, rate in rates.items() if workers != min(rates)}
+        rates.setdefault((name, EIGHTH * of["local_batch"], bits), {})[run["workers"]] = statistics.median(paces)
+    return [
+        (row, {workers: rate / rates[row[0], row[1], WIDE][1] for workers, rate in of_row.items() if workers > 1})
+        for row, of_row in rates.items()
+    ]
+
+
+def named_speedups(row: RowOf1, of_workers: dict[int, float]) -> Values:
+    """A row's speed-ups by quantity: `AlexNet, 8 workers of 32, 16 bits`."""
+    name, batch, bits = row
+    return {f"{name}, {n} workers of {batch}{at_width(bits)}": value for n, value in of_workers.items()}
+
+
+def at_width(bits: int) -> str:
+    """End of the name of what travelled so wide; empty for 32 bits."""
+    return "" if bits == WIDE else f", {bits} bits"
+
+
+def chosen(options: argparse.Namespace) -> dict[RowOf1, dict[int, float]]:
+    """The paper's rows for the models asked for."""
+    return {row: of for row, of in SPEEDUPS.items() if row[0].lower() in options.models}
 
 
 ERROR = ", standard error"  # end of the name of what a page shows behind the mean
@@ -243,16 +280,29 @@ TABLE3 = {  # seconds of 5,120 images: training with one worker and with eight, 
 }
 
 
-SPEEDUPS = {"2 workers": 1.9, "4 workers": 3.7, "8 workers": 7.2}  # of GoogLeNet with 32 bits, table 1
+SPEEDUPS: dict[RowOf1, dict[int, float]] = {  # table 1, by workers; of 32 images over one worker's, table 3
+    ("AlexNet", 128, 32): {2: 1.7, 4: 3.4, 8: 6.7},
+    ("AlexNet", 32, 32): {8: 4.9},
+    ("AlexNet", 32, 16): {8: 5.7},
+    ("GoogLeNet", 32, 32): {2: 1.9, 4: 3.7, 8: 7.2},
+    ("GoogLeNet", 32, 16): {8: 7.3},
+}
+EIGHTH, WIDE = 8, 32  # the paper's images a worker over ours; bits of a float
 
 
 def scaling_by_workers(printed: list[str], files: list[str]) -> list[Panel]:
-    """Speed-up by workers, theirs and ours."""
-    both = {"the paper": SPEEDUPS, "ours": speedups(printed, files)}
-    series = {who: [(1.0, 1.0), *((float(name.split()[0]), n) for name, n in of.items())] for who, of in both.items()}
-    return [
-        Lines("GoogLeNet", Quantity("workers", base=None), Quantity("images/s over one worker's", base=None), series)
-    ]
+    """Speed-up by workers, theirs and ours, a panel a model."""
+    ours, panels = dict(speedups_by_row(files)), []
+    workers, over = Quantity("workers", base=None), Quantity("images/s over one worker's", base=None)
+    for model in dict.fromkeys(name for name, *_ in ours):
+        series = {
+            f"{row[1]} images a worker{at_width(row[2])}, {who}": [(1.0, 1.0), *((float(n), s) for n, s in of.items())]
+            for row, paper in SPEEDUPS.items()
+            for who, of in (("the paper", paper), ("ours", ours.get(row, {})))
+            if row[0] == model and of
+        }
+        panels.append(Lines(f"{model}; images a worker as the paper counts them", workers, over, series))
+    return panels
 
 
 def cells_of(text: str, model: str, factor: int) -> dict[str, dict[int, dict[str, Any]]]:
@@ -539,12 +589,12 @@ JOBS = {
         panels=figure3,
     ),
     "speedup": Job(
-        "Ma et al. 2016, Table 1: speed-up of GoogLeNet",
+        "Ma et al. 2016, Table 1: speed-up of AlexNet and GoogLeNet, and with 16 bits",
         trainings,
         speedups,
-        lambda o: SPEEDUPS,
-        "Theirs sent 32 bits (16 bits: 7.3 with 8 workers), as ours do, and had a GPU a worker. Workers that share a "
-        "machine's cores cannot go beyond its cores.",
+        lambda o: {name: value for of in chosen(o).items() for name, value in named_speedups(*of).items()},
+        "Theirs had a GPU a worker; ours are AlexNet's small variant and GoogLeNet at 64 px on digits, with an eighth "
+        "of the images a worker. Workers that share a machine's cores cannot go beyond its cores.",
         panels=scaling_by_workers,
     ),
     "ring": Job(
@@ -732,7 +782,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("name", choices=[*JOBS, "all"], help="a table or figure, or all of them")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round and one seed: a try, no figures")
     parser.add_argument("-n", type=int, help="ranks of this machine (default: 8; --quick: 4)")
-    parser.add_argument("--workers", type=int, nargs="+", help="of speedup, synkhronos (default: 1 2; 1 and --hosts)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        help="of speedup and synkhronos (default: 1 2; 1 and --hosts), of baidu (1 2 4 8)",
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of speedup (default: both)")
     parser.add_argument("--seeds", type=int, help="of table1 (default: 3; --quick: 1)")
     parser.add_argument("--hosts", type=int, default=0, help="emulated hosts, a rank each, instead of -n")
     parser.add_argument("--rate", default="", help=f"of each emulated host's link (default: {SLOW}; baidu: {FAST})")

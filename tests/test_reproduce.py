@@ -93,18 +93,59 @@ def test_the_papers_speed_ups_follow_from_its_seconds(name, printed):
     assert theirs("table3")[f"{name}, speed-up"] == pytest.approx(printed, abs=0.06)
 
 
+def record_of(model: str, local_batch: int, workers: int, strategy: str, rate: float) -> str:
+    """A record of a run; its first step compiles."""
+    of_run = {"model": model, "local_batch": local_batch, "exchange": {"strategy": strategy}}
+    paces = [{"kind": "train", "images_per_s": pace} for pace in (1.0, rate, rate, rate + 1)]
+    rows = [{"kind": "run", "workers": workers, "experiment": of_run}, *paces]
+    return "\n".join(map(json.dumps, rows))
+
+
 def test_speedups_of_records():
+    """Each over one worker with as many images; one worker sends nothing, so it stands for 16 bits, too."""
     texts = [
-        "\n".join(
-            json.dumps(row)
-            for row in [
-                {"kind": "run", "workers": workers},
-                *({"kind": "train", "images_per_s": pace} for pace in (1.0, rate, rate, rate + 1)),
-            ]
-        )
-        for workers, rate in ((1, 10.0), (2, 18.0))
+        record_of("alexnet_tiny", 16, 1, "asa32", 10.0),
+        record_of("alexnet_tiny", 16, 8, "asa32", 40.0),
+        record_of("alexnet_tiny", 4, 1, "asa32", 5.0),
+        record_of("alexnet_tiny", 4, 8, "asa32", 15.0),
+        record_of("alexnet_tiny", 4, 8, "asa16", 20.0),
+        record_of("googlenet", 4, 1, "asa32", 10.0),
+        record_of("googlenet", 4, 2, "asa32", 18.0),
     ]
-    assert reproduce.JOBS["speedup"].read([], texts) == {"2 workers": 1.8}
+    ours = reproduce.JOBS["speedup"].read([], texts)
+    assert ours == {
+        "AlexNet, 8 workers of 128": 4.0,
+        "AlexNet, 8 workers of 32": 3.0,
+        "AlexNet, 8 workers of 32, 16 bits": 4.0,
+        "GoogLeNet, 2 workers of 32": 1.8,
+    }
+    assert set(ours) <= set(theirs("speedup"))
+    alexnet, googlenet = reproduce.JOBS["speedup"].panels([], texts)
+    assert alexnet.series["32 images a worker, 16 bits, the paper"] == [(1.0, 1.0), (8.0, 5.7)]
+    assert alexnet.series["128 images a worker, ours"] == [(1.0, 1.0), (8.0, 4.0)]
+    assert googlenet.series["32 images a worker, the paper"] == [(1.0, 1.0), (2.0, 1.9), (4.0, 3.7), (8.0, 7.2)]
+    assert "32 images a worker, 16 bits, ours" not in googlenet.series
+
+
+def test_runs_of_a_speed_up():
+    """Every row of the paper's table with the numbers of workers asked for, and one worker of each batch."""
+    lines = reproduce.JOBS["speedup"].lines(reproduce.parse(["speedup", "--workers", "8", "1", "2"]))
+    runs = [
+        tuple(line[line.index(word) + 1] for word in ("-n", "--local-batch", "--exchange.strategy")) for line in lines
+    ]
+    models = [next(word for word in line if word.startswith("experiments/")) for line in lines]
+    assert [run for run, model in zip(runs, models, strict=True) if "alexnet" in model] == [
+        *[(n, "16", "asa32") for n in "128"],
+        *[(n, "4", "asa32") for n in "18"],
+        ("8", "4", "asa16"),
+    ]
+    assert [run for run, model in zip(runs, models, strict=True) if "googlenet" in model] == [
+        *[(n, "4", "asa32") for n in "128"],
+        ("8", "4", "asa16"),
+    ]
+    one = reproduce.parse(["speedup", "--models", "googlenet", "--workers", "1"])
+    assert len(reproduce.JOBS["speedup"].lines(one)) == 1
+    assert not any(name.startswith("AlexNet") for name in reproduce.JOBS["speedup"].theirs(one))
 
 
 def runs_of(batch: str, errors: dict[tuple[str, str], list[float]]) -> str:
@@ -167,11 +208,12 @@ def test_samples_of_a_language_model():
 
 
 def test_the_paper_is_asked_for_as_many_workers():
-    """Gibiansky's N / 2; of Ma et al. the row of 32 bits, which is what the runs send."""
+    """Gibiansky's N / 2; of Ma et al. a row for each number of bits."""
     name = "root / ring32"
     ratios = [theirs("ring", *args)[name] for args in ([], ["-n", "2"], ["--hosts", "4"], ["--hosts", "8"])]
     assert ratios == [4, 1, 2, 4]
-    assert theirs("speedup")["8 workers"] == 7.2
+    assert theirs("speedup")["GoogLeNet, 8 workers of 32"] == 7.2
+    assert theirs("speedup")["GoogLeNet, 8 workers of 32, 16 bits"] == 7.3
 
 
 SHUFFLE = """2 MB; medians of 1, 2 cores
