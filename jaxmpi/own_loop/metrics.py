@@ -6,6 +6,7 @@ that neither the number of ranks nor their order matters.
 
 import builtins
 import math
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -19,15 +20,15 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.runtime.in_flight import check_may_send
 
 HALF = 2**32  # integers travel as high * HALF + low
-COUNTS = 2**26  # half a float's 53 bits times less is exact; integers are multiplied as Python's
+COUNTS = 2**26  # half a float's 53 bits times a whole count below is exact; all else is multiplied as fractions
 
 
 def sum(metrics: PyTree) -> PyTree:
     """The sum over ranks of every leaf, on every rank; outside jit.
 
     Args:
-        metrics: a tree of Python numbers, NumPy or JAX arrays of any real dtype; the same structure and shapes on all
-            ranks. A leaf is of integers (or bools) on all ranks, or of floats on all.
+        metrics: a tree of Python numbers, of integers up to 85 bits, NumPy or JAX arrays of any real dtype; the same
+            structure and shapes on all ranks. A leaf is of integers (or bools) on all ranks, or of floats on all.
 
     Returns:
         The tree with Python's int or float for each number, i64[...] or f64[...] for each array: the exact sum, of
@@ -42,7 +43,7 @@ def sum(metrics: PyTree) -> PyTree:
     return _over_ranks("jaxmpi.metrics.sum", metrics, 1, is_mean=False)
 
 
-def mean(metrics: PyTree, count: int = 1) -> PyTree:
+def mean(metrics: PyTree, count: Any = 1) -> PyTree:
     """The mean over examples of every rank's means, on every rank; outside jit.
 
     sum_r count_r metrics_r / sum_r count_r; the numerator is the exact sum, rounded once. Ranks of count 0 do not
@@ -50,25 +51,36 @@ def mean(metrics: PyTree, count: int = 1) -> PyTree:
 
     Args:
         metrics: as of `sum`.
-        count: examples that this rank's metrics are the means of, below 2^26.
+        count: examples that this rank's metrics are the means of, or their weight: a finite number from 0 on, if whole
+            up to 2^53. Arrays take longer by fractions, and by numbers from 2^26 on.
 
     Returns:
         The tree with a float for each number, f64[...] for each array.
 
-    Communicates, raises: as `sum`; `UsageError` if all counts are 0.
+    Communicates, raises: as `sum`; `UsageError` if all counts are 0, or one is negative or not finite.
     """
-    check(0 <= count < COUNTS, f"jaxmpi.metrics.mean: count: got {count}; expected 0 to {COUNTS - 1}")
-    return _over_ranks("jaxmpi.metrics.mean", metrics, count, is_mean=True)
+    return _over_ranks("jaxmpi.metrics.mean", metrics, _weight("jaxmpi.metrics.mean", count), is_mean=True)
 
 
-def _over_ranks(what: str, metrics: PyTree, count: int, is_mean: bool) -> PyTree:
+def _weight(what: str, count: Any) -> float:
+    """A count as a float equal to it."""
+    x = _array(f"{what}: count", count)
+    is_one = x.shape == () and bool(np.isfinite(x.astype(np.float64)))
+    check(
+        is_one and 0 <= x.item() and (x.dtype.kind == "f" or x.item() <= 2**53),
+        f"{what}: count: got {count}; expected one finite number from 0 on, if whole up to 2^53",
+    )
+    return float(x.item())
+
+
+def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTree:
     check_may_send(what)
-    arrays = [_array(what, path, leaf) for path, leaf in named_leaves(metrics)]
+    arrays = [_array(f"{what}: leaf {path or '(the number itself)'!r}", leaf) for path, leaf in named_leaves(metrics)]
     kinds = [f"{'floats' if x.dtype.kind == 'f' else 'integers'}{list(x.shape)}" for x in arrays]
     control = processes()
     control.assert_same(what, dict(zip((path for path, _ in named_leaves(metrics)), kinds, strict=True)))
     columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
-    rows = control.allgather_array(np.concatenate([[float(count)], *columns]))
+    rows = control.allgather_array(np.concatenate([[count], *columns]))
     counts = rows[:, 0]
     check(bool(counts.any()), f"{what}: got a count of 0 on every rank; expected examples on one of them")
     present, counts = rows[counts > 0, 1:], counts[counts > 0]
@@ -76,8 +88,8 @@ def _over_ranks(what: str, metrics: PyTree, count: int, is_mean: bool) -> PyTree
     for (path, _), x, column in zip(named_leaves(metrics), arrays, columns, strict=True):
         parts = present[:, begin : begin + column.size].reshape(len(counts), x.size, 2)
         begin += column.size
-        totals = _totals(np.moveaxis(parts, 1, 0), counts, x.dtype.kind != "f")
-        total: Any = [t / int(counts.sum()) for t in totals] if is_mean else totals
+        over_ranks = _of_floats if x.dtype.kind == "f" else _of_integers
+        total = over_ranks(np.moveaxis(parts, 1, 0), counts, is_mean)
         is_float = is_mean or x.dtype.kind == "f"
         is_long = not is_float and x.ndim > 0 and any(not -(2**63) <= t < 2**63 for t in total)
         check(
@@ -89,15 +101,26 @@ def _over_ranks(what: str, metrics: PyTree, count: int, is_mean: bool) -> PyTree
     return jax.tree.unflatten(jax.tree.structure(metrics), out)
 
 
-def _array(what: str, path: str, leaf: Any) -> np.ndarray:
-    """A leaf as bools, integers or 64-bit floats of NumPy."""
-    where = f"{what}: leaf {path or '(the number itself)'!r}"
+def _array(where: str, leaf: Any) -> np.ndarray:
+    """A leaf as bools, integers (also Python's, as objects) or 64-bit floats of NumPy."""
     check(not isinstance(leaf, Tracer), f"{where} is traced; inside jit take jaxmpi.collectives.allreduce")
+    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    check(not is_key, f"{where}: got a random key; expected real numbers: jax.random.key_data of it")
     array = np.asarray(leaf)
     if array.dtype.kind in "biu":
         return array
-    is_float = array.dtype != object and jnp.issubdtype(array.dtype, jnp.floating)
-    check(is_float, f"{where}: got {array.dtype}; expected real numbers (of complex ones, give both parts)")
+    if isinstance(leaf, int):
+        is_held = -(2**84) <= leaf < 2**84  # by two floats
+        check(is_held, f"{where}: got a whole number beyond 85 bits; expected a smaller one, or a float")
+        return array
+    is_plain = array.dtype != object
+    if is_plain and jnp.issubdtype(array.dtype, jnp.integer):  # of fewer than 8 bits
+        return array.astype(np.int64)
+    check(
+        is_plain and jnp.issubdtype(array.dtype, jnp.floating),
+        f"{where}: got {array.dtype if is_plain else type(leaf).__name__}; expected real numbers (of complex ones, "
+        "give both parts)",
+    )
     return array.astype(np.float64)
 
 
@@ -111,16 +134,52 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(is_finite, high, x), np.where(is_finite, x - np.where(is_finite, high, 0), 0.0)
 
 
-def _totals(halves: np.ndarray, counts: np.ndarray, is_integer: bool) -> list[Any]:
-    """The sum over ranks of each number times its rank's count, from halves f64[n, ranks, 2]: integers, or floats."""
-    if is_integer:
-        weights = [int(count) for count in counts]
-        return [
-            builtins.sum(
-                weight * (HALF * int(high) + int(low)) for weight, (high, low) in zip(weights, rows, strict=True)
-            )
-            for rows in halves.tolist()
-        ]
-    with np.errstate(invalid="ignore"):  # infinities of both signs
-        parts = halves * counts[:, None]
-        return [math.fsum(each.flat) if np.isfinite(each).all() else float(each.sum()) for each in parts]
+def _exactly(counts: np.ndarray) -> list[Any]:
+    """Counts as Python's integers, or as fractions if one is no whole number."""
+    return [int(count) for count in counts] if (counts % 1 == 0).all() else [Fraction(count) for count in counts]
+
+
+def _of_integers(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[Any]:
+    """The sum over ranks of each number times its rank's count, or the mean, from halves f64[n, ranks, 2]."""
+    weights = _exactly(counts)
+    totals = [
+        builtins.sum(weight * (HALF * int(high) + int(low)) for weight, (high, low) in zip(weights, rows, strict=True))
+        for rows in halves.tolist()
+    ]
+    divisor = builtins.sum(weights)
+    return [float(total / divisor) for total in totals] if is_mean else totals
+
+
+def _of_floats(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[float]:
+    """As `_of_integers`."""
+    weights = _exactly(counts)
+    divisor = builtins.sum(weights) if is_mean else 1
+    with np.errstate(over="ignore", invalid="ignore"):  # `is_exact` sees them
+        products = halves * counts[:, None]
+    is_short = bool((counts % 1 == 0).all() and (counts < COUNTS).all())
+    is_exact = np.asarray(np.isfinite(products).all(axis=(1, 2)) & is_short)
+    return [
+        _of_products(each, divisor, row, weights) if exact else _of_fractions(row, weights, divisor)
+        for row, each, exact in zip(halves, products, is_exact, strict=True)
+    ]
+
+
+def _of_products(products: np.ndarray, divisor: Any, row: np.ndarray, weights: list[Any]) -> float:
+    try:
+        return math.fsum(products.ravel().tolist()) / divisor
+    except OverflowError:
+        return _of_fractions(row, weights, divisor)
+
+
+def _of_fractions(row: np.ndarray, weights: list[Any], divisor: Any) -> float:
+    """The sum or mean from halves f64[ranks, 2], rounded once."""
+    endless = row[~np.isfinite(row)]
+    if endless.size:
+        with np.errstate(invalid="ignore"):  # infinities of both signs
+            return float(endless.sum())
+    pairs = zip(weights, row.tolist(), strict=True)
+    total = builtins.sum(weight * (Fraction(high) + Fraction(low)) for weight, (high, low) in pairs) / divisor
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf

@@ -75,6 +75,48 @@ def test_ranks_without_examples_do_not_matter_but_their_nan_does():
         jaxmpi.metrics.sum({"a": np.array([1, 2**64 - 1], np.uint64)})
 
 
+@pytest.mark.parametrize(
+    "counts", [[2.5 + rank for rank in range(SIZE)], [1e-300 * (rank + 1) for rank in range(SIZE)], [2**30] * SIZE]
+)
+def test_weights_of_a_mean_may_be_fractions_and_large(counts):
+    losses, hits = [0.1 + rank for rank in range(SIZE)], [7 * rank + 1 for rank in range(SIZE)]
+    mean = jaxmpi.metrics.mean({"loss": losses[RANK], "hits": hits[RANK]}, np.asarray(counts[RANK]))
+    for name, each in (("loss", losses), ("hits", hits)):
+        weighted = sum(Fraction(n) * Fraction(x) for n, x in zip(counts, each, strict=True))
+        assert mean[name] == float(weighted / sum(map(Fraction, counts)))
+    assert jaxmpi.metrics.mean(1.0, 0.5) == 1.0
+
+
+def test_numbers_near_the_ends_of_floats_and_beyond_64_bits():
+    assert jaxmpi.metrics.mean(1e308, 100) == 1e308
+    assert jaxmpi.metrics.mean(-math.inf if RANK == 0 else 1e308, 100) == -math.inf
+    assert SIZE == 1 or math.isnan(jaxmpi.metrics.sum(-math.inf if RANK else math.inf))
+    assert jaxmpi.metrics.sum(1.7e308) == (1.7e308 if SIZE == 1 else math.inf)
+    assert jaxmpi.metrics.sum(2**70 + RANK) == SIZE * 2**70 + sum(range(SIZE))
+    small = jaxmpi.metrics.sum({"a": jnp.ones(3, jnp.int4), "b": jnp.ones((), jnp.uint2)})
+    assert (small["a"].dtype, small["a"].tolist(), small["b"]) == (np.int64, [SIZE] * 3, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("count", "got"),
+    [(-0.5, "-0.5"), (math.nan, "nan"), (math.inf, "inf"), (2**53 + 1, "9007199254740993"), ([1, 2], r"\[1, 2\]")],
+)
+def test_weights_that_are_none_are_refused(count, got):
+    with pytest.raises(jaxmpi.UsageError, match=f"metrics.mean: count: got {got}; expected one finite number from 0"):
+        jaxmpi.metrics.mean(1.0, count)
+
+
+def test_leaves_that_are_no_real_numbers_are_refused():
+    with pytest.raises(jaxmpi.UsageError, match=r"leaf 'key': got a random key; .*jax.random.key_data"):
+        jaxmpi.metrics.sum({"key": jax.random.key(0)})
+    with pytest.raises(jaxmpi.UsageError, match=r"leaf 'x': got a whole number beyond 85 bits; expected .* a float"):
+        jaxmpi.metrics.sum({"x": 2**90})
+    with pytest.raises(jaxmpi.UsageError, match=r"leaf 'x': got complex64; expected real numbers"):
+        jaxmpi.metrics.sum({"x": jnp.ones(2, jnp.complex64)})
+    with pytest.raises(jaxmpi.UsageError, match=r"leaf 'x': got Fraction; expected real numbers"):
+        jaxmpi.metrics.mean({"x": Fraction(1, 2)})
+
+
 def test_shares_are_one_order_for_any_number_of_ranks():
     mine, alone = jaxmpi.sampler(50, 8, seed=3), Sampler(50, 8, seed=3)
     for step in (0, 6, 7):
