@@ -17,7 +17,7 @@ from jaxmpi import collectives
 from jaxmpi.collectives import NOBODY
 from jaxmpi.collectives.call import lines_may_differ
 from jaxmpi.comm.mpi import communicator
-from jaxmpi.core.errors import UsageError
+from jaxmpi.core.errors import UsageError, check
 
 __version__ = "0.9.1"
 _NOT_SET: Any = object()
@@ -113,10 +113,9 @@ def scatter(x: Any, root: int, *, comm: Any = None, token: Any = _NOT_SET) -> ja
 
 @lines_may_differ()
 def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None, token: Any = _NOT_SET) -> None:
-    """`collectives.send`."""
+    """`collectives.send`; `MPI.PROC_NULL` as in MPI."""
     _check_token(token)
-    destination = _rank(dest)
-    collectives.send(x, NOBODY if destination is None else destination, tag=tag, comm=comm)
+    collectives.send(x, _destination("send", dest), tag=tag, comm=comm)
 
 
 @lines_may_differ()
@@ -134,12 +133,11 @@ def sendrecv(
 ) -> jax.Array:
     """`collectives.sendrecv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
     _check_token(token)
-    destination = _rank(dest)
     return collectives.sendrecv(
         sendbuf,
         recvbuf,
         _rank(source),
-        NOBODY if destination is None else destination,
+        _destination("sendrecv", dest),
         sendtag=sendtag,
         recvtag=_tag(recvtag),
         comm=comm,
@@ -184,16 +182,26 @@ def _reduced(function: Any, x: Any, op: Any, comm: Any, *root: int) -> jax.Array
     raise UsageError(f"{function.__name__}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
 
 
-def _rank(rank: Any) -> int | None:
+def _destination(operation: str, dest: Any) -> Any:
+    """A rank that a message goes to, as `collectives` has it."""
+    rank = _rank(dest)
+    check(
+        rank is not None,
+        f"{operation}: dest: got {dest}; expected a rank, or MPI.PROC_NULL to send nothing: MPI.ANY_SOURCE is a source",
+    )
+    return rank
+
+
+def _rank(rank: Any) -> Any:
     """A rank as `collectives` has it: None is any."""
     from mpi4py import MPI
 
     if rank is None or rank == MPI.ANY_SOURCE:
         return None
-    return NOBODY if rank == MPI.PROC_NULL else int(rank)
+    return NOBODY if rank == MPI.PROC_NULL else rank
 
 
-def _tag(tag: Any) -> int | None:
+def _tag(tag: Any) -> Any:
     from mpi4py import MPI
 
-    return None if tag is None or tag == MPI.ANY_TAG else int(tag)
+    return None if tag is None or tag == MPI.ANY_TAG else tag

@@ -282,6 +282,23 @@ def test_messages_between_two_ranks():
     mpi.barrier()
 
 
+@pytest.mark.skipif(SIZE == 1, reason="MPI is not started")
+def test_what_mpi4jaxs_names_send_needs_a_rank_to_go_to():
+    from mpi4py import MPI
+
+    from jaxmpi.compat import mpi4jax
+
+    x = jnp.ones(3)
+    none: tuple[Any, ...] = (None, MPI.ANY_SOURCE, 0.5)
+    for dest in none:
+        with pytest.raises(jaxmpi.UsageError, match=rf"^send: dest: got {dest}; expected a"):
+            mpi4jax.send(x, dest)
+        with pytest.raises(jaxmpi.UsageError, match=rf"^sendrecv: dest: got {dest}; expected a"):
+            mpi4jax.sendrecv(x, x, MPI.PROC_NULL, dest)
+    mpi4jax.send(x, MPI.PROC_NULL)
+    assert mpi4jax.sendrecv(x, 2 * x, MPI.PROC_NULL, MPI.PROC_NULL).tolist() == [2, 2, 2]
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
     """Messages go as where programs have no handlers."""
