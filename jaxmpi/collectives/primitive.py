@@ -186,17 +186,18 @@ ad.primitive_transposes[_call_p] = _transpose
 
 
 def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: MpiCall) -> tuple[list, list]:
-    """One call for all: the mapped axis is part of the array. Last, it is in nobody's way."""
+    """One call for all: the mapped axis is part of the array, at one place on all ranks, wherever each maps its own.
+
+    It is the first, where most programs have it; the last where an operation takes rows, which are the first.
+    """
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    if row_of(call).is_elementwise and len(operands) == 1:
-        results = _call_p.bind(*operands, call=call)
-        return results, [axes[0]] * len(results)
-    last = [
-        jnp.broadcast_to(x[..., None], (*x.shape, size)) if axis is None else jnp.moveaxis(x, axis, -1)
+    place = 0 if row_of(call).is_elementwise else -1
+    moved = [
+        jnp.repeat(jnp.expand_dims(x, place), size, place) if axis is None else jnp.moveaxis(x, axis, place)
         for x, axis in zip(operands, axes, strict=True)
     ]
-    results = _call_p.bind(*last, call=call)
-    return results, [result.ndim - 1 for result in results]
+    results = _call_p.bind(*moved, call=call)
+    return results, [place % result.ndim for result in results]
 
 
 batching.primitive_batchers[_call_p] = _batched

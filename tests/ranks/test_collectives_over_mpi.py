@@ -386,6 +386,27 @@ def test_derivatives_and_mappings_of_linear_operations(name):
         same(result, expected)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+@pytest.mark.parametrize("mapped", [0, 1, RANK % 2], ids=["first", "second", "each its own"])
+def test_a_mapped_axis_is_at_one_place_of_every_message_and_sum(mapped):
+    """An open chain; as many are mapped as each has numbers, so that shapes do not tell."""
+    n = 3
+    everyones = [np.arange(n * n, dtype=np.float32).reshape(n, n) + 100 * rank for rank in range(SIZE)]  # rows: mapped
+
+    def chain(x: jax.Array) -> jax.Array:
+        if RANK == 0:
+            mpi.send(x, 1)
+            return x
+        if RANK == SIZE - 1:
+            return mpi.recv(x, RANK - 1)
+        return mpi.sendrecv(x, jnp.zeros(n), RANK - 1, RANK + 1)
+
+    mine = jnp.asarray(everyones[RANK] if mapped == 0 else everyones[RANK].T)
+    for f, expected in ((chain, everyones[max(RANK - 1, 0)]), (mpi.allreduce, sum(everyones)), (mpi.scan, None)):
+        got = jax.jit(jax.vmap(f, in_axes=mapped))(mine)
+        same(got, sum(everyones[: RANK + 1]) if expected is None else expected)
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_cotangents_of_short_floats_are_summed_in_32_bits(name):
     """They come as those of float32, rounded once; 2 / eps + 1 + 1 has 2 / eps in the short type."""
