@@ -154,6 +154,8 @@ def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[An
 def bcast(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
     """The leaves of rank `root`, on every rank; others give arrays of the same shapes and dtypes.
 
+    For derivatives these depend on the differentiated input, as 0 * x: the transposed call takes all ranks.
+
     Communicates: a comparison of calls between ranks, then `MPI_Bcast`. Transpose: `reduce` of a sum, to root.
     """
     return _moved("bcast", x, comm, root=root)
@@ -178,7 +180,8 @@ def gather(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
 def scatter(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
     """Row r of the leaves of rank `root`, on rank r.
 
-    Root gives leaves [w, ...]; others give arrays [...] that say shape and dtype of a row only.
+    Root gives leaves [w, ...]; others give arrays [...] that say shape and dtype of a row only. For derivatives these
+    depend on the differentiated input, as 0 * x[0]: the transposed call takes all ranks.
     Communicates: a comparison of calls between ranks, then `MPI_Scatter`. Transpose: `gather`.
 
     Raises:

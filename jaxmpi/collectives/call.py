@@ -33,6 +33,7 @@ class MpiCall:
     status: int = 0  # number of what is to be filled with source and tag; 0: nothing
     is_reversed: bool = False  # a scan from the last rank to the first
     is_identity: bool = False  # the transpose of an allreduce
+    is_differentiated: bool = False  # beside it there is a call of tangents, or a transposed one
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # to the first call of a tree: `given_by`
     line: str = ""  # of the user's
     lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare; empty: they may differ

@@ -4,6 +4,7 @@ Ranks compare a call when it is lowered. By then JAX has applied all transformat
 only a derivative makes are compared like any other. A call outside jit is compared by a message whenever it is made.
 """
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,9 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
     options |= shared | {"dtypes": dtypes_of(call, operands), "counts": call.counts}
+    if call.operation != "allreduce":  # its transpose sends nothing: a rank's part of a loss may be constant
+        out = "give what depends on the differentiated input on all ranks, a template too, as 0 * x"
+        options["differentiated"] = "yes" if call.is_differentiated else f"no: {out}"
     if is_tree(call):
         options["leaf"] = {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in call.given.items()}
     if not is_traced:
@@ -163,7 +167,7 @@ def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
-    results = _call_p.bind(*primals, call=call)
+    results = _call_p.bind(*primals, call=dataclasses.replace(call, is_differentiated=True))
     _check_linear(call, primals)
     return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=call)
 

@@ -442,6 +442,25 @@ def test_the_transpose_of_an_allreduce_is_the_identity_and_its_own_an_allreduce(
     assert np.allclose(hessian, np.diag(6 * total) * (SIZE if SIZE > 1 else 1))
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+@pytest.mark.parametrize("name", ["bcast", "scatter", "gather", "allgather"])
+def test_a_derivative_that_one_rank_does_not_take_is_refused(name):
+    """Else the others would wait for the transposed call, which that rank's program has not."""
+    f, shape = getattr(mpi, name), (SIZE, 2)
+
+    def loss(w: jax.Array, template: Any) -> jax.Array:
+        mine = w if RANK == 0 else template(w[0] if name == "scatter" else w)
+        return (f(mine) ** 2).sum()
+
+    for way in (NOW, jax.jit):
+        grad = way(jax.grad(lambda w: loss(w, lambda x: jnp.zeros(x.shape))))
+        with pytest.raises(jaxmpi.UsageError, match=r"rank 1: differentiated: got no: .* as 0 \* x, expected yes"):
+            grad(jnp.ones(shape))
+        tied = way(jax.grad(lambda w: loss(w, lambda x: 0 * x)))(jnp.ones(shape))
+        at_root = {"bcast": 2 * SIZE, "allgather": 2 * SIZE}.get(name, 2)
+        assert tied.tolist() == np.full(shape, 0 if RANK else at_root).tolist()
+
+
 def test_operations_in_loops_branches_checkpoints_and_custom_derivatives():
     @jax.custom_vjp
     def halved(x: jax.Array) -> jax.Array:
