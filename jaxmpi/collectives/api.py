@@ -368,7 +368,7 @@ def sendrecv(
     """Send the leaves of `sendbuf` to rank `dest`, and return those that rank `source` sends.
 
     Arguments, errors: as `send` and `recv`; both trees have as many leaves. `NOBODY` may stand for either rank.
-    Transpose: the other way round.
+    Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
     """
     chosen = _comm_of("sendrecv", comm)
     sent, places = jax.tree.leaves(sendbuf), [_template(leaf) for leaf in jax.tree.leaves(recvbuf)]
