@@ -60,7 +60,7 @@ def exchange(
     Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size, and keeps their
     dtypes and shapes. Numbers of Python and NumPy may be among them, as metrics are, and float64: each such leaf that
     is no float of 16 or 32 bits for JAX is summed in its own type, whatever the strategy. Means of integers are floats,
-    whose sums do not wrap.
+    whose sums do not wrap; a whole number that may wrap in a sum is refused: `jaxmpi.metrics.sum` is exact.
 
     Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
     in 32 bits.
@@ -82,8 +82,9 @@ def exchange(
 
     Raises:
         UsageError: an unknown strategy, wire or op; a compressor, which `exchange_gradients` takes; a leaf that is no
-            float (by path); ranks whose trees or options differ (rank, path, got, expected); a call by
-            one thread while another is in one; over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
+            float (by path); a whole number that its dtype, or for a sum that of all workers, does not hold (path);
+            ranks whose trees or options differ (rank, path, got, expected); a call by one thread while another is in
+            one; over MPI ranks under `jax.vmap`; a bucket of 2^31 floats over MPI.
     """
     check_op(op)
     check_bucket_bytes(bucket_bytes)
@@ -91,8 +92,10 @@ def exchange(
     leaves, structure = as_numbers(tree), jax.tree.structure(tree)
     if not leaves:
         return tree
-    tree = jax.tree.unflatten(structure, leaves)
     comm = workers_of(comm)
+    if op == "sum":
+        _check_sums(tree, comm.size)
+    tree = jax.tree.unflatten(structure, leaves)
     if not isinstance(comm, AxisComm):
         check_may_send("jaxmpi.exchange")
     with one_thread(comm) as is_part:
@@ -321,6 +324,10 @@ def as_numbers(tree: PyTree) -> list[Any]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         is_number = isinstance(leaf, (int, float, np.integer, np.bool_))
         if is_number or getattr(leaf, "dtype", None) == np.float64:
+            if isinstance(leaf, (int, np.integer)):
+                name, held = _whole(leaf)
+                is_held = held.min <= leaf <= held.max
+                check(is_held, f"{_leaf(path)} is {leaf}; expected a whole number that {name} holds, or a float")
             leaf = jnp.asarray(leaf, jnp.int32 if isinstance(leaf, (bool, np.bool_)) else None)
         elif getattr(leaf, "dtype", None) not in FLOATS:
             raise _not_taken(path, leaf, "floats: cast it, leave it out, or take jaxmpi.collectives.allreduce")
@@ -328,9 +335,31 @@ def as_numbers(tree: PyTree) -> list[Any]:
     return leaves
 
 
-def _not_taken(path: Any, leaf: Any, expected: str) -> UsageError:
+def _whole(leaf: Any) -> tuple[str, Any]:
+    """The dtype in which a whole number is summed, with its limits."""
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype if isinstance(leaf, np.integer) else int))
+    return dtype.name, jnp.iinfo(dtype)
+
+
+def _check_sums(tree: PyTree, workers: int) -> None:
+    """Refuse whole numbers whose sum would wrap if all workers had as large ones."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool):
+            name, held = _whole(leaf)
+            check(
+                held.min <= workers * int(leaf) <= held.max,
+                f"{_leaf(path)} is {leaf}: {workers} of them are beyond {name}; expected a sum that it holds: give a "
+                "float, or take jaxmpi.metrics.sum outside jit, which is exact",
+            )
+
+
+def _leaf(path: Any) -> str:
     where = jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)"
-    return UsageError(f"exchange: leaf {where!r} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected {expected}")
+    return f"exchange: leaf {where!r}"
+
+
+def _not_taken(path: Any, leaf: Any, expected: str) -> UsageError:
+    return UsageError(f"{_leaf(path)} is {getattr(leaf, 'dtype', type(leaf).__name__)}; expected {expected}")
 
 
 def check_leaves(tree: PyTree) -> None:
