@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -86,7 +87,7 @@ def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -
 def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: int | None = None) -> PyTree:
     row, chosen = OPERATIONS[operation], _comm_of(operation, comm)
     check(op in row.ops, f"{operation}: op: got {op!r}; expected one of {', '.join(row.ops)}")
-    root = _root(operation, root, chosen)
+    root, dtype = _root(operation, root, chosen), _dtype(operation, dtype)
     if operation == "reduce_scatter":
         _check_rows(operation, x, chosen)
     _check_no_keys(operation, x)
@@ -117,6 +118,15 @@ def _divided(total: jax.Array, workers: int, dtype: Any) -> jax.Array:
     return mean_of_halves(total, workers, dtype) if jnp.issubdtype(dtype, jnp.integer) else total / workers
 
 
+def _dtype(operation: str, dtype: Any) -> Any:
+    """A dtype of numbers or bools, as JAX has it; None is none."""
+    with suppress(TypeError):
+        known = None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
+        if known is None or known == jnp.bool_ or jnp.issubdtype(known, jnp.number):
+            return known
+    raise UsageError(f"{operation}: dtype: got {dtype!r}; expected one of numbers, as jnp.float32")
+
+
 def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[Any, Any]:
     """Dtype in which a leaf is reduced, and that of the result.
 
@@ -139,6 +149,7 @@ def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[An
     if is_bool and (op in ("max", "min", "prod") or (op == "mean" and dtype is None)):
         return jnp.uint8, result
     wide = dtype or (jnp.int32 if is_bool else mine)
+    check(wide != jnp.bool_, f"{where} is {mine}; dtype: got bool for a {op}; expected a type of numbers, as jnp.int32")
     bits = jnp.iinfo(wide).bits if jnp.issubdtype(wide, jnp.integer) else jnp.finfo(wide).bits
     is_short = bits < (8 if jnp.issubdtype(wide, jnp.integer) else 16)
     check(
