@@ -1,14 +1,17 @@
 """Cost of a collective call inside jit, beside mpi4jax's same call and a bare one of mpi4py; and start and wait.
 
-    python scripts/bench_collectives.py calls [--ranks 2 4 8] [--rounds 20] [--png calls.png]
+    python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather] [--ranks 2 4 8] [--rounds 20]
+        [--png calls.png]
     python scripts/bench_collectives.py overlap [--ms 500] [--rate 200mbit]
 
-`calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. `overlap`: a computation and
+`calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. An allreduce is of a maximum,
+a sendrecv goes to the next rank, an allgather gives each rank the arrays of all. `overlap`: a computation and
 an exchange that take equally long, in sequence, and with start and wait; on one host, or between two emulated ones.
 Run it on a quiet machine.
 """
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,9 @@ LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
 CALLS_MOST = 64  # of a program in one measurement
 
 
+OPERATIONS = "allreduce", "sendrecv", "allgather"
+
+
 def looped(call: Any, repeats: int) -> Any:
     """A program of so many calls, one after another."""
     import jax
@@ -29,9 +35,8 @@ def looped(call: Any, repeats: int) -> Any:
     return jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: call(y), x))
 
 
-def calls(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of an allreduce by size and library, in a loop of one program; on every rank."""
-    import jax.numpy as jnp
+def ways(operation: str) -> dict[str, Any]:
+    """One call by each library: f32[n] -> f32[n] inside jit, and by mpi4py (f32[n], f32[...]) -> None."""
     import mpi4jax
     from mpi4py import MPI
 
@@ -40,21 +45,44 @@ def calls(rounds: int) -> dict[str, dict[str, list[float]]]:
 
     jaxmpi.world()
     theirs, bare = MPI.COMM_WORLD.Clone(), MPI.COMM_WORLD.Clone()
-    ways = {
-        "jaxmpi": lambda x: mpi.allreduce(x, "max"),
-        "mpi4jax": lambda x: mpi4jax.allreduce(x, op=MPI.MAX, comm=theirs),
+    left, right = (bare.rank - 1) % bare.size, (bare.rank + 1) % bare.size
+    if operation == "allreduce":
+        return {
+            "jaxmpi": lambda x: mpi.allreduce(x, "max"),
+            "mpi4jax": lambda x: mpi4jax.allreduce(x, op=MPI.MAX, comm=theirs),
+            "mpi4py": lambda x, out: bare.Allreduce(x, out, MPI.MAX),
+        }
+    if operation == "sendrecv":
+        return {
+            "jaxmpi": lambda x: mpi.sendrecv(x, x, left, right),
+            "mpi4jax": lambda x: mpi4jax.sendrecv(x, x, left, right, comm=theirs),
+            "mpi4py": lambda x, out: bare.Sendrecv(x, right, recvbuf=out, source=left),
+        }
+    return {  # the next call takes the next rank's row: a row of one's own would let XLA leave the others out
+        "jaxmpi": lambda x: mpi.allgather(x)[right],
+        "mpi4jax": lambda x: mpi4jax.allgather(x, comm=theirs)[right],
+        "mpi4py": lambda x, out: bare.Allgather(x, out),
     }
+
+
+def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of a call by size and library, in a loop of one program; on every rank."""
+    import jax.numpy as jnp
+
+    import jaxmpi
+
+    workers, by = jaxmpi.world().size, ways(operation)
     found = {}
     for size in SIZES:
         repeats = max(1, min(CALLS_MOST, (1 << 20) // size))
-        x, out = jnp.ones(size // 4, jnp.float32), np.empty(size // 4, np.float32)
-        sent = np.ones_like(out)
+        x, sent = jnp.ones(size // 4, jnp.float32), np.ones(size // 4, np.float32)
+        out = np.empty((workers if operation == "allgather" else 1, size // 4), np.float32)
 
         def by_mpi4py(sent: Any = sent, out: Any = out, repeats: int = repeats) -> None:
             for _ in range(repeats):
-                bare.Allreduce(sent, out, MPI.MAX)
+                by["mpi4py"](sent, out)
 
-        programs = {name: looped(call, repeats) for name, call in ways.items()}
+        programs = {name: looped(by[name], repeats) for name in ("jaxmpi", "mpi4jax")}
         runs: dict[str, Any] = {
             name: lambda program=program, x=x: program(x).block_until_ready() for name, program in programs.items()
         }
@@ -109,22 +137,25 @@ def overlap(goal_s: float, rounds: int) -> dict[str, list[float]]:
 
 
 def show_calls(options: argparse.Namespace) -> dict[str, Any]:
-    """Print a table for each number of ranks."""
-    found = {}
-    for ranks in options.ranks:
-        found[str(ranks)] = harness.on_ranks(calls, options.rounds, ranks=ranks, env={"JAX_PLATFORMS": "cpu"})
+    """Print a table for each operation and number of ranks."""
+    found: dict[str, Any] = {}
+    for operation, ranks in itertools.product(options.operations, options.ranks):
+        job = {"ranks": ranks, "env": {"JAX_PLATFORMS": "cpu"}}
+        measured = harness.on_ranks(calls, operation, options.rounds, **job)
+        found.setdefault(operation, {})[str(ranks)] = measured
         rows = []
-        for size, by in found[str(ranks)].items():
+        for size, by in measured.items():
             micro = [f"{1e6 * float(np.median(values)):.1f}" for values in by.values()]
             ratio = np.array(by["jaxmpi"]) / np.array(by["mpi4jax"])
             rows.append([size, *micro, harness.interval(ratio, 2)])
-        print(f"\n{ranks} ranks, us a call\n")
+        print(f"\n{operation}, {ranks} ranks, us a call\n")
         print(harness.table(("bytes", "jaxmpi", "mpi4jax", "mpi4py", "jaxmpi / mpi4jax (goal 1.0)"), rows), flush=True)
     if options.png:
         x, y = plots.Quantity("array", "B"), plots.Quantity("a call", "s")
         panels = [
-            plots.Lines(f"allreduce inside jit, {ranks} ranks", x, y, {name: line(by, name) for name in LIBRARIES})
-            for ranks, by in found.items()
+            plots.Lines(f"{operation} inside jit, {ranks} ranks", x, y, {name: line(by, name) for name in LIBRARIES})
+            for operation, of in found.items()
+            for ranks, by in of.items()
         ]
         plots.save(panels, options.png)
     return found
@@ -152,6 +183,7 @@ def main() -> None:
     """Measure, print and save."""
     parser = harness.parser(__doc__)
     parser.add_argument("what", choices=("calls", "overlap"))
+    parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=["allreduce"], help="of calls")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks, of calls")
     parser.add_argument("--rounds", type=int, default=20, help="measured rounds")
     parser.add_argument("--ms", type=float, default=500, help="of compute and of exchange, of overlap")
