@@ -21,7 +21,8 @@ def sampler(examples: int, effective_batch: int, *, seed: int = 0, shuffle: bool
 
     `x[sampler(len(x), 64).indices(step).indices]` is a batch, shorter at the end of an epoch, and on some ranks by one.
     For a compiled step `indices(step).filled(sampler.local_batch)` gives batches of one length with weights: a rank
-    that compiles for another length alone waits for the others, which do not. Communicates nothing.
+    that compiles for another length alone waits for the others, which do not, and a plain mean of gradients over ranks
+    weighs examples of unequal batches wrongly (docs/extending.md has the loop). Communicates nothing.
 
     Args:
         examples: length of the data set.
@@ -75,7 +76,8 @@ def join(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """This rank's batches, until those of all ranks are at their end: (batch, is it a new one).
 
     A rank whose batches have ended repeats its last one, so that it goes on to take part in exchanges. Give such a
-    batch weight 0. If a compiled step exchanges, batches must have one shape on all ranks, the last ones, too.
+    batch weight 0, and divide sums of gradients by the sum of weights. If a compiled step exchanges, batches must have
+    one shape on all ranks, the last ones, too.
 
     Communicates: 8 bytes a step.
 
