@@ -13,6 +13,7 @@ too, and goes on past one that cannot run here.
 """
 
 import argparse
+import contextlib
 import csv
 import datetime
 import functools
@@ -23,6 +24,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,6 +40,7 @@ from jaxmpi.observe import plots
 from jaxmpi.observe.plots import Bars, Lines, Panel, Quantity
 
 PYTHON = sys.executable
+TO_END_S = 10.0  # for a line's ranks to end
 SLOW, FAST = "200mbit", "10gbit"  # links of emulated hosts
 MODELS = ("alexnet", "googlenet")  # of table 1 of Ma et al.
 Values = dict[str, float]  # by quantity
@@ -710,16 +713,35 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
         print("+ " + lines[-1], flush=True)
         if options.show:
             continue
-        try:
-            ended = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=options.timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise UsageError(f"took longer than {options.timeout_s:g} s (--timeout-s): {lines[-1]}") from error
-        check(ended.returncode == 0, f"ended with code {ended.returncode}: {lines[-1]}")
-        printed.append(ended.stdout)
+        printed.append(output_of(line, options.timeout_s, lines[-1]))
         files += [text for text in (written(out),) if text]
     if options.show:
         return {}, [], lines
     return job.read(printed, files), job.panels(printed, files) if job.panels else [], lines
+
+
+def output_of(line: list[str], timeout_s: float, shown: str) -> str:
+    """What a line prints. One that takes too long is ended with the ranks that it has started: others are timed next.
+
+    Raises:
+        UsageError: it failed, or took too long.
+    """
+    job = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        printed, _ = job.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):  # none is left
+                os.killpg(job.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.communicate(timeout=TO_END_S)
+        raise UsageError(f"took longer than {timeout_s:g} s (--timeout-s): {shown}") from error
+    except BaseException:  # as Ctrl-C, which another session does not get
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGTERM)
+        raise
+    check(job.returncode == 0, f"ended with code {job.returncode}: {shown}")
+    return printed
 
 
 def written(out: Path) -> str:

@@ -58,7 +58,6 @@ DEFAULT = {
     "shrink": Mode("--on-rank-loss shrink"),
     "shared_params": Mode(f"{SHARED} --exchange.overlap on --optim.ema 0.9", times_exchanges="measured"),
     "late_gather": Mode(f"{LATE} --optim.ema 0.9", times_exchanges="measured"),
-    "changes_in_16_bits": Mode("--exchange.strategy asa16 --exchange.gather-wire 16 --exchange.shard-update on"),
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
@@ -95,6 +94,7 @@ SLOW = {
     ),
     "sharded_xla": Mode("--comm xla --exchange.strategy ar --exchange.shard-update on --optim.ema 0.9"),
     "sharded_devices": Mode("--devices 2 --exchange.shard-update on --optim.ema 0.9", ranks=1),
+    "changes_in_16_bits": Mode("--exchange.strategy asa16 --exchange.gather-wire 16 --exchange.shard-update on"),
     "copied_slices": Mode("--on-rank-loss shrink --exchange.shard-update on --exchange.buddy 1"),
     "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),

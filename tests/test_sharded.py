@@ -27,7 +27,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.slices import Entries, cut_for, mixed, slices_of
+from jaxmpi.core.slices import Entries, cut_for, goes_by_shape, mixed, slices_of
 from jaxmpi.core.train_state import create
 from jaxmpi.models.__main__ import tree
 from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, is_linear, muon_cost, optimizer
@@ -553,25 +553,29 @@ LARGE = {"kernel": np.zeros((128, 128), np.float32), "bias": np.zeros(16, np.flo
 
 
 @pytest.mark.parametrize(
-    ("tx", "cut"),
+    ("tx", "goes"),
     [
-        (by_size(200), "leaves"),
-        (by_size(8000), "leaves"),
-        (by_size(1), "leaves"),
-        (by_size(0), "entries"),
-        (by_size(1 << 20), "entries"),
-        (by_rows(), "leaves"),
+        (by_size(200), True),
+        (by_size(8000), True),
+        (by_size(1), True),
+        (by_size(0), False),
+        (by_size(1 << 20), False),
+        (by_rows(), True),
         # JAX has numbers in equations that move data, too.
-        (step_by_size(lambda u, p: jnp.where(p.size > 8000, u + 0.1 * p, u)), "leaves"),
-        (step_by_size(lambda u, p: u * jnp.full_like(u, 0.1 if p.size > 8000 else 1.0)), "leaves"),
-        (step_by_size(lambda u, p: jnp.clip(u, -(0.01 if p.size > 8000 else 9.0), 9.0)), "leaves"),
-        (step_by_size(lambda u, p: u ** (3 if p.size > 8000 else 2)), "leaves"),
-        (step_by_size(lambda u, p: jnp.clip(jnp.where(p > 0, u, 0.5 * u), -0.1, 0.1)), "entries"),
-        (with_history(), "leaves"),
+        (step_by_size(lambda u, p: jnp.where(p.size > 8000, u + 0.1 * p, u)), True),
+        (step_by_size(lambda u, p: u * jnp.full_like(u, 0.1 if p.size > 8000 else 1.0)), True),
+        (step_by_size(lambda u, p: jnp.clip(u, -(0.01 if p.size > 8000 else 9.0), 9.0)), True),
+        (step_by_size(lambda u, p: u ** (3 if p.size > 8000 else 2)), True),
+        (step_by_size(lambda u, p: jnp.clip(jnp.where(p > 0, u, 0.5 * u), -0.1, 0.1)), False),
+        (with_history(), True),
     ],
 )
-def test_an_optimizer_that_goes_by_sizes_gets_whole_leaves_whatever_the_size(tx, cut):
-    assert cut_for(tx, LARGE) == cut
+def test_whether_an_optimizer_goes_by_sizes_is_seen_whatever_the_size(tx, goes):
+    assert goes_by_shape(tx, LARGE) == goes
+
+
+def test_an_optimizer_that_goes_by_sizes_gets_whole_leaves():
+    assert cut_for(by_size(8000), LARGE) == "leaves"
 
 
 def pruned(updates: Any, _: Any) -> Any:
@@ -596,6 +600,12 @@ def test_an_optimizer_that_takes_the_model_s_tensors_alone_cannot_be_tried(step)
     with pytest.raises(UsageError, match=r"sharded: this optimizer fails when it is tried out on small tensors"):
         cut_for(tx, LARGE)
     assert is_linear(Optim("mine", transform=tx), tx, LARGE) == (step is centred)
+
+
+def test_a_chain_that_exchanges_is_not_sharded_by_the_trainer():
+    chain = optax.chain(jaxmpi.exchange_gradients("asa32"), optax.adam(1e-3))
+    with pytest.raises(UsageError, match=r"optimizer 'mine' with sharded updates: got .* in it; .*optimizer alone"):
+        cut_of(Optim("mine", transform=chain), chain, FEW)
 
 
 def test_a_chain_that_exchanges_is_not_sharded():

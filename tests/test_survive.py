@@ -309,6 +309,7 @@ Copies.renewed = renewed
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # of two ranks; what the comparison finds: tests/ranks/test_sharded_over_mpi.py
 def test_a_run_ends_once_a_copy_is_not_its_slice_any_more(tmp_path):
     """Memory that flips a bit of a copy: each step's from the second on, as the first set is of the start."""
     (tmp_path / "changed.py").write_text(CHANGED)

@@ -75,7 +75,10 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
     options |= shared | {"dtypes": dtypes_of(call, operands), "counts": call.counts}
     if call.operation != "allreduce":  # its transpose sends nothing: a rank's part of a loss may be constant
-        out = "give what depends on the differentiated input on all ranks, a template too, as 0 * x"
+        out = (
+            "give what depends on the differentiated input on all ranks, a template too, as 0 * x; of a second "
+            "derivative take a loss whose first depends on it on all"
+        )
         options["differentiated"] = "yes" if call.is_differentiated else f"no: {out}"
     if is_tree(call):
         options["leaf"] = {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in call.given.items()}

@@ -189,7 +189,7 @@ def computed(tx: Any, like: PyTree) -> Iterator[tuple[str, tuple[Any, ...]]]:
     pending = [(closed.jaxpr, closed.consts)]
     while pending:
         jaxpr, consts = pending.pop(0)
-        yield "numbers", tuple(np.asarray(x).item() for x in consts if np.size(x) == 1)
+        yield "numbers", tuple(repr(np.asarray(x).item()) for x in consts if np.size(x) == 1)
         for equation in jaxpr.eqns:
             literals = [var.val for var in equation.invars if isinstance(var, jax.extend.core.Literal)]
             numbers = [repr(np.asarray(x).item()) for x in literals if np.size(x) == 1]  # a NaN, too, is itself

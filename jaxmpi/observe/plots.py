@@ -240,7 +240,7 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
 
 def without_unit(value: float) -> str:
     """A ratio with three digits, a count whole: no prefix, which `515 m` would read as metres."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:

@@ -2,5 +2,5 @@
 
 In reading order: `schedules` of the learning rate; `optimizers` by name, with masks and averages.
 
-It imports `core`, `model` and `config`.
+It imports `core`, `runtime`, `model` and `config`.
 """

@@ -17,6 +17,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
 from jaxmpi.core.slices import LEAST_STEPS, TRIED_SCALES, TRIED_STEPS, cut_for
+from jaxmpi.runtime.in_flight import without_messages
 
 ScheduleFreeState = optax.contrib.ScheduleFreeState
 Transform = optax.GradientTransformation
@@ -178,7 +179,14 @@ def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:
     Raises:
         UsageError: the user's can be cut in neither way.
     """
-    return OPTIMIZERS[config.name].cut if config.transform is None else cut_for(tx, params)
+    if config.transform is None:
+        return OPTIMIZERS[config.name].cut
+    who, out = (
+        f"optimizer {config.name!r} with sharded updates",
+        "the trainer exchanges, so give it the optimizer alone",
+    )
+    with without_messages(who, "in it", out):
+        return cut_for(tx, params)
 
 
 def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Transform:
