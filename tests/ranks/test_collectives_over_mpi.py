@@ -454,7 +454,7 @@ def test_a_derivative_that_one_rank_does_not_take_is_refused(name):
 
     for way in (NOW, jax.jit):
         grad = way(jax.grad(lambda w: loss(w, lambda x: jnp.zeros(x.shape))))
-        with pytest.raises(jaxmpi.UsageError, match=r"rank 1: differentiated: got no: .* as 0 \* x, expected yes"):
+        with pytest.raises(jaxmpi.UsageError, match=r"rank 1: differentiated: got no: .* as 0 \* x.*expected yes"):
             grad(jnp.ones(shape))
         tied = way(jax.grad(lambda w: loss(w, lambda x: 0 * x)))(jnp.ones(shape))
         at_root = {"bcast": 2 * SIZE, "allgather": 2 * SIZE}.get(name, 2)
