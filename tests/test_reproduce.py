@@ -381,10 +381,10 @@ def test_all_goes_on_past_one_that_takes_too_long(tmp_path, monkeypatch):
     jobs = {"sleeps": line_of(code), "last": line_of("print(42)")}
     monkeypatch.setattr(reproduce, "JOBS", jobs)
     with pytest.raises(SystemExit) as ended:
-        reproduce.main(["all", "--out", str(tmp_path), "--timeout-s", "1"])
+        reproduce.main(["all", "--out", str(tmp_path), "--timeout-s", "4"])
     assert ended.value.code == 1
     pages = (tmp_path / "all.md").read_text()
-    assert "Did not run here: took longer than 1 s (--timeout-s): python -c" in pages
+    assert "Did not run here: took longer than 4 s (--timeout-s): python -c" in pages
     left = Path(f"/proc/{started.read_text()}/stat")
     assert not left.exists() or left.read_text().split()[2] == "Z"  # which nobody has waited for yet
     assert "| answer | 21 | 42 | 2 |" in pages
