@@ -721,7 +721,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
 
 
 def output_of(line: list[str], timeout_s: float, shown: str) -> str:
-    """What a line prints. One that takes too long is ended with the ranks that it has started: others are timed next.
+    """Run a line and return what it prints; one that takes too long is ended together with its ranks.
 
     Raises:
         UsageError: it failed, or took too long.

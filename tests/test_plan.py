@@ -357,7 +357,7 @@ def test_two_that_are_predicted_to_take_as_long_are_both_measured_whatever_the_t
 
 
 def shortlist(net: Net, request: autotune.AutotuneRequest) -> list[str]:
-    """What a probe would measure with time to spare, in its order."""
+    """Strategies that a probe with time to spare measures, in its order."""
     known = autotune.Probe(net, {})
     return list(dict.fromkeys(all_measured(known, request.wires, False, request.sizes)))
 

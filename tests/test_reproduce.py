@@ -373,7 +373,7 @@ def test_all_goes_on_past_one_that_cannot_run(tmp_path, monkeypatch, capsys):
 
 
 def test_all_goes_on_past_one_that_takes_too_long(tmp_path, monkeypatch):
-    """What it has started is ended with it: the next would be timed beside that."""
+    """Its processes end with it, or the next line would be timed beside them."""
     started = tmp_path / "started"
     code = (
         f"import subprocess as s; p = s.Popen(['sleep', '60']); open({str(started)!r}, 'w').write(str(p.pid)); p.wait()"

@@ -479,7 +479,7 @@ def test_the_table_knows_how_optimizers_can_be_cut(name):
 
 
 def every(k: int) -> Any:
-    """Whether a step is one of every k-th."""
+    """Return a test for every k-th step."""
     return lambda step: step % k == 0
 
 

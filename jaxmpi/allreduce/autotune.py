@@ -296,7 +296,7 @@ def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) ->
 
 
 def ranked(probe: Probe, request: AutotuneRequest, expected: dict[str, float]) -> list[list[str]]:
-    """Of every wire the strategies that are worth a measurement, the most promising first; a few in all.
+    """Rank the strategies of each wire that are worth a measurement, the most promising first; a few in all.
 
     If the leaves' size class is known, what is measured already goes before the rest. What could not be measured is
     left out.

@@ -163,9 +163,9 @@ def cut_for(tx: Any, params: PyTree) -> str:
 def goes_by_shape(tx: Any, params: PyTree) -> bool:
     """Return True if an optimizer treats slices in another way than whole tensors, by their sizes.
 
-    Small tensors do not show it, so nothing runs: the state's shapes are compared, and the equations of an update. They
-    are those of three workers, and of so many that slices have one entry: whatever the size from which the optimizer
-    takes another way, one of both is beyond it.
+    Small tensors do not show it, so nothing runs. The shapes of the state and the equations of an update are compared
+    with those of whole tensors, for three workers, and for so many that a slice has one entry: such a slice is below
+    any size at which the optimizer could change its way.
     """
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
     whole, equations = jax.eval_shape(tx.init, like), list(computed(tx, like))
@@ -174,7 +174,7 @@ def goes_by_shape(tx: Any, params: PyTree) -> bool:
         slices = jax.eval_shape(lambda tree, w=workers: slices_of(tree, 0, w), like)
         rows = dict(named_leaves(jax.eval_shape(tx.init, slices)))
         for name, leaf in named_leaves(whole):
-            # What is no slice must be a single number, as a count: a checkpoint takes other arrays for slices.
+            # A checkpoint takes every array for a slice, so only a single number, as a count, may be none.
             able = [shape_of_slice(leaf.shape, workers), *([leaf.shape] if leaf.size == 1 else [])]
             if name not in rows or rows[name].shape not in able:
                 return True
