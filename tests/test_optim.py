@@ -13,9 +13,9 @@ import pytest
 
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.slices import TRIED_SCALES
 from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
+    TRIED_SCALES,
     TRIED_UPDATES,
     at_step,
     check_takes_gradients,

@@ -27,7 +27,8 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.slices import Entries, cut_for, goes_by_shape, mixed, slices_of
+from jaxmpi.core.separable import cut_for, goes_by_shape
+from jaxmpi.core.slices import Entries, slices_of
 from jaxmpi.core.train_state import create
 from jaxmpi.models.__main__ import tree
 from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, is_linear, muon_cost, optimizer
@@ -483,7 +484,40 @@ def every(k: int) -> Any:
     return lambda step: step % k == 0
 
 
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+def names_of(tree: Any) -> Any:
+    """The name of each tensor in its layer."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, tree)
+
+
+def is_kernel(tree: Any) -> Any:
+    """True for kernels."""
+    return jax.tree.map(lambda name: name == "kernel", names_of(tree))
+
+
+def step_of_one_s_own(update: Any) -> Any:
+    """SGD, and a function of all updates."""
+    return optax.chain(optax.sgd(1e-3), optax.stateless(lambda updates, _: update(updates)))
+
+
+def looped_mean(updates: Any) -> Any:
+    """Updates, with a number of all of them from the second round of a loop on."""
+
+    def body(i: Any, carry: Any) -> Any:
+        tree, seen = carry
+        return jax.tree.map(lambda u: u + seen, tree), jax.lax.cond(i > 0, optax.tree.norm, lambda _: seen, tree)
+
+    return jax.lax.fori_loop(0, 3, body, (updates, jnp.float32(0)))[0]
+
+
+def late(step: Any, **_: Any) -> Any:
+    """From step 100 on."""
+    return step >= 100
+
+
+LAYER = {"bias": np.zeros(4, np.float32), "kernel": np.zeros((3, 4), np.float32), "scale": np.zeros(4, np.float32)}
+LAYERS = {"first": LAYER, "second": LAYER}
+ADAM = optax.adam(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 
 
 @pytest.mark.parametrize(
@@ -493,33 +527,51 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
         optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose leaves are finite would go on alone
         optax.add_noise(0.1, 0.5, 0),  # its noise goes by the number of leaves
         optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(1e-3)),
-        # What moves params seldom, and what never does, of which it cannot be known.
+        # What moves params seldom, and what begins to mix late.
         optax.MultiSteps(CLIPPED, 30).gradient_transformation(),
         optax.MultiSteps(optax.apply_if_finite(optax.adam(1e-3), 3), 9).gradient_transformation(),
         optax.conditionally_mask(CLIPPED, every(4)),
         optax.conditionally_mask(optax.apply_if_finite(optax.adam(1e-3), 3), every(2)),
         optax.chain(optax.MultiSteps(CLIPPED, 30).gradient_transformation(), optax.add_decayed_weights(-1e-4)),
         optax.apply_if_finite(optax.adam(optax.cosine_decay_schedule(1e-3, 20)), 3),  # its rate ends at 0
-        optax.set_to_zero(),
+        optax.chain(optax.conditionally_transform(optax.clip_by_global_norm(1.0), late), ADAM),
+        # What goes by how far params have moved, of some tensors or if a NaN has been replaced.
+        optax.contrib.prodigy(),
+        optax.chain(optax.zero_nans(), optax.contrib.prodigy()),
+        optax.partition({"bias": ADAM, "kernel": optax.contrib.prodigy(), "scale": ADAM}, names_of),
+        # Every third tensor.
+        optax.chain(optax.masked(optax.clip_by_global_norm(1.0), is_kernel), ADAM),
+        # The mean over all tensors, behind a loop and a branch.
+        step_of_one_s_own(looped_mean),
+        step_of_one_s_own(lambda updates: jax.tree.map(lambda u: u / u.max() / len(jax.tree.leaves(updates)), updates)),
     ],
 )
-def test_what_mixes_tensors_is_found_by_trying(tx):
+def test_what_mixes_tensors_is_found_in_its_equations(tx):
     with pytest.raises(UsageError, match=r"sharded: the update of .* depends on other tensors"):
-        cut_of(Optim("mine", transform=tx), tx, FEW)
+        cut_of(Optim("mine", transform=tx), tx, LAYERS)
 
 
-def test_an_optimizer_that_moves_params_at_every_30th_step_is_cut_by_what_it_does_then():
-    seldom = functools.partial(optax.MultiSteps, every_k_schedule=30)
-    assert cut_for(seldom(optax.adam(1e-3)).gradient_transformation(), FEW) == "entries"
-    assert cut_for(seldom(optax.lamb(1e-3)).gradient_transformation(), FEW) == "leaves"
+@pytest.mark.parametrize(
+    ("tx", "cut"),
+    [
+        (optax.MultiSteps(ADAM, 30).gradient_transformation(), "entries"),
+        (optax.MultiSteps(optax.lamb(1e-3), 30).gradient_transformation(), "leaves"),
+        (optax.set_to_zero(), "entries"),
+        (optax.chain(optax.zero_nans(), ADAM), "entries"),
+        (optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-3, 0.0, 100)), "entries"),
+        (optax.radam(1e-3), "entries"),
+        (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-3)), "leaves"),
+        (optax.chain(optax.centralize(), optax.sgd(1e-3)), "leaves"),
+        (optax.chain(optax.scale_by_sm3(), optax.scale(-1e-3)), "leaves"),
+    ],
+)
+def test_an_optimizer_of_one_s_own_is_cut_by_what_its_equations_mix(tx, cut):
+    assert cut_of(Optim("mine", transform=tx), tx, FEW) == cut
 
 
-def test_an_optimizer_of_one_s_own_that_mixes_entries_gets_whole_leaves():
-    tx = optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-3))
-    assert cut_of(Optim("mine", transform=tx), tx, FEW) == "leaves"
-    # Small tensors are not factored, so only the sizes of the model's own show it.
+def test_small_tensors_of_an_optimizer_may_be_cut_otherwise_than_large_ones():
     factored = optax.scale_by_factored_rms()
-    assert mixed(factored, FEW) == ""
+    assert cut_for(factored, {"kernel": np.zeros((12, 25), np.float32)}) == "entries"
     assert cut_for(factored, {"kernel": np.zeros((128, 256), np.float32)}) == "leaves"
 
 
@@ -595,9 +647,9 @@ def asserted(updates: Any, _: Any) -> Any:
 
 
 @pytest.mark.parametrize("step", [pruned, centred, asserted])
-def test_an_optimizer_that_takes_the_model_s_tensors_alone_cannot_be_tried(step):
+def test_an_optimizer_that_takes_the_model_s_tensors_alone_cannot_be_cut(step):
     tx = optax.chain(optax.sgd(1e-3), optax.stateless(step))
-    with pytest.raises(UsageError, match=r"sharded: this optimizer fails when it is tried out on small tensors"):
+    with pytest.raises(UsageError, match=r"sharded: this optimizer fails when it is traced for shares of the params"):
         cut_for(tx, LARGE)
     assert is_linear(Optim("mine", transform=tx), tx, LARGE) == (step is centred)
 
@@ -623,6 +675,12 @@ def test_what_shared_memory_cannot_do_is_refused_with_what_can():
     with pytest.raises(UsageError, match=r"got gather_wire 16 with strategy 'shm'.*or take ar, asa, ring"):
         shards_of("shm", "mean", AxisComm("w", 4), None, gather_wire="16")
     assert set(with_halves((0, 0))) - set(with_halves((0, 0), "16")) == {"shm"}
+
+
+def test_schedule_free_optimizers_are_refused():
+    tx = jaxmpi.sharded(optax.contrib.schedule_free_adamw(1e-3), comm=SoloComm())
+    with pytest.raises(UsageError, match=r"jaxmpi.sharded\(tx\): got a schedule-free optimizer.*leave it unsharded"):
+        tx.init(FEW)
 
 
 def test_params_of_other_types_and_no_params_are_refused():

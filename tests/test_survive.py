@@ -108,11 +108,13 @@ def survivor(monkeypatch) -> Any:
         "make_plan": lambda *args, **kwargs: plan,
         "build_functions": lambda *args: Built(),
         "handed_over": lambda *args: Recorder(None),
+        "memory_of_fewer": lambda *args: None,
         "assembled": lambda **parts: whole,
         "LockStep": lambda run, sums: SimpleNamespace(run=run, result={}, _evaluated=-1),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(recovery, name, fake)
+    monkeypatch.setattr(recovery.memory, "words", lambda *args: "")
     monkeypatch.setattr(recovery.run_directory, "as_begun", lambda experiment, *args: experiment)
     return whole
 
@@ -283,7 +285,30 @@ def test_a_worker_goes_on_alone(model, tmp_path):
     assert lines(folder, "lost") == [{"kind": "lost", "after": 3, "ranks": [0], "workers": 1}]
     assert [(step, count) for step, count, _ in losses(folder)] == [(step, 64 * step) for step in range(1, 7)]
     assert "finished with 1 of 2 workers" in job.out
+    before, after = (re.search(r"of params, ([\d.]+) of", held) for held in job.out.split("each worker holds")[1:3])
+    assert before
+    assert after
+    assert float(after[1]) > 1.9 * float(before[1])  # all of it, for half
     assert [format.step_of(path) for path in format.found(folder / "checkpoints")] == [6]
+
+
+SHORT = """
+from jaxmpi.experiments.digits import experiment
+from jaxmpi.trainer import recovery
+
+recovery.available_bytes = lambda: -(10**12)
+"""
+
+
+@pytest.mark.faults
+def test_a_run_does_not_go_on_with_workers_that_would_not_fit(tmp_path):
+    (tmp_path / "short.py").write_text(SHORT)
+    args = ("--on-rank-loss", "shrink", "--train-for", "9st", *inject("kill:rank=0,step=4"), *COPIED)
+    job = start(trainer(tmp_path / "short.py", tmp_path / "run", *args, ranks=2))
+    assert job.end() != 0, job.out
+    assert "memory: got 1 worker on this host" in job.out
+    assert f"resume from the newest checkpoint in '{tmp_path / 'run'}'" in job.out
+    assert [step for step, _, _ in losses(tmp_path / "run")][-1] < 4
 
 
 CHANGED = """

@@ -61,7 +61,8 @@ from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, RanksOwn, clipped, named_leaves
-from jaxmpi.core.slices import Entries, cut_for, rows_of, shape_of_slice, whole_of
+from jaxmpi.core.separable import cut_for, schedule_free_parts
+from jaxmpi.core.slices import Entries, rows_of, shape_of_slice, whole_of
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.in_flight import without_messages
 
@@ -195,7 +196,8 @@ class Shards(NamedTuple):
 
     def _run(self, half: str, tree: PyTree, like: PyTree, program: Callable[[PyTree], Any]) -> Any:
         leaves, comm = jax.tree.leaves(tree), self.comm
-        named = self.choice._replace(strategy=f"{self.choice.strategy}, {half}")
+        clips = f", clip_norm {self.clip_norm:g}" if self.clip_norm else ""
+        named = self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}")
         with one_thread(comm) as is_part:
             traced = is_traced(leaves)
             if traced and self.is_beside:  # ranks compare the plan when they run it
@@ -435,6 +437,12 @@ def shards_of(
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made
 
 
+NO_AVERAGES = (
+    "jaxmpi.sharded(tx): got a schedule-free optimizer, which evaluates an average of the params, of which a worker "
+    "would hold a slice; leave it unsharded, or take one without an average and a schedule of rates"
+)
+
+
 def check_floats(params: PyTree) -> None:
     """Refuse params that are not float32: moments would be rounded by each worker's slice."""
     for name, leaf in named_leaves(params):
@@ -471,6 +479,7 @@ def sharded(
     bucket_bytes: int | None = BUCKET_BYTES,
     clip_norm: float = 0.0,
     gather_wire: str = "32",
+    cost: Callable[[Sequence[int]], float] = math.prod,
 ) -> optax.GradientTransformation:
     """An Optax optimizer whose state is cut over workers, with the exchange around it.
 
@@ -481,8 +490,8 @@ def sharded(
     Args:
         tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do, and may go by the
             names and the number of axes of tensors, not by their shapes. Or it treats every tensor by itself, as LARS,
-            LAMB, Adafactor and Muon: then each worker updates whole tensors, dealt by their numbers of entries. Which,
-            is tried out in `init`.
+            LAMB, Adafactor and Muon: then each worker updates whole tensors. `init` reads which from its equations
+            (`jaxmpi.core.separable`).
         strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
@@ -490,6 +499,8 @@ def sharded(
         clip_norm: largest global norm of the mean gradient, as `optax.clip_by_global_norm` before tx; 0: any.
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
             updates bring params to within a rounding of it. Params must then be changed by these updates alone.
+        cost: of the update of a whole tensor, by its shape; workers get tensors of about equal cost in all. Muon's is
+            `jaxmpi.optim.optimizers.muon_cost`.
 
     State: `ShardedState`, in which `own` is tx's for this worker's share. `init` and `update` need params.
     Communicates: as much as `exchange`, and one float with `clip_norm`; for whole tensors rows are padded to the
@@ -497,7 +508,7 @@ def sharded(
 
     Raises:
         UsageError: as `exchange`; a strategy without halves; params that are not float32; an optimizer that mixes
-            tensors.
+            tensors, or is schedule-free.
     """
     check_op(op)
     if not is_compressor(strategy):
@@ -509,11 +520,12 @@ def sharded(
             sizes = [leaf.size for leaf in jax.tree.leaves(params)]
             able = with_halves(workers.hosts, gather_wire)
             name, size_bytes, *_ = settle(workers, name, size_bytes, sizes, able)
-        dealt = deal(params, workers.size) if cut == "leaves" else None
+        dealt = deal(params, workers.size, cost) if cut == "leaves" else None
         return shards_of(name, op, workers, size_bytes, clip_norm, deal=dealt, gather_wire=gather_wire)
 
     def init(params: PyTree) -> PyTree:
         check_floats(params)
+        check(not schedule_free_parts(jax.eval_shape(tx.init, params)), NO_AVERAGES)
         with without_messages("jaxmpi.sharded(tx)", "in tx", "it exchanges by itself, so give it the optimizer alone"):
             cut = cut_for(tx, params)
         of = shards(params, cut)

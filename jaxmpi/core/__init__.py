@@ -3,8 +3,8 @@
 In reading order: `errors`, with messages for the user; `frames`, lines of the user's code in these; `env`, environment
 variables; `files`, opened and written safely; `json_tree`, differences of JSON values; `pytrees`, leaves by name;
 `random_keys` as numbers; `train_state` between two steps; `slices` of leaves and `deals` of whole ones, for sharded
-updates; `shared_memory` between processes of a host; `futex`, sleep until a word of it changes; `scheduling` of a
-thread.
+updates, and `separable`, whether an optimizer allows them; `shared_memory` between processes of a host; `futex`, sleep
+until a word of it changes; `scheduling` of a thread.
 
 It imports no other room.
 """

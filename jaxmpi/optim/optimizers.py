@@ -16,10 +16,9 @@ import optax.contrib
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, clipped, named_leaves
-from jaxmpi.core.slices import LEAST_STEPS, TRIED_SCALES, TRIED_STEPS, cut_for
+from jaxmpi.core.separable import ScheduleFreeState, cut_for, is_schedule_free, schedule_free_parts
 from jaxmpi.runtime.in_flight import without_messages
 
-ScheduleFreeState = optax.contrib.ScheduleFreeState
 Transform = optax.GradientTransformation
 Mask = Callable[[PyTree], PyTree] | None  # params -> which tensors decay; None: all
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Optim)}
@@ -127,6 +126,8 @@ VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
 OWN_ARRAYS = 1  # `OptimizerSpec.arrays` of an optimizer of the user's own: not tried out
 TRIED_UPDATES = 20  # some begin as another: RAdam is momentum for five steps
+LEAST_STEPS, TRIED_STEPS = 40, 2000  # some move params, or some of them, only every k steps
+TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # of gradients: clipping shows at one of them
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
     "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, cut="entries"),
@@ -170,7 +171,7 @@ def arrays_of(config: Optim, *, gives_square: bool = False) -> int:
 
 
 def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:
-    """`entries` or `leaves`, of which workers can each update a share; of the user's optimizer it is tried out.
+    """`entries` or `leaves`, of which workers can each update a share; the user's optimizer's equations say it.
 
     Args:
         tx: what `optimizer` has made of the configuration, without clipping.
@@ -330,16 +331,6 @@ def at_step(state: PyTree, step: int) -> PyTree:
     return jax.tree.map(
         now, state, is_leaf=lambda part: isinstance(part, (optax.ScaleByScheduleState, ScheduleFreeState))
     )
-
-
-def is_schedule_free(part: PyTree) -> bool:
-    """Return True for the state of a schedule-free optimizer."""
-    return isinstance(part, ScheduleFreeState)
-
-
-def schedule_free_parts(state: PyTree) -> list[ScheduleFreeState]:
-    """The states of schedule-free optimizers in a state, or in the shapes of one."""
-    return [part for part in jax.tree.leaves(state, is_leaf=is_schedule_free) if is_schedule_free(part)]
 
 
 def is_averaged(tx: Transform, params: PyTree) -> bool:

@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.refusals import not_with, refuse
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core import slices
+from jaxmpi.core import separable
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.data import group_cache
 from jaxmpi.data.sources import mixture
@@ -289,8 +289,8 @@ IN_A_JOB = (
     sharded.NO_HALVES,
     sharded.NO_FIT,
     sharded.NO_WIRE,
-    slices.MIXED,
-    slices.UNTRIED,
+    separable.MIXED,
+    separable.UNTRACED,
     averaged.OWN_PARAMS,
     averaged.OWN_AVERAGE,
     AVERAGES,

@@ -11,8 +11,10 @@ import numpy as np
 
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.control import Processes
-from jaxmpi.comm.topology import gather_fault_tolerant, put
-from jaxmpi.core.errors import AgreedError
+from jaxmpi.comm.topology import Workers, gather_fault_tolerant, put
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import AgreedError, UsageError
+from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import TrainState, worker_key
 from jaxmpi.observe.flops import peak_of_all
 from jaxmpi.observe.recorder import Recorder
@@ -20,10 +22,11 @@ from jaxmpi.recover import decisions
 from jaxmpi.recover.buddies import recut
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.allocator import give_back_freed_memory
-from jaxmpi.trainer.build import build_functions, rule_state
+from jaxmpi.trainer import memory
+from jaxmpi.trainer.build import Functions, build_functions, rule_state
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.plan import TrainingPlan, make_plan
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.resume import go_on, slice_layout, slicing_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
@@ -119,6 +122,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     )
     plan = make_plan(experiment, workers, begun, before=run.plan)
     functions = build_functions(experiment, workers, plan)._replace(asked=run.functions.asked)
+    held = memory_of_fewer(run, experiment, workers, plan, functions)
     worker = workers.mine[0]
     state = jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))
     if slices:
@@ -143,13 +147,36 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
         shrinking=shrinking,
         peak=peak_of_all(workers, experiment.compute_dtype),
         at_start=run.at_start,
+        held=held,
     )
     recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
     recorder.say(f"{shrinking.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
+    recorder.say(memory.words(held, workers.size))
     shrinking.gone, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
     return LockStep(run, sums), Position(step, put(states, workers), overdue)
+
+
+def memory_of_fewer(
+    run: Run, experiment: Experiment, workers: Workers, plan: TrainingPlan, functions: Functions
+) -> memory.WorkerMemory:
+    """What each of those that are left will hold, which is more than before, if updates are sharded.
+
+    Raises:
+        AgreedError: one host has no room for it: bytes needed and free. The run's checkpoints are whole.
+    """
+    held = memory.held(experiment, workers, plan, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole)
+    # What this rank holds now is free once the new state is made of it.
+    mine = memory.allocated(run.held, memory.workers_here(workers), has_copies=True) if run.held else 0
+    short = ""
+    try:
+        memory.make_room(held, workers, plan, available_bytes() + mine)
+    except UsageError as error:
+        short = str(error)
+    if told := next(filter(None, workers.processes.allgather_object(short)), ""):
+        raise AgreedError(f"{told}; resume from the newest checkpoint in {str(run.folder)!r}")
+    return held
 
 
 def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitStack) -> Recorder:
