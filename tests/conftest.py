@@ -124,9 +124,8 @@ def hooks_of_before() -> Iterator[None]:
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the variables by which launchers tell a process its rank."""
-    for names in launchers.LAUNCHERS.values():
-        for name in names:
-            monkeypatch.delenv(name, raising=False)
+    for name in launchers.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

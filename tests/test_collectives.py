@@ -311,12 +311,28 @@ def test_one_worker_gets_what_is_its_own(no_launcher):
         mpi.send(x, 0)
 
 
+def test_one_worker_fills_a_status(no_launcher):
+    from mpi4py import MPI
+
+    status, x = MPI.Status(), jnp.ones(3)
+    jax.block_until_ready(jax.jit(lambda x: mpi.sendrecv(x, x, 0, 0, sendtag=5, status=status))(x))
+    assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (0, 5, 12)
+    mpi.recv(x, mpi.NOBODY, status=status)
+    assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (MPI.PROC_NULL, MPI.ANY_TAG, 0)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: mpi.allreduce(jnp.ones(3), "plus"), r"allreduce: op: got 'plus'; expected one of sum, mean, prod"),
         (lambda: mpi.allreduce({"w": jnp.ones(3)}, "xor"), r"leaf 'w' is float32; xor expects bools or integers"),
         (lambda: mpi.allreduce(1j, "max"), r"complex64, which has no order"),
+        (lambda: mpi.scan(1j, dtype=jnp.float32), r"got float32, which would drop its imaginary part; scan x.real"),
+        (
+            lambda: mpi.allreduce(0.5, "mean", dtype=int),
+            r"float32; dtype: got int32 for a mean; expected one of floats",
+        ),
+        (lambda: mpi.sendrecv(1, 2, 0, 0, sendtag=1, recvtag=2), r"waits for tag 2, but sends itself tag 1"),
         (lambda: mpi.allreduce(jnp.ones(3), dtype=jnp.bool_), r"array itself\)' is float32; dtype: got bool for a sum"),
         (lambda: mpi.scan(jnp.ones(3, int), "max", dtype=bool), r"is int32; dtype: got bool for a max; expected"),
         (lambda: mpi.allreduce(jnp.ones(3), dtype="foo"), r"allreduce: dtype: got 'foo'; expected one of numbers, as"),

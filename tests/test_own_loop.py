@@ -1,9 +1,14 @@
 """Parts of a loop of one's own that need a job by themselves."""
 
 import re
+import sys
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
+import jaxmpi
+from jaxmpi.comm.control import processes
 from launching import mpirun
 
 LATE = """
@@ -83,6 +88,28 @@ def test_slices_that_some_ranks_saved_are_those_that_others_would_have(before, a
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_would_not_be_found_or_stay_is_refused(tmp_path, no_launcher):
+    for keep in (0, -1):
+        with pytest.raises(jaxmpi.UsageError, match=rf"Checkpoints: keep: got {keep}; expected >= 1, as"):
+            jaxmpi.Checkpoints(tmp_path, keep=keep)
+    kept = jaxmpi.Checkpoints(tmp_path / "run")
+    with pytest.raises(jaxmpi.UsageError, match=r"save: step: got -1; expected >= 0"):
+        kept.save(-1, {"w": 1.0})
+    with pytest.raises(jaxmpi.UsageError, match=r"save: extra: .* not JSON serializable; expected .* as float\(loss\)"):
+        kept.save(1, {"w": 1.0}, extra={"best": jnp.float32(1)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_of_an_unknown_launcher_do_not_work_alone_in_silence(no_launcher, monkeypatch):
+    monkeypatch.setenv("PMIX_RANK", "1")
+    with pytest.warns(UserWarning, match="got PMIX_RANK, as of a rank, .* so this process works alone; expected OMPI"):
+        assert processes.__wrapped__().size == 1
+    mpi = SimpleNamespace(COMM_WORLD=SimpleNamespace(size=2), Is_initialized=lambda: True, Is_finalized=lambda: False)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    with pytest.raises(jaxmpi.UsageError, match=r"MPI has 2 ranks, but their launcher sets no variable"):
+        processes.__wrapped__()
+
+
 def test_an_error_on_one_rank_ends_any_script_from_the_world_on():
     script = "import time, jaxmpi\nrank = jaxmpi.world().rank\nif rank: raise ValueError('no data')\ntime.sleep(60)\n"
     ended = mpirun(2, "-c", script, timeout_s=50)

@@ -61,11 +61,7 @@ def test_messages_name_rank_and_host(no_launcher, monkeypatch):
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess:
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in {name for names in launchers.LAUNCHERS.values() for name in names}
-    }
+    clean = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**clean, **environ}
     )

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.control import Processes
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import AgreedError, UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import MASTERS, OF_TX, whole_of_slices
 from jaxmpi.core.train_state import TrainState
@@ -104,6 +104,7 @@ def save(
     extra: Mapping[str, Any],
     keep: Retention,
     score: float | None = None,
+    agrees: bool = False,
 ) -> Path:
     """Write a checkpoint of all workers and drop those beyond `keep`. All ranks call it.
 
@@ -112,18 +113,37 @@ def save(
         files: this process's, of `files_of`.
         extra: JSON values kept beside.
         score: checkpoints with the lowest are kept as the best; None if this step was not evaluated.
+        agrees: a rank that cannot write has all ranks raise. Else it raises by itself, and the job ends or goes on
+            without it.
 
-    Communicates: a gather of the files' indices, then a barrier.
+    Communicates: three gathers, of outcomes and of the files' indices.
+
+    Raises:
+        OSError: on the rank that cannot write; with `agrees` an `AgreedError` on all.
     """
     final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
-    if processes.rank == 0:
-        make_aside(aside)
-    processes.barrier()
-    index = {name: write_leaves(aside / name, tree, step) for name, tree in files.items()}
-    every = {name: rows for each in processes.allgather_object(index) for name, rows in each.items()}
-    if processes.rank == 0:
-        commit(folder, step, {"workers": workers, "score": score, "files": every, "extra": dict(extra)}, keep)
-    processes.barrier()
+    is_first, index = processes.rank == 0, {}
+
+    def together(act: Callable[[], Any]) -> list[Any]:
+        """What all ranks have made; each waits for the others."""
+        made, failure = None, ""
+        try:
+            made = act()
+        except OSError as error:
+            if not agrees:
+                raise
+            failure = f"rank {processes.rank}: the checkpoint of step {step} cannot be written: {error}"
+        every = processes.allgather_object((failure, made))
+        if failures := [text for text, _ in every if text]:
+            raise AgreedError(failures[0])
+        return [each for _, each in every]
+
+    together(lambda: make_aside(aside) if is_first else None)
+    written = together(lambda: {name: write_leaves(aside / name, tree, step) for name, tree in files.items()})
+    for each in written:
+        index |= each
+    facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
+    together(lambda: commit(folder, step, facts, keep) if is_first else None)
     fault_injection.reach("saved", step, final)
     return final
 

@@ -141,6 +141,16 @@ def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[An
         return (jnp.uint8 if is_bool else mine), dtype or mine
     is_complex = jnp.issubdtype(mine, jnp.complexfloating)
     check(not (is_complex and op in ("max", "min")), f"{where} is {mine}, which has no order; {op} its parts")
+    is_real = dtype is not None and not jnp.issubdtype(dtype, jnp.complexfloating)
+    check(
+        not (is_complex and is_real),
+        f"{where} is {mine}; dtype: got {dtype}, which would drop its imaginary part; {operation} x.real",
+    )
+    is_cut = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(mine, jnp.inexact)
+    check(
+        not (is_cut and op == "mean"),
+        f"{where} is {mine}; dtype: got {dtype} for a mean; expected one of floats, as jnp.float32",
+    )
     result = dtype or mine
     if dtype is None and (is_bool or is_integer) and op == "mean":
         result = jnp.result_type(float)
@@ -356,6 +366,7 @@ def recv(
     source = _partner("recv", "source", source, chosen)
     leaves = [_template(leaf) for leaf in jax.tree.leaves(x)]
     if source == NOBODY:
+        messages.fill_in_program(_status(status), NOBODY, None, 0)
         return jax.tree.unflatten(jax.tree.structure(x), leaves)
     options = {
         "source": source,

@@ -20,6 +20,7 @@ import functools
 import itertools
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import jax
 import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, MpiCall, like, type_of
-from jaxmpi.collectives.dtypes import as_sent, as_was
+from jaxmpi.collectives.dtypes import as_sent, as_was, in_bytes
 from jaxmpi.comm.exchange_watch import PARTNER
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.polling import wait
@@ -50,12 +51,14 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's other calls of MPI."""
     if host_callbacks.unavailable_reason():
         return _by_mpi4jax(call, *operands)
+    what, dtype, operands = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))
     results = [like(operands[-1])] if call.operation != "send" else []
     sent = operands[:1] if call.operation != "recv" else ()
     rest = operands[-1:] if results and call.source == NOBODY else ()
-    options = {"comm": number_of(call.comm), **options_of(call, call.what(*operands))}
+    options = {"comm": number_of(call.comm), **options_of(call, what)}
     name, effect = registered(), call.comm.effect
-    return host_callbacks.call(name, [*sent, *rest], results, effect=effect, **options)
+    came = host_callbacks.call(name, [*sent, *rest], results, effect=effect, **options)
+    return [as_was(y, dtype) for y in came]
 
 
 def options_of(call: MpiCall, what: str) -> dict[str, Any]:
@@ -96,6 +99,7 @@ def nobody(call: MpiCall, *operands: jax.Array) -> Any:
 def to_oneself(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
     """A sendrecv of one worker, which sends to itself or to nobody."""
     if call.source == NOBODY:
+        fill_in_program(call.status, NOBODY, None, 0)
         return place
     check(call.dest != NOBODY, "sendrecv: one worker receives from itself and sends to nobody; give dest=0 as well")
     check(
@@ -103,6 +107,11 @@ def to_oneself(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
         f"sendrecv: one worker, rank 0, expects {type_of(place)}, but got {type_of(x)} from itself; give both the same "
         "shape and dtype",
     )
+    check(
+        call.recvtag in (None, call.sendtag),
+        f"sendrecv: one worker, rank 0, waits for tag {call.recvtag}, but sends itself tag {call.sendtag}",
+    )
+    fill_in_program(call.status, 0, call.sendtag, place.nbytes)
     return x
 
 
@@ -129,6 +138,25 @@ def status_number(status: Any) -> int:
     return number
 
 
+def fill_in_program(status: int, source: int, tag: int | None, size_bytes: int) -> None:
+    """Fill a status, if there is one, whenever a program comes here that gets no message of another rank."""
+    if status:
+        tag = ANY if tag is None else tag
+        name = registered_status()
+        host_callbacks.call(name, [], [], status=status, source=source, tag=tag, size_bytes=size_bytes)
+
+
+def fill(status: int, source: int, tag: int, size_bytes: int) -> None:
+    """Fill a status, if there is one, as MPI does: also of what comes from nobody."""
+    from mpi4py import MPI
+
+    if status:
+        given = _statuses[status]
+        given.Set_source(MPI.PROC_NULL if source == NOBODY else source)
+        given.Set_tag(MPI.ANY_TAG if tag == ANY else tag)
+        given.Set_elements(MPI.BYTE, size_bytes)
+
+
 # ---------------------------------------------------------------- in the process
 
 
@@ -141,8 +169,9 @@ class Unreceived(NamedTuple):
     dest: int
 
 
-_unreceived: list[Unreceived] = []
-_lock = threading.Lock()  # of the list: programs send from several threads
+_unreceived: deque[Unreceived] = deque()
+LOOKED_AT = 4  # headers at a send: all would take time quadratic in the number of messages sent ahead
+_lock = threading.Lock()  # of the headers: programs send from several threads
 _sent_numbers = itertools.count()
 
 
@@ -152,6 +181,14 @@ def registered() -> str:
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
     before_mpi_ends(check_all_received)
     return MESSAGE
+
+
+@functools.cache
+def registered_status() -> str:
+    """Name of the handler that fills a status, which is registered at the first use."""
+    name = f"{MESSAGE}, its status"
+    host_callbacks.register(name, lambda _operands, _results, **options: fill(**options))
+    return name
 
 
 def check_all_received() -> None:
@@ -200,6 +237,7 @@ def steps(
     sending = _sent(comm, operands[0], dest, sendtag, line) if dest != NOBODY else []
     if results and source == NOBODY:
         np.copyto(results[0], operands[-1])
+        fill(status, NOBODY, ANY, 0)
     elif results:
         yield from _received(comm, results[0], source, recvtag, status, line)
     if sending:
@@ -212,7 +250,9 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
     number = next(_sent_numbers) % comm.processes.tags
     header = np.frombuffer(HEADER.pack(comm.rank, tag, number, type_of(x).encode(), line.encode()), np.uint8)
     with _lock:
-        _unreceived[:] = [sent for sent in _unreceived if not sent.request.Test()]
+        for sent in [_unreceived.popleft() for _ in range(min(LOOKED_AT, len(_unreceived)))]:
+            if not sent.request.Test():
+                _unreceived.append(sent)
         _unreceived.append(Unreceived(comm.headers.Issend(header, dest, tag), line, comm, dest))
     return [comm.arrays.Isend(part, dest, number) for part in _parts(x)]
 
@@ -238,11 +278,7 @@ def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, 
         f"{call}; give both the same shape and dtype, or tell the messages apart by tags",
     )
     yield [comm.arrays.Irecv(part, rank, number) for part in _parts(y)]
-    if status:
-        given = _statuses[status]
-        given.Set_source(rank)
-        given.Set_tag(its_tag)
-        given.Set_elements(MPI.BYTE, y.nbytes)
+    fill(status, rank, its_tag, y.nbytes)
 
 
 def _parts(x: np.ndarray) -> list[np.ndarray]:

@@ -129,7 +129,7 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
     def finish(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         results = row_of(call).results(call, *operands)
         sent = like_sent(call, results)
-        before = [next(tickets), *(entry_of(x) for x in jax.tree.leaves(after))]
+        before = [next(tickets), *(entry_of(jax.lax.stop_gradient(x)) for x in jax.tree.leaves(after))]
         came = host_callbacks.call(WAIT, before, sent, effect=call.comm.effect)
         return [as_was(y, result.dtype) for y, result in zip(came, results, strict=True)]
 

@@ -721,9 +721,12 @@ def processes() -> Processes:
     """The control plane of this job; starts MPI if a launcher started several ranks.
 
     Raises:
-        UsageError: mpi4py or mpi4jax is missing, or they and the launcher are not of one MPI.
+        UsageError: mpi4py or mpi4jax is missing, they and the launcher are not of one MPI, or MPI has several ranks of
+            a launcher that is not known.
     """
     launch = launchers.launched()
+    if launch is None:
+        _check_alone()
     if launch is None or launch.size == 1:
         return SoloProcesses()
     if failures.has_backend() and not prepare._prepared.is_set():
@@ -738,6 +741,18 @@ def processes() -> Processes:
     except UsageError as error:
         raise UsageError(f"{launch.launcher} started {launch.size} ranks, but {error}") from error
     return MpiProcesses()
+
+
+def _check_alone() -> None:
+    """Refuse ranks whose launcher is not known, if MPI says that they are several; else each would work by itself."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
+    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in launchers.LAUNCHERS.values())
+    way_out = f"expected {known}: set a pair of them for each rank, as in a script that the launcher starts"
+    check(ranks == 1, f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}")
+    if marks := [name for name in launchers.MARKS if name in os.environ]:
+        said = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
+        warnings.warn(said, stacklevel=4)  # the caller of `world`
 
 
 def same_on_all_ranks(what: str, value: Any) -> None:

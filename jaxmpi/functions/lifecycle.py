@@ -225,7 +225,7 @@ def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subproc
     JAX settings: a command line may be too short for them.
     """
     told |= {"path": sys.path, "argv": [*map(str, sys.argv)], "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
-    env = {name: value for name, value in os.environ.items() if name not in launcher_names()}
+    env = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
     job = subprocess.Popen(
         [sys.executable, "-m", "jaxmpi.functions.worker_main", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -236,11 +236,6 @@ def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subproc
     with contextlib.suppress(OSError):  # it has ended already, which the wait for its connection notices
         ours.send_bytes(json.dumps(told).encode())
     return job
-
-
-def launcher_names() -> set[str]:
-    """Variables in which launchers give a process its rank: a forked worker has none."""
-    return {name for names in launchers.LAUNCHERS.values() for name in names}
 
 
 def forked_group(line: SocketTransport, number: int) -> ForkedGroup:

@@ -1,9 +1,10 @@
 """A loop's own trees, saved and restored in the trainer's format: atomic, checksummed, for any number of ranks."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsInt
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jaxmpi.allreduce.sharded import ShardedState
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import not_finite, of_step
 from jaxmpi.comm.control import processes
-from jaxmpi.core.errors import AgreedError, check
+from jaxmpi.core.errors import AgreedError, UsageError, check
 from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own, path_name
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 from jaxmpi.core.slices import Entries
@@ -37,13 +38,14 @@ class Checkpoints:
 
         Args:
             folder: that all ranks see.
-            keep: how many of the newest stay.
+            keep: how many of the newest stay, >= 1.
             check_finite: refuse to save trees with NaN or infinite numbers. False for trees to which such belong, as
                 `best = inf` of a loop that has seen no loss yet.
         """
+        check(keep >= 1, f"jaxmpi.Checkpoints: keep: got {keep}; expected >= 1, as keep=1_000_000 to keep all")
         self._folder, self._keep, self._check_finite = Path(folder), keep, check_finite
 
-    def save(self, step: int, shared: PyTree, own: PyTree = (), extra: dict[str, Any] | None = None) -> Path:
+    def save(self, step: SupportsInt, shared: PyTree, own: PyTree = (), extra: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint, in the foreground; return its folder.
 
         Args:
@@ -53,26 +55,37 @@ class Checkpoints:
                 `jaxmpi.sharded`; of the same structure and shapes on all. All are written.
             extra: JSON values kept beside, rank 0's.
 
-        Communicates: barriers, a gather of short texts and one of the files' indices.
+        Communicates: gathers of short texts and of the files' indices.
 
         Raises:
-            UsageError: a state of `jaxmpi.sharded` in `shared`, or several of several strategies.
-            TrainingError: on all ranks alike: a number is not finite, by rank and path; earlier checkpoints stay.
-            OSError: it cannot be written; earlier checkpoints stay.
+            UsageError: a state of `jaxmpi.sharded` in `shared`, or several of several strategies; a step below 0; extra
+                values that JSON does not have.
+            TrainingError: on all ranks alike: a number is not finite, or a file cannot be written, by rank and path;
+                earlier checkpoints stay.
         """
         check_may_send("jaxmpi.Checkpoints.save")
-        control = processes()
-        if control.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        cuts, state = _cuts(shared, own, control.size), _state(step, shared, own, control.size)
+        control, number = processes(), int(step)
+        check(number >= 0, f"jaxmpi.Checkpoints.save: step: got {number}; expected >= 0")
+        _check_json(extra)
+        cuts, state = _cuts(shared, own, control.size), _state(number, shared, own, control.size)
         files = format.files_of({control.rank: state}, replicated=CHUNKS not in cuts)
-        odd = control.allgather_object(not_finite(files) if self._check_finite else "")
-        if any(odd):
-            rank = next(rank for rank, path in enumerate(odd) if path)
-            way_out = "leave it out, or Checkpoints(folder, check_finite=False)"
-            raise AgreedError(f"rank {rank}: {odd[rank]}{of_step(step, self._folder)}; {way_out}")
-        facts = {"step": step, "workers": control.size, "extra": {OF_USER: extra or {}, **cuts}}
-        return format.save(self._folder, files, control, **facts, keep=format.Retention(self._keep))
+        told = control.allgather_object(self._problem(files, number, control.rank))
+        if problems := [text for text in told if text]:
+            raise AgreedError(problems[0])
+        facts = {"step": number, "workers": control.size, "extra": {OF_USER: extra or {}, **cuts}}
+        return format.save(self._folder, files, control, **facts, keep=format.Retention(self._keep), agrees=True)
+
+    def _problem(self, files: format.Files, step: int, rank: int) -> str:
+        """Why this rank cannot write; empty if it can."""
+        try:
+            if rank == 0:
+                self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"rank {rank}: the checkpoint of step {step} cannot be written: {error}"
+        if not (odd := not_finite(files) if self._check_finite else ""):
+            return ""
+        way_out = "leave it out, or Checkpoints(folder, check_finite=False)"
+        return f"rank {rank}: {odd}{of_step(step, self._folder)}; {way_out}"
 
     def restore(self, shared: PyTree, own: PyTree = ()) -> Restored | None:
         """The newest checkpoint that is whole on all ranks; None if there is none.
@@ -117,6 +130,16 @@ class Checkpoints:
             mine = jax.tree.map(lambda x, here: here if is_key_data(x) else x, mine, given[1], is_leaf=is_key_data)
         extra = saved.extra.get(OF_USER, saved.extra)  # those of 0.1 have the user's alone
         return Restored(saved.step, unpacked(common), unpacked(mine), extra)
+
+
+def _check_json(extra: Any) -> None:
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"jaxmpi.Checkpoints.save: extra: {error}; expected what JSON has: numbers of Python, as float(loss), "
+            "strings, lists and dicts"
+        ) from error
 
 
 OF_USER, CHUNKS, CUT, SHARDED = "of user", "chunks", "cut", "sharded"  # in a manifest's extra values

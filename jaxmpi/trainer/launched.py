@@ -94,8 +94,7 @@ def fit(experiment: Experiment, workers: int) -> dict[str, float]:
         callbacks = (*experiment.callbacks, KeepFigures(result, (Path(folder) / FILE).with_suffix(".pickle")))
         file = written(dataclasses.replace(experiment, callbacks=callbacks, fallback=None), Path(folder))
         line = [sys.executable, "-c", START, str(os.getpid()), "train", "-n", str(workers), str(file)]
-        apart = {name for names in launchers.LAUNCHERS.values() for name in names}
-        env = {name: value for name, value in os.environ.items() if name not in apart}
+        env = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         code, said = run(line, env)
         if code == failures.MISUSED:

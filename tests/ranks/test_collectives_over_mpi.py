@@ -275,10 +275,12 @@ def test_messages_between_two_ranks():
         assert np.array_equal(big, np.arange(1e6, dtype=np.float32) + other)
         assert small.tolist() == [other, other + 1, other + 2]
         assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.INT16_T)) == (other, 7, 3)
-    shifted = mpi.sendrecv(
-        x[0], like(x[0]), RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY
-    )
-    assert float(shifted) == (RANK - 1 if RANK else 0)
+    before, after = RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY
+    shifted = jax.jit(lambda x: mpi.sendrecv(x, x, before, after, status=status))(x[:3].astype(jnp.int4))
+    assert shifted.tolist() == [(n + max(RANK - 1, 0) + 8) % 16 - 8 for n in range(3)]
+    assert (status.Get_source(), status.Get_count(MPI.BYTE)) == ((before, 3) if RANK else (MPI.PROC_NULL, 0))
+    mpi.recv(x, mpi.NOBODY, status=status)
+    assert (status.Get_source(), status.Get_tag()) == (MPI.PROC_NULL, MPI.ANY_TAG)
     mpi.barrier()
 
 
@@ -562,6 +564,21 @@ def test_a_wait_may_be_behind_arrays_of_any_shape_as_on_a_gpu(after, monkeypatch
         return jaxmpi.wait(handle, after=jax.tree.map(lambda y: y * 2, after))
 
     same(program(jnp.ones(3)), jnp.full(3, float(SIZE)))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank starts nothing")
+def test_a_wait_may_be_behind_what_is_differentiated():
+    @jax.jit
+    def slope(w: jax.Array) -> jax.Array:
+        handle = jaxmpi.start(mpi.allreduce, jnp.ones(3))
+
+        def loss(w: jax.Array) -> jax.Array:
+            y = w**2
+            return (y * jaxmpi.wait(handle, after=y)).sum()
+
+        return jax.grad(loss)(w)
+
+    same(slope(jnp.arange(3.0)), 2 * SIZE * jnp.arange(3.0))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")

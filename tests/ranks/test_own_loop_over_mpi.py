@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import jaxmpi
+from jaxmpi.checkpoint import format
 from jaxmpi.comm import exchange_watch
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses, processes
@@ -360,6 +361,25 @@ def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_alike_unless_th
     assert saved is not None
     assert saved.shared["best"] == np.inf
     assert np.isnan(saved.own["debt"]).all() == (RANK == last)
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_alike(tmp_path_factory, monkeypatch):
+    folder, last = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))), SIZE - 1
+    kept = jaxmpi.Checkpoints(folder)
+    kept.save(np.int64(1), {"w": jnp.ones(2)})
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if RANK == last:
+            patch.setattr(format, "write_leaves", full)
+        with pytest.raises(jaxmpi.TrainingError, match=rf"rank {last}: the checkpoint of step 2 cannot .* No space"):
+            kept.save(2, {"w": jnp.zeros(2)})
+    saved = kept.restore({"w": jnp.zeros(2)})
+    assert saved is not None
+    assert saved.step == 1
+    assert kept.save(2, {"w": jnp.zeros(2)}).exists()
 
 
 # ---------------------------------------------------------------- docs/porting.md
