@@ -912,6 +912,7 @@ experiment = Experiment(
         "partial(nnx.remat, static_argnums=2)",
     ],
 )
+@pytest.mark.slow  # a run for each way
 def test_jits_in_a_model_know_of_synchronised_statistics(wrap, tmp_path):
     """Two examples a worker, as in the trial on shapes, whose traces must not be used again."""
     (tmp_path / "net.py").write_text(INNER_JIT.replace("WRAP", wrap))

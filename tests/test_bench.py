@@ -161,6 +161,7 @@ def test_a_launcher_that_refuses_is_heard():
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_with_launcher_arguments_the_ranks_report(tmp_path):
     """On other hosts they would not see files of this one."""
     out = tmp_path / "out.json"
@@ -215,6 +216,7 @@ def in_session(leader: int) -> list[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_between_hosts_the_link_is_the_bound(tmp_path):
     """1 MB at 100 Mbit/s: nothing is faster than the line but the first burst at each end, and headers go along."""
     out = tmp_path / "out.json"

@@ -86,6 +86,7 @@ def test_where_there_is_no_gpu_it_says_so_and_stops():
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a script of benchmarks
 def test_a_model_that_fails_is_named_and_fails_the_run():
     args = ("--dry", "--models", "alexnet_tiny", "--dtypes", "float32", "--batch", "-1")
     ended = run([*SCRIPT, *args], timeout_s=240)

@@ -404,6 +404,7 @@ jaxmpi.Trainer(lines(Path("{folder}"), **fields, run_dir="{folder}/run")).fit()
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job
 def test_the_rate_in_the_record_of_workers_apart_is_that_of_a_callback(tmp_path):
     (tmp_path / "job.py").write_text(APART.format(folder=tmp_path))
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})

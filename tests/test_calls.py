@@ -75,14 +75,14 @@ BESIDE_IN_A_BRANCH = IN_A_BRANCH.replace(
     [
         ("asa32", IN_ANOTHER_ORDER),
         ("asa32", OF_OTHER_SIZES),
-        ("ring32", OF_OTHER_SIZES),
+        pytest.param("ring32", OF_OTHER_SIZES, marks=pytest.mark.slow),
         ("asa32", STUCK),
         ("shm", IN_A_BRANCH),
         ("topk5/ring32", COMPRESSED),
         ("ring32", BESIDE),
-        ("asa32", AS_ON_A_GPU + IN_ANOTHER_ORDER),
+        pytest.param("asa32", AS_ON_A_GPU + IN_ANOTHER_ORDER, marks=pytest.mark.slow),
         ("asa32", AS_ON_A_GPU + STUCK),
-        ("ring32", BESIDE_IN_A_BRANCH),
+        pytest.param("ring32", BESIDE_IN_A_BRANCH, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_at_different_exchanges_are_named(strategy, script):

@@ -65,7 +65,9 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("library", ["nnx", "linen", "equinox", "functions"])
+@pytest.mark.parametrize(
+    "library", ["nnx", "functions", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linen", "equinox"))]
+)
 def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, project, as_users_have_it, no_launcher):
     experiment = runpy.run_path(str(project / "experiments" / f"my_{library}.py"))["experiment"]
     short = {"train_for": "30st", "eval_every": "30st", "checkpoint_every": "30st", "quiet": True}

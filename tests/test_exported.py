@@ -75,7 +75,7 @@ MODELS = {
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["classifier", pytest.param("language model", marks=pytest.mark.slow)])
 def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_launcher, as_users_have_it):
     make, inputs, outputs = MODELS[name]
     trainer = jaxmpi.Trainer(dataclasses.replace(make(tmp_path), **SHORT, run_dir=str(tmp_path / "run")))

@@ -238,6 +238,7 @@ jaxmpi.Trainer(experiment, workers=2).fit()
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_a_notebook_that_is_killed_leaves_no_pickle_and_no_folder(tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}

@@ -154,7 +154,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("n", "ranks"), [(2, 0), (0, 2)])
+@pytest.mark.parametrize(("n", "ranks"), [(2, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
 def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks, tmp_path):
     ended = lead(tmp_path, FAILED_BEFORE.replace("{n}", str(n)), n, ranks=ranks)
     expected = "totals [6.0, 6.0, 6.0]" if n else "totals [6.0, 6.0]"
@@ -437,7 +437,7 @@ def test_workers_end_with_their_master(end, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["0", "1"])
+@pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
     script = (
         HEAD
@@ -505,6 +505,7 @@ sys.exit(3)
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # two jobs
 def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
     script = (
         HEAD

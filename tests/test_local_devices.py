@@ -173,6 +173,7 @@ def test_devices_of_one_process_hold_a_slice_of_the_velocity_each_and_leave_what
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a run more
 def test_a_report_compares_runs_with_sharded_updates(one_process, folder):
     runs = [folder / name for name in one_process if name != "whole"]
     page = report.write(runs, folder / "comparison").read_text()

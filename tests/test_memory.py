@@ -273,6 +273,7 @@ def test_a_compressor_has_a_forecast(tmp_path, capsys):
     assert "gradients" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # a run
 def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path, capsys, monkeypatch):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["--exchange.strategy", "asa", "--exchange.shard-update", "auto", "--data.loader", "threads"]

@@ -103,13 +103,18 @@ SLOW = {
 }
 
 
+WITH_TESTS = ("split", "devices", "beside", "xla")  # of their own that CI runs
+
+
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "mode", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)], ids=lambda name: name
+    "mode",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW or name in WITH_TESTS)) for name in DEFAULT | SLOW],
+    ids=lambda name: name,
 )
 def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
     row, folder = (DEFAULT | SLOW)[mode], tmp_path / "run"
@@ -165,7 +170,8 @@ print("eval_count", alone["eval_count"])
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # two runs, one after another
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_process_trains_again_after_a_loss_that_is_not_finite(ranks, tmp_path):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = mpirun_line(ranks) if ranks > 1 else []

@@ -53,7 +53,7 @@ FAULTS = {
 IN_SHARED_MEMORY = ("raise", "hard_exit", "killed", "terminated")  # what ranks do then
 
 
-SLOW = ("exit_3_early",)
+SLOW = ("exit_3_early", "exit_0_early", "raise_in_thread", "other_tree")  # like another one, by another way
 
 
 @pytest.mark.e2e
@@ -152,7 +152,8 @@ def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
 
 # When the first of the ranks that come gives up, the second has not waited as long by more than it is given to answer.
 @pytest.mark.e2e
-@pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), pytest.param(1, 12, 10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), (1, 12, 10)])
+@pytest.mark.slow  # waits for time limits
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, later_s, tmp_path):
     (tmp_path / "job.py").write_text(
         f"{HEAD}{LATE}"

@@ -223,7 +223,13 @@ FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in
 }
 
 
-SLOW_FAULTS = ("another size on rank 1", "rank 1 does not come", "rank 1 is killed")  # like others, or their like
+SLOW_FAULTS = (
+    "another size on rank 1",
+    "rank 1 does not come",
+    "rank 1 is killed",
+    "rank 1 is ended",
+    "rank 1 leaves",
+)  # like
 
 
 @pytest.mark.e2e
@@ -246,6 +252,7 @@ def test_a_fault_ends_the_job(fault, tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # waits for time limits
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
     """Rank 0 gives up 4 s before rank 1 has waited as long, and hears for 2 s who is there."""
     code = "from jaxmpi.comm import control\ncontrol.LATE_S = 2\n" + STEP

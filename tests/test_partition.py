@@ -207,7 +207,7 @@ train.main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
     [
-        ("kind = memory_shuffle.PeerArena", "gather", 3),
+        pytest.param("kind = memory_shuffle.PeerArena", "gather", 3, marks=SLOW),
         pytest.param("kind = memory_shuffle.MemoryShuffle", "_wait", 6, marks=SLOW),
     ],
     ids=["one reads", "one waits"],

@@ -137,6 +137,19 @@ SCENARIOS = [
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
     Scenario(("wire24.py",), ("[[1.       1.3333",)),
 ]
+# Jobs of longer runs or of what has tests of its own, in slow tests.
+BY_HAND = (
+    "report",
+    "around",
+    "batch_files",
+    "equinox",
+    "linen",
+    "collectives",
+    "in_memory",
+    "majority",
+    "pack",
+    "weights",
+)
 NOT_RUN = {
     "tests": "it is this very suite",
     "imagenet": "needs ImageNet",
@@ -187,7 +200,11 @@ def bash(script: str, folder: Path, timeout_s: float) -> str:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.blocks[-1])
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each.blocks[-1] in BY_HAND)) for each in SCENARIOS],
+    ids=lambda scenario: scenario.blocks[-1],
+)
 def test_blocks_run(scenario, clone):
     printed = ""
     for name in scenario.blocks:

@@ -229,7 +229,12 @@ APART = (
 )
 
 
-GONE = [pytest.param("moved", 1, (), marks=pytest.mark.slow), ("replaced", 1, ()), ("removed", 1, ()), APART]
+GONE = [
+    pytest.param("moved", 1, (), marks=pytest.mark.slow),
+    ("replaced", 1, ()),
+    ("removed", 1, ()),
+    pytest.param(*APART, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.e2e

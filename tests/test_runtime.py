@@ -400,7 +400,10 @@ print(f"share of {comm.rank}:", os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("first", "second", "more", "share"), SHARED)
+@pytest.mark.parametrize(
+    ("first", "second", "more", "share"),
+    [SHARED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARED[1:])],
+)
 def test_ranks_on_one_gpu_share_its_memory(first, second, more, share):
     """On any machine: which GPU a rank has is read from its environment before the device starts."""
     ranks = [
@@ -501,7 +504,7 @@ def test_a_platform_that_is_not_there_is_one_sentence(platform):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
     command = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py"
     line = f"{command} --train-for 2st --run-dir {tmp_path}"

@@ -25,11 +25,16 @@ from line_task import BY_TOKEN, LINE, STEPS, line, lines, loss
 from tolerances import U
 
 EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
+LONGEST = ("translation", "contrastive", "multi_label")
 WITHOUT = [file for file in EXAMPLES if file.stem != "gan"]  # which has a test of its own
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("file", WITHOUT, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[pytest.mark.slow] * (file.stem in LONGEST)) for file in WITHOUT],
+    ids=lambda file: file.stem,
+)
 def test_the_examples_train(file, tmp_path):
     assert_improves("loss", train_here(str(file), *SHORT, "--run-dir", str(tmp_path / "run")))
 
@@ -37,7 +42,7 @@ def test_the_examples_train(file, tmp_path):
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("ranks", "devices"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), (1, 8), (2, 1), pytest.param(8, 1, marks=pytest.mark.slow)],
+    [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (1, 8), (8, 1)))],
 )
 def test_the_gan_trains_in_one_process_and_in_eight(ranks, devices, tmp_path):
     options = [*SHORT, "--effective-batch", "64", "--run-dir", str(tmp_path / "run"), "--replica-check-every", "4st"]

@@ -368,6 +368,7 @@ def test_nan_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_p
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # like a NaN loss at its step
 def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
     """One example is NaN; the sampler says at which step it comes."""
     at_step = 4
@@ -486,6 +487,7 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # two jobs
 def test_a_run_directory_may_have_a_name_that_is_no_text(tmp_path):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
     for steps, on in ((2, train_here), (4, functools.partial(train, 2))):
@@ -496,6 +498,7 @@ def test_a_run_directory_may_have_a_name_that_is_no_text(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # two jobs
 def test_shared_memory_that_is_read_only_is_named_with_a_way_out(tmp_path):
     enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
@@ -657,6 +660,7 @@ MISFITS = {
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job for a conversion
 def test_params_and_classes_may_be_numpys_own_types(tmp_path):
     """Ranks other than the first know the params by their shapes only, and a number of classes may be NumPy's."""
     (tmp_path / "numpy.py").write_text(NUMPY_TYPES)
@@ -831,6 +835,7 @@ experiment = dataclasses.replace(experiment, model=experiment.model._replace(app
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job for what must not happen
 def test_strategy_none_saves_nothing(tmp_path):
     ended = train(2, DIGITS, "--exchange.strategy", "none", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert ended.code == 0, ended.out

@@ -60,6 +60,7 @@ def test_one_stream_is_that_of_one_worker_for_any_number(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # runs with several workers
 def test_streams_of_their_own_are_all_evaluated_once(tmp_path):
     run = streams(tmp_path, EACH, devices=3)  # 13 examples: 5, 4 and 4
     figures = main.train(run, "lines")
@@ -81,7 +82,9 @@ def test_two_evaluations_of_a_stream_may_be_read_in_turns(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("data", "devices", "step"), [(ONE, 2, 1), (EACH, 2, 4)], ids=["one", "each"])
+@pytest.mark.parametrize(
+    ("data", "devices", "step"), [(ONE, 2, 1), pytest.param(EACH, 2, 4, marks=pytest.mark.slow)], ids=["one", "each"]
+)
 def test_a_resumed_run_is_that_which_did_not_end(data, devices, step, tmp_path):
     whole = streams(tmp_path, data, devices=devices)
     part = dataclasses.replace(whole, run_dir=str(tmp_path / "part"))
