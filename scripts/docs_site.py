@@ -16,9 +16,9 @@ ROOT = Path(__file__).parent.parent
 # The menu, by section; pages that are not named come last.
 MENU = {
     "Start": ("index", "quickstart"),
-    "Run": ("choosing", "combining", "launching", "gpu", "seeing", "reliability"),
-    "Data and models": ("data", "packed", "text", "models"),
-    "Functions": ("collectives", "functions", "porting"),
+    "Run": ("choosing", "combining", "launching", "gpu", "support", "seeing", "reliability"),
+    "Data and models": ("data", "packed", "text", "models", "tasks"),
+    "Own loop": ("own_loop", "collectives", "functions", "porting"),
     "Inside": ("strategies", "exchange", "plan", "rules"),
     "Figures": ("results", "performance", "papers"),
     "Extend": ("extending", "api", "design"),

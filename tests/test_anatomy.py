@@ -21,7 +21,7 @@ from jaxmpi.observe.step_timing import (
     flat,
     folded,
     summary,
-    summary_apart,
+    summary_asynchronous,
     taken_apart,
 )
 from jaxmpi.runtime import spans
@@ -169,7 +169,7 @@ def test_workers_that_do_not_keep_step_are_compared_by_step():
         "sync": np.array([0.0, 0.0, 1.0]),
         "other": np.zeros(3),
     }
-    seen = summary_apart(spent)
+    seen = summary_asynchronous(spent)
     assert (seen.steps, seen.source) == (15.0, "measured")
     assert seen.table.keys() == PARTS.keys()
     assert seen.table["compute"] == (0.4, 0.5, 0.6, 2)

@@ -713,6 +713,7 @@ failures.PASSED_ON_S = 4.0 * (os.environ.get("OMPI_COMM_WORLD_RANK") == "0")
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # waits for a launcher
 def test_one_rank_says_what_is_refused_however_slow_the_launcher_ends_the_others(tmp_path):
     (tmp_path / "slowly.py").write_text(SLOWLY_ENDED)
     line = (sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "3", str(tmp_path / "slowly.py"))

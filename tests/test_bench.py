@@ -124,6 +124,7 @@ def test_one_rank_has_no_peers_and_no_bound(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_under_a_launcher_every_process_is_a_rank(tmp_path):
     out = tmp_path / "out.json"
     args = ("--strategies", "tree:bf16", "none", "--sizes", "999", "--peers", "none", "--out", str(out), *QUICK)
@@ -186,6 +187,7 @@ def test_where_one_job_fails_the_other_is_ended(capfd):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_what_ends_the_command_ends_its_ranks_and_shows_what_was_measured(tmp_path):
     out = tmp_path / "out.json"
     args = ("-n", "2", "--sizes", "8", "--strategies", "asa32", "--peers", "none", "--rounds", "1000000")

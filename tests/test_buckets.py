@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi.allreduce.buckets import Order, plan
+from jaxmpi.allreduce.buckets import Order, assign_buckets
 
 sizes = st.lists(st.integers(0, 3000), max_size=20)
 
@@ -15,7 +15,7 @@ sizes = st.lists(st.integers(0, 3000), max_size=20)
 def test_every_leaf_that_holds_something_travels_once_and_in_order(sizes, bucket_bytes, random):
     ready = list(range(len(sizes)))
     random.shuffle(ready)
-    buckets = plan(sizes, bucket_bytes, ready)
+    buckets = assign_buckets(sizes, bucket_bytes, ready)
     assert sorted(i for bucket in buckets for i in bucket) == [i for i, n in enumerate(sizes) if n]
     place = {leaf: i for i, leaf in enumerate(ready)}
     for bucket in buckets:
@@ -36,15 +36,21 @@ def test_every_leaf_that_holds_something_travels_once_and_in_order(sizes, bucket
 
 def test_the_first_and_the_last_buckets_are_small():
     fours = [list(range(i, i + 4)) for i in range(1, 37, 4)]
-    assert plan([25] * 41, 400, list(range(41))) == [[0], *fours, [37], [38, 39], [40]]  # a quarter, 1, ..., 1/2, 1/4
-    assert plan([1, 100, 1], 400, [0, 1, 2]) == [[0], [1], [2]]  # a big leaf is alone and not copied
-    assert plan([1, 100, 1], 400) == [[0, 2], [1]]
+    assert assign_buckets([25] * 41, 400, list(range(41))) == [
+        [0],
+        *fours,
+        [37],
+        [38, 39],
+        [40],
+    ]  # a quarter, 1, ..., 1/2, 1/4
+    assert assign_buckets([1, 100, 1], 400, [0, 1, 2]) == [[0], [1], [2]]  # a big leaf is alone and not copied
+    assert assign_buckets([1, 100, 1], 400) == [[0, 2], [1]]
 
 
 def test_small_leaves_that_are_early_do_not_wait_for_the_last_ones():
     """Backward through convolutions: weights that shrink towards the input, and biases."""
     sizes = [10, 2000, 10, 1000, 10, 500, 10, 250, 10, 5]
-    assert plan(sizes, 4000, list(range(10))) == [[0], [1], [2, 4, 5], [3], [6, 7], [8, 9]]
+    assert assign_buckets(sizes, 4000, list(range(10))) == [[0], [1], [2, 4, 5], [3], [6, 7], [8, 9]]
 
 
 def backward(params, x):

@@ -384,7 +384,7 @@ def test_messages_may_be_sent_where_nothing_is_under_way(tmp_path):
     assert main.train(lines(tmp_path, callbacks=sends, train_for="1st"), "lines")["eval_count"] > 0
 
 
-APART = """
+ASYNCHRONOUS = """
 import jaxmpi
 from pathlib import Path
 from jaxmpi.config import RuleConfig
@@ -406,7 +406,7 @@ jaxmpi.Trainer(lines(Path("{folder}"), **fields, run_dir="{folder}/run")).fit()
 @pytest.mark.e2e
 @pytest.mark.slow  # a job
 def test_the_rate_in_the_record_of_workers_apart_is_that_of_a_callback(tmp_path):
-    (tmp_path / "job.py").write_text(APART.format(folder=tmp_path))
+    (tmp_path / "job.py").write_text(ASYNCHRONOUS.format(folder=tmp_path))
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
     assert ended.code == 0, ended.out
     rows = [json.loads(text) for text in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
@@ -435,6 +435,7 @@ jaxmpi.Trainer(lines(Path("{folder}"), callbacks=(Alone(), Sums()), eval_every="
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job
 def test_a_call_that_one_rank_alone_makes_is_named(tmp_path):
     (tmp_path / "job.py").write_text(ONE_RANK.format(folder=tmp_path))
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})

@@ -174,6 +174,7 @@ def test_the_example_in_the_docs(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # two jobs; along an axis: test_sharded.py
 def test_sharded_updates_leave_what_whole_ones_leave_with_a_share_of_the_velocity(over_xla, folder):
     (folder / "weighed.py").write_text(WEIGHED)
     args = ("--comm", "xla", "--devices", "2", "--exchange.strategy", "ar", "--exchange.shard-update", "on")

@@ -23,7 +23,7 @@ from jaxmpi.trainer.callbacks import EarlyStop, ReduceOnPlateau
 from jaxmpi.trainer.compatibility import IN_A_JOB, REFUSALS, check_compatible
 from launching import ROOT
 
-APART, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
+EASGD, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
 SEVERAL = {"devices": 2}  # of each of two ranks
 SHARDED = {"exchange": ExchangeConfig(shard_update="on")}
@@ -33,15 +33,24 @@ MADE = Optim("mine", transform=optax.sgd(0.1))  # with its rate
 STREAM = Data("grain", train=lambda worker, workers: iter([]))
 HELD_OUT = Data("mixture", train=(([1], 1.0),), validation=STREAM)
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("on_nonfinite: got rollback with an asynchronous rule, .*; skip or stop", {"on_nonfinite": "rollback", **APART}),
-    ("batch_statistics: got synchronised with an asy.*; averaged or", {"batch_statistics": "synchronised", **APART}),
+    (
+        "on_nonfinite: got rollback with an asynchronous rule, .*; skip or stop",
+        {"on_nonfinite": "rollback", **EASGD},
+    ),
+    (
+        "batch_statistics: got synchronised with an asy.*; averaged or",
+        {"batch_statistics": "synchronised", **EASGD},
+    ),
     (
         "step_mode: got split with an asynchronous rule, whose workers do not meet; auto",
-        {"step_mode": "split", **APART},
+        {"step_mode": "split", **EASGD},
     ),
-    ("callbacks: got .* with an asynchronous rule.*leave EarlyStop", {"callbacks": (EarlyStop(),), **APART}),
-    ("data.memory: got partition with an asynchronous rule.*shuffle", {"data": Data(memory="partition"), **APART}),
-    ("data.source: got grain with an IterDataset and an asynchronous rule", {"data": STREAM, **APART}),
+    ("callbacks: got .* with an asynchronous rule.*leave EarlyStop", {"callbacks": (EarlyStop(),), **EASGD}),
+    (
+        "data.memory: got partition with an asynchronous rule.*shuffle",
+        {"data": Data(memory="partition"), **EASGD},
+    ),
+    ("data.source: got grain with an IterDataset and an asynchronous rule", {"data": STREAM, **EASGD}),
     ("data.source: got grain with an IterDataset and --on-rank-loss shrink", {"data": STREAM, **SHRINK}),
     (
         "data.memory: got partition with an IterDataset of Grain",
@@ -73,7 +82,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("schedule.rate: got .* with an optimizer of one's own", {"optim": MADE, "schedule": Schedule(rate=lambda k: 1)}),
     ("comm: got xla with --on-rank-loss shrink", {"comm": "xla", **SHRINK}),
     ("devices: got 4 with --on-rank-loss shrink", {"devices": 4, **SHRINK}),
-    ("rule.name: got easgd with --on-rank-loss shrink; easgd, asgd and gosgd outlive", {**APART, **SHRINK}),
+    ("rule.name: got easgd with --on-rank-loss shrink; easgd, asgd and gosgd outlive", {**EASGD, **SHRINK}),
     ("rule.name: got local_sgd with --on-rank-loss shrink", {**H, **SHRINK}),
     ("exchange.strategy: got lowrank4 with --on-rank-loss", {"exchange": ExchangeConfig("lowrank4"), **SHRINK}),
     ("exchange.strategy: got none with --on-rank-loss shrink", {"exchange": ExchangeConfig("none"), **SHRINK}),
@@ -88,15 +97,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("exchange.overlap: got delayed with --on-rank-loss", {"exchange": ExchangeConfig(overlap="delayed"), **SHRINK}),
     ("batch_statistics: got synchronised with --on-rank-loss", {"batch_statistics": "synchronised", **SHRINK}),
     ("data.memory: got partition with --on-rank-loss", {"data": Data(memory="partition"), **SHRINK}),
-    ("devices: got 2 with an asynchronous rule.*start as many ranks", {"devices": 2, **APART}),
-    ("comm: got xla with an asynchronous rule, whose workers do not meet; take --comm mpi", {"comm": "xla", **APART}),
+    ("devices: got 2 with an asynchronous rule.*start as many ranks", {"devices": 2, **EASGD}),
+    (
+        "comm: got xla with an asynchronous rule, whose workers do not meet; take --comm mpi",
+        {"comm": "xla", **EASGD},
+    ),
     (
         "rule.momentum: got 0.9 with rule easgd and optimizer momentum; EAMSGD",
         {"rule": RuleConfig("easgd", momentum=0.9)},
     ),
     ("continue_from: got a with the asynchronous rule gosgd: its", {"continue_from": "a", "rule": RuleConfig("gosgd")}),
-    ("exchange.strategy: got none with.*wire only: give a", {"exchange": ExchangeConfig("none"), **APART}),
-    ("exchange.strategy: got lowrank4 with.* wires 32, 16,", {"exchange": ExchangeConfig("lowrank4"), **APART}),
+    ("exchange.strategy: got none with.*wire only: give a", {"exchange": ExchangeConfig("none"), **EASGD}),
+    ("exchange.strategy: got lowrank4 with.* wires 32, 16,", {"exchange": ExchangeConfig("lowrank4"), **EASGD}),
     # It could be cut, but what it evaluates is made of all of z.
     ("shard_update: got on with.*expected sgd, .*adamw.*muon", {"optim": Optim("schedule_free_sgd"), **SHARDED}),
     # Fields of one part, which refuses them when it is made.
@@ -139,7 +151,7 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
     [
         {},
         SHRINK,
-        {"on_nonfinite": "skip", **APART},
+        {"on_nonfinite": "skip", **EASGD},
         {"on_nonfinite": "rollback", **H},
         {"on_nonfinite": "skip"},
         {**SEVERAL, **SHARDED},

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmpi
 from jaxmpi.allreduce.algorithms import ALIASES
 from jaxmpi.allreduce.api import exchange, exchange_gradients
-from jaxmpi.allreduce.buckets import plan
+from jaxmpi.allreduce.buckets import assign_buckets
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
@@ -131,12 +131,12 @@ PLANS = [
 
 @pytest.mark.parametrize(("sizes", "bucket_bytes", "expected"), PLANS)
 def test_bucket_plan(sizes, bucket_bytes, expected):
-    assert sorted(plan(sizes, bucket_bytes)) == sorted(expected)
+    assert sorted(assign_buckets(sizes, bucket_bytes)) == sorted(expected)
 
 
 @given(st.lists(st.integers(0, 50)), st.none() | st.integers(4, 100))
 def test_a_plan_carries_every_leaf_once_in_order_and_keeps_its_size(sizes, bucket_bytes):
-    buckets = plan(sizes, bucket_bytes)
+    buckets = assign_buckets(sizes, bucket_bytes)
     assert sorted(i for bucket in buckets for i in bucket) == [i for i, n in enumerate(sizes) if n]
     assert all(bucket == sorted(bucket) for bucket in buckets)
     if bucket_bytes is None:
@@ -144,7 +144,7 @@ def test_a_plan_carries_every_leaf_once_in_order_and_keeps_its_size(sizes, bucke
         return
     for bucket in buckets:
         assert len(bucket) == 1 or 4 * sum(sizes[i] for i in bucket) <= bucket_bytes
-    assert plan(sizes, bucket_bytes) == buckets
+    assert assign_buckets(sizes, bucket_bytes) == buckets
 
 
 @pytest.mark.parametrize("strategy", ["asa32", "tree", "pipering", "root"])
@@ -154,7 +154,7 @@ def test_some_strategies_give_the_same_bits_whatever_the_buckets(strategy):
     """
     tree = {str(n): noise(n, (n,), workers=4) for n in (1, 5, 33, 64)}
     buckets = (None, 4, 100)
-    assert [len(plan([1, 33, 5, 64], b)) for b in buckets] == [1, 4, 3]
+    assert [len(assign_buckets([1, 33, 5, 64], b)) for b in buckets] == [1, 4, 3]
     results = [over_workers(exchange, 4, strategy=strategy, bucket_bytes=b)(tree) for b in buckets]
     bits = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)] for result in results]
     assert bits[0] == bits[1] == bits[2]

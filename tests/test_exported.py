@@ -93,6 +93,7 @@ def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_lau
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # two commands of what the other test proves
 def test_the_command_gives_the_outputs_of_predict_bit_for_bit(tmp_path, monkeypatch, as_users_have_it):
     argv = ["experiments/digits.py", "--train-for", "6st", "--run-dir", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])

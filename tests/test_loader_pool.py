@@ -339,7 +339,7 @@ class TestLoadersThatFail:
                 list(batches)
         assert children() == []
 
-    @pytest.mark.e2e
+    @pytest.mark.slow  # waits for time limits
     def test_one_that_is_stopped_with_its_pipe_full_is_noticed_as_well(self, monkeypatch):
         monkeypatch.setattr("jaxmpi.data.loader_pool.END_S", 0.2)
         size = 40_000  # numbers of a batch's examples take more than the pipe does

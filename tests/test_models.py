@@ -166,7 +166,7 @@ ELSEWHERE = ("alexnet", "vgg", "lstm", "gpt", "lm300m")  # test_zoo.py, test_mod
 
 
 DEEP = ("resnet101_tiny", "resnet152_tiny")  # more of the same blocks
-DEEP += ("resnet18_tiny", "googlenetbn_tiny")  # the first learns in test_zoo_bn.py, the second has GoogLeNet's blocks
+DEEP += ("resnet18_tiny", "resnet50_tiny", "googlenetbn_tiny")  # resnet18 learns in test_zoo_bn.py
 
 
 @pytest.mark.e2e

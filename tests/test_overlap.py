@@ -426,6 +426,7 @@ print("summed before the last start:", sum(e.what == "summed" and e.time_s < las
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # of times
 def test_between_hosts_with_slow_links_buckets_arrive_while_others_are_computed(tmp_path):
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + ON_A_CLUSTER)
     cluster = [sys.executable, "scripts/cluster.py", "--hosts", "3", "--rate", "500mbit", "--"]

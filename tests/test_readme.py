@@ -35,6 +35,7 @@ RUN = (
     "quickstart",
     "tasks",
     "extending",
+    "own_loop",
     "launching",
     "data",
     "packed",
@@ -149,6 +150,8 @@ BY_HAND = (
     "majority",
     "pack",
     "weights",
+    "mpirun",
+    "doctor",
 )
 NOT_RUN = {
     "tests": "it is this very suite",

@@ -26,7 +26,7 @@ from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.record_format import PARTS, SOURCES
 from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, Unit, blocks, classic_line, cut_record, jsonable
 from jaxmpi.observe.sinks.files import TensorBoard
-from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_apart
+from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_asynchronous
 from jaxmpi.observe.terminal import Plain
 from jaxmpi.runtime.spans import Span
 from jaxmpi.trainer.plan import make_plan
@@ -406,13 +406,13 @@ def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_pat
     spent = {name: np.zeros(3) for name in ("data", "transfer", "other", "exchange")}
     spent |= {"steps": np.array([20.0, 10.0, 0.0]), "compute": np.array([8.0, 6.0, 0.0])}
     spent |= {"sync": np.array([2.0, 4.0, 0.0])}
-    line = Classic().add(summary_apart(spent), 5120, 5120)
+    line = Classic().add(summary_asynchronous(spent), 5120, 5120)
     assert line is not None
     assert (line["time_s"], line["train_s"], line["sync_s"]) == (10.0, 7.0, 3.0)
     assert line["anatomy"]["compute"] == [6.0, 7.0, 8.0, 0]
     record, _ = recorder(tmp_path)
     record._begin -= 100.0
-    record.train(**TRAIN, anatomy=summary_apart(spent), images=96)
+    record.train(**TRAIN, anatomy=summary_asynchronous(spent), images=96)
     assert rows(tmp_path)[0]["goodput"] == pytest.approx(14.0 / 3 / 100.0, rel=1e-2)
     record.close()
 

@@ -418,9 +418,14 @@ def deep(depth: int, value: object = 1) -> object:
     ("kind", "fields"),
     [
         ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")}),
-        ("train", {"loss": 1e308, "lr": -1e308}),
-        ("train", {"slowest": "\ud800"}),
-        ("eval", {"eval_loss": 10**400}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("train", {"loss": 1e308, "lr": -1e308}),
+                ("train", {"slowest": "\ud800"}),
+                ("eval", {"eval_loss": 10**400}),
+            )
+        ),
         ("exchange", {"buckets": [["$\\frac{$", 0.1, 0.1], ["\ud800", 0.1, 0.1], ["a", 10**400, 1]]}),
         ("run", {"strategy": "\ud800", "\ud801": 1}),
         ("run", {"more": deep(300)}),

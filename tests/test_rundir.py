@@ -211,7 +211,7 @@ WAYS = {  # what others do, what is said of it, where the run is then
 }
 
 
-APART = (
+ASYNCHRONOUS = (
     "removed",
     2,
     (
@@ -233,7 +233,7 @@ GONE = [
     pytest.param("moved", 1, (), marks=pytest.mark.slow),
     ("replaced", 1, ()),
     ("removed", 1, ()),
-    pytest.param(*APART, marks=pytest.mark.slow),
+    pytest.param(*ASYNCHRONOUS, marks=pytest.mark.slow),
 ]
 
 

@@ -509,6 +509,34 @@ def looped_mean(updates: Any) -> Any:
     return jax.lax.fori_loop(0, 3, body, (updates, jnp.float32(0)))[0]
 
 
+def times_state(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    """Updates times numbers in the state."""
+    return jax.tree.map(lambda x, factor: x * factor, updates, state), state
+
+
+def by_rows_from_the_start() -> Any:
+    """A rate of each tensor by its number of rows, in the state."""
+    rate = lambda leaf: jnp.float32(leaf.shape[0] ** -0.5)  # noqa: E731
+    return optax.GradientTransformation(lambda params: jax.tree.map(rate, params), times_state)
+
+
+def by_number_from_the_start() -> Any:
+    """A rate by the number of tensors, in the state."""
+    rate = lambda params: jnp.float32(1 / len(jax.tree.leaves(params)))  # noqa: E731
+    return optax.GradientTransformation(lambda params: jax.tree.map(lambda _: rate(params), params), times_state)
+
+
+def by_place(updates: Any) -> Any:
+    """A factor of each tensor by its place among those that there are."""
+    leaves, structure = jax.tree.flatten(updates)
+    return jax.tree.unflatten(structure, [x * 0.9 ** (len(leaves) - i) for i, x in enumerate(leaves)])
+
+
+def by_table(step: Any) -> Any:
+    """A rate out of a table."""
+    return jnp.array([1e-3, 1e-4, 1e-5])[jnp.sum(step >= jnp.array([100, 200]))]
+
+
 def late(step: Any, **_: Any) -> Any:
     """From step 100 on."""
     return step >= 100
@@ -541,6 +569,8 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
         optax.partition({"bias": ADAM, "kernel": optax.contrib.prodigy(), "scale": ADAM}, names_of),
         # Every third tensor.
         optax.chain(optax.masked(optax.clip_by_global_norm(1.0), is_kernel), ADAM),
+        optax.chain(optax.lars(1e-2), by_number_from_the_start()),
+        optax.chain(optax.lars(1e-2), step_of_one_s_own(by_place)),
         # The mean over all tensors, behind a loop and a branch.
         step_of_one_s_own(looped_mean),
         step_of_one_s_own(lambda updates: jax.tree.map(lambda u: u / u.max() / len(jax.tree.leaves(updates)), updates)),
@@ -560,6 +590,10 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
         (optax.chain(optax.zero_nans(), ADAM), "entries"),
         (optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-3, 0.0, 100)), "entries"),
         (optax.radam(1e-3), "entries"),
+        (optax.adam(optax.cosine_onecycle_schedule(100, 1e-3)), "entries"),
+        (optax.adam(by_table), "entries"),
+        (optax.chain(ADAM, by_rows_from_the_start()), "leaves"),
+        (optax.chain(ADAM, by_number_from_the_start()), "entries"),
         (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-3)), "leaves"),
         (optax.chain(optax.centralize(), optax.sgd(1e-3)), "leaves"),
         (optax.chain(optax.scale_by_sm3(), optax.scale(-1e-3)), "leaves"),

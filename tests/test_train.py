@@ -95,7 +95,7 @@ def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, back
     monkeypatch.setattr(topology, "is_cuda_aware", lambda: True)
     monkeypatch.setattr(topology.jax, "default_backend", lambda: backend)
     alone: Any = types.SimpleNamespace(size=size)
-    ranks = topology.Workers(alone, alone, (0,), None, apart=size if is_asynchronous else 0)
+    ranks = topology.Workers(alone, alone, (0,), None, asynchronous=size if is_asynchronous else 0)
     assert topology.transport(ranks, strategy) == told
 
 
@@ -109,7 +109,7 @@ def test_transport_says_that_devices_add_up_first():
 @pytest.mark.parametrize(("workers", "told"), [(4, "wire 16"), (0, "root:16")])
 def test_an_asynchronous_run_records_its_wire_for_it_runs_no_strategy(workers, told):
     alone: Any = types.SimpleNamespace(size=4)
-    ranks = topology.Workers(alone, alone, (0,), None, apart=workers)
+    ranks = topology.Workers(alone, alone, (0,), None, asynchronous=workers)
     assert run_directory.facts_of(Experiment(), ranks, "root:16", "fused", None, "")["strategy"] == told
 
 
@@ -746,8 +746,8 @@ def make_digit_folders(root: Path) -> None:
     [
         ("split", "a file less"),
         ("fused", "a file less"),
-        ("split", "another class name"),
-        ("split", "another file name"),
+        pytest.param("split", "another class name", marks=pytest.mark.slow),
+        pytest.param("split", "another file name", marks=pytest.mark.slow),
     ],
 )
 def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, form, tmp_path):
@@ -770,6 +770,7 @@ def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, 
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # like data that differs
 def test_a_data_folder_that_one_rank_lacks_is_named(tmp_path):
     make_digit_folders(tmp_path / "data")
     ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/nowhere", DIGITS, "--data.source", "imagefolder")
@@ -792,6 +793,7 @@ def test_skipped_examples_stay_counted_when_a_run_goes_on(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # three jobs
 def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
     args = (DIGITS, "--rule.name", "awagd", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
     assert train(2, *args).code == 0
@@ -807,7 +809,7 @@ def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("where", ["apply", "save"])
+@pytest.mark.parametrize("where", [pytest.param("apply", marks=pytest.mark.slow), "save"])
 def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
     """Only the first rank of a host traces the model, and only rank 0 makes the checkpoint's folder."""
     path = tmp_path / "raises.py"
@@ -892,6 +894,7 @@ def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, ar
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job for a refusal
 def test_synchronised_statistics_of_a_model_without_any_are_refused(tmp_path):
     ended = train(2, DIGITS, "--batch-statistics", "synchronised", "--run-dir", str(tmp_path / "run"))
     assert not ended.timed_out

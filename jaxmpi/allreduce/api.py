@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
-from jaxmpi.allreduce.buckets import Order, fuse, plan, split, split_all
+from jaxmpi.allreduce.buckets import Order, assign_buckets, fuse, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
@@ -217,7 +217,7 @@ class Choice(NamedTuple):
         """
         bucket_bytes = 0 if parse(self.strategy).spec.means else self.bucket_bytes
         sizes = [leaf.size if leaf.dtype in FLOATS else 0 for leaf in leaves]
-        return plan(sizes, bucket_bytes, self.ready(len(leaves)))
+        return assign_buckets(sizes, bucket_bytes, self.ready(len(leaves)))
 
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""

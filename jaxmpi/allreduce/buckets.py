@@ -77,7 +77,9 @@ def places(jaxpr: jax.extend.core.Jaxpr) -> tuple[int, ...]:
 # ---------------------------------------------------------------- which travel together
 
 
-def plan(sizes: Sequence[int], bucket_bytes: int | None, ready: Sequence[int] | None = None) -> list[list[int]]:
+def assign_buckets(
+    sizes: Sequence[int], bucket_bytes: int | None, ready: Sequence[int] | None = None
+) -> list[list[int]]:
     """Which leaves travel together, as indices; empty leaves do not travel.
 
     A leaf of `bucket_bytes` or more is alone, so that it need not be copied; smaller neighbours are fused up to that.

@@ -171,4 +171,4 @@ def exchange_handlers() -> ExchangeHandlers:
     """This process's; all ranks make the first call together."""
     comm = world()
     assert isinstance(comm, MpiComm)
-    return ExchangeHandlers(comm.processes.apart(), comm.order, comm.hosts)
+    return ExchangeHandlers(comm.processes.on_own_communicator(), comm.order, comm.hosts)

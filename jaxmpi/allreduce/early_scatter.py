@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from jaxmpi.allreduce.buckets import places, plan
+from jaxmpi.allreduce.buckets import assign_buckets, places
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime.host_callbacks import can_go
 
@@ -118,7 +118,9 @@ def buckets(program: Jaxpr, count: int, bucket_bytes: int | None) -> list[list[i
     """Which of the first `count` results are summed together, in the order in which buckets are full."""
     made, leaves = places(program), [variable(atom).aval for atom in program.outvars[:count]]
     ready = sorted(range(count), key=lambda i: (made[i], -i))
-    return sorted(plan([leaf.size for leaf in leaves], bucket_bytes, ready), key=lambda b: max(made[i] for i in b))
+    return sorted(
+        assign_buckets([leaf.size for leaf in leaves], bucket_bytes, ready), key=lambda b: max(made[i] for i in b)
+    )
 
 
 class Fill(NamedTuple):

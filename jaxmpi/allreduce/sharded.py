@@ -43,7 +43,7 @@ from jaxmpi.allreduce.api import (
     settle,
 )
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.buckets import Order, plan
+from jaxmpi.allreduce.buckets import Order, assign_buckets
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
@@ -357,7 +357,7 @@ def vectors_of(
         starts = range(0, deal.width, width)
         return RowsInColumns(deal, [(start, min(start + width, deal.width)) for start in starts])
     leaves, structure = jax.tree.flatten(like)
-    buckets = order.buckets(leaves) if order else plan([leaf.size for leaf in leaves], bucket_bytes)
+    buckets = order.buckets(leaves) if order else assign_buckets([leaf.size for leaf in leaves], bucket_bytes)
     return SlicesInBuckets(structure, tuple(leaves), workers, buckets)
 
 
@@ -460,7 +460,9 @@ class MasteredState(NamedTuple):
     masters: PyTree  # this worker's slice of params in 32 bits
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "is_dealt", "whole"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "is_dealt", "whole", "owners")
+)
 @dataclass(frozen=True)
 class ShardedState(RanksOwn):
     """State of `sharded`, and how it is cut, for whoever saves it."""
@@ -469,6 +471,7 @@ class ShardedState(RanksOwn):
     chunks: tuple[int, ...]  # by worker: the number of its share
     is_dealt: bool  # whether shares are whole tensors; else slices of each
     whole: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes: of the leaves of `own`, or of the dealt tensors
+    owners: tuple[int, ...] = ()  # of dealt tensors: the number of the share that each is in
 
 
 def sharded(
@@ -534,7 +537,7 @@ def sharded(
             state, whole = MasteredState(state, of.own(params)), lambda tree: MasteredState(tx.init(tree), tree)
         named = named_leaves(params if of.deal else jax.eval_shape(whole, params))
         shapes = tuple((name, tuple(x.shape)) for name, x in named)
-        return ShardedState(state, of.chunks, bool(of.deal), shapes)
+        return ShardedState(state, of.chunks, bool(of.deal), shapes, of.deal.owners if of.deal else ())
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")

@@ -45,7 +45,7 @@ class Saver:
         """
         self.home, self._folder = home, home.path / "checkpoints"
         self._workers, self._equal, self._keep = workers, (replicated, same_params), keep
-        self._processes = processes.apart() if processes.may_overlap else processes
+        self._processes = processes.on_own_communicator() if processes.may_overlap else processes
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._saved: int | None = None  # step of a whole checkpoint that `taken` has not returned yet

@@ -421,7 +421,7 @@ def facts_of(
     return {
         "experiment": flags.resolved(experiment),
         "workers": workers.size,
-        "strategy": f"wire {strategy.partition(':')[2]}" if workers.apart else strategy,
+        "strategy": f"wire {strategy.partition(':')[2]}" if workers.asynchronous else strategy,
         "form": form,
         "transport": transport(workers, strategy),
         "backend": jax.default_backend(),

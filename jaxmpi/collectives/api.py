@@ -1,4 +1,10 @@
-"""The operations as functions of arrays and trees, inside and outside jit."""
+"""The operations as functions of arrays and trees, inside and outside jit.
+
+A function checks what this rank can see by itself: op, root, counts, dtype, rows. Then it makes one call for each leaf,
+or one for many small leaves of a dtype, and each call is bound as a primitive of JAX (`primitive`), which ranks compare
+when it is traced and when it runs. What the user gave, before casts and packing, goes along with the first call of a
+tree, so that an error names the user's leaves. With one worker nothing is bound: a row of the table says what it gets.
+"""
 
 import operator
 from collections.abc import Mapping, Sequence

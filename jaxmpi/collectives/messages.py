@@ -5,9 +5,10 @@ receiver's array undefined, or is read as numbers that it is not. And a rank tha
 waits for ever. So a header goes before each message, with its dtype, shape and the sender's line; whoever waits looks
 for messages, has a time limit, and names the call.
 
-Headers and arrays have communicators of their own. A header has a number of its sender's, which is the tag of the array
-behind it. So receives that wait at once for headers of one source and tag, as of started messages, get each its own
-header in the order in which they began, as MPI has it, and then that header's array.
+A small array travels in its header's message. Else headers and arrays have communicators of their own, and a header has
+a number of its sender's, which is the tag of the array behind it. So receives that wait at once for headers of one
+source and tag, as of started messages, get each its own header in the order in which they began, as MPI has it, and
+then that header's array.
 
 A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
 ranks may both send first. It looks again at its next message, and before the process ends.
@@ -40,6 +41,7 @@ from jaxmpi.runtime.mpi_end import before_mpi_ends
 MESSAGE = "jaxmpi: a message between two ranks"
 HEADER = struct.Struct("qqq80s152s")  # sender's rank, tag, tag of the array, dtype and shape, the sender's call
 ANY = -2  # source or tag
+INLINE, INLINE_BYTES = -1, 4096  # in place of a number: the array, of so many bytes at most, is behind its header
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 Requests = list[Any]  # of mpi4py
 
@@ -55,14 +57,18 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     results = [like(operands[-1])] if call.operation != "send" else []
     sent = operands[:1] if call.operation != "recv" else ()
     rest = operands[-1:] if results and call.source == NOBODY else ()
-    options = {"comm": number_of(call.comm), **options_of(call, what)}
+    _calls.append((call.comm, options_of(call, what)))
     name, effect = registered(), call.comm.effect
-    came = host_callbacks.call(name, [*sent, *rest], results, effect=effect, **options)
+    came = host_callbacks.call(name, [*sent, *rest], results, effect=effect, call=len(_calls) - 1)
     return [as_was(y, dtype) for y in came]
 
 
+# Of programs, by the number that each has in it: reading an attribute of a handler takes several microseconds.
+_calls: list[tuple[MpiComm, dict[str, Any]]] = []
+
+
 def options_of(call: MpiCall, what: str) -> dict[str, Any]:
-    """Attributes of `steps`, which are numbers and a text."""
+    """Arguments of `steps`, which are numbers and a text."""
     places = {"source": ANY if call.source is None else call.source, "dest": call.dest}
     tags = {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
     return {**places, **tags, "status": call.status, "line": what}
@@ -113,16 +119,6 @@ def to_oneself(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
     )
     fill_in_program(call.status, 0, call.sendtag, place.nbytes)
     return x
-
-
-_comms: list[MpiComm] = []
-
-
-def number_of(comm: MpiComm) -> int:
-    """Number of a communicator in this process, for programs, which hold no objects."""
-    if comm not in _comms:
-        _comms.append(comm)
-    return _comms.index(comm)
 
 
 _statuses: dict[int, Any] = {}
@@ -205,12 +201,13 @@ def check_all_received() -> None:
             failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
 
 
-def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], comm: int, **options: Any) -> None:
+def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
     """Handler that programs call: all steps of the messages, one after another, with a limit to each."""
-    for requests in steps(_comms[comm], operands, results, **options):
+    comm, options = _calls[call]
+    for requests in steps(comm, operands, results, **options):
         for request in requests:
             if not wait(request.Test, TIMEOUT_S):
-                raise lost(_comms[comm], **options)
+                raise lost(comm, **options)
 
 
 def lost(comm: MpiComm, source: int, dest: int, line: str, **_: Any) -> TrainingError:
@@ -246,38 +243,45 @@ def steps(
 
 
 def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
-    """Begin to send a header and an array."""
-    number = next(_sent_numbers) % comm.processes.tags
-    header = np.frombuffer(HEADER.pack(comm.rank, tag, number, type_of(x).encode(), line.encode()), np.uint8)
+    """Begin to send a header and an array; what must be waited for until x may change."""
+    is_small = x.nbytes <= INLINE_BYTES
+    number = INLINE if is_small else next(_sent_numbers) % comm.processes.tags
+    header = HEADER.pack(comm.rank, tag, number, type_of(x).encode(), line.encode())
+    message = np.frombuffer(header + x.tobytes() * is_small, np.uint8)
     with _lock:
         for sent in [_unreceived.popleft() for _ in range(min(LOOKED_AT, len(_unreceived)))]:
             if not sent.request.Test():
                 _unreceived.append(sent)
-        _unreceived.append(Unreceived(comm.headers.Issend(header, dest, tag), line, comm, dest))
-    return [comm.arrays.Isend(part, dest, number) for part in _parts(x)]
+        _unreceived.append(Unreceived(comm.headers.Issend(message, dest, tag), line, comm, dest))
+    return [] if is_small else [comm.arrays.Isend(part, dest, number) for part in _parts(x)]
 
 
 def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
-    """Receive a header, compare it, and receive the array that it announces.
+    """Receive a header, compare it, and take the array behind it, or receive the one that it announces.
 
     Raises:
         UsageError: the array has another shape or dtype: both ranks' calls.
     """
     from mpi4py import MPI
 
-    header = np.empty(HEADER.size, np.uint8)
+    message = np.empty(HEADER.size + INLINE_BYTES, np.uint8)
     ranks, tags = MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag
     with comm.processes.roll.waiting(PARTNER, line, partner=None if source == ANY else source):
-        yield [comm.headers.Irecv(header, ranks, tags)]
-    rank, its_tag, number, *texts = HEADER.unpack(header.tobytes())
-    theirs, call = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-    numbers = comm.processes.numbers
-    check(
-        theirs == type_of(y),
-        f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
-        f"{call}; give both the same shape and dtype, or tell the messages apart by tags",
-    )
-    yield [comm.arrays.Irecv(part, rank, number) for part in _parts(y)]
+        yield [comm.headers.Irecv(message, ranks, tags)]
+    rank, its_tag, number, *texts = HEADER.unpack_from(message.data)
+    if texts[0].rstrip(b"\0") != type_of(y).encode()[:80]:
+        numbers, (theirs, call) = (
+            comm.processes.numbers,
+            (text.rstrip(b"\0").decode(errors="replace") for text in texts),
+        )
+        raise UsageError(
+            f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
+            f"{call}; give both the same shape and dtype, or tell the messages apart by tags"
+        )
+    if number == INLINE:
+        y.reshape(-1).view(np.uint8)[:] = message[HEADER.size : HEADER.size + y.nbytes]
+    else:
+        yield [comm.arrays.Irecv(part, rank, number) for part in _parts(y)]
     fill(status, rank, its_tag, y.nbytes)
 
 

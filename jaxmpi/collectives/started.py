@@ -257,7 +257,7 @@ class Lane:
 
     def __init__(self, comm: MpiComm) -> None:
         """Take communicators for comparisons and for operations; all its ranks call it together, and no others."""
-        self.control = comm.processes.apart()
+        self.control = comm.processes.on_own_communicator()
         self.mpi = self.control.clone()
         self._lock, self._is_busy = threading.Lock(), False
         self._pending: deque[PendingExchange] = deque()

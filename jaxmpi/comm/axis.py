@@ -1,4 +1,10 @@
-"""Communicators over a mapped axis: devices of one process, or XLA's own collectives."""
+"""Communicators over a mapped axis: devices of one process, or XLA's own collectives.
+
+Along an axis of `vmap` eight workers run in one process in milliseconds, which is how strategies are tested. Along an
+axis of `shard_map` they are devices, of one process or, with `--comm xla`, of all. `lax` names the collectives that MPI
+has, with two differences that are made up for here: a permutation must be complete under `vmap`, and what each worker
+takes from a sum must be cut out by its traced index.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar

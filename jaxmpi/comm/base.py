@@ -1,4 +1,9 @@
-"""The protocol of a communicator inside jit, and the one of a single worker."""
+"""The protocol of a communicator inside jit, and the one of a single worker.
+
+Strategies are written against `Comm` alone: its collectives, rank, size, and which host each worker is on. So the same
+sum runs over MPI (`mpi`), along an axis of `vmap` or `shard_map` (`axis`), among ranks that may die
+(`mpi_fault_tolerant`), or in one worker, for which all is the identity.
+"""
 
 import contextlib
 import operator

@@ -1,5 +1,10 @@
 """The control plane: small messages between processes, agreement, and time limits that name who is late.
 
+Before ranks exchange arrays they agree on what they are about to do: configurations, data, shapes, calls. These
+messages are MPI's non-blocking operations on communicators of their own, and waits poll and sleep: a blocking call
+would spin on a core, could not be given up, and could not say who has not come. When a wait has run out, ranks that are
+there say so (`late`), and the error names the others. `SoloProcesses` is the same for one process without MPI.
+
 Importing mpi4py starts MPI, so it happens inside functions.
 """
 
@@ -53,7 +58,7 @@ class SoloProcesses:
     rank, size, local_rank, local_size = 0, 1, 0, 1
     hosts, may_overlap = (0,), True
 
-    def apart(self) -> "SoloProcesses":
+    def on_own_communicator(self) -> "SoloProcesses":
         """The same: nothing is sent."""
         return self
 
@@ -105,7 +110,7 @@ class SoloProcesses:
         """The value, as JSON gives it back."""
         return self.allgather_object(value)[0]
 
-    def post(self) -> "Mailbox":
+    def mailbox(self) -> "Mailbox":
         """Nobody to write to."""
         return Mailbox()
 
@@ -263,7 +268,7 @@ class MpiProcesses:
             self.revoke()
         return self.vote(met)
 
-    def apart(self) -> "MpiProcesses":
+    def on_own_communicator(self) -> "MpiProcesses":
         """The same over a communicator of its own, for another thread; all ranks come here together."""
         other = copy.copy(self)
         other.world = self.clone()
@@ -357,7 +362,7 @@ class MpiProcesses:
         has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self._own), ECHO_S)
         return "" if has_spoken else "ends, since a rank that it needs is gone"
 
-    def post(self) -> Mailbox:
+    def mailbox(self) -> Mailbox:
         """Over a communicator of its own; all ranks come here together."""
         return MpiMailbox(self.clone())
 

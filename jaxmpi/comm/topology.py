@@ -1,4 +1,10 @@
-"""Workers of a job: which ranks and devices they are, and how state is laid out on them."""
+"""Workers of a job: which ranks and devices they are, and how state is laid out on them.
+
+A worker is a process with one device; or one of several devices of a process, over whose axis the step is mapped; or,
+under an asynchronous rule, a process that shares no program with others. `Workers` says which it is, and `put` and
+`take` move states between a host and its devices accordingly: several workers of a process are stacked along a leading
+axis.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,12 +42,12 @@ class Workers(NamedTuple):
     mine: tuple[int, ...]
     mesh: jax.sharding.Mesh | None  # of all workers' devices, if XLA exchanges between them; else of this process's
     devices: int = 1  # of each process, if `comm` is between processes, whose devices add theirs up before
-    apart: int = 0  # all workers, if each runs programs of its own (asynchronous rules) and `comm` is one's
+    asynchronous: int = 0  # all workers, if each runs programs of its own (asynchronous rules) and `comm` is one's
 
     @property
     def size(self) -> int:
         """All workers."""
-        return self.apart or self.comm.size * self.devices
+        return self.asynchronous or self.comm.size * self.devices
 
 
 def gather_workers(devices: int, comm: str = "mpi") -> Workers:
@@ -71,13 +77,13 @@ def gather_fault_tolerant(control: MpiProcesses) -> Workers:
     return Workers(comm, control, (control.rank,), None)
 
 
-def gather_apart(servers: int) -> Workers:
+def gather_asynchronous(servers: int) -> Workers:
     """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work."""
     control = processes()
     workers = control.size - servers
     jax.devices()  # its threads are as many as cores of its share
     affinity.roam()
-    return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, apart=workers)
+    return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, asynchronous=workers)
 
 
 def alone(workers: Workers) -> Workers:
@@ -144,7 +150,7 @@ def transport(workers: Workers, strategy: str) -> str:
     if workers.size == 1:
         return "none: one worker"
     on_gpu = jax.default_backend() == "gpu"
-    if workers.apart:
+    if workers.asynchronous:
         return "MPI, through the host" if on_gpu else "MPI, from host memory"
     algorithm = strategy.rpartition("/")[2].partition(":")[0]
     if algorithm == "none":

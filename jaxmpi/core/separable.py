@@ -6,14 +6,15 @@ nothing runs. JAX traces `init` and `update`, and each value of their programs g
 numbers it depends, and whether its entry i depends on their entries i alone. What an update leaves in the optimizer's
 state goes into the next update, until no state changes its origin. Branches count whether they are taken or not.
 
-Origins do not show numbers that are computed before the program, as `1 / leaf.size` or `1 / len(leaves)` in Python.
-Those are seen by comparing equations, and the numbers in them, of programs for whole tensors and for shares.
+Origins do not show what Python computes before the program, as `1 / leaf.size`, `1 / len(leaves)` or the place of a
+tensor among others. So programs are compared. For slices their equations, and the numbers in them, must be those of
+whole tensors. For whole tensors dealt to workers the expression of each update, by the names of what it is made of,
+must be the same if other tensors are left out.
 """
 
-import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.extend
@@ -26,6 +27,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import shape_of_slice, slices_of
 
+T = TypeVar("T")
 ScheduleFreeState = optax.contrib.ScheduleFreeState
 PARTS = 3  # into which params are cut or dealt to compare equations
 MIXED = (
@@ -48,17 +50,18 @@ def cut_for(tx: Any, params: PyTree) -> str:
         UsageError: neither; the tensor whose update differs.
     """
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
+    names = [name for name, _ in named_leaves(like)]
     try:
-        updates = origins_of_updates(tx, like)
-        odd = [i for i, origin in enumerate(updates) if origin.tensors - {i}]
-        if not odd:
+        updates = Traced.of(tx, like).updates()
+        mixed = [name for i, name in enumerate(names) if updates[i].tensors - {i}]
+        if not mixed:
             if all(origin.is_entrywise for origin in updates) and not goes_by_shape(tx, like):
                 return "entries"
-            odd = [0] * goes_by_number(tx, like)
+            mixed = by_others(tx, like)
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
         raise UsageError(UNTRACED.format(error=f"{type(error).__name__}: {error}")) from error
-    if odd:
-        raise UsageError(MIXED.format(name=named_leaves(like)[odd[0]][0]))
+    if mixed:
+        raise UsageError(MIXED.format(name=mixed[0]))
     return "leaves"
 
 
@@ -72,59 +75,107 @@ def is_schedule_free(part: PyTree) -> bool:
     return isinstance(part, ScheduleFreeState)
 
 
-# ---------------------------------------------------------------- numbers that Python computes
+# ---------------------------------------------------------------- what Python computes
 
 
 def goes_by_shape(tx: Any, like: PyTree) -> bool:
     """Return True if an optimizer treats slices in another way than whole tensors, by their sizes.
 
-    The shapes of the state and the equations of an update are compared with those of whole tensors, for three workers,
-    and for so many that a slice has one entry: such a slice is below any size at which the optimizer could change its
-    way.
+    Its programs for whole tensors are compared with those for slices of three workers, and of so many that a slice has
+    one entry: such a slice is below any size at which the optimizer could change its way.
 
     Args:
         like: shapes of params.
     """
-    whole, equations = jax.eval_shape(tx.init, like), list(equations_of(tx, like))
-    largest = max((leaf.size for leaf in jax.tree.leaves(like)), default=1)
+    whole, largest = Traced.of(tx, like), max((leaf.size for leaf in jax.tree.leaves(like)), default=1)
+    facts = whole.facts()
     for workers in {PARTS, max(largest, 2)}:
-        slices = jax.eval_shape(lambda tree, w=workers: slices_of(tree, 0, w), like)
-        rows = dict(named_leaves(jax.eval_shape(tx.init, slices)))
-        for name, leaf in named_leaves(whole):
+        slices = Traced.of(tx, jax.eval_shape(lambda tree, w=workers: slices_of(tree, 0, w), like))
+        rows = dict(named_leaves(slices.state))
+        for name, leaf in named_leaves(whole.state):
             # A checkpoint takes every array for a slice, so only a single number, as a count, may be none.
             able = [shape_of_slice(leaf.shape, workers), *([leaf.shape] if leaf.size == 1 else [])]
             if name not in rows or rows[name].shape not in able:
                 return True
-        if list(equations_of(tx, slices)) != equations:
+        if slices.facts() != facts:
             return True
     return False
 
 
-def goes_by_number(tx: Any, like: PyTree) -> bool:
-    """Return True if an optimizer treats some tensors in another way than all of them."""
+def by_others(tx: Any, like: PyTree) -> list[str]:
+    """Names of tensors, or of parts of the state, that are others if an optimizer is given some tensors alone."""
     leaves, structure = jax.tree.flatten(like)
-    of_parts = set()
+    whole, found = Traced.of(tx, like).expressions(), []
     for part in range(min(PARTS, len(leaves))):
         mine = [leaf if i % PARTS == part else optax.MaskedNode() for i, leaf in enumerate(leaves)]
-        of_parts |= set(equations_of(tx, jax.tree.unflatten(structure, mine)))
-    return set(equations_of(tx, like)) != of_parts
+        some = Traced.of(tx, jax.tree.unflatten(structure, mine)).expressions()
+        found += [name for (kind, name), made in some.items() if whole.get((kind, name)) != made]
+    return found
+
+
+class Traced(NamedTuple):
+    """The two programs of an Optax transformation for params of some shapes."""
+
+    names: tuple[str, ...]  # of params
+    state: PyTree  # its shapes
+    init: ClosedJaxpr  # (params) -> state
+    update: ClosedJaxpr  # (gradients, state, params) -> (updates, state)
+
+    @classmethod
+    def of(cls, tx: Any, like: PyTree) -> "Traced":
+        """Trace them; nothing runs."""
+        state = jax.eval_shape(tx.init, like)
+        update = jax.make_jaxpr(tx.update)(like, state, like)
+        return cls(tuple(name for name, _ in named_leaves(like)), state, jax.make_jaxpr(tx.init)(like), update)
+
+    def updates(self) -> "list[Origin]":
+        """What the update of each tensor depends on, at any step."""
+        return self._origins([])
+
+    def _origins(self, without: list[Any]) -> "list[Origin]":
+        tensors = [Origin(frozenset({i}), True) for i in range(len(self.names))]
+        state = origins(self.init, tensors, without)
+        while True:
+            made = origins(self.update, [*tensors, *state, *tensors], without)
+            updates, after = made[: len(tensors)], made[len(tensors) :]
+            later = [together(pair) for pair in zip(state, after, strict=True)]
+            if later == state:
+                return updates
+            state = later
+
+    def facts(self) -> list[Any]:
+        """The equations of both programs, without shapes, which are of tensors; what no tensor is in with them."""
+        without: list[Any] = []
+        self._origins(without)
+        return [*equations_of(self.init), *equations_of(self.update), *without]
+
+    def expressions(self) -> dict[tuple[str, str], int]:
+        """A hash of how each update, state 0 and new state is computed, by the names of what it is made of."""
+        of_state = [name for name, _ in named_leaves(self.state)]
+        named = lambda kind, names: [hash((kind, name)) for name in names]  # noqa: E731
+        params, state = named("param", self.names), named("state", of_state)
+        first = expressions(self.init, params)
+        made = expressions(self.update, [*named("gradient", self.names), *state, *params])
+        kinds = [("update", name) for name in self.names] + [("state", name) for name in of_state]
+        return dict(zip(kinds, made, strict=True)) | {
+            ("state 0", name): value for name, value in zip(of_state, first, strict=True)
+        }
 
 
 # Equations that compute nothing, of which other shapes may need others. The numbers in them count all the same.
 MOVES = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "jit", "pjit"}
 
 
-def equations_of(tx: Any, like: PyTree) -> Iterator[tuple[str, ...]]:
-    """The name of each equation of an update of params like these, and the single numbers and types in it."""
-    closed = jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like)
-    pending = [(closed.jaxpr, closed.consts)]
+def equations_of(program: ClosedJaxpr) -> Iterator[tuple[str, ...]]:
+    """The name of each equation of a program, and the single numbers and types in it; also numbers that it returns."""
+    pending = [(program.jaxpr, program.consts)]
     while pending:
         jaxpr, consts = pending.pop(0)
         yield from (("number", repr(np.asarray(x).item())) for x in consts if np.size(x) == 1)
+        yield "results", *numbers_in(jaxpr.outvars)
         for equation in jaxpr.eqns:
-            literals = [var.val for var in equation.invars if isinstance(var, jax.extend.core.Literal)]
-            numbers = [repr(np.asarray(x).item()) for x in literals if np.size(x) == 1]  # a NaN, too, is itself
-            name, options = equation.primitive.name, [equation.params.get(key) for key in ("y", "new_dtype")]
+            numbers = numbers_in(equation.invars)
+            name, options = equation.primitive.name, [equation.params.get(key) for key in ("y", "new_dtype", "length")]
             if name not in MOVES or numbers:
                 yield "" if name in MOVES else name, *numbers, *map(str, options)
             for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
@@ -132,9 +183,67 @@ def equations_of(tx: Any, like: PyTree) -> Iterator[tuple[str, ...]]:
                     pending.append((inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, []))
 
 
+def numbers_in(variables: Sequence[Any]) -> list[str]:
+    """Single numbers in place of variables; a NaN, too, is itself."""
+    literals = [var.val for var in variables if isinstance(var, jax.extend.core.Literal)]
+    return [repr(np.asarray(x).item()) for x in literals if np.size(x) == 1]
+
+
 def is_jaxpr(x: Any) -> bool:
     """Return True for the equations of a function, closed or not."""
     return isinstance(x, (Jaxpr, ClosedJaxpr))
+
+
+def opened(program: Any) -> tuple[Any, list[Any]]:
+    """The equations of a function, and its constants."""
+    return (program.jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else (program, [])
+
+
+def run(
+    program: Any, given: Sequence[T], constant: Callable[[Any], T], of: Callable[[Any, list[T]], list[T]]
+) -> list[T]:
+    """What a program gives if its values are others than arrays.
+
+    Args:
+        given: of its operands.
+        constant: of an array that it knows.
+        of: what an equation gives, of its operands.
+    """
+    jaxpr, consts = opened(program)
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(constant, consts), *given], strict=True))
+
+    def read(var: Any) -> T:
+        return constant(var.val) if isinstance(var, jax.extend.core.Literal) else known[var]
+
+    for equation in jaxpr.eqns:
+        known.update(zip(equation.outvars, of(equation, [*map(read, equation.invars)]), strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def expressions(program: Any, given: Sequence[int]) -> list[int]:
+    """A hash of how each result is computed from operands, given theirs; loops count as one equation."""
+
+    def constant(x: Any) -> int:
+        return hash((str(np.asarray(x).dtype), np.shape(x), np.asarray(x).tobytes()))
+
+    def of(equation: Any, given: list[int]) -> list[int]:
+        name, options = equation.primitive.name, equation.params
+        if name in CALLS:
+            return expressions(next(x for x in options.values() if is_jaxpr(x)), given)
+        if name == "cond":
+            taken = [expressions(branch, given[1:]) for branch in options["branches"]]
+            return [hash((name, given[0], each)) for each in zip(*taken, strict=True)]
+        inner = [x for x in jax.tree.leaves(list(options.values()), is_leaf=is_jaxpr) if is_jaxpr(x)]
+        bodies = tuple(tuple(expressions(x, range(len(opened(x)[0].invars)))) for x in inner)
+        plain = str(sorted((key, str(x)) for key, x in options.items() if not (callable(x) or has_jaxpr(x))))
+        return [hash((name, i, plain, bodies, *given)) for i in range(len(equation.outvars))]
+
+    return run(program, given, constant, of)
+
+
+def has_jaxpr(x: Any) -> bool:
+    """Return True if a function's equations are in an option of an equation."""
+    return any(is_jaxpr(leaf) for leaf in jax.tree.leaves(x, is_leaf=is_jaxpr))
 
 
 # ---------------------------------------------------------------- origins of values
@@ -147,8 +256,7 @@ class Origin(NamedTuple):
     is_entrywise: bool  # its entry i depends on their entries i alone, and in the same way for all i
 
 
-CONSTANT = Origin(frozenset(), True)
-RANDOM = Origin(frozenset({-1}), False)  # random numbers of a share are others than those of the whole
+CONSTANT = Origin(frozenset(), True)  # one number, in all entries
 # Primitives whose operands have the shape of the result, or are single numbers.
 ENTRYWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
@@ -160,91 +268,63 @@ ENTRYWISE = frozenset(
 CALLS = frozenset("checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2".split())
 
 
-def origins_of_updates(tx: Any, like: PyTree) -> list[Origin]:
-    """What the update of each tensor depends on, at any step.
-
-    Args:
-        tx: an Optax transformation.
-        like: shapes of params.
-    """
-    tensors = [Origin(frozenset({i}), True) for i in range(len(jax.tree.leaves(like)))]
-    state = origins(jax.make_jaxpr(tx.init)(like), tensors)
-    update = jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like)
-    while True:
-        made = origins(update, [*tensors, *state, *tensors])
-        updates, after = made[: len(tensors)], made[len(tensors) :]
-        later = [together(pair) for pair in zip(state, after, strict=True)]
-        if later == state:
-            return updates
-        state = later
-
-
 def together(all_of: Sequence[Origin]) -> Origin:
     """The origin of what is made of values of these, entry by entry."""
     return Origin(frozenset().union(*(x.tensors for x in all_of)), all(x.is_entrywise for x in all_of))
 
 
-def moved(origin: Origin) -> Origin:
-    """The origin of what is made of a value's entries in other places."""
-    return origin if origin == CONSTANT else Origin(origin.tensors, False)
+def origins(program: Any, given: Sequence[Origin], without: list[Any]) -> list[Origin]:
+    """Origins of a program's results, of those of its operands.
+
+    Args:
+        without: gets the equations that make other than constant arrays without tensors, such as `iota`, with shapes.
+    """
+
+    def constant(x: Any) -> Origin:
+        return CONSTANT if np.size(x) == 1 else Origin(frozenset(), False)
+
+    def of(equation: Any, given: list[Origin]) -> list[Origin]:
+        name, options = equation.primitive.name, equation.params
+        if name == "optimization_barrier":
+            return given
+        if name == "cond":
+            taken = [origins(branch, given[1:], without) for branch in options["branches"]]
+            return [together([given[0], *each]) for each in zip(*taken, strict=True)]
+        if name == "while":
+            n, m = options["cond_nconsts"], options["body_nconsts"]
+
+            def turn(carry: list[Origin]) -> list[Origin]:
+                [test] = origins(options["cond_jaxpr"], [*given[:n], *carry], without)
+                made = origins(options["body_jaxpr"], [*given[n : n + m], *carry], without)
+                return [together([x, test]) for x in made]
+
+            return after_loop(turn, given[n + m :])
+        if name == "scan":
+            n, m = options["num_consts"], options["num_carry"]
+            rows = [x if x == CONSTANT else Origin(x.tensors, False) for x in given[n + m :]]
+            body = lambda carry: origins(options["jaxpr"], [*given[:n], *carry, *rows], without)  # noqa: E731
+            carry = after_loop(lambda carry: body(carry)[:m], given[n : n + m])
+            return [*carry, *(Origin(x.tensors, False) for x in body(carry)[m:])]
+        if name in CALLS:
+            return origins(next(x for x in options.values() if is_jaxpr(x)), given, without)
+        whole, sizes = together(given), [math.prod(var.aval.shape) for var in equation.invars]
+        if name in ENTRYWISE or (name in MOVES and whole == CONSTANT):
+            return [whole for _ in equation.outvars]
+        made = []
+        for var in equation.outvars:
+            if not whole.tensors:
+                without.append((name, *(x.aval.shape for x in (*equation.invars, var))))
+            is_number = not whole.tensors or (whole.is_entrywise and all(size == 1 for size in sizes))
+            made.append(Origin(whole.tensors, math.prod(var.aval.shape) == 1 and is_number))
+        return made
+
+    return run(program, given, constant, of)
 
 
-def origins(program: Any, given: Sequence[Origin]) -> list[Origin]:
-    """Origins of a program's results, of those of its operands."""
-    if isinstance(program, ClosedJaxpr):
-        consts = [CONSTANT if np.size(x) == 1 else Origin(frozenset(), False) for x in program.consts]
-        program = program.jaxpr
-    else:
-        consts = []
-    known = dict(zip([*program.constvars, *program.invars], [*consts, *given], strict=True))
-
-    def of(var: Any) -> Origin:
-        return CONSTANT if isinstance(var, jax.extend.core.Literal) else known[var]
-
-    for equation in program.eqns:
-        known.update(zip(equation.outvars, origins_of_results(equation, [*map(of, equation.invars)]), strict=True))
-    return [of(var) for var in program.outvars]
-
-
-def origins_of_results(equation: Any, given: list[Origin]) -> list[Origin]:
-    """Origins of what an equation gives, of those of its operands."""
-    name, options = equation.primitive.name, equation.params
-    if name == "optimization_barrier":
-        return given
-    if name == "cond":
-        index, *rest = given
-        return [together([index, *each]) for each in zip(*(origins(b, rest) for b in options["branches"]), strict=True)]
-    if name == "while":
-        n, m = options["cond_nconsts"], options["body_nconsts"]
-        test, body = (functools.partial(origins, options[key]) for key in ("cond_jaxpr", "body_jaxpr"))
-        return after_loop(
-            lambda carry: [together([x, *test([*given[:n], *carry])]) for x in body([*given[n : n + m], *carry])],
-            given[n + m :],
-        )
-    if name == "scan":
-        n, m = options["num_consts"], options["num_carry"]
-        body = functools.partial(origins, options["jaxpr"])
-        rows = [moved(x) for x in given[n + m :]]
-        carry = after_loop(lambda carry: body([*given[:n], *carry, *rows])[:m], given[n : n + m])
-        stacked = [Origin(x.tensors, False) for x in body([*given[:n], *carry, *rows])[m:]]
-        return [*carry, *stacked]
-    if name in CALLS:
-        return origins(next(x for x in options.values() if is_jaxpr(x)), given)
-    if name.startswith(("random_", "threefry", "rng_")):
-        return [RANDOM for _ in equation.outvars]
-    whole = together(given)
-    sizes_of = lambda many: [math.prod(var.aval.shape) for var in many]  # noqa: E731
-    is_of_single_numbers = all(size == 1 for size in sizes_of(equation.invars))
-    is_single = is_of_single_numbers and all(size == 1 for size in sizes_of(equation.outvars))
-    is_filled = name == "broadcast_in_dim" and is_of_single_numbers and whole == CONSTANT
-    keeps_entries = name in ENTRYWISE or is_single or is_filled
-    return [whole if keeps_entries else Origin(whole.tensors, False) for _ in equation.outvars]
-
-
-def after_loop(body: Any, carry: list[Origin]) -> list[Origin]:
-    """Origins of a loop's values after any number of rounds."""
+def after_loop(turn: Callable[[list[Origin]], list[Origin]], carry: list[Origin]) -> list[Origin]:
+    """Origins of a loop's values after any number of turns."""
     while True:
-        later = [together(pair) for pair in zip(carry, body(carry), strict=True)]
+        later = [together(pair) for pair in zip(carry, turn(carry), strict=True)]
         if later == carry:
             return carry
         carry = later

@@ -103,9 +103,8 @@ class Entries(NamedTuple):
         def one(name: str, mine: Any) -> np.ndarray:
             whole = read(name)
             if whole.shape == mine.shape:
-                # A param of one entry is worker 0's, with its moments. Numbers without axes are all workers'.
-                is_of_param = MASTERS in name.split("/") or (whole.ndim and np.issubdtype(whole.dtype, np.floating))
-                return np.zeros_like(whole) if whole.size == 1 and chunk > 0 and is_of_param else whole
+                is_elsewhere = whole.size == 1 and chunk > 0 and MASTERS in name.split("/")
+                return np.zeros_like(whole) if is_elsewhere else whole  # of a param of one entry
             flat = whole.reshape(-1)[chunk * mine.size : (chunk + 1) * mine.size]
             return np.pad(flat, (0, mine.size - flat.size)).reshape(mine.shape)
 

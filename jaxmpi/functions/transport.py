@@ -1,6 +1,9 @@
 """Messages between the processes whose workers compute together: over MPI, or over sockets to processes made by fork.
 
-A line carries commands from the master, reports of all, and arrays of any length. What is late or gone is named.
+A transport carries commands from the master, reports of all, and arrays of any length. A call ends with a report of
+each worker. Mostly all are alike and well, so 48 bytes of each travel, a hash of the text among them; whole texts
+follow if they differ or one has failed. The master looks at its workers' processes meanwhile: one that is stopped or
+gone is named, one that computes is not late.
 """
 
 import functools
@@ -199,7 +202,7 @@ class MpiTransport:
 
     def __init__(self, control: MpiProcesses, is_led: bool) -> None:
         """All ranks call it together. If rank 0 leads, all take part in every call; it watches for stopped ones."""
-        self.control = control.apart()
+        self.control = control.on_own_communicator()
         self.comm, self.rank, self.size = self.control.world, control.rank, control.size
         self.timeout_s = float("inf") if is_led else TIMEOUT_S
         if is_led:
@@ -214,7 +217,7 @@ class MpiTransport:
         rows = self.control.allgather_object(mine)
         far = {rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2] or row[1] == 0}
         heard = set[int]()
-        post = self.control.post() if far and self.control.may_overlap else None
+        post = self.control.mailbox() if far and self.control.may_overlap else None
         received = post.received if post is not None else list
 
         def absence(rank: int) -> Callable[[], bool]:

@@ -157,7 +157,7 @@ class DeviceFeed:
             self.memory.begin(start, stop)
         source = self.source
         if isinstance(source, StreamSource):
-            source = source if self.train else source.apart()  # an evaluation may begin within another
+            source = source if self.train else source.with_own_readers()  # an evaluation may begin within another
             source.begin(start)
         loaders = [
             Loader(source, s, self.data, self.train, start, stop, self.pool, self.classes, self.labels)
@@ -308,7 +308,7 @@ def open_feed(
     classes = 0 if experiment.loss or model is None else model.classes  # to a loss of its own labels may be anything
     facts = {"classes": classes, "labels": labels, "model": model}
     weigh = task_of(dataclasses.replace(experiment, model=model)).weight
-    control = None if workers.apart else workers.processes
+    control = None if workers.asynchronous else workers.processes
     return DeviceFeed(
         source, samplers, data, is_train, pool, workers.mesh, memory=memory, weigh=weigh, control=control, **facts
     )

@@ -379,7 +379,7 @@ def summary(rows: np.ndarray, steps: int) -> Summary:
     return over_ranks(spent, np.full(len(rows), max(steps, 1)), steps, source)
 
 
-def summary_apart(spent: dict[str, np.ndarray]) -> Summary:
+def summary_asynchronous(spent: dict[str, np.ndarray]) -> Summary:
     """Summarise asynchronous workers from f64[workers] each: `steps` of a worker and seconds of its parts.
 
     Workers that made no step in this window count only in `own_s`, as 0, and in `spent`.

@@ -1,4 +1,10 @@
-"""Optimizers by name, with their masks and averages: configuration -> Optax."""
+"""Optimizers by name, with their masks and averages: configuration -> Optax.
+
+A row of `OPTIMIZERS` is a direction, around which decay, rates and clipping are put here in the order of the papers, or
+the whole of an optimizer. It also says what others must know: whether an update is linear in the gradient, so that
+rules may sum updates; how updates can be cut over workers; how much memory XLA allots to one. Of an optimizer of the
+user's own linearity is tried out, and the cut is read from its equations (`jaxmpi.core.separable`).
+"""
 
 import dataclasses
 import inspect
@@ -393,16 +399,16 @@ def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
         gradients = [*gradients, jax.tree.map(lambda a, b: (a + b) / 2, *gradients)]
         (a, _), (b, _), (one, _) = made = [tx.update(g, s, w) for g, s in zip(gradients, states, strict=True)]
         largest = jax.tree.map(lambda *each: jnp.stack([size(x) for x in each]).max(), a, b, one)
-        apart = jax.tree.map(lambda a, b, one, most: jnp.abs((a + b) / 2 - one).max() / most, a, b, one, largest)
+        distances = jax.tree.map(lambda a, b, one, most: jnp.abs((a + b) / 2 - one).max() / most, a, b, one, largest)
         has_moved = jnp.stack([(x != 0).any() for x in jax.tree.leaves((a, b, one))]).any()
-        worst = jnp.stack(jax.tree.leaves(apart)).max()
+        worst = jnp.stack(jax.tree.leaves(distances)).max()
         return optax.apply_updates(w, one), [state for _, state in made], worst, has_moved
 
     w, worst, moved = noise(1.0), 0.0, 0
     states = [tx.init(w)] * 3
     for i in range(TRIED_STEPS):
-        w, states, apart, has_moved = step(w, states, [noise(scale), noise(scale)])
-        worst, moved = max(worst, float(apart)), moved + bool(has_moved)
+        w, states, distances, has_moved = step(w, states, [noise(scale), noise(scale)])
+        worst, moved = max(worst, float(distances)), moved + bool(has_moved)
         # Each of a few operations on three numbers of a size rounds by 2^-24; what is not linear is off by tenths.
         if worst >= 1e-3 or (moved >= TRIED_UPDATES and i + 1 >= LEAST_STEPS):
             break

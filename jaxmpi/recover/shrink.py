@@ -1,8 +1,9 @@
 """Going on without a rank that dies, `--on-rank-loss shrink`: a step ends in a vote, and those that live do it again.
 
-A rank that dies makes the others' messages fail, on some of them or on all, at once or later. Whoever notices has all
-messages of all ranks fail, so that nobody waits, and votes No; so do the others at the end of their step, and none
-applies it. Then they become a smaller job, and go on from the state that they hold. (ULFM; Bland et al. 2013.)
+A rank that dies makes the others' messages fail, on some of them or on all, at once or later. The rank that notices it
+first makes all messages of all ranks fail, so that nobody waits, and votes No. So do the others at the end of their
+step, and no rank applies it. Then they become a smaller job, and go on from the state that they hold. (ULFM; Bland et
+al. 2013.)
 """
 
 from dataclasses import dataclass, field

@@ -234,7 +234,7 @@ def watching(
         yield "watchdog off: this job goes on without ranks that die"
     else:
         dog, ended = (
-            Watchdog(processes.post(), processes.rank, processes.size, stall_timeout_s, on_stall),
+            Watchdog(processes.mailbox(), processes.rank, processes.size, stall_timeout_s, on_stall),
             threading.Event(),
         )
         dog.judges = judges_of(processes.hosts if isinstance(processes, MpiProcesses) else [0])

@@ -57,12 +57,12 @@ class FairCores:
             self.address, self._mine = segment.address, segment.array(0, (1,), np.float64)
         weakref.finalize(self, close, self._files)
 
-    def begin(self, addresses: Sequence[Address], apart: Container[int] = ()) -> None:
+    def begin(self, addresses: Sequence[Address], uncounted: Container[int] = ()) -> None:
         """Begin to count; all of the processes come here at about the same time.
 
         Args:
             addresses: of processes of this host, in the same order in each of them.
-            apart: threads by their native numbers whose time does not count, such as one that serves the others.
+            uncounted: threads by their native numbers whose time does not count, such as one that serves the others.
         """
         here = affinity.core_mask()
         alike = [tuple(address) for address in addresses if here and mask_of(address[0]) == here]
@@ -70,11 +70,11 @@ class FairCores:
         self._counts = [self._mine]
         if self.address in alike and self._enough <= 1:
             place = alike.index(self.address)
-            self._files.append(opened(self.address[0], apart))
+            self._files.append(opened(self.address[0], uncounted))
             for address in (alike[place + 1 :] + alike[:place])[:MOST]:
                 with contextlib.suppress(GoneError):  # it has ended
                     self._counts.append(attached(*address).array(0, (1,), np.float64))
-                    self._files.append(opened(address[0], apart))
+                    self._files.append(opened(address[0], uncounted))
         self._mine[0] = 1.0
         self._figures = self._read().reshape(-1, 3)
         self._figures[:, 0] = 1.0  # others may have made steps by now
@@ -122,12 +122,12 @@ def mask_of(pid: int) -> list[int]:
     return []
 
 
-def opened(pid: int, apart: Container[int]) -> list[int]:
+def opened(pid: int, uncounted: Container[int]) -> list[int]:
     """The times of a process's threads, as open files, from which reading takes a tenth of opening them."""
     files = []
     with contextlib.suppress(OSError):  # it has ended, or the kernel keeps no such times
         for thread in os.listdir(f"/proc/{pid}/task"):
-            if int(thread) not in apart:
+            if int(thread) not in uncounted:
                 files.append(os.open(f"/proc/{pid}/task/{thread}/schedstat", os.O_RDONLY))
     return files
 

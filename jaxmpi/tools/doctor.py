@@ -276,10 +276,10 @@ def of_test(results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
     wrong = [
         f"{t.strategy} gave a wrong mean of {t.floats} floats: do not train here" for t in results if not t.is_right
     ]
-    apart = [(s, r) for r, s in enumerate(trips_s) if r and s > 10 * float(np.median(trips_s[1:])) and s > 1e-3]
+    slow = [(s, r) for r, s in enumerate(trips_s) if r and s > 10 * float(np.median(trips_s[1:])) and s > 1e-3]
     return wrong + [
         f"rank {rank} is {1e3 * s:.1f} ms away from rank 0, ten times farther than others: look at its host's network"
-        for s, rank in apart[:4]
+        for s, rank in slow[:4]
     ]
 
 

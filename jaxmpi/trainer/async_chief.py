@@ -17,7 +17,7 @@ from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.observe.step_timing import summary_apart
+from jaxmpi.observe.step_timing import summary_asynchronous
 from jaxmpi.rules.parameter_server import Counters, ServerAnswer, TimeSpent
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
@@ -158,7 +158,7 @@ class ChiefWorker:
             wait_s=now.wait_s / max(alive, 1),
             skipped=int(now.skipped),
         )
-        seen = summary_apart(spent) if spent["steps"].any() else None
+        seen = summary_asynchronous(spent) if spent["steps"].any() else None
         self.run.log.write(step, done, seen, rate_factor(self.run, state), worker_steps=worker_steps)
         recorder.write(
             "workers",

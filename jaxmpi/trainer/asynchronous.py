@@ -96,7 +96,7 @@ class StderrRecorder(Recorder):
 class AsynchronousWorker:
     """This rank's worker as the loop sees it; worker 0 has a chief's duties besides."""
 
-    is_apart = True
+    is_asynchronous = True
     is_stopped = False
 
     def __init__(

@@ -284,34 +284,34 @@ BESIDE_A_STEP = (
     "do it in at_start, after_evaluation or at_end, when nothing is under way",
 )
 ALONE = ("on rank 0 alone", "leave first_rank_only out, so that all ranks do the same")
-APART = ("under an asynchronous rule, whose workers do not meet", "take a synchronous rule")
+ASYNCHRONOUS = ("under an asynchronous rule, whose workers do not meet", "take a synchronous rule")
 
 
-def may(callback: Callback, method: str, is_apart: bool) -> contextlib.AbstractContextManager[None]:
+def may(callback: Callback, method: str, is_asynchronous: bool) -> contextlib.AbstractContextManager[None]:
     """While a method runs, refuse the messages that it may not send."""
     is_beside = method in ("before_step", "after_dispatch", "after_checkpoint")
-    if not (is_beside or callback.first_rank_only or is_apart):
+    if not (is_beside or callback.first_rank_only or is_asynchronous):
         return contextlib.nullcontext()
-    why = APART if is_apart else BESIDE_A_STEP if is_beside else ALONE
+    why = ASYNCHRONOUS if is_asynchronous else BESIDE_A_STEP if is_beside else ALONE
     return in_flight.without_messages(f"callback {type(callback).__name__}: {method}", *why)
 
 
-def each(callbacks: Sequence[Callback], method: str, *args: Any, is_apart: bool = False) -> None:
+def each(callbacks: Sequence[Callback], method: str, *args: Any, is_asynchronous: bool = False) -> None:
     """Call a method of all, one after another.
 
     Args:
-        is_apart: workers do not wait for each other.
+        is_asynchronous: workers do not wait for each other.
 
     Raises:
         UsageError: one communicates when it may not.
     """
     for callback in callbacks:
-        with may(callback, method, is_apart):
+        with may(callback, method, is_asynchronous):
             getattr(callback, method)(*args)
 
 
 def before_step(
-    callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch, is_apart: bool = False
+    callbacks: Sequence[Callback], step: int, state: TrainState, batch: Batch, is_asynchronous: bool = False
 ) -> tuple[TrainState, Batch]:
     """All of them, one after another.
 
@@ -322,7 +322,7 @@ def before_step(
     leaves, structure = jax.tree.flatten((state, batch))  # held, since a dict may be changed in place
     for callback in callbacks:
         were, was, what = leaves, structure, f"callback {type(callback).__name__}: before_step"
-        with may(callback, "before_step", is_apart):
+        with may(callback, "before_step", is_asynchronous):
             given = callback.before_step(step, state, batch)
         is_pair = isinstance(given, tuple) and len(given) == 2
         check(is_pair, f"{what}: got {a(given)}; expected (state, batch): return those it was given, if it only looks")

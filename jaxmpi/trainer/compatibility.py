@@ -74,7 +74,7 @@ def drives_several(experiment: Experiment) -> bool:
 
 
 SHARDED, SHRINK, END = "exchange.shard_update on", "--on-rank-loss shrink", "or --on-rank-loss end"
-APART = "an asynchronous rule, whose workers do not meet"
+ASYNCHRONOUS = "an asynchronous rule, whose workers do not meet"
 OWN_RATE = "leave it out, or give optim.transform a function of the schedule"
 STREAM = "grain with an IterDataset"
 is_streaming, is_not_gradients, is_several = ("grain", "mixture").__contains__, "gradients".__ne__, (1).__ne__
@@ -111,7 +111,7 @@ AT_START = (
     ),
     *not_with(
         is_asynchronous,
-        APART,
+        ASYNCHRONOUS,
         ("on_nonfinite", "rollback", "skip or stop"),
         ("batch_statistics", "synchronised", "averaged or local"),
         ("step_mode", "split", "auto"),
@@ -127,7 +127,7 @@ AT_START = (
         "an IterDataset and an asynchronous rule, whose workers end no step together",
         ("data.source", STREAM, "take a MapDataset", is_streaming),
     ),
-    *not_with(is_asynchronous, f"{APART} to shuffle", ("data.memory", "partition", "take another")),
+    *not_with(is_asynchronous, f"{ASYNCHRONOUS} to shuffle", ("data.memory", "partition", "take another")),
     *not_with(
         has_stream,
         "an IterDataset of Grain, whose examples have no numbers",
@@ -220,7 +220,7 @@ AT_START = (
         "an asynchronous rule, whose workers are processes of their own",
         ("devices", "above 1", "leave it out, and start as many ranks (mpirun -n 4, jaxmpi train -n 4)", is_several),
     ),
-    *not_with(is_asynchronous, APART, ("comm", "xla", "take --comm mpi")),
+    *not_with(is_asynchronous, ASYNCHRONOUS, ("comm", "xla", "take --comm mpi")),
     *not_with(
         lambda x: lookup(registry.RULES, x.rule.name, "rule").goes_by("momentum") and x.optim.name != "sgd",
         "rule {rule.name} and optimizer {optim.name}",

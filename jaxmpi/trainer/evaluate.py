@@ -112,10 +112,13 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
     )
     for callback in of_rank(run.experiment.callbacks, moment.rank):
         failures.doing(f"callback {type(callback).__name__} after step {step}", failures.LONG)
-        each([callback], "after_evaluation", moment, is_apart=bool(run.workers.apart))
+        each([callback], "after_evaluation", moment, is_asynchronous=bool(run.workers.asynchronous))
         if not callback.first_rank_only:
             run.workers.processes.assert_same(CALLS, {"next": f"the end of {type(callback).__name__}.after_evaluation"})
-    check(not (wanted and run.workers.apart), "Moment.stop: got an asynchronous rule, whose workers end at train_for")
+    check(
+        not (wanted and run.workers.asynchronous),
+        "Moment.stop: got an asynchronous rule, whose workers end at train_for",
+    )
     return next(filter(None, run.workers.processes.allgather_object(wanted[0] if wanted else "")), "")
 
 
@@ -126,7 +129,7 @@ def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
         UsageError: not all do, or their shapes differ.
     """
     own = np.asarray(values, np.float64)
-    if run.workers.apart:  # worker 0's callbacks have all batches
+    if run.workers.asynchronous:  # worker 0's callbacks have all batches
         return own
     in_flight.check_may_send("Moment.sum")
     run.workers.processes.assert_same(CALLS, {"next": f"Moment.sum of an array {list(own.shape)}"})

@@ -39,7 +39,7 @@ from jaxmpi.trainer.timetable import DueEvents
 class LockStep:
     """The coordinator of synchronous rules."""
 
-    is_apart = False
+    is_asynchronous = False
 
     def __init__(self, run: Run, sums: np.ndarray | None = None) -> None:
         """Collective: all ranks make one together.
@@ -55,7 +55,7 @@ class LockStep:
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # the step of it
         self._batch: Batch | None = None  # of the last step
-        self._held = run.held
+        self._held = None if run.is_measured else run.held
 
     def begin(self, position: Position) -> TrainState:
         """Hold the state, compare it over workers as it came to the devices, and start the clock."""

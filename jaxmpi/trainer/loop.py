@@ -39,7 +39,7 @@ class RunProgress(NamedTuple):
 class Coordinator(Protocol):
     """A rule's way from one step to the next, and what this process does of all that is due."""
 
-    is_apart: bool  # whether workers do not wait for each other
+    is_asynchronous: bool  # whether workers do not wait for each other
 
     @property
     def is_stopped(self) -> bool:
@@ -108,7 +108,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     """
     timer, first = coordinator.timer, position.step + 1
     state = coordinator.begin(position)
-    tell = partial(each, callbacks, is_apart=coordinator.is_apart)
+    tell = partial(each, callbacks, is_asynchronous=coordinator.is_asynchronous)
     tell("at_start", position.step, state)
     do_due(coordinator, position.step, position.overdue, state)
     with contextlib.closing(coordinator.batches()) as batches, contextlib.ExitStack() as at:
@@ -119,7 +119,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
                 at.close()
                 at.enter_context(phases.phase("compiling and making the first step"))
             failures.doing(f"step {step}", failures.LONG if step == first else 1.0)
-            state, batch = before_step(callbacks, step, state, batch, coordinator.is_apart)
+            state, batch = before_step(callbacks, step, state, batch, coordinator.is_asynchronous)
             state, metrics = coordinator.update(step, state, batch)
             tell("after_dispatch", step, state)
             timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=step == first)

@@ -20,7 +20,7 @@ from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.comm.control import MpiProcesses, processes
-from jaxmpi.comm.topology import Workers, gather_apart, gather_fault_tolerant, gather_workers
+from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
@@ -109,7 +109,7 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
         UsageError: the experiment cannot run as asked, or ranks differ.
         TrainingError: a loss or gradient is not finite, workers' params differ, too much data is skipped, or a
             checkpoint cannot be written.
-        guard.Preempted: a signal asked to leave, and the run has been saved.
+        decisions.Preempted: a signal asked to leave, and the run has been saved.
     """
     failures.doing("start", failures.LONG)
     if experiment.quiet or processes().rank != 0:
@@ -131,10 +131,10 @@ def train_until(
 ) -> dict[str, float]:
     """`train`, until it is noticed that it is to leave."""
     experiment = dataclasses.replace(experiment, callbacks=callbacks.checked(experiment.callbacks))
-    is_apart = registry.is_asynchronous(experiment.rule)
+    is_asynchronous = registry.is_asynchronous(experiment.rule)
     with phases.phase("waiting for all ranks, and for their devices"):
         workers = gather_all(experiment)
-    ranks = workers.processes.size if is_apart else workers.size
+    ranks = workers.processes.size if is_asynchronous else workers.size
     registry.check_ranks(experiment.rule, ranks)
     run_directory.agree_on(experiment, workers.processes, digest)
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
@@ -152,7 +152,7 @@ def train_until(
             check_with_data(experiment, plan)
     experiment = dataclasses.replace(experiment, model=plan.feed.model)
     # Without a common step a fast worker may make the steps of others, too.
-    last_step = plan.clock.total_steps * (workers.size if is_apart else 1)
+    last_step = plan.clock.total_steps * (workers.size if is_asynchronous else 1)
     for text in experiment.inject:
         fault_injection.parse(text, max(begun, workers.size), last_step)
     asked = experiment.exchange.strategy
@@ -212,7 +212,7 @@ def gather_all(experiment: Experiment) -> Workers:
         control.outlive()
         return gather_fault_tolerant(control)
     if registry.is_asynchronous(experiment.rule):
-        return gather_apart(experiment.rule.servers)
+        return gather_asynchronous(experiment.rule.servers)
     return gather_workers(experiment.devices, experiment.comm)
 
 
@@ -237,7 +237,7 @@ def run_in(
     """Start or resume in a run directory, and go on to the end."""
     is_first, folder = workers.processes.rank == 0, home.path
     held = None
-    if not workers.apart:
+    if not workers.asynchronous:
         held = memory.held(
             experiment, workers, plan, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole
         )

@@ -153,7 +153,7 @@ def held_alone(
     beside = optimizers.arrays_of(experiment.optim, gives_square=not shards and rule.measured is not None)
     if shards and isinstance(shards.cut, Leaves):
         beside += DEALT_ARRAYS
-    is_apart = not is_early or bool(experiment.optim.clip_norm or (shards and shards.gives_square))  # the mean is
+    has_mean = not is_early or bool(experiment.optim.clip_norm or (shards and shards.gives_square))  # the mean is
     stepped = slices * (1 + padding(rule)) if shards else params
     saved_once, saved = copied(rule, strategy, state, moments, takes_all=experiment.devices > 1)
     hosts = workers.processes.hosts
@@ -167,7 +167,7 @@ def held_alone(
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
         exchange=exchanges * (slices if is_early else round(arrays * params)),
-        update=exchanges * round((beside + is_apart) * stepped),
+        update=exchanges * round((beside + has_mean) * stepped),
         chosen=exchanges * (experiment.on_nonfinite == "skip") * (params + model_state + moments),
         is_whole=is_whole,
         saved=saves * saved,

@@ -95,7 +95,7 @@ def make_plan(
         feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)
         experiment = dataclasses.replace(experiment, model=feed.model)
         # Workers that do not meet cannot share an evaluation.
-        evaluating, batch = (alone(workers), local_batch) if workers.apart else (workers, effective_batch)
+        evaluating, batch = (alone(workers), local_batch) if workers.asynchronous else (workers, effective_batch)
         validation = open_feed(experiment, "validation", batch, evaluating, pool=feed.pool)
         facts = {"train": feed.facts(), "validation": validation.facts()}
         workers.processes.assert_same("the data", facts)
@@ -125,23 +125,23 @@ def make_plan(
             f"; in slices of {micro_batch}" * bool(micro_batch)
         )
     return TrainingPlan(
-        task,
-        feed,
-        validation,
-        clock,
-        Timetable(
+        task=task,
+        feed=feed,
+        validation=validation,
+        clock=clock,
+        timetable=Timetable(
             compare_every=clock.steps(experiment.replica_check_every) or total_steps,
             log_every=experiment.log_every,
             eval_every=clock.steps(experiment.eval_every) or total_steps,
             save_every=clock.steps(experiment.checkpoint_every) or total_steps,
             total_steps=total_steps,
         ),
-        schedules.schedule(experiment.schedule, clock, lr * factor, scaled_for, factor),
-        not optimizers.has_own_rate(experiment.optim),
-        headline,
-        {"the data": facts},
-        scaled_for,
-        micro_batch,
+        lr=schedules.schedule(experiment.schedule, clock, lr * factor, scaled_for, factor),
+        has_lr=not optimizers.has_own_rate(experiment.optim),
+        headline=headline,
+        data={"the data": facts},
+        scaled_for=scaled_for,
+        micro_batch=micro_batch,
     )
 
 

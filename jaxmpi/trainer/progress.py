@@ -118,7 +118,7 @@ class ProgressLog:
         plan, feed = self.plan, self.plan.feed
         mine = np.array([*sums, feed.skipped, feed.wait_s, distance or 0.0])
         every = self.workers.processes.allgather_array(np.concatenate([mine, flat(window)]))
-        loss, count, squares, made, *measured, skipped, wait_s, apart = every[:, : len(mine)].sum(axis=0).tolist()
+        loss, count, squares, made, *measured, skipped, wait_s, distances = every[:, : len(mine)].sum(axis=0).tolist()
         seen = summary(every[:, len(mine) :], window.steps)
         done = Done(
             epoch=plan.epoch(step),
@@ -129,7 +129,7 @@ class ProgressLog:
             wait_s=float(wait_s) / self.workers.size,
             skipped=int(skipped),
         )
-        more = self._noise(*measured) | ({} if distance is None else {"distance": apart / self.workers.size})
+        more = self._noise(*measured) | ({} if distance is None else {"distance": distances / self.workers.size})
         before, shuffles = self.shuffles, self._shuffles()
         for number, (seconds, moved_bytes) in enumerate(shuffles, before + 1):
             self.recorder.write("shuffle", step=step, shuffle=number, shuffle_s=seconds, moved_bytes=moved_bytes)

@@ -1,4 +1,9 @@
-"""The loop again: from the newest checkpoint after a rollback, or among the ranks that are left after a death."""
+"""The loop again: from the newest checkpoint after a rollback, or among the ranks that are left after a death.
+
+After a death the ranks that are left have agreed on the last step that counts, and hold its state (`recover.shrink`).
+They make everything that depends on their number anew: plan, compiled functions, slices of the optimizer's state, the
+record's place. It is checked first that they have the memory: slices are larger then.
+"""
 
 import contextlib
 import dataclasses
@@ -99,7 +104,7 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
-    run = dataclasses.replace(run, held=None)  # it has been measured
+    run = dataclasses.replace(run, is_measured=True)
     return LockStep(run), Position(start, placed(run, states))
 
 
@@ -148,6 +153,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
         peak=peak_of_all(workers, experiment.compute_dtype),
         at_start=run.at_start,
         held=held,
+        is_measured=True,  # before there was a state
     )
     recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
     recorder.say(f"{shrinking.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
@@ -167,8 +173,11 @@ def memory_of_fewer(
         AgreedError: one host has no room for it: bytes needed and free. The run's checkpoints are whole.
     """
     held = memory.held(experiment, workers, plan, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole)
-    # What this rank holds now is free once the new state is made of it.
-    mine = memory.allocated(run.held, memory.workers_here(workers), has_copies=True) if run.held else 0
+    give_back_freed_memory()
+    workers.processes.barrier()  # all have given theirs back
+    # What ranks hold now, with both sets of copies, is free once the new state is made of it.
+    here, before = memory.workers_here(workers), run.held
+    mine = memory.allocated(before, here, has_copies=True) + here * (before.copies // 2) if before else 0
     short = ""
     try:
         memory.make_room(held, workers, plan, available_bytes() + mine)

@@ -56,7 +56,7 @@ def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContex
 
     A rank that only serves gets no further, and one that dies is no reason to end: server 0 knows who is late.
     """
-    if workers.apart:
+    if workers.asynchronous:
         return contextlib.nullcontext("")
     is_fault_tolerant = experiment.on_rank_loss == "shrink"
     return watching(workers.processes, experiment.stall_timeout_s, experiment.on_stall, is_fault_tolerant)
@@ -78,6 +78,7 @@ def assembled(
     peak: Peak | None,
     at_start: Sequence[Sequence[Any]],
     held: WorkerMemory | None = None,
+    is_measured: bool = False,
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks call it together."""
     control = workers.processes
@@ -112,6 +113,7 @@ def assembled(
         callbacks=[InjectFaults(), ProfilerCallback(profiler), *callbacks.of_rank(experiment.callbacks, control.rank)],
         at_start=at_start,
         held=held,
+        is_measured=is_measured,
     )
 
 
@@ -133,4 +135,5 @@ class Run:
     shrinking: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
     callbacks: Sequence[Callback]
     at_start: Sequence[Sequence[Any]]  # the states of the user's own
-    held: WorkerMemory | None  # what a worker holds, to be measured before the first step
+    held: WorkerMemory | None  # what a worker holds
+    is_measured: bool = False  # else it is measured before the first step

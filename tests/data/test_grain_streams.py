@@ -106,6 +106,7 @@ def test_a_rollback_reads_the_stream_again(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # three runs
 def test_one_stream_goes_on_with_another_number_of_workers_and_others_do_not(tmp_path):
     for data in (ONE, EACH):
         run = streams(tmp_path, data, devices=2, train_for="4st")

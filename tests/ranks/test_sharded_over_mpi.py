@@ -207,6 +207,15 @@ def test_the_first_new_params_need_not_wait_for_the_last_gradients():
     assert starts == [0] * len(SHAPES) + [1, 2, 3, 4]
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one worker is compared with nobody")
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["outside", "in jit"])
+def test_ranks_that_clip_at_other_norms_are_refused(way):
+    tx, params = jaxmpi.sharded(optax.sgd(1e-2), clip_norm=float(RANK)), tree(0)
+    state = tx.init(params)
+    with pytest.raises(jaxmpi.UsageError, match="clip_norm 1"):
+        way(tx.update)(tree(RANK), state, params)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_sums_that_nobody_uses_are_waited_for():
     """Those of frozen layers: the thread writes into the program's buffers until then."""

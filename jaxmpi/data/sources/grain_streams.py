@@ -183,7 +183,7 @@ class StreamSource(PythonSource):
         for place, reader in enumerate(self.readers):
             reader.begin(step, states[place] if states else "")
 
-    def apart(self) -> "StreamSource":
+    def with_own_readers(self) -> "StreamSource":
         """The same streams with readers of their own, so that two may be read in turns."""
         made = copy.copy(self)
         made.readers = tuple(StreamReader(each.dataset, each.name, each.per_step) for each in self.readers)
