@@ -1,6 +1,7 @@
 """One call of an operation: its arguments except the arrays."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -62,7 +63,12 @@ TRANSPOSED = " (transposed)"
 
 def type_of(x: Any) -> str:
     """Dtype and shape, as `float32[3,4]`."""
-    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+    return _type_text(x.dtype, x.shape)
+
+
+@functools.lru_cache(1024)  # NumPy takes 10 microseconds to name a dtype, in each message
+def _type_text(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype.name}[{','.join(map(str, shape))}]"
 
 
 def like(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:

@@ -41,7 +41,7 @@ from jaxmpi.runtime.mpi_end import before_mpi_ends
 MESSAGE = "jaxmpi: a message between two ranks"
 HEADER = struct.Struct("qqq80s152s")  # sender's rank, tag, tag of the array, dtype and shape, the sender's call
 ANY = -2  # source or tag
-INLINE, INLINE_BYTES = -1, 4096  # in place of a number: the array, of so many bytes at most, is behind its header
+INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 Requests = list[Any]  # of mpi4py
 
@@ -246,14 +246,20 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
     """Begin to send a header and an array; what must be waited for until x may change."""
     is_small = x.nbytes <= INLINE_BYTES
     number = INLINE if is_small else next(_sent_numbers) % comm.processes.tags
-    header = HEADER.pack(comm.rank, tag, number, type_of(x).encode(), line.encode())
-    message = np.frombuffer(header + x.tobytes() * is_small, np.uint8)
+    header = header_of(comm.rank, tag, number, type_of(x), line)
+    message = np.frombuffer(header + x.tobytes() if is_small else header, np.uint8)
     with _lock:
         for sent in [_unreceived.popleft() for _ in range(min(LOOKED_AT, len(_unreceived)))]:
             if not sent.request.Test():
                 _unreceived.append(sent)
         _unreceived.append(Unreceived(comm.headers.Issend(message, dest, tag), line, comm, dest))
     return [] if is_small else [comm.arrays.Isend(part, dest, number) for part in _parts(x)]
+
+
+@functools.lru_cache(1024)
+def header_of(rank: int, tag: int, number: int, type_text: str, line: str) -> bytes:
+    """A header; of small messages it is the same each time that a program runs."""
+    return HEADER.pack(rank, tag, number, type_text.encode(), line.encode())
 
 
 def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
