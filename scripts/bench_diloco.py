@@ -41,7 +41,7 @@ from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.models.gpt import EPS, gpt, gpt_tiny
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import build
-from jaxmpi.trainer.plan import TrainingPlan, make_plan
+from jaxmpi.trainer.training_plan import TrainingPlan, make_plan
 
 DECAY = 0.1
 HELD_OUT = 4  # batches of an evaluation

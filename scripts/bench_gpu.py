@@ -53,7 +53,7 @@ from jaxmpi.models import MODELS
 from jaxmpi.optim.optimizers import MOMENTUM
 from jaxmpi.runtime import affinity, failures, prepare, provenance
 from jaxmpi.trainer import build
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.training_plan import make_plan
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NO_GPU = 77  # exit code that test suites take for "skipped"

@@ -43,7 +43,7 @@ from jaxmpi.models.cnn import SmallCnn, digits_cnn
 from jaxmpi.models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer import build
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.training_plan import make_plan
 
 BATCH = 32
 COMPARISONS = 1000  # in one program

@@ -31,8 +31,8 @@ from jaxmpi.experiments.lm300m import WINDOW
 from jaxmpi.experiments.lm300m import experiment as LM300M
 from jaxmpi.models.lstm import lstm
 from jaxmpi.runtime import prepare
-from jaxmpi.trainer.forecast import forecast
 from jaxmpi.trainer.memory import WorkerMemory
+from jaxmpi.trainer.memory_forecast import forecast
 
 STEPS = 2
 EXPERIMENT = """

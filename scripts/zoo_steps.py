@@ -40,7 +40,7 @@ from jaxmpi.models import MODELS
 from jaxmpi.models.googlenet import googlenet_loss
 from jaxmpi.runtime import failures, prepare
 from jaxmpi.trainer import build
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.training_plan import make_plan
 
 TINY = [name for name in MODELS if name.endswith("_tiny")]
 FULL = [name for name in MODELS if name not in TINY]

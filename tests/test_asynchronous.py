@@ -54,7 +54,7 @@ from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
-from jaxmpi.trainer.settle import to_center
+from jaxmpi.trainer.resolve_auto import to_center
 from jaxmpi.trainer.timetable import DueEvents, Timetable
 from launching import ROOT, kill_session, mpirun_line, run, train
 from test_trace import check_schema

@@ -22,7 +22,7 @@ from jaxmpi.data import open_source
 from jaxmpi.model import nnx_model
 from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.models.norm import BatchNorm
-from jaxmpi.trainer import exported, finished
+from jaxmpi.trainer import exported_program, finished_runs
 from launching import ROOT, mpirun_line, run, train_here
 from line_task import LINE, line, lines
 
@@ -81,7 +81,7 @@ def test_jax_alone_gives_the_trainers_outputs_bit_for_bit(name, tmp_path, no_lau
     trainer = jaxmpi.Trainer(dataclasses.replace(make(tmp_path), **SHORT, run_dir=str(tmp_path / "run")))
     trainer.fit()
     trainer.export(tmp_path / "model.jaxexport")
-    images = np.asarray(finished.open_finished(trainer.experiment, trainer.run_dir).example()["image"])
+    images = np.asarray(finished_runs.open_finished(trainer.experiment, trainer.run_dir).example()["image"])
     for n in (1, 7):
         np.save(tmp_path / f"image{n}.npy", images[:n])
     line = [sys.executable, "-c", JAX_ALONE]
@@ -99,8 +99,8 @@ def test_the_command_gives_the_outputs_of_predict_bit_for_bit(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])
     done = train_here(*argv)
     assert done.code == 0, done.out
-    exported.main([str(tmp_path / "run"), str(tmp_path / "model.jaxexport"), "--platforms", "cpu"])
-    finished.predict_main([str(tmp_path / "run"), str(tmp_path / "outputs.npz")])
+    exported_program.main([str(tmp_path / "run"), str(tmp_path / "model.jaxexport"), "--platforms", "cpu"])
+    finished_runs.predict_main([str(tmp_path / "run"), str(tmp_path / "outputs.npz")])
     want = np.load(tmp_path / "outputs.npz")["outputs"]
     source = open_source(Data("digits", channels=1), "validation")
     images = np.stack([source[i][0] for i in range(32)])  # as many as `jaxmpi predict` takes at once
@@ -213,7 +213,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(line_run, tmp_path)
         (tmp_path / name).unlink()
     assert set(tmp_path.iterdir()) == before
     with pytest.raises(UsageError, match=r"--batch: got .*folder; only a file \.jaxexport has them"):
-        exported.main([str(trainer.run_dir), str(tmp_path / "folder"), "--batch", "2"])
+        exported_program.main([str(trainer.run_dir), str(tmp_path / "folder"), "--batch", "2"])
 
 
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(line_run, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.trainer import finished, main
+from jaxmpi.trainer import finished_runs, main
 from launching import ROOT, mpirun_line, run, train_here, wait_until
 from line_task import LINE, line, lines
 
@@ -52,7 +52,7 @@ def test_outputs_are_in_the_order_of_the_data(tmp_path):
     experiment = lines(tmp_path)
     jaxmpi.Trainer(experiment).fit()
     data, w = line(13, 1), jaxmpi.load(experiment.run_dir).params["w"]
-    outputs = finished.open_finished(experiment, Path(experiment.run_dir)).predict_all()
+    outputs = finished_runs.open_finished(experiment, Path(experiment.run_dir)).predict_all()
     np.testing.assert_allclose(outputs["outputs"], data["x"] @ w - data["y"], atol=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
     assert figures["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
     assert not list(Path(experiment.run_dir).glob("from_python*"))  # nothing stays that is unpickled
     with pytest.raises(UsageError, match=r"was started from Python: name a file"):
-        finished.evaluate_main([experiment.run_dir])
+        finished_runs.evaluate_main([experiment.run_dir])
     with pytest.raises(UsageError, match=r"2 workers refused it: .*holds a run already"):
         trainer.fit()
 
@@ -145,7 +145,7 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
     done = run([*mpirun_line(3), "jaxmpi", "predict", str(run_dir), str(tmp_path / "three.npz")], timeout_s=100)
     assert "outputs float32[360, 10], by the model of step 6" in done.out
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-        finished.predict_main([str(run_dir), str(tmp_path / "one.npz")])
+        finished_runs.predict_main([str(run_dir), str(tmp_path / "one.npz")])
     outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "three")]
     np.testing.assert_allclose(*outputs, atol=1e-5)
 
@@ -153,19 +153,19 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
 def test_arrays_of_a_file_are_predicted_without_labels(digits_run, tmp_path, capsys):
     images = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 1), np.uint8)
     np.savez(tmp_path / "in.npz", image=images)
-    finished.predict_main([str(digits_run[0]), str(tmp_path / "out.npz"), "--data", str(tmp_path / "in.npz")])
+    finished_runs.predict_main([str(digits_run[0]), str(tmp_path / "out.npz"), "--data", str(tmp_path / "in.npz")])
     assert "outputs float32[7, 10]" in capsys.readouterr().out
-    experiment = finished.begun_with(digits_run[0], [])
-    want = finished.open_finished(experiment, digits_run[0]).predict({"image": images})
+    experiment = finished_runs.begun_with(digits_run[0], [])
+    want = finished_runs.open_finished(experiment, digits_run[0]).predict({"image": images})
     np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["outputs"], want)
     np.savez(tmp_path / "odd.npz", picture=images)
     with pytest.raises(UsageError, match=r"got the fields picture, weight; .* takes image"):
-        finished.predict_main([str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
+        finished_runs.predict_main([str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
 
 
 def test_outputs_of_any_name_are_written(tmp_path):
     outputs = {"file": np.arange(3), "more/allow_pickle": np.ones((2, 2), np.float32)}
-    finished.write_arrays(tmp_path / "out.npz", outputs)
+    finished_runs.write_arrays(tmp_path / "out.npz", outputs)
     with np.load(tmp_path / "out.npz") as opened:
         assert {name: opened[name].tolist() for name in opened.files} == {k: v.tolist() for k, v in outputs.items()}
 
@@ -175,7 +175,7 @@ def test_a_file_without_arrays_of_examples_is_named(tmp_path):
     np.savez(tmp_path / "number.npz", x=1.0)
     for name, got in (("one.npy", "got one array"), ("number.npz", "x: got one number")):
         with pytest.raises(UsageError, match=rf"{name}: {got}.*; expected arrays \[n, \.\.\.\] that np\.savez"):
-            finished.with_inputs(lines(tmp_path), tmp_path / name)
+            finished_runs.with_inputs(lines(tmp_path), tmp_path / name)
 
 
 REFUSED = {
@@ -189,7 +189,7 @@ REFUSED = {
 @pytest.mark.parametrize(("argv", "match"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_evaluated_is_named(argv, match, digits_run):
     with pytest.raises(UsageError, match=match):
-        finished.evaluate_main([word.format(run=digits_run[0]) for word in argv])
+        finished_runs.evaluate_main([word.format(run=digits_run[0]) for word in argv])
 
 
 def test_a_run_that_python_started_says_so(tmp_path):
@@ -198,7 +198,7 @@ def test_a_run_that_python_started_says_so(tmp_path):
     config = json.loads((Path(experiment.run_dir) / "config.json").read_text())
     (Path(experiment.run_dir) / "config.json").write_text(json.dumps({**config, "command": ["notebook"]}))
     with pytest.raises(UsageError, match=r"from Python: name a file .*, --experiment FILE\.py, or use jaxmpi\.Trainer"):
-        finished.evaluate_main([experiment.run_dir])
+        finished_runs.evaluate_main([experiment.run_dir])
 
 
 MINE = """
@@ -215,14 +215,14 @@ def test_a_run_that_python_started_is_evaluated_by_a_file_that_is_named(tmp_path
     trainer = jaxmpi.Trainer(lines(tmp_path))
     figures = trainer.fit()
     named = [str(trainer.run_dir), "--experiment", str(tmp_path / "mine.py")]
-    finished.evaluate_main(named)
+    finished_runs.evaluate_main(named)
     got = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert got == {"step": 7, **{name: pytest.approx(value, rel=1e-6) for name, value in figures.items()}}
     with pytest.raises(
         UsageError,
         match=r"mine\.py is not the run's:\n  compute_dtype: got bfloat16, expected float32 \(the run's\)\n  na",
     ):
-        finished.evaluate_main([*named, "--compute-dtype", "bfloat16"])
+        finished_runs.evaluate_main([*named, "--compute-dtype", "bfloat16"])
 
 
 NOTEBOOK = """

@@ -31,7 +31,7 @@ from jaxmpi.observe.flops import (
 from jaxmpi.runtime.device_setup import my_gpu
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import build, main, step
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.training_plan import make_plan
 
 KEY = jax.random.key_data(jax.random.key(0))
 

@@ -25,7 +25,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.local_sgd import LocalState
-from jaxmpi.trainer.form import unfit_for_overlap
+from jaxmpi.trainer.step_form import unfit_for_overlap
 from launching import train as run
 from tolerances import leaf_bound
 

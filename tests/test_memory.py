@@ -30,7 +30,7 @@ from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded
-from jaxmpi.trainer import build, forecast, form, settle
+from jaxmpi.trainer import build, memory_forecast, resolve_auto, step_form
 from jaxmpi.trainer.memory import (
     DEALT_ARRAYS,
     WorkerMemory,
@@ -40,7 +40,7 @@ from jaxmpi.trainer.memory import (
     is_short,
     with_activations,
 )
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.training_plan import make_plan
 from launching import mpirun, run, train_here
 from test_comm_xla import EXPERIMENT
 
@@ -62,8 +62,8 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.experiments.digits import experiment
 from jaxmpi.model.contract import Model
 from jaxmpi.runtime import host_callbacks
-from jaxmpi.trainer import build, forecast
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer import build, memory_forecast
+from jaxmpi.trainer.training_plan import make_plan
 
 WIDTH = 160_000  # arrays above 32 MB are mapped and unmapped, one by one
 
@@ -93,7 +93,7 @@ asked = dataclasses.replace(experiment, model=model, optim=Optim("adam"), data=d
 
 REAL = """
 workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
-said = forecast.forecast(asked, workers).off
+said = memory_forecast.forecast(asked, workers).off
 plan = make_plan(asked, workers)
 gradients = jax.jit(build.pieces(asked, workers, plan)[0])
 batch = {"image": np.zeros((256, 8, 8, 1), np.uint8), "label": np.zeros(256, np.int32), "weight": np.ones(256, "f4")}
@@ -129,11 +129,11 @@ def halve(operands, results, **options):
 two = Workers(AxisComm("workers", 2), SoloProcesses(), (0,), None)
 exchange = ExchangeConfig("shm", shard_update="on")
 asked = dataclasses.replace(asked, effective_batch=512, exchange=exchange)
-said = forecast.forecast(asked, two).on
+said = memory_forecast.forecast(asked, two).on
 plan = make_plan(asked, two)
 shards = build.exchange_for(asked, plan, two, "shm:32", Order(), False).shards
-early = shards.scattering(build.pieces(asked, two, plan)[0], forecast.NO_SUM)
-host_callbacks.register(forecast.NO_SUM, halve)
+early = shards.scattering(build.pieces(asked, two, plan)[0], memory_forecast.NO_SUM)
+host_callbacks.register(memory_forecast.NO_SUM, halve)
 jitted = jax.jit(early)  # a compiled program that is called by itself lacks the tokens of ordered calls
 jitted.lower(*args).compile()
 start = now()
@@ -247,20 +247,22 @@ WITH_OTHERS = dataclasses.replace(HELD, others=(("--exchange.shard-update on", O
 
 def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    forecast.main([str(tmp_path / "tiny.py"), "-n", "2", "--slots", "1", "--devices", "2", "--data.loader", "threads"])
+    memory_forecast.main(
+        [str(tmp_path / "tiny.py"), "-n", "2", "--slots", "1", "--devices", "2", "--data.loader", "threads"]
+    )
     said = capsys.readouterr().out
     assert "4 workers x" in said
     assert "2 on a host" in said
     off, on = map(float, re.findall(r"optimizer's state +(\S+) +(\S+)", said)[0])
     assert off / 4 <= on <= 1.05 * off / 4
     off, on = map(float, re.findall(r"a process +(\S+) +(\S+)", said)[0])  # a rank's is two workers'
-    assert 0.5 * forecast.RANK_BYTES <= off * MB <= on * MB <= 0.6 * forecast.RANK_BYTES
+    assert 0.5 * memory_forecast.RANK_BYTES <= off * MB <= on * MB <= 0.6 * memory_forecast.RANK_BYTES
 
 
 def test_the_forecast_of_a_step_with_overlap_is_of_the_split_form_and_says_so(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["--exchange.strategy", "asa", "--exchange.shard-update", "on", "--exchange.overlap", "on"]
-    forecast.main([str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", *line])
+    memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", *line])
     said = capsys.readouterr().out
     assert re.search(r"--exchange.shard-update +off +on\n", said)
     assert "overlap on takes the fused form: here are the parts of the split one" in said
@@ -269,7 +271,7 @@ def test_the_forecast_of_a_step_with_overlap_is_of_the_split_form_and_says_so(tm
 def test_a_compressor_has_a_forecast(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "lowrank2/ring16"]
-    forecast.main([str(tmp_path / "tiny.py"), *line])
+    memory_forecast.main([str(tmp_path / "tiny.py"), *line])
     assert "gradients" in capsys.readouterr().out
 
 
@@ -278,10 +280,10 @@ def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["--exchange.strategy", "asa", "--exchange.shard-update", "auto", "--data.loader", "threads"]
     must_fit = []
-    monkeypatch.setattr(forecast, "check_fits", lambda of, *_: must_fit.append(of))
-    for least in (settle.SAVED_BYTES, 4):
-        monkeypatch.setattr(settle, "SAVED_BYTES", least)
-        forecast.main([str(tmp_path / "tiny.py"), "-n", "4", *line])
+    monkeypatch.setattr(memory_forecast, "check_fits", lambda of, *_: must_fit.append(of))
+    for least in (resolve_auto.SAVED_BYTES, 4):
+        monkeypatch.setattr(resolve_auto, "SAVED_BYTES", least)
+        memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "4", *line])
         assert f"exchange.shard_update auto: {'on' if least == 4 else 'off'}, each" in capsys.readouterr().out
     assert [of.is_sharded for of in must_fit] == [False, True]
 
@@ -289,7 +291,7 @@ def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path
 def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["--exchange.shard-update", "on", "--exchange.buddy", "1", "--on-rank-loss", "shrink"]
-    forecast.main([str(tmp_path / "tiny.py"), "-n", "4", "--data.loader", "threads", *line])
+    memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "4", "--data.loader", "threads", *line])
     said = capsys.readouterr().out
     off, on = map(float, re.findall(r"copies of slices +(\S+) +(\S+)", said)[0])
     assert off == 0
@@ -455,7 +457,7 @@ def test_a_schedule_free_optimizer_of_one_s_own_is_not_sharded():
 
 
 def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(monkeypatch):
-    monkeypatch.setattr(form, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(step_form, "SAVED_BYTES", 100_000)
     others = dict(planned(4, step_mode="split", exchange=ExchangeConfig("asa:32")).others)
     assert set(others) == {"--exchange.shard-update on", SHM}
     assert others["--exchange.shard-update on"].moments <= 1.05 * others[SHM].whole_moments / 4
@@ -469,7 +471,7 @@ def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(
 
 
 def test_an_update_is_forecast_by_its_optimizer_and_cut(monkeypatch):
-    monkeypatch.setattr(form, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(step_form, "SAVED_BYTES", 100_000)
     adam = planned(4, step_mode="split", exchange=ExchangeConfig("asa:32"))
     on = dict(adam.others)["--exchange.shard-update on"]
     assert (adam.update, on.update) == (adam.params, -(-adam.params // 4))  # the mean gradient, and a slice of it
@@ -551,7 +553,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
 def test_options_for_more_workers_do_not_end_a_run_on_fewer(exchange, micro_batch, overlap, gather):
     asked = dataclasses.replace(DIGITS, effective_batch=32, micro_batch=micro_batch, exchange=exchange)
     plan = make_plan(asked, workers(2), scaled_for=4)
-    settled, why = settle.settle_overlap(asked, plan)
+    settled, why = resolve_auto.settle_overlap(asked, plan)
     assert (settled.exchange.overlap, settled.exchange.gather) == (overlap, gather)
     gathered = ", new params gathered in the step" * (exchange.gather == "late")
     assert why.startswith(f"overlap off{gathered}: a worker's 16 examples") == (overlap == "off")
@@ -589,22 +591,22 @@ def test_options_for_more_workers_do_not_end_a_run_on_fewer(exchange, micro_batc
     ],
 )
 def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, change, expected, monkeypatch):
-    monkeypatch.setattr(settle, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(resolve_auto, "SAVED_BYTES", 100_000)
     asked: Experiment = dataclasses.replace(DIGITS, optim=Optim("adam"), effective_batch=32)
     asked = dataclasses.replace(asked, **change)
     asked = dataclasses.replace(asked, exchange=dataclasses.replace(asked.exchange, shard_update="auto"))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
-        settled, why = settle.settle_shards(asked, make_plan(asked, workers(size)), workers(size))
+        settled, why = resolve_auto.settle_shards(asked, make_plan(asked, workers(size)), workers(size))
     assert why.startswith(f"exchange.shard_update auto: {expected}"), why
     assert settled.exchange.shard_update == expected[: expected.index(",")]
 
 
 def test_auto_leaves_updates_whole_if_slices_could_not_stay_beside_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(settle, "SAVED_BYTES", 100_000)
-    monkeypatch.setattr(settle, "chosen_overlap", lambda *args: (True, "overlap on: ranks are on 2 hosts"))
+    monkeypatch.setattr(resolve_auto, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(resolve_auto, "chosen_overlap", lambda *args: (True, "overlap on: ranks are on 2 hosts"))
     asked = dataclasses.replace(DIGITS, optim=Optim("adam"), exchange=ExchangeConfig("hier-asa", shard_update="auto"))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
-        settled, why = settle.settle_shards(asked, make_plan(asked, workers(4)), workers(4))
+        settled, why = resolve_auto.settle_shards(asked, make_plan(asked, workers(4)), workers(4))
     assert settled.exchange.shard_update == "off"
     assert why.endswith(
         "sharded it could not: the halves of hier-asa do not run beside a program, as those of asa and ring do"
@@ -622,15 +624,15 @@ def test_auto_leaves_updates_whole_if_slices_could_not_stay_beside_the_backward_
     ],
 )
 def test_gradients_are_summed_as_they_come_where_params_are_shared_and_it_saves(change, asked, expected, monkeypatch):
-    monkeypatch.setattr(form, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(step_form, "SAVED_BYTES", 100_000)
     exchange = ExchangeConfig("shm", shard_update="on", overlap=asked)
     experiment = dataclasses.replace(DIGITS, effective_batch=32, exchange=exchange, **change)
     plan = make_plan(experiment, workers(4))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        is_early, why = form.is_scattered_early(experiment, workers(4), plan, "shm:32")
+        is_early, why = step_form.is_scattered_early(experiment, workers(4), plan, "shm:32")
         assert why.startswith(f"overlap {expected}"), why
         assert is_early == expected.startswith("on")
         if expected.startswith("off") and asked == "auto":
             must = dataclasses.replace(experiment, exchange=dataclasses.replace(exchange, overlap="on"))
             with pytest.raises(UsageError, match=r"exchange\.overlap: got on, but"):
-                form.is_scattered_early(must, workers(4), plan, "shm:32")
+                step_form.is_scattered_early(must, workers(4), plan, "shm:32")

@@ -29,8 +29,8 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models.cnn import digits_cnn
 from jaxmpi.rules import base, registry
-from jaxmpi.trainer.form import unfit_for_overlap
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.step_form import unfit_for_overlap
+from jaxmpi.trainer.training_plan import make_plan
 from launching import ROOT, mpirun, run, session_of, train
 
 

@@ -15,7 +15,7 @@ from jaxmpi.data import open_source
 from jaxmpi.models import MODELS
 from jaxmpi.optim import schedules
 from jaxmpi.rules import registry
-from jaxmpi.trainer.plan import by_batch
+from jaxmpi.trainer.training_plan import by_batch
 from launching import ROOT, train
 
 FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))

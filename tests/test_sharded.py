@@ -526,10 +526,21 @@ def by_number_from_the_start() -> Any:
     return optax.GradientTransformation(lambda params: jax.tree.map(lambda _: rate(params), params), times_state)
 
 
+def halves_of_many_rows(updates: Any) -> Any:
+    """More rows than any tensor has, but slices of two workers may have."""
+    return jax.tree.map(lambda u: u / 2 if u.shape[0] > 100 else u, updates)
+
+
 def by_place(updates: Any) -> Any:
     """A factor of each tensor by its place among those that there are."""
     leaves, structure = jax.tree.flatten(updates)
     return jax.tree.unflatten(structure, [x * 0.9 ** (len(leaves) - i) for i, x in enumerate(leaves)])
+
+
+def by_rate(big: Any, small: Any) -> Any:
+    """Of two rates in the state, one for large tensors."""
+    step = lambda u, _: jax.tree.map(lambda u: u * -(big if u.shape[0] > 50 else small), u)  # noqa: E731
+    return optax.stateless(step)
 
 
 def by_table(step: Any) -> Any:
@@ -593,6 +604,8 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
         (optax.adam(optax.cosine_onecycle_schedule(100, 1e-3)), "entries"),
         (optax.adam(by_table), "entries"),
         (optax.chain(ADAM, by_rows_from_the_start()), "leaves"),
+        (optax.inject_hyperparams(by_rate)(big=1e-4, small=1e-2), "leaves"),
+        (optax.chain(ADAM, step_of_one_s_own(halves_of_many_rows)), "leaves"),
         (optax.chain(ADAM, by_number_from_the_start()), "entries"),
         (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-3)), "leaves"),
         (optax.chain(optax.centralize(), optax.sgd(1e-3)), "leaves"),
@@ -601,6 +614,12 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
 )
 def test_an_optimizer_of_one_s_own_is_cut_by_what_its_equations_mix(tx, cut):
     assert cut_of(Optim("mine", transform=tx), tx, FEW) == cut
+
+
+def test_an_optimizer_whose_state_gets_leaves_later_is_refused():
+    tx = optax.chain(optax.monitor({"norm": optax.tree.norm}), ADAM)
+    with pytest.raises(UsageError, match=r"has other leaves after an update .*leave it unsharded"):
+        cut_for(tx, FEW)
 
 
 def test_small_tensors_of_an_optimizer_may_be_cut_otherwise_than_large_ones():

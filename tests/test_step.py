@@ -27,7 +27,7 @@ from jaxmpi.rules import base, registry
 from jaxmpi.tasks import classes, inputs
 from jaxmpi.tasks.supervised import Supervised
 from jaxmpi.trainer import build, step
-from jaxmpi.trainer.plan import make_plan
+from jaxmpi.trainer.training_plan import make_plan
 from tolerances import U
 
 KEY = jax.random.key_data(jax.random.key(0))

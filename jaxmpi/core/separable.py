@@ -7,13 +7,12 @@ numbers it depends, and whether its entry i depends on their entries i alone. Wh
 state goes into the next update, until no state changes its origin. Branches count whether they are taken or not.
 
 Origins do not show what Python computes before the program, as `1 / leaf.size`, `1 / len(leaves)` or the place of a
-tensor among others. So programs are compared. For slices their equations, and the numbers in them, must be those of
-whole tensors. For whole tensors dealt to workers the expression of each update, by the names of what it is made of,
-must be the same if other tensors are left out.
+tensor among others. So expressions are compared: how each update is computed, by the names of what it is made of. For
+slices it must be as for whole tensors, but for shapes; for whole tensors dealt to workers, as if no others were there.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +22,7 @@ import optax
 import optax.contrib
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmpi.core.errors import UsageError
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import shape_of_slice, slices_of
 
@@ -37,6 +36,11 @@ MIXED = (
 UNTRACED = (
     "sharded: this optimizer fails when it is traced for shares of the params ({error}), so it is not known whether "
     "its updates can be cut; leave it unsharded, or let it take tensors of any size, and numbers that it knows"
+)
+
+CHANGES = (
+    "sharded: the state of this optimizer has other leaves after an update than init gives it (as with optax.monitor); "
+    "leave it unsharded, or give its state all leaves at the start"
 )
 
 
@@ -58,6 +62,8 @@ def cut_for(tx: Any, params: PyTree) -> str:
             if all(origin.is_entrywise for origin in updates) and not goes_by_shape(tx, like):
                 return "entries"
             mixed = by_others(tx, like)
+    except UsageError:
+        raise
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
         raise UsageError(UNTRACED.format(error=f"{type(error).__name__}: {error}")) from error
     if mixed:
@@ -81,15 +87,16 @@ def is_schedule_free(part: PyTree) -> bool:
 def goes_by_shape(tx: Any, like: PyTree) -> bool:
     """Return True if an optimizer treats slices in another way than whole tensors, by their sizes.
 
-    Its programs for whole tensors are compared with those for slices of three workers, and of so many that a slice has
-    one entry: such a slice is below any size at which the optimizer could change its way.
+    Its programs for whole tensors are compared with those for slices of two workers, which have the most rows; of
+    three; and of so many that a slice has one entry, which is below any size at which the optimizer could change its
+    way.
 
     Args:
         like: shapes of params.
     """
     whole, largest = Traced.of(tx, like), max((leaf.size for leaf in jax.tree.leaves(like)), default=1)
     facts = whole.facts()
-    for workers in {PARTS, max(largest, 2)}:
+    for workers in {2, PARTS, max(largest, 2)}:
         slices = Traced.of(tx, jax.eval_shape(lambda tree, w=workers: slices_of(tree, 0, w), like))
         rows = dict(named_leaves(slices.state))
         for name, leaf in named_leaves(whole.state):
@@ -125,6 +132,8 @@ class Traced(NamedTuple):
     def of(cls, tx: Any, like: PyTree) -> "Traced":
         """Trace them; nothing runs."""
         state = jax.eval_shape(tx.init, like)
+        after = jax.tree.structure(jax.eval_shape(tx.update, like, state, like)[1])
+        check(after == jax.tree.structure(state), CHANGES)
         update = jax.make_jaxpr(tx.update)(like, state, like)
         return cls(tuple(name for name, _ in named_leaves(like)), state, jax.make_jaxpr(tx.init)(like), update)
 
@@ -144,49 +153,26 @@ class Traced(NamedTuple):
             state = later
 
     def facts(self) -> list[Any]:
-        """The equations of both programs, without shapes, which are of tensors; what no tensor is in with them."""
+        """What must be alike for slices: all expressions, but for shapes; and equations without tensors, with them."""
         without: list[Any] = []
         self._origins(without)
-        return [*equations_of(self.init), *equations_of(self.update), *without]
+        return [self.expressions(with_shapes=False), without]
 
-    def expressions(self) -> dict[tuple[str, str], int]:
-        """A hash of how each update, state 0 and new state is computed, by the names of what it is made of."""
+    def expressions(self, *, with_shapes: bool = True) -> dict[tuple[str, str], int]:
+        """A hash of how each update, state 0 and new state is computed, by the names of what it is made of.
+
+        Args:
+            with_shapes: else equations that only move numbers, and shapes in others, are left out.
+        """
         of_state = [name for name, _ in named_leaves(self.state)]
         named = lambda kind, names: [hash((kind, name)) for name in names]  # noqa: E731
         params, state = named("param", self.names), named("state", of_state)
-        first = expressions(self.init, params)
-        made = expressions(self.update, [*named("gradient", self.names), *state, *params])
+        first = expressions(self.init, params, with_shapes)
+        made = expressions(self.update, [*named("gradient", self.names), *state, *params], with_shapes)
         kinds = [("update", name) for name in self.names] + [("state", name) for name in of_state]
         return dict(zip(kinds, made, strict=True)) | {
             ("state 0", name): value for name, value in zip(of_state, first, strict=True)
         }
-
-
-# Equations that compute nothing, of which other shapes may need others. The numbers in them count all the same.
-MOVES = {"broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "jit", "pjit"}
-
-
-def equations_of(program: ClosedJaxpr) -> Iterator[tuple[str, ...]]:
-    """The name of each equation of a program, and the single numbers and types in it; also numbers that it returns."""
-    pending = [(program.jaxpr, program.consts)]
-    while pending:
-        jaxpr, consts = pending.pop(0)
-        yield from (("number", repr(np.asarray(x).item())) for x in consts if np.size(x) == 1)
-        yield "results", *numbers_in(jaxpr.outvars)
-        for equation in jaxpr.eqns:
-            numbers = numbers_in(equation.invars)
-            name, options = equation.primitive.name, [equation.params.get(key) for key in ("y", "new_dtype", "length")]
-            if name not in MOVES or numbers:
-                yield "" if name in MOVES else name, *numbers, *map(str, options)
-            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
-                if is_jaxpr(inner):
-                    pending.append((inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, []))
-
-
-def numbers_in(variables: Sequence[Any]) -> list[str]:
-    """Single numbers in place of variables; a NaN, too, is itself."""
-    literals = [var.val for var in variables if isinstance(var, jax.extend.core.Literal)]
-    return [repr(np.asarray(x).item()) for x in literals if np.size(x) == 1]
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -220,22 +206,31 @@ def run(
     return [read(var) for var in jaxpr.outvars]
 
 
-def expressions(program: Any, given: Sequence[int]) -> list[int]:
+# Equations that compute nothing, of which other shapes may need others.
+MOVES = frozenset("broadcast_in_dim reshape squeeze transpose copy".split())
+SHAPELESS = ("y", "new_dtype", "length", "axes", "accuracy")  # options that say what is computed
+
+
+def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[int]:
     """A hash of how each result is computed from operands, given theirs; loops count as one equation."""
 
     def constant(x: Any) -> int:
-        return hash((str(np.asarray(x).dtype), np.shape(x), np.asarray(x).tobytes()))
+        shape = np.shape(x) if with_shapes else ()
+        return hash((str(np.asarray(x).dtype), shape, np.asarray(x).tobytes()))
 
     def of(equation: Any, given: list[int]) -> list[int]:
         name, options = equation.primitive.name, equation.params
         if name in CALLS:
-            return expressions(next(x for x in options.values() if is_jaxpr(x)), given)
+            return expressions(next(x for x in options.values() if is_jaxpr(x)), given, with_shapes)
         if name == "cond":
-            taken = [expressions(branch, given[1:]) for branch in options["branches"]]
+            taken = [expressions(branch, given[1:], with_shapes) for branch in options["branches"]]
             return [hash((name, given[0], each)) for each in zip(*taken, strict=True)]
+        if name in MOVES and not with_shapes:
+            return given[:1]
         inner = [x for x in jax.tree.leaves(list(options.values()), is_leaf=is_jaxpr) if is_jaxpr(x)]
-        bodies = tuple(tuple(expressions(x, range(len(opened(x)[0].invars)))) for x in inner)
-        plain = str(sorted((key, str(x)) for key, x in options.items() if not (callable(x) or has_jaxpr(x))))
+        bodies = tuple(tuple(expressions(x, range(len(opened(x)[0].invars)), with_shapes)) for x in inner)
+        named = {key: x for key, x in options.items() if with_shapes or key in SHAPELESS}
+        plain = str(sorted((key, str(x)) for key, x in named.items() if not (callable(x) or has_jaxpr(x))))
         return [hash((name, i, plain, bodies, *given)) for i in range(len(equation.outvars))]
 
     return run(program, given, constant, of)

@@ -13,8 +13,8 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.train_state import Batch
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import device_setup
-from jaxmpi.trainer import exported, launched, main
-from jaxmpi.trainer.finished import Finished, open_finished
+from jaxmpi.trainer import exported_program, main, notebook_workers
+from jaxmpi.trainer.finished_runs import Finished, open_finished
 
 
 class Trainer:
@@ -73,7 +73,7 @@ class Trainer:
         self._opened.clear()
         try:
             if self.started > 1:
-                return launched.fit(self.experiment, self.started)
+                return notebook_workers.fit(self.experiment, self.started)
             return main.train(self.experiment, self.name)
         except decisions.Preempted as left:
             sys.exit(left.code)
@@ -110,6 +110,6 @@ class Trainer:
             platforms: to lower for; default: those of cpu, cuda and tpu for which the model can be lowered.
             batch: examples of a call; default: any number, if the model can be traced so.
         """
-        exported.check_asked(Path(file), platforms)
+        exported_program.check_asked(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)
-        exported.write(run, Path(file), platforms=platforms, batch=batch)
+        exported_program.write(run, Path(file), platforms=platforms, batch=batch)

@@ -1,7 +1,7 @@
 """The parts of a run: its compiled functions and its state 0.
 
 A run needs compiled programs and arrays on devices. `build_functions` joins task, rule and exchange into a step: one
-program, or gradients, exchange and update apart (`form.py`). Every rank must compile a program that holds a
+program, or gradients, exchange and update apart (`step_form.py`). Every rank must compile a program that holds a
 communicator, so that one is kept small (docs/decisions/0007). `initial_states` makes the params on rank 0, sends them
 to all ranks and compares their hashes.
 """
@@ -44,8 +44,8 @@ from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.rules.base import Rule
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.compatibility import AVERAGES, WHOLE_AVERAGES
-from jaxmpi.trainer.form import StepForm, deal_of, form_of, is_scattered_early, shares_params
-from jaxmpi.trainer.plan import TrainingPlan
+from jaxmpi.trainer.step_form import StepForm, deal_of, form_of, is_scattered_early, shares_params
+from jaxmpi.trainer.training_plan import TrainingPlan
 
 # ---------------------------------------------------------------- its functions
 

@@ -6,6 +6,7 @@ there.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Iterator
 
 import jax
@@ -94,6 +95,7 @@ class LockStep:
         """Say what the first step will hold, and refuse it if memory has no room for that."""
         run, self._held = self.run, None
         held = measured(held, run.functions.ahead.compiled(state, batch))
+        self.run = dataclasses.replace(run, held=held, is_measured=True)
         here = workers_here(run.workers)
         free_bytes = available_bytes() + allocated(held, here, has_copies=bool(run.shrinking))
         run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))

@@ -46,13 +46,13 @@ from jaxmpi.trainer.async_start import Start
 from jaxmpi.trainer.asynchronous import run_asynchronously
 from jaxmpi.trainer.build import Functions, build_functions
 from jaxmpi.trainer.compatibility import check_compatible
-from jaxmpi.trainer.plan import TrainingPlan, make_plan
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
+from jaxmpi.trainer.resolve_auto import settle_exchange, settle_overlap, settle_shards
 from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
 from jaxmpi.trainer.run import assembled, watch
-from jaxmpi.trainer.settle import settle_exchange, settle_overlap, settle_shards
 from jaxmpi.trainer.timetable import DueEvents
+from jaxmpi.trainer.training_plan import TrainingPlan, make_plan
 
 # Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
 TABLES: dict[str, Mapping[str, Any]] = {

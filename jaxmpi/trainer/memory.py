@@ -23,9 +23,9 @@ from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
 from jaxmpi.trainer.build import build_rule, exchange_for, rule_state
-from jaxmpi.trainer.form import is_one_program, shares_params
-from jaxmpi.trainer.plan import TrainingPlan
-from jaxmpi.trainer.settle import why_whole, with_shards
+from jaxmpi.trainer.resolve_auto import why_whole, with_shards
+from jaxmpi.trainer.step_form import is_one_program, shares_params
+from jaxmpi.trainer.training_plan import TrainingPlan
 
 DEALT_ARRAYS = 5  # at most, as big as its row, that whole tensors take on their way into an update and back: 2 to 5
 KEPT_FREED = 2  # times what is held at once that there must be to keep freed memory; at most 1.9 was seen

@@ -28,8 +28,8 @@ from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.decisions import check_budget
 from jaxmpi.tasks.registry import TASKS, spec_of
-from jaxmpi.trainer.plan import TrainingPlan
 from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.training_plan import TrainingPlan
 
 SUMS = 7  # over workers: loss, examples, |g_i|^2, steps; and if |g|^2 was measured |g_i|^2, |g|^2, steps
 

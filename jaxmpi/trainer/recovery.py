@@ -31,11 +31,11 @@ from jaxmpi.trainer import memory
 from jaxmpi.trainer.build import Functions, build_functions, rule_state
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
-from jaxmpi.trainer.plan import TrainingPlan, make_plan
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.resume import go_on, slice_layout, slicing_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
+from jaxmpi.trainer.training_plan import TrainingPlan, make_plan
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: DueEvents) -> dict[str, float]:
@@ -49,6 +49,7 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
         return LockStep(run), Position(start, placed(run, states), overdue)
 
     begin: Callable[[], tuple[LockStep, Position]] = at_start
+    coordinator: LockStep | None = None
     with contextlib.ExitStack() as ends:
         ends.callback(run.profiler.close)
         ends.push(run.recorder)
@@ -58,9 +59,12 @@ def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: Due
                 run = coordinator.run
                 return run_steps(coordinator, run.callbacks, position)
             except decisions.RollBack as back:
+                assert coordinator
+                run = coordinator.run
                 run.profiler.close()  # which its first step would start once more
                 begin = partial(rolled_back, run, back)
             except Exception as error:
+                run = coordinator.run if coordinator else run  # with what its first step measured
                 if run.shrinking is None:
                     raise
                 run.shrinking.after(error, run.saver)
@@ -177,6 +181,8 @@ def memory_of_fewer(
     workers.processes.barrier()  # all have given theirs back
     # What ranks hold now, with both sets of copies, is free once the new state is made of it.
     here, before = memory.workers_here(workers), run.held
+    if before and before.activations is not None and before.is_whole == held.is_whole:
+        held = dataclasses.replace(held, activations=before.activations)  # of as many examples at a time
     mine = memory.allocated(before, here, has_copies=True) + here * (before.copies // 2) if before else 0
     short = ""
     try:

@@ -33,8 +33,8 @@ from jaxmpi.runtime import failures
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start, starting
 from jaxmpi.trainer.build import Functions, initial_states
-from jaxmpi.trainer.plan import TrainingPlan
 from jaxmpi.trainer.run import Run
+from jaxmpi.trainer.training_plan import TrainingPlan
 
 
 def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, elapsed_s: float) -> dict[str, Any]:

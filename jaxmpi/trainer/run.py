@@ -26,8 +26,8 @@ from jaxmpi.trainer import callbacks, guard
 from jaxmpi.trainer.build import Functions
 from jaxmpi.trainer.callbacks import Callback, InjectFaults, ProfilerCallback
 from jaxmpi.trainer.memory import WorkerMemory
-from jaxmpi.trainer.plan import TrainingPlan
 from jaxmpi.trainer.progress import ProgressLog
+from jaxmpi.trainer.training_plan import TrainingPlan
 
 
 def open_saver(

@@ -346,6 +346,10 @@ def test_whole_tensors_of_an_optimizer_that_were_dealt_otherwise_are_refused(tmp
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(asa, params)))
     with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks as .* the strategy as before"):
         kept.restore(params, ring.init(params))
+    others = jaxmpi.sharded(optax.lars(1e-2), "asa32", cost=lambda shape: -math.prod(shape))
+    assert others.init(params).owners != asa.init(params).owners
+    with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks as .* the strategy as before"):
+        kept.restore(params, others.init(params))
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_alike_unless_that_is_asked_for(tmp_path_factory):

@@ -27,7 +27,7 @@ from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.rules import registry
 from jaxmpi.trainer.build import build_rule, exchange_for, rule_state
 from jaxmpi.trainer.compatibility import check_compatible
-from jaxmpi.trainer.form import (
+from jaxmpi.trainer.step_form import (
     SAVED_BYTES,
     chosen_overlap,
     deal_of,
@@ -36,7 +36,7 @@ from jaxmpi.trainer.form import (
     unfit_slices,
     unfit_slices_of,
 )
-from jaxmpi.trainer.plan import TrainingPlan
+from jaxmpi.trainer.training_plan import TrainingPlan
 
 # ---------------------------------------------------------------- the exchange
 

@@ -38,9 +38,9 @@ from jaxmpi.core.pytrees import PyTree, by_path, named_leaves
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
 from jaxmpi.runtime import provenance
-from jaxmpi.trainer import finished
+from jaxmpi.trainer import finished_runs
 from jaxmpi.trainer import step as steps
-from jaxmpi.trainer.finished import Finished, asked_for, by_name
+from jaxmpi.trainer.finished_runs import Finished, asked_for, by_name
 
 SUFFIX = ".jaxexport"
 PLATFORMS = ("cpu", "cuda", "tpu")  # by default
@@ -246,7 +246,7 @@ def main(argv: list[str]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Options of `jaxmpi export`."""
-    options = finished.parser(
+    options = finished_runs.parser(
         "export",
         "Write the model of a checkpoint for other programs. A file .jaxexport has params, model state and program, "
         "for JAX alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for "

@@ -41,7 +41,7 @@ from jaxmpi.data.example import nested
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures
 from jaxmpi.tasks.registry import task_of
-from jaxmpi.trainer import launched
+from jaxmpi.trainer import notebook_workers
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.evaluate import figures_of
 
@@ -189,7 +189,7 @@ def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experimen
         return experiment
     command = experiment_file.file_first(command)
     is_file = bool(command) and experiment_file.is_experiment(command[0], "")
-    if not is_file or Path(command[0]).name == launched.FILE:
+    if not is_file or Path(command[0]).name == notebook_workers.FILE:
         raise UsageError(
             f"{run_dir} was started from Python: name a file that has its `experiment = Experiment(...)`, --experiment "
             "FILE.py, or use jaxmpi.Trainer(experiment).evaluate() there"

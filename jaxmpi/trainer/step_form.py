@@ -29,7 +29,7 @@ from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.trainer.compatibility import LATE, NothingLate, UnfitForOverlap
-from jaxmpi.trainer.plan import TrainingPlan
+from jaxmpi.trainer.training_plan import TrainingPlan
 
 # `auto` shards updates if a worker saves so much of the optimizer's state, and sums gradients early if so much of them.
 SAVED_BYTES = BUCKET_BYTES

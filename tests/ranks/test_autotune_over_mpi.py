@@ -20,9 +20,9 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.trainer.compatibility import NothingLate, UnfitForOverlap
-from jaxmpi.trainer.form import form_of, unfit_slices_of
-from jaxmpi.trainer.plan import make_plan
-from jaxmpi.trainer.settle import settle_exchange
+from jaxmpi.trainer.resolve_auto import settle_exchange
+from jaxmpi.trainer.step_form import form_of, unfit_slices_of
+from jaxmpi.trainer.training_plan import make_plan
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)

@@ -1,6 +1,6 @@
 """The cost model beside what programs really send, and `auto` and `jaxmpi plan` without MPI.
 
-On real ranks: tests/ranks/test_plan_over_mpi.py and the runs of the trainer at the end.
+On real ranks: tests/ranks/test_autotune_over_mpi.py and the runs of the trainer at the end.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import caches
 from jaxmpi.tools import cli, scaling_forecast
-from jaxmpi.trainer import settle
+from jaxmpi.trainer import resolve_auto
 from launching import ROOT, train
 
 FREE = Link(0.0, 0.0)
@@ -691,7 +691,9 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
     ],
 )
 def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
-    assert settle.can_go_on(strategy, ExchangeConfig(overlap=overlap), AxisComm("w", len(hosts), hosts)) == goes_on
+    assert (
+        resolve_auto.can_go_on(strategy, ExchangeConfig(overlap=overlap), AxisComm("w", len(hosts), hosts)) == goes_on
+    )
 
 
 def unfit(algorithm: str) -> str:
@@ -711,7 +713,7 @@ def unfit(algorithm: str) -> str:
 )
 def test_a_choice_for_sharded_updates_goes_on_if_its_halves_travel_where_they_must(strategy, more: Any, goes_on):
     asked = ExchangeConfig(shard_update="on", **more)
-    assert settle.can_go_on(strategy, asked, AxisComm("w", 4, (0, 0, 1, 1)), unfit) == goes_on
+    assert resolve_auto.can_go_on(strategy, asked, AxisComm("w", 4, (0, 0, 1, 1)), unfit) == goes_on
 
 
 @pytest.mark.parametrize(
@@ -775,12 +777,12 @@ def test_auto_overlaps_where_the_probe_says_that_it_pays(pays, overlap, strategy
     def choose(comm, sizes, asked, bucket_bytes, among=()):
         return autotune.Verdict("ring:32" if among == ("ring",) else "shm:32", 4, pays, "why")
 
-    monkeypatch.setattr(settle, "choose", choose)
+    monkeypatch.setattr(resolve_auto, "choose", choose)
     asked, comm = ExchangeConfig("auto"), AxisComm("w", 2, (0, 1))
-    settled, why = settle.probed(asked, comm, [8], ("ring",))
+    settled, why = resolve_auto.probed(asked, comm, [8], ("ring",))
     assert (settled.overlap, settled.strategy) == (overlap, strategy)
     assert ("overlap off" in why) != pays
     kept: list[dict[str, Any]] = [{"overlap": "on"}, {"shard_update": "on", "gather": "late"}]
     for stays in kept:
-        settled, _ = settle.probed(dataclasses.replace(asked, **stays), comm, [8], ("ring",), ("shm", "ring"))
+        settled, _ = resolve_auto.probed(dataclasses.replace(asked, **stays), comm, [8], ("ring",), ("shm", "ring"))
         assert (settled.overlap, settled.strategy) == (stays.get("overlap", "auto"), "ring:32")

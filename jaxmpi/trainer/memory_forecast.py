@@ -28,10 +28,10 @@ from jaxmpi.optim.optimizers import arrays_of
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer.build import build_rule, exchange_for, pieces
-from jaxmpi.trainer.form import shares_params
 from jaxmpi.trainer.memory import SHARDED, WorkerMemory, check_fits, held, mb, measured, parts
-from jaxmpi.trainer.plan import TrainingPlan, make_plan
-from jaxmpi.trainer.settle import settle_shards, why_whole, with_shards
+from jaxmpi.trainer.resolve_auto import settle_shards, why_whole, with_shards
+from jaxmpi.trainer.step_form import shares_params
+from jaxmpi.trainer.training_plan import TrainingPlan, make_plan
 
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
 # Measured: docs/performance.md#memory-of-a-process. Of a rank without its programs, which are Python, JAX and MPI;
