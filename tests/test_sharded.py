@@ -543,6 +543,20 @@ def by_rate(big: Any, small: Any) -> Any:
     return optax.stateless(step)
 
 
+TABLE = jnp.array([1e-2, 1e-4])
+
+
+def by_size_in_a_table(updates: Any) -> Any:
+    """A rate of each tensor out of a table, by its size."""
+    return jax.tree.map(lambda u: -TABLE[int(u.size > 200)] * u, updates)
+
+
+def by_the_widest(updates: Any) -> Any:
+    """A factor of each tensor by its width and the widest."""
+    widest = max(u.shape[-1] for u in jax.tree.leaves(updates))
+    return jax.tree.map(lambda u: u * (u.shape[-1] / widest), updates)
+
+
 def by_table(step: Any) -> Any:
     """A rate out of a table."""
     return jnp.array([1e-3, 1e-4, 1e-5])[jnp.sum(step >= jnp.array([100, 200]))]
@@ -553,7 +567,7 @@ def late(step: Any, **_: Any) -> Any:
     return step >= 100
 
 
-LAYER = {"bias": np.zeros(4, np.float32), "kernel": np.zeros((3, 4), np.float32), "scale": np.zeros(4, np.float32)}
+LAYER = {"bias": np.zeros(4, np.float32), "kernel": np.zeros((3, 5), np.float32), "scale": np.zeros(4, np.float32)}
 LAYERS = {"first": LAYER, "second": LAYER}
 ADAM = optax.adam(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
@@ -582,6 +596,8 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
         optax.chain(optax.masked(optax.clip_by_global_norm(1.0), is_kernel), ADAM),
         optax.chain(optax.lars(1e-2), by_number_from_the_start()),
         optax.chain(optax.lars(1e-2), step_of_one_s_own(by_place)),
+        optax.chain(optax.lars(1e-2), step_of_one_s_own(by_the_widest)),
+        optax.add_noise(0.1, 0.5, jax.random.key(0)),
         # The mean over all tensors, behind a loop and a branch.
         step_of_one_s_own(looped_mean),
         step_of_one_s_own(lambda updates: jax.tree.map(lambda u: u / u.max() / len(jax.tree.leaves(updates)), updates)),
@@ -604,6 +620,7 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
         (optax.adam(optax.cosine_onecycle_schedule(100, 1e-3)), "entries"),
         (optax.adam(by_table), "entries"),
         (optax.chain(ADAM, by_rows_from_the_start()), "leaves"),
+        (optax.chain(ADAM, step_of_one_s_own(by_size_in_a_table)), "leaves"),
         (optax.inject_hyperparams(by_rate)(big=1e-4, small=1e-2), "leaves"),
         (optax.chain(ADAM, step_of_one_s_own(halves_of_many_rows)), "leaves"),
         (optax.chain(ADAM, by_number_from_the_start()), "entries"),

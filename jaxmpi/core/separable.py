@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.extend
+import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmpi.core.errors import UsageError, check
@@ -28,7 +30,8 @@ from jaxmpi.core.slices import shape_of_slice, slices_of
 
 T = TypeVar("T")
 ScheduleFreeState = optax.contrib.ScheduleFreeState
-PARTS = 3  # into which params are cut or dealt to compare equations
+WORKERS = (2, 3, 4, 8)  # among whom tensors are cut to compare programs
+PARTS = 3  # into which tensors are dealt to compare them
 MIXED = (
     "sharded: the update of {name} by this optimizer depends on other tensors (as with clipping by a global norm), or "
     "on how many there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a clipping in the chain"
@@ -88,15 +91,15 @@ def goes_by_shape(tx: Any, like: PyTree) -> bool:
     """Return True if an optimizer treats slices in another way than whole tensors, by their sizes.
 
     Its programs for whole tensors are compared with those for slices of two workers, which have the most rows; of
-    three; and of so many that a slice has one entry, which is below any size at which the optimizer could change its
-    way.
+    three, four and eight; and of so many that a slice has one entry, which is below any size at which the optimizer
+    could change its way.
 
     Args:
         like: shapes of params.
     """
     whole, largest = Traced.of(tx, like), max((leaf.size for leaf in jax.tree.leaves(like)), default=1)
     facts = whole.facts()
-    for workers in {2, PARTS, max(largest, 2)}:
+    for workers in {*WORKERS, max(largest, 2)}:
         slices = Traced.of(tx, jax.eval_shape(lambda tree, w=workers: slices_of(tree, 0, w), like))
         rows = dict(named_leaves(slices.state))
         for name, leaf in named_leaves(whole.state):
@@ -110,11 +113,17 @@ def goes_by_shape(tx: Any, like: PyTree) -> bool:
 
 
 def by_others(tx: Any, like: PyTree) -> list[str]:
-    """Names of tensors, or of parts of the state, that are others if an optimizer is given some tensors alone."""
+    """Names of tensors, or of parts of the state, that are others if an optimizer is given some tensors alone.
+
+    It is given every third, and one tensor of each shape by itself: what holds of any tensor, or of the largest, holds
+    of all parts of most models, but not of all single tensors.
+    """
     leaves, structure = jax.tree.flatten(like)
+    parts = [{*range(part, len(leaves), PARTS)} for part in range(min(PARTS, len(leaves)))]
+    parts += [{i} for i in {leaf.shape: i for i, leaf in enumerate(leaves)}.values()]
     whole, found = Traced.of(tx, like).expressions(), []
-    for part in range(min(PARTS, len(leaves))):
-        mine = [leaf if i % PARTS == part else optax.MaskedNode() for i, leaf in enumerate(leaves)]
+    for part in parts:
+        mine = [leaf if i in part else optax.MaskedNode() for i, leaf in enumerate(leaves)]
         some = Traced.of(tx, jax.tree.unflatten(structure, mine)).expressions()
         found += [name for (kind, name), made in some.items() if whole.get((kind, name)) != made]
     return found
@@ -208,18 +217,21 @@ def run(
 
 # Equations that compute nothing, of which other shapes may need others.
 MOVES = frozenset("broadcast_in_dim reshape squeeze transpose copy".split())
-SHAPELESS = ("y", "new_dtype", "length", "axes", "accuracy")  # options that say what is computed
 
 
 def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[int]:
     """A hash of how each result is computed from operands, given theirs; loops count as one equation."""
 
     def constant(x: Any) -> int:
-        shape = np.shape(x) if with_shapes else ()
-        return hash((str(np.asarray(x).dtype), shape, np.asarray(x).tobytes()))
+        if isinstance(x, Tracer):  # of a program in which the optimizer is made
+            return id(x)
+        known = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        return hash((str(known.dtype), known.shape if with_shapes else (), known.tobytes()))
 
     def of(equation: Any, given: list[int]) -> list[int]:
         name, options = equation.primitive.name, equation.params
+        if name == "optimization_barrier":
+            return given
         if name in CALLS:
             return expressions(next(x for x in options.values() if is_jaxpr(x)), given, with_shapes)
         if name == "cond":
@@ -229,11 +241,22 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
             return given[:1]
         inner = [x for x in jax.tree.leaves(list(options.values()), is_leaf=is_jaxpr) if is_jaxpr(x)]
         bodies = tuple(tuple(expressions(x, range(len(opened(x)[0].invars)), with_shapes)) for x in inner)
-        named = {key: x for key, x in options.items() if with_shapes or key in SHAPELESS}
-        plain = str(sorted((key, str(x)) for key, x in named.items() if not (callable(x) or has_jaxpr(x))))
+        # Without shapes, only of equations entry by entry; `Traced.facts` has those of others that no tensor is in.
+        plain = plain_options(options) if with_shapes or name in ENTRYWISE else ""
         return [hash((name, i, plain, bodies, *given)) for i in range(len(equation.outvars))]
 
     return run(program, given, constant, of)
+
+
+def is_key(x: Any) -> bool:
+    """Return True for random keys with a type of their own."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def plain_options(options: dict[str, Any]) -> str:
+    """The options of an equation that are no functions, in words."""
+    named = {key: x for key, x in options.items() if key != "sharding" and not (callable(x) or has_jaxpr(x))}
+    return str(sorted((key, str(x)) for key, x in named.items()))
 
 
 def has_jaxpr(x: Any) -> bool:
@@ -252,6 +275,8 @@ class Origin(NamedTuple):
 
 
 CONSTANT = Origin(frozenset(), True)  # one number, in all entries
+UNKNOWN = Origin(frozenset({-1}), False)  # of other workers, or of Python while the program runs
+OUTSIDE = frozenset("all_gather all_to_all axis_index pmax pmin ppermute psum psum_invariant reduce_scatter".split())
 # Primitives whose operands have the shape of the result, or are single numbers.
 ENTRYWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
@@ -276,7 +301,9 @@ def origins(program: Any, given: Sequence[Origin], without: list[Any]) -> list[O
     """
 
     def constant(x: Any) -> Origin:
-        return CONSTANT if np.size(x) == 1 else Origin(frozenset(), False)
+        is_known = np.size(x) > 1 and not isinstance(x, Tracer) and not is_key(x)
+        is_one = np.size(x) == 1 or (is_known and bool((np.asarray(x) == np.asarray(x).flat[0]).all()))
+        return CONSTANT if is_one else Origin(frozenset(), False)
 
     def of(equation: Any, given: list[Origin]) -> list[Origin]:
         name, options = equation.primitive.name, equation.params
@@ -302,13 +329,15 @@ def origins(program: Any, given: Sequence[Origin], without: list[Any]) -> list[O
             return [*carry, *(Origin(x.tensors, False) for x in body(carry)[m:])]
         if name in CALLS:
             return origins(next(x for x in options.values() if is_jaxpr(x)), given, without)
+        if name in OUTSIDE or name.endswith("callback"):
+            return [UNKNOWN for _ in equation.outvars]
         whole, sizes = together(given), [math.prod(var.aval.shape) for var in equation.invars]
         if name in ENTRYWISE or (name in MOVES and whole == CONSTANT):
             return [whole for _ in equation.outvars]
         made = []
         for var in equation.outvars:
             if not whole.tensors:
-                without.append((name, *(x.aval.shape for x in (*equation.invars, var))))
+                without.append((name, plain_options(options), *(x.aval.shape for x in (*equation.invars, var))))
             is_number = not whole.tensors or (whole.is_entrywise and all(size == 1 for size in sizes))
             made.append(Origin(whole.tensors, math.prod(var.aval.shape) == 1 and is_number))
         return made

@@ -347,7 +347,6 @@ def test_whole_tensors_of_an_optimizer_that_were_dealt_otherwise_are_refused(tmp
     with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks as .* the strategy as before"):
         kept.restore(params, ring.init(params))
     others = jaxmpi.sharded(optax.lars(1e-2), "asa32", cost=lambda shape: -math.prod(shape))
-    assert others.init(params).owners != asa.init(params).owners
     with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks as .* the strategy as before"):
         kept.restore(params, others.init(params))
 
