@@ -226,6 +226,7 @@ def test_equinox_trains_to_a_known_loss(tmp_path, as_users_have_it):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job; others train NNX, Linen and Equinox
 def test_plain_functions_train_to_the_loss_of_one_worker(tmp_path, as_users_have_it):
     names = net_of(PLAIN, tmp_path)
     forward = names["apply"]

@@ -355,6 +355,7 @@ print("mean", said[-1], float(jaxmpi.exchange(x, strategy)[0, 0]), flush=True)
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # waits for threads
 def test_programs_of_two_threads_do_not_exchange_at_once():
     """On rank 0 the second program has come to its exchange long before the first one, which still computes."""
     script = """

@@ -313,6 +313,7 @@ def wrapped(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_xlas_collectives_go_over_the_mpi_that_runs_already(wrapped, tmp_path):
     (tmp_path / "over_mpi.py").write_text(OVER_MPI)
     by_mpi = wrapped | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}

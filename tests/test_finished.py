@@ -77,6 +77,7 @@ def test_a_batch_that_is_none_is_named(tmp_path):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job of a notebook's
 def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
     class Says(jaxmpi.Callback):  # no module has it, so it travels as it is
         def after_evaluation(self, moment):

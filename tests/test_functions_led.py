@@ -162,6 +162,7 @@ def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # a job more
 def test_workers_let_go_of_what_is_gone_and_are_sent_nothing_that_is_shared(tmp_path):
     ended = lead(tmp_path, DROPPED, 2)
     assert ended.code == 0, ended.out
@@ -336,6 +337,7 @@ def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # waits for time limits
 def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
     """One that computes for longer than the limit does not."""
     script = (

@@ -53,7 +53,7 @@ FAULTS = {
 IN_SHARED_MEMORY = ("raise", "hard_exit", "killed", "terminated")  # what ranks do then
 
 
-SLOW = ("exit_3_early", "exit_0_early", "raise_in_thread", "other_tree")  # like another one, by another way
+SLOW = ("exit_3_early", "exit_0_early", "raise_in_thread", "other_tree", "terminated")  # like another one
 
 
 @pytest.mark.e2e
@@ -199,7 +199,11 @@ def test_a_forked_child_ends_without_its_parents_job(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("end", ["", "from mpi4py import MPI\nMPI.Finalize()\n"], ids=["exit", "finalize"])
+@pytest.mark.parametrize(
+    "end",
+    ["", pytest.param("from mpi4py import MPI\nMPI.Finalize()\n", marks=pytest.mark.slow)],
+    ids=["exit", "finalize"],
+)
 def test_a_script_may_end_with_exchanges_that_nobody_has_waited_for(end, tmp_path):
     """MPI ends after mpi4jax's hook, which waits for them; before it, ranks would end each other."""
     (tmp_path / "job.py").write_text(

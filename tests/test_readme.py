@@ -152,6 +152,7 @@ BY_HAND = (
     "weights",
     "mpirun",
     "doctor",
+    "devices",
 )
 NOT_RUN = {
     "tests": "it is this very suite",

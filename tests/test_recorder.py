@@ -263,9 +263,7 @@ FULL = {
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name == "record at resume")) for name in FULL]
-)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "record")) for name in FULL])
 def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
     (tmp_path / "filling.py").write_text(FILLING)
     at, flags, name = FULL[case]

@@ -557,6 +557,19 @@ def by_the_widest(updates: Any) -> Any:
     return jax.tree.map(lambda u: u * (u.shape[-1] / widest), updates)
 
 
+def by_depth(updates: Any) -> Any:
+    """A factor of each layer by its number and the last one's."""
+    named = jax.tree_util.tree_leaves_with_path(updates)
+    depth = max(path[0].idx for path, _ in named)
+    return jax.tree_util.tree_map_with_path(lambda path, u: u * 0.9 ** (depth - path[0].idx), updates)
+
+
+def turns_by_size(updates: Any) -> Any:
+    """More turns of a loop for large tensors."""
+    turns = lambda u: jax.lax.fori_loop(0, 3 if u.size > 200 else 1, lambda _, x: x * 0.9, u)  # noqa: E731
+    return jax.tree.map(turns, updates)
+
+
 def by_table(step: Any) -> Any:
     """A rate out of a table."""
     return jnp.array([1e-3, 1e-4, 1e-5])[jnp.sum(step >= jnp.array([100, 200]))]
@@ -621,6 +634,11 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
         (optax.adam(by_table), "entries"),
         (optax.chain(ADAM, by_rows_from_the_start()), "leaves"),
         (optax.chain(ADAM, step_of_one_s_own(by_size_in_a_table)), "leaves"),
+        (optax.chain(ADAM, step_of_one_s_own(turns_by_size)), "leaves"),
+        (
+            optax.chain(ADAM, step_of_one_s_own(lambda u: jax.tree.map(lambda x: x * np.ones(x.shape, x.dtype), u))),
+            "entries",
+        ),
         (optax.inject_hyperparams(by_rate)(big=1e-4, small=1e-2), "leaves"),
         (optax.chain(ADAM, step_of_one_s_own(halves_of_many_rows)), "leaves"),
         (optax.chain(ADAM, by_number_from_the_start()), "entries"),
@@ -631,6 +649,12 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
 )
 def test_an_optimizer_of_one_s_own_is_cut_by_what_its_equations_mix(tx, cut):
     assert cut_of(Optim("mine", transform=tx), tx, FEW) == cut
+
+
+def test_an_optimizer_that_counts_the_layers_that_it_is_given_is_refused():
+    tx = optax.chain(optax.lars(1e-2), step_of_one_s_own(by_depth))
+    with pytest.raises(UsageError, match=r"sharded: the update of .* depends on other tensors"):
+        cut_for(tx, [LAYER] * 4)
 
 
 def test_an_optimizer_whose_state_gets_leaves_later_is_refused():

@@ -539,6 +539,7 @@ def trained(tmp_path, trained_once) -> Path:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow  # two runs
 def test_a_new_run_continues_another_with_twice_its_effective_batch(tmp_path, trained, capsys):
     """Step 48 + 13 of 30 examples is step 24 + 6 of 60, and the learning rate goes by the new steps."""
     more = {"effective_batch": 60, "micro_batch": 20, "train_for": "60st", "checkpoint_every": "45st", "log_every": 1}
@@ -1002,8 +1003,8 @@ def test_a_run_directory_is_never_overwritten(tmp_path):
     assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("on_error", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.slow  # of a loader: test_loader_pool.py
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_a_corrupt_image_is_named(on_error, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)
     for split in ("train", "validation"):

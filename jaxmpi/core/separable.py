@@ -115,12 +115,15 @@ def goes_by_shape(tx: Any, like: PyTree) -> bool:
 def by_others(tx: Any, like: PyTree) -> list[str]:
     """Names of tensors, or of parts of the state, that are others if an optimizer is given some tensors alone.
 
-    It is given every third, and one tensor of each shape by itself: what holds of any tensor, or of the largest, holds
-    of all parts of most models, but not of all single tensors.
+    It is given every third, either half, and the first and the last of each shape by itself: what holds of any tensor,
+    of the largest or of the last layer, holds of all thirds of most models, but not of all of these.
     """
     leaves, structure = jax.tree.flatten(like)
     parts = [{*range(part, len(leaves), PARTS)} for part in range(min(PARTS, len(leaves)))]
-    parts += [{i} for i in {leaf.shape: i for i, leaf in enumerate(leaves)}.values()]
+    parts += [{*range(len(leaves) // 2)}, {*range(len(leaves) // 2, len(leaves))}] if len(leaves) > 1 else []
+    last = {leaf.shape: i for i, leaf in enumerate(leaves)}
+    first = {leaf.shape: i for i, leaf in reversed([*enumerate(leaves)])}
+    parts += [{i} for i in {*first.values(), *last.values()}]
     whole, found = Traced.of(tx, like).expressions(), []
     for part in parts:
         mine = [leaf if i in part else optax.MaskedNode() for i, leaf in enumerate(leaves)]
@@ -217,6 +220,7 @@ def run(
 
 # Equations that compute nothing, of which other shapes may need others.
 MOVES = frozenset("broadcast_in_dim reshape squeeze transpose copy".split())
+PASSED_ON = frozenset("device_put optimization_barrier sharding_constraint".split())  # operands, as they are
 
 
 def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[int]:
@@ -225,12 +229,15 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
     def constant(x: Any) -> int:
         if isinstance(x, Tracer):  # of a program in which the optimizer is made
             return id(x)
-        known = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        with jax.ensure_compile_time_eval():  # under jit as well
+            known = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        if not with_shapes and known.size and (known == known.flat[0]).all():
+            known = known.flat[:1]  # of one number, as zeros in a tensor's shape
         return hash((str(known.dtype), known.shape if with_shapes else (), known.tobytes()))
 
     def of(equation: Any, given: list[int]) -> list[int]:
         name, options = equation.primitive.name, equation.params
-        if name == "optimization_barrier":
+        if name in PASSED_ON:
             return given
         if name in CALLS:
             return expressions(next(x for x in options.values() if is_jaxpr(x)), given, with_shapes)
@@ -242,7 +249,7 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
         inner = [x for x in jax.tree.leaves(list(options.values()), is_leaf=is_jaxpr) if is_jaxpr(x)]
         bodies = tuple(tuple(expressions(x, range(len(opened(x)[0].invars)), with_shapes)) for x in inner)
         # Without shapes, only of equations entry by entry; `Traced.facts` has those of others that no tensor is in.
-        plain = plain_options(options) if with_shapes or name in ENTRYWISE else ""
+        plain = plain_options(options) if with_shapes or name in ENTRYWISE else str(options.get("length"))
         return [hash((name, i, plain, bodies, *given)) for i in range(len(equation.outvars))]
 
     return run(program, given, constant, of)
@@ -276,7 +283,10 @@ class Origin(NamedTuple):
 
 CONSTANT = Origin(frozenset(), True)  # one number, in all entries
 UNKNOWN = Origin(frozenset({-1}), False)  # of other workers, or of Python while the program runs
-OUTSIDE = frozenset("all_gather all_to_all axis_index pmax pmin ppermute psum psum_invariant reduce_scatter".split())
+OUTSIDE = frozenset(
+    "all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pmax pmin ppermute precv "
+    "psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter".split()
+)
 # Primitives whose operands have the shape of the result, or are single numbers.
 ENTRYWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
@@ -285,7 +295,7 @@ ENTRYWISE = frozenset(
     "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh "
     "xor".split()
 )
-CALLS = frozenset("checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2".split())
+CALLS = frozenset("compute_on checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2".split())
 
 
 def together(all_of: Sequence[Origin]) -> Origin:
@@ -307,7 +317,7 @@ def origins(program: Any, given: Sequence[Origin], without: list[Any]) -> list[O
 
     def of(equation: Any, given: list[Origin]) -> list[Origin]:
         name, options = equation.primitive.name, equation.params
-        if name == "optimization_barrier":
+        if name in PASSED_ON:
             return given
         if name == "cond":
             taken = [origins(branch, given[1:], without) for branch in options["branches"]]

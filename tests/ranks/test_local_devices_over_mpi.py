@@ -103,7 +103,7 @@ def stepped(rule: Rule, mesh: Mesh) -> tuple[Any, Any, Any]:
     ("devices", "strategy", "bucket_bytes", "config"),
     [
         (3, "ring32", 4, Optim("adamw", weight_decay=0.1, decay_bias=False, bias_lr_factor=2.0)),
-        (2, "shm", None, Optim("lars")),
+        pytest.param(2, "shm", None, Optim("lars"), marks=pytest.mark.slow),
     ],
     ids=["3 devices, ring, adamw", "2 devices, shm, lars"],
 )
