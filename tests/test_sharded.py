@@ -538,7 +538,7 @@ def by_place(updates: Any) -> Any:
 
 
 def by_rate(big: Any, small: Any) -> Any:
-    """Of two rates in the state, one for large tensors."""
+    """Two rates in the state, one for large tensors."""
     step = lambda u, _: jax.tree.map(lambda u: u * -(big if u.shape[0] > 50 else small), u)  # noqa: E731
     return optax.stateless(step)
 
@@ -593,7 +593,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
         optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose leaves are finite would go on alone
         optax.add_noise(0.1, 0.5, 0),  # its noise goes by the number of leaves
         optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(1e-3)),
-        # What moves params seldom, and what begins to mix late.
+        # They move params seldom, or begin to mix late.
         optax.MultiSteps(CLIPPED, 30).gradient_transformation(),
         optax.MultiSteps(optax.apply_if_finite(optax.adam(1e-3), 3), 9).gradient_transformation(),
         optax.conditionally_mask(CLIPPED, every(4)),
@@ -601,7 +601,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
         optax.chain(optax.MultiSteps(CLIPPED, 30).gradient_transformation(), optax.add_decayed_weights(-1e-4)),
         optax.apply_if_finite(optax.adam(optax.cosine_decay_schedule(1e-3, 20)), 3),  # its rate ends at 0
         optax.chain(optax.conditionally_transform(optax.clip_by_global_norm(1.0), late), ADAM),
-        # What goes by how far params have moved, of some tensors or if a NaN has been replaced.
+        # They go by how far params have moved, some of them or if a NaN has been replaced.
         optax.contrib.prodigy(),
         optax.chain(optax.zero_nans(), optax.contrib.prodigy()),
         optax.partition({"bias": ADAM, "kernel": optax.contrib.prodigy(), "scale": ADAM}, names_of),

@@ -125,7 +125,7 @@ def save(
     is_first, index = processes.rank == 0, {}
 
     def together(act: Callable[[], Any]) -> list[Any]:
-        """What all ranks have made; each waits for the others."""
+        """Do a part of the work on each rank, and wait for the others; return all ranks' results."""
         made, failure = None, ""
         try:
             made = act()

@@ -42,6 +42,7 @@ MESSAGE = "jaxmpi: a message between two ranks"
 HEADER = struct.Struct("qqq80s152s")  # sender's rank, tag, tag of the array, dtype and shape, the sender's call
 ANY = -2  # source or tag
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
+MOST_AHEAD = 1024  # messages of that kind that nobody has received: they are copies, and their sender goes on
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 Requests = list[Any]  # of mpi4py
 
@@ -63,7 +64,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     return [as_was(y, dtype) for y in came]
 
 
-# Of programs, by the number that each has in it: reading an attribute of a handler takes several microseconds.
+# Calls by number. A program holds the number alone: reading each attribute of a handler takes several microseconds.
 _calls: list[tuple[MpiComm, dict[str, Any]]] = []
 
 
@@ -243,8 +244,8 @@ def steps(
 
 
 def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
-    """Begin to send a header and an array; what must be waited for until x may change."""
-    is_small = x.nbytes <= INLINE_BYTES
+    """Begin to send a header and an array; return the requests to wait for before x may change."""
+    is_small = x.nbytes <= INLINE_BYTES and len(_unreceived) < MOST_AHEAD
     number = INLINE if is_small else next(_sent_numbers) % comm.processes.tags
     header = header_of(comm.rank, tag, number, type_of(x), line)
     message = np.frombuffer(header + x.tobytes() if is_small else header, np.uint8)

@@ -1,4 +1,4 @@
-"""Whether workers can each update a share of the params: what the update of each tensor depends on.
+"""Cuts that an optimizer allows, so that workers each update a share of the params: what each update depends on.
 
 Optax does not say whether an optimizer treats entries, tensors, or all params together. Running it on a few numbers
 proves nothing: it may clip from step 1,000 on, or by a norm under a mask, or go by how far params have moved. So
@@ -40,7 +40,6 @@ UNTRACED = (
     "sharded: this optimizer fails when it is traced for shares of the params ({error}), so it is not known whether "
     "its updates can be cut; leave it unsharded, or let it take tensors of any size, and numbers that it knows"
 )
-
 CHANGES = (
     "sharded: the state of this optimizer has other leaves after an update than init gives it (as with optax.monitor); "
     "leave it unsharded, or give its state all leaves at the start"
@@ -143,14 +142,13 @@ class Traced(NamedTuple):
     @classmethod
     def of(cls, tx: Any, like: PyTree) -> "Traced":
         """Trace them; nothing runs."""
-        state = jax.eval_shape(tx.init, like)
-        after = jax.tree.structure(jax.eval_shape(tx.update, like, state, like)[1])
-        check(after == jax.tree.structure(state), CHANGES)
-        update = jax.make_jaxpr(tx.update)(like, state, like)
-        return cls(tuple(name for name, _ in named_leaves(like)), state, jax.make_jaxpr(tx.init)(like), update)
+        init, state = jax.make_jaxpr(tx.init, return_shape=True)(like)
+        update, (_, after) = jax.make_jaxpr(tx.update, return_shape=True)(like, state, like)
+        check(jax.tree.structure(after) == jax.tree.structure(state), CHANGES)
+        return cls(tuple(name for name, _ in named_leaves(like)), state, init, update)
 
     def updates(self) -> "list[Origin]":
-        """What the update of each tensor depends on, at any step."""
+        """The origin of each tensor's update, at any step."""
         return self._origins([])
 
     def _origins(self, without: list[Any]) -> "list[Origin]":
@@ -165,7 +163,7 @@ class Traced(NamedTuple):
             state = later
 
     def facts(self) -> list[Any]:
-        """What must be alike for slices: all expressions, but for shapes; and equations without tensors, with them."""
+        """Expressions without shapes, and with shapes the equations that no tensor is in: alike for slices."""
         without: list[Any] = []
         self._origins(without)
         return [self.expressions(with_shapes=False), without]
@@ -200,12 +198,12 @@ def opened(program: Any) -> tuple[Any, list[Any]]:
 def run(
     program: Any, given: Sequence[T], constant: Callable[[Any], T], of: Callable[[Any, list[T]], list[T]]
 ) -> list[T]:
-    """What a program gives if its values are others than arrays.
+    """Interpret a program with other values than arrays; return those of its results.
 
     Args:
-        given: of its operands.
-        constant: of an array that it knows.
-        of: what an equation gives, of its operands.
+        given: values of its operands.
+        constant: (array that it knows) -> value.
+        of: (equation, values of its operands) -> values of its results.
     """
     jaxpr, consts = opened(program)
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(constant, consts), *given], strict=True))
@@ -249,7 +247,8 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
         inner = [x for x in jax.tree.leaves(list(options.values()), is_leaf=is_jaxpr) if is_jaxpr(x)]
         bodies = tuple(tuple(expressions(x, range(len(opened(x)[0].invars)), with_shapes)) for x in inner)
         # Without shapes, only of equations entry by entry; `Traced.facts` has those of others that no tensor is in.
-        plain = plain_options(options) if with_shapes or name in ENTRYWISE else str(options.get("length"))
+        loop = str([options.get(key) for key in ("length", "reverse")])
+        plain = plain_options(options) if with_shapes or name in ENTRYWISE else loop
         return [hash((name, i, plain, bodies, *given)) for i in range(len(equation.outvars))]
 
     return run(program, given, constant, of)
@@ -275,7 +274,7 @@ def has_jaxpr(x: Any) -> bool:
 
 
 class Origin(NamedTuple):
-    """What a value of a program depends on."""
+    """Tensors that a value of a program depends on, and how."""
 
     tensors: frozenset[int]  # params, or their gradients, by number
     is_entrywise: bool  # its entry i depends on their entries i alone, and in the same way for all i

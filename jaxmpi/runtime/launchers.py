@@ -40,7 +40,7 @@ LAUNCHERS = {
     ),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-# Of launchers that say a rank, and the size of the job to MPI alone.
+# Variables of other launchers: a rank, without the size of the job.
 MARKS = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK")
 VARIABLES = {name for names in LAUNCHERS.values() for name in names} | {*MARKS}
 

@@ -171,7 +171,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
 def memory_of_fewer(
     run: Run, experiment: Experiment, workers: Workers, plan: TrainingPlan, functions: Functions
 ) -> memory.WorkerMemory:
-    """What each of those that are left will hold, which is more than before, if updates are sharded.
+    """The memory of each rank that is left, which is more than before, if updates are sharded.
 
     Raises:
         AgreedError: one host has no room for it: bytes needed and free. The run's checkpoints are whole.
@@ -179,7 +179,7 @@ def memory_of_fewer(
     held = memory.held(experiment, workers, plan, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole)
     give_back_freed_memory()
     workers.processes.barrier()  # all have given theirs back
-    # What ranks hold now, with both sets of copies, is free once the new state is made of it.
+    # The state of now, with both sets of copies, is free once the new one is made of it.
     here, before = memory.workers_here(workers), run.held
     if before and before.activations is not None and before.is_whole == held.is_whole:
         held = dataclasses.replace(held, activations=before.activations)  # of as many examples at a time

@@ -10,6 +10,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
+from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import like
 from jaxmpi.runtime import host_callbacks
 
@@ -281,6 +282,20 @@ def test_messages_between_two_ranks():
     assert (status.Get_source(), status.Get_count(MPI.BYTE)) == ((before, 3) if RANK else (MPI.PROC_NULL, 0))
     mpi.recv(x, mpi.NOBODY, status=status)
     assert (status.Get_source(), status.Get_tag()) == (MPI.PROC_NULL, MPI.ANY_TAG)
+    mpi.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_sent_far_ahead_come_in_order(monkeypatch):
+    """The first in one message with their headers, later ones in two."""
+    monkeypatch.setattr(messages, "MOST_AHEAD", 2)
+    sent = [jnp.full(3, float(i)) for i in range(6)]
+    if RANK == 0:
+        for x in sent:
+            mpi.send(x, 1, tag=3)
+    mpi.barrier()
+    if RANK == 1:
+        assert [float(mpi.recv(sent[0], 0, tag=3)[0]) for _ in sent] == [0, 1, 2, 3, 4, 5]
     mpi.barrier()
 
 
