@@ -22,7 +22,7 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import manifests
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
@@ -588,7 +588,7 @@ def test_a_model_of_the_zoo_follows_the_classes_of_the_training_data(tmp_path, a
     assert "imagefolder has 3 classes: digits_cnn_tiny is made with as many, not with the experiment's 10\n" in (
         capsys.readouterr().out
     )
-    saved = format.read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002")
+    saved = manifests.read_manifest(tmp_path / "run" / "checkpoints" / "step_00000002")
     shapes = {leaf["path"]: leaf["shape"] for leaf in saved["files"]["common.bin"]}
     assert [shape for path, shape in shapes.items() if "params" in path and "logits" in path] == [[3], [16, 3]]
 

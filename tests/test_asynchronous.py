@@ -21,7 +21,8 @@ import optax
 import pytest
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.checkpoint.format import Retention, found
+from jaxmpi.checkpoint.format import Retention
+from jaxmpi.checkpoint.manifests import found
 from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
@@ -56,7 +57,7 @@ from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
 from jaxmpi.trainer.resolve_auto import to_center
 from jaxmpi.trainer.timetable import DueEvents, Timetable
-from launching import ROOT, kill_session, mpirun_line, run, train
+from launching import ROOT, kill_session, mpirun_line, run, train, train_here
 from test_trace import check_schema
 from tolerances import USUAL_EMITTERS, U
 
@@ -696,9 +697,8 @@ def test_an_optimizer_whose_state_is_not_averaged_is_refused_unless_forced(name)
     build(RuleConfig(name, force=True), config)
 
 
-@pytest.mark.e2e
 def test_a_single_rank_is_told_to_start_several(tmp_path):
-    ended = train(1, *COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
+    ended = train_here(*COMMON, *RULES["easgd"], "--run-dir", str(tmp_path / "run"))
     assert ended.code != 0
     assert "start several (mpirun -n 4, jaxmpi train -n 4)" in ended.out
 

@@ -28,7 +28,7 @@ from jaxmpi.allreduce.cost_model import Fit
 from jaxmpi.allreduce.prices import Link, Net, turn
 from jaxmpi.allreduce.wires import WIRES, Wire
 from jaxmpi.checkpoint import run_directory
-from jaxmpi.checkpoint.format import sealed
+from jaxmpi.checkpoint.manifests import sealed
 from jaxmpi.comm.axis import AxisComm, add_rows
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.exchange_config import ExchangeConfig

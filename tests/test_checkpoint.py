@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, manifests
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
@@ -100,7 +100,7 @@ def test_a_process_reads_its_own_workers_only(tmp_path):
 def test_a_score_that_is_no_number_is_not_the_best(tmp_path):
     for step, score in enumerate([0.5, math.nan, 0.4, math.inf, 10**400, True, 0.6]):
         save(tmp_path, {0: state(0)}, step=step, keep=1, best=1, score=score)
-    assert [format.step_of(path) for path in format.found(tmp_path)] == [2, 6]
+    assert [manifests.step_of(path) for path in manifests.found(tmp_path)] == [2, 6]
 
 
 def test_what_is_no_folder_of_ours_stays_and_stops_no_checkpoint(tmp_path):
@@ -113,16 +113,16 @@ def test_what_is_no_folder_of_ours_stays_and_stops_no_checkpoint(tmp_path):
     (folder / "step_00000003.tmp").touch()
     for step in (8, 9):
         save(folder, {0: state(0)}, step=step, keep=1)
-    assert [format.step_of(path) for path in format.found(folder)] == [9]
+    assert [manifests.step_of(path) for path in manifests.found(folder)] == [9]
     assert (kept / "manifest.json").is_file()
 
 
 def test_the_newest_are_kept(tmp_path):
     for step in (1, 2, 10, 100000000):
         save(tmp_path, step=step, keep=2)
-    assert [path.name for path in format.found(tmp_path)] == ["step_00000010", "step_100000000"]
+    assert [path.name for path in manifests.found(tmp_path)] == ["step_00000010", "step_100000000"]
     save(tmp_path, step=3, keep=2)  # what was just saved stays, whatever lies beside it
-    assert len(format.found(tmp_path)) == 3
+    assert len(manifests.found(tmp_path)) == 3
     saved = restore(tmp_path)
     assert saved is not None
     assert saved.step == 100000000
@@ -177,7 +177,7 @@ def test_what_was_cut_off_while_it_was_written_is_passed_over(tmp_path):
 def test_the_best_are_kept_beside_the_newest(tmp_path, kept):
     for step, score in enumerate((0.5, 0.2, None, 0.9, 0.3, 0.4), 1):
         save(tmp_path, step=step, keep=kept.newest, best=kept.best, score=score)
-    steps = [format.step_of(path) for path in format.found(tmp_path)]
+    steps = [manifests.step_of(path) for path in manifests.found(tmp_path)]
     assert steps == {2: [2, 5, 6], 1: [2, 5, 6]}[kept.newest]
 
 
@@ -339,7 +339,7 @@ def test_hostile_manifests_are_refused(tmp_path, change, message):
     file = save(tmp_path) / "manifest.json"
     manifest = json.loads(file.read_text())
     change(manifest)
-    file.write_text(format.sealed(manifest))  # a stranger knows how to make a checksum
+    file.write_text(manifests.sealed(manifest))  # a stranger knows how to make a checksum
     with pytest.raises(UsageError, match=message):
         restore(tmp_path, say=str)
 
@@ -360,7 +360,7 @@ EXTRAS = [
 @pytest.mark.parametrize("extra", EXTRAS, ids=[str(extra)[:24] for extra in EXTRAS])
 def test_hostile_words_beside_the_state_are_refused(tmp_path, extra):
     file = save(tmp_path) / "manifest.json"
-    file.write_text(format.sealed(json.loads(file.read_text()) | {"extra": extra}))
+    file.write_text(manifests.sealed(json.loads(file.read_text()) | {"extra": extra}))
     with pytest.raises(UsageError, match=f"extra: {next(iter(extra))}: got"):
         restore(tmp_path, say=str)
 
@@ -370,7 +370,7 @@ def test_names_of_files_are_those_that_are_written(tmp_path, name):
     file = save(tmp_path) / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["files"][name] = manifest["files"]["common.bin"]
-    file.write_text(format.sealed(manifest))
+    file.write_text(manifests.sealed(manifest))
     with pytest.raises(UsageError, match=r"files: got .*expected common.bin and one for each worker"):
         restore(tmp_path, say=str)
 
@@ -395,7 +395,7 @@ def test_nothing_but_regular_files_is_read(tmp_path, name, kind):
 
 
 def test_a_stranger_cannot_have_the_memory_filled(tmp_path, monkeypatch):
-    monkeypatch.setattr(format, "MANIFEST_BYTES", 10)
+    monkeypatch.setattr(manifests, "MANIFEST_BYTES", 10)
     save(tmp_path)
     with pytest.raises(UsageError, match=r"manifest.json: damaged, more than 10 bytes"):
         restore(tmp_path, say=str)

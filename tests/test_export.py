@@ -19,7 +19,7 @@ from flax import nnx, traverse_util
 from safetensors.numpy import load_file
 
 import jaxmpi
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, manifests
 from jaxmpi.checkpoint.trained import dotted
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
@@ -192,8 +192,8 @@ def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, 
 
 def trained(model: Model, project: Path) -> tuple[Any, Any]:
     """Params and model state as the newest checkpoint of one worker has them, without `jaxmpi export`."""
-    path = format.found(project / "run" / "checkpoints")[-1]
-    manifest = format.read_manifest(path)
+    path = manifests.found(project / "run" / "checkpoints")[-1]
+    manifest = manifests.read_manifest(path)
     likes = jax.eval_shape(model.init, jax.random.key(0), model.example())
     held = {}
     for field, like in zip(("params", "model_state"), likes, strict=True):

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, manifests
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config import durations, experiment_file, flags
 from jaxmpi.config.schema import Experiment
@@ -198,7 +198,7 @@ def test_strangers_checkpoints(examples, tmp_path):
 
     def check(path: list, value: object) -> None:
         manifest = put(json.loads(whole()["manifest.json"]), path, value)
-        read(tmp_path, {**whole(), "manifest.json": format.sealed(manifest).encode()})
+        read(tmp_path, {**whole(), "manifest.json": manifests.sealed(manifest).encode()})
 
     numbers = st.integers(-(2**70), 2**70)
     values = JSON | numbers | st.lists(numbers, max_size=3) | st.sampled_from(["float32", "object", "O", "<f4"])
@@ -211,7 +211,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, manifests
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.core.train_state import create
 

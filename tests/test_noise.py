@@ -16,7 +16,7 @@ from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.data import Sampler
 from jaxmpi.observe.gradient_noise import Means, Noise
 from jaxmpi.rules import base, registry
-from launching import train
+from launching import train_here
 from tolerances import U
 
 K, B, D = 4, 8, 50  # workers, examples of each, params
@@ -141,11 +141,10 @@ experiment = Experiment(
 """
 
 
-@pytest.mark.e2e
 def test_the_record_has_what_the_examples_say(tmp_path):
     """The loss is w x, so an example's gradient is the example; short steps do not count."""
     (tmp_path / "linear.py").write_text(LINEAR)
-    ended = train(1, str(tmp_path / "linear.py"), "--devices", "4", "--run-dir", str(tmp_path / "run"))
+    ended = train_here(str(tmp_path / "linear.py"), "--devices", "4", "--run-dir", str(tmp_path / "run"))
     assert ended.code == 0, ended.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
     lines = [row for row in rows if row["kind"] == "train"]
@@ -157,9 +156,8 @@ def test_the_record_has_what_the_examples_say(tmp_path):
         assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.e2e
 def test_one_worker_has_nobody_to_compare_with(tmp_path):
     (tmp_path / "linear.py").write_text(LINEAR)
-    ended = train(1, str(tmp_path / "linear.py"), "--run-dir", str(tmp_path / "run"))
+    ended = train_here(str(tmp_path / "linear.py"), "--run-dir", str(tmp_path / "run"))
     assert ended.code == 0, ended.out
     assert "noise_scale" not in (tmp_path / "run" / "record.jsonl").read_text().split("\n", 1)[1]

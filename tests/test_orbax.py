@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi.checkpoint import format, orbax_export, uncoordinated
+from jaxmpi.checkpoint import format, manifests, orbax_export, uncoordinated
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
@@ -84,7 +84,7 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
         *(tmp_path / "checkpoints", format.files_of(states, False, same_params=False), SoloProcesses()),
         **{"step": 0, "workers": 2, "extra": {}, "keep": format.Retention(2)},
     )
-    mean = orbax_export.model_of(format.found(tmp_path / "checkpoints")[0])
+    mean = orbax_export.model_of(manifests.found(tmp_path / "checkpoints")[0])
     for name, leaf in pytrees.named_leaves({"params": PARAMS}):
         np.testing.assert_array_equal(mean[name], leaf + np.asarray(1, leaf.dtype))
     np.testing.assert_array_equal(mean["model_state/var"], [0.5, 0.5])
@@ -106,7 +106,7 @@ def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_tra
         *(tmp_path / "checkpoints", format.files_of(states, False), SoloProcesses()),
         **{"step": 3, "workers": 2, "extra": {}, "keep": format.Retention(2)},
     )
-    got = orbax_export.model_of(format.found(tmp_path / "checkpoints")[0])
+    got = orbax_export.model_of(manifests.found(tmp_path / "checkpoints")[0])
     want = dict(pytrees.named_leaves({"params": params}))
     start = PARAMS["conv"]["kernel"]
     x = start - 0.5 * np.mean([1, 2, 3], dtype=np.float32)  # z falls by 0.5 a step
@@ -133,7 +133,7 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
     apart.end(0, {"center": center}, {}, None)
     for folder in (tmp_path / "sync", tmp_path / "apart"):
-        got = orbax_export.model_of(format.found(folder)[0])
+        got = orbax_export.model_of(manifests.found(folder)[0])
         assert set(got) == {name for name, _ in pytrees.named_leaves({"params": PARAMS})}
         for name, leaf in pytrees.named_leaves({"params": center}):
             np.testing.assert_array_equal(got[name], leaf)
@@ -197,7 +197,7 @@ def test_a_strangers_checkpoint_takes_no_more_memory_than_its_file_and_is_refuse
     rows = manifest["files"]["common.bin"]
     half = next(row for row in rows if row["path"] == "params/half")
     manifest["files"]["common.bin"] = [*(row for row in rows if row is not half), *ROWS[name](half)]
-    file.write_text(format.sealed(manifest))
+    file.write_text(manifests.sealed(manifest))
     with pytest.raises(UsageError, match=r"common.bin: .*damaged"):
         exported_program.main([str(run_dir), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

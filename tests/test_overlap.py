@@ -241,7 +241,7 @@ def test_a_fault_ends_the_job(fault, tmp_path):
     (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
     env = {f"JAXMPI_{limit}_TIMEOUT_S": seconds for limit, seconds in limits_s.items()}
     begin = time.monotonic()
-    ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=90, env=env)
+    ended = mpirun(3 if fault in SLOW_FAULTS else 2, str(tmp_path / "job.py"), timeout_s=90, env=env)
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
     assert re.search(message, ended.out), ended.out[-3000:]

@@ -13,7 +13,7 @@ from PIL import Image
 from jaxmpi.data import packing
 from jaxmpi.observe import record_reader
 from jaxmpi.observe.report_charts import charts
-from launching import Ended, leaked, mpirun, shared_memory, train
+from launching import Ended, leaked, mpirun, shared_memory, train, train_here
 
 TINY = """
 from jaxmpi.config.data import Data
@@ -66,7 +66,7 @@ def run(
     experiment = folder.parent / "tiny.py"
     experiment.write_text(experiment_text)
     line = (str(experiment), "--exchange.strategy", "ring16", "--run-dir", str(folder), "--train-for", until)
-    return train(ranks, *line, *args, timeout_s=timeout_s)
+    return train(ranks, *line, *args, timeout_s=timeout_s) if ranks > 1 else train_here(*line, *args)
 
 
 @pytest.fixture

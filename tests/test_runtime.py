@@ -14,8 +14,9 @@ from typing import IO
 import jax
 import pytest
 
+from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import affinity, device_setup, failures, job_folder, launchers
+from jaxmpi.runtime import affinity, caches, device_setup, failures, job_folder, launchers
 from jaxmpi.runtime.launchers import Launch
 from launching import ROOT, mpirun_line, run
 
@@ -204,20 +205,39 @@ def test_prepare_makes_devices_and_a_private_cache(tmp_path):
     assert folder.stat().st_mode & 0o077 == 0
 
 
-CACHE_IN_USE = (
-    "from jaxmpi.runtime import prepare\nprepare.prepare()\nimport jax\nprint(jax.config.jax_compilation_cache_dir)"
+CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
 )
 
 
-@pytest.mark.e2e
+@pytest.fixture
+def cache_in_use(monkeypatch, no_launcher):
+    """(folder that JAX was told of) -> the one in use; JAX's settings come back."""
+    kept = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+
+    def in_use(told: str | None) -> str | None:
+        jax.config.update("jax_compilation_cache_dir", told)
+        caches.use_compilation_cache()
+        return jax.config.jax_compilation_cache_dir
+
+    yield in_use
+    for name, value in kept.items():
+        jax.config.update(name, value)
+
+
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
 @pytest.mark.parametrize("trouble", ["writable", "of another user"])
-def test_a_cache_that_others_could_have_filled_is_not_used(variable, trouble, tmp_path):
-    folder = tmp_path / "jaxmpi" / "xla" if variable == "XDG_CACHE_HOME" else tmp_path / "cache"
+def test_a_cache_that_others_could_have_filled_is_not_used(
+    variable, trouble, cache_in_use, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "jaxmpi" / "xla"
     folder.mkdir(parents=True)
-    set_to = {variable: str(tmp_path if variable == "XDG_CACHE_HOME" else folder)}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = str(folder) if variable == "JAX_COMPILATION_CACHE_DIR" else None
     folder.chmod(0o755)
-    assert python(CACHE_IN_USE, **set_to).stdout == f"{folder}\n"
+    assert cache_in_use(told) == str(folder)
     if trouble == "writable":
         folder.chmod(0o775)
         said = f"others may write {str(folder)!r} (mode 775)"
@@ -226,10 +246,10 @@ def test_a_cache_that_others_could_have_filled_is_not_used(variable, trouble, tm
         said = f"{str(folder)!r} belongs to user 12345; expected user 0"
     else:
         pytest.skip("only root can give a folder away")
-    job = python(CACHE_IN_USE, **set_to)
-    assert job.stdout == "None\n"
-    assert f"jaxmpi: nothing compiled is kept: {said}" in job.stderr
-    assert job.stderr.rstrip().endswith(f"or set {variable}")
+    assert cache_in_use(told) is None
+    out = capsys.readouterr().err
+    assert f"jaxmpi: nothing compiled is kept: {said}" in out
+    assert out.rstrip().endswith(f"or set {variable}")
 
 
 def test_too_few_devices_after_the_start_are_refused():
@@ -347,20 +367,27 @@ def test_cores_of_a_quota(text, cores, tmp_path):
     assert affinity.quota_cores(tmp_path / "absent", 7) == 7
 
 
-@pytest.mark.e2e
-def test_without_a_home_nothing_is_kept_and_training_goes_on():
-    job = python(CACHE_IN_USE, XDG_CACHE_HOME="/proc/nowhere")
-    assert (job.returncode, job.stdout) == (0, "None\n"), job.stderr
-    assert "nothing compiled is kept" in job.stderr
+def test_without_a_home_nothing_is_kept_and_training_goes_on(cache_in_use, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert cache_in_use(None) is None
+    assert "nothing compiled is kept" in capsys.readouterr().err
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("variable", ["JAXMPI_AGREE_TIMEOUT_S", "JAXMPI_EXIT_TIMEOUT_S"])
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
-def test_time_limits_that_are_none(variable, text):
-    job = python("import jaxmpi\njaxmpi.world", **{variable: text})
+def test_time_limits_that_are_none(text, monkeypatch):
+    monkeypatch.setenv("A_LIMIT_S", text)
+    with pytest.raises(SystemExit, match=rf"^jaxmpi: error: A_LIMIT_S: got '{text}'; expected seconds > 0$"):
+        seconds_from("A_LIMIT_S", 1)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("variable", "module"), [("JAXMPI_AGREE_TIMEOUT_S", "comm.control"), ("JAXMPI_EXIT_TIMEOUT_S", "runtime.failures")]
+)
+def test_a_time_limit_that_is_none_ends_a_process_with_one_line(variable, module):
+    job = python(f"import jaxmpi.{module}", **{variable: "soon"})
     assert job.returncode == 1
-    assert job.stderr == f"jaxmpi: error: {variable}: got {text!r}; expected seconds > 0\n"
+    assert job.stderr == f"jaxmpi: error: {variable}: got 'soon'; expected seconds > 0\n"
 
 
 GPUS = [
@@ -375,14 +402,18 @@ GPUS = [
 ]
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize(("visible", "local_rank", "local_size", "device", "share"), GPUS)
-def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size, device, share):
-    code = (
-        f"import os, jax\nfrom jaxmpi.runtime import device_setup\ndevice_setup.pin_gpu({local_rank}, {local_size})\n"
-        "print(jax.config.read('jax_cuda_visible_devices'), os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION'))"
-    )
-    assert python(code, CUDA_VISIBLE_DEVICES=visible).stdout.split() == [device, str(share)]
+def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size, device, share, monkeypatch):
+    """Only JAX's ear for its setting, and word of its backend, are others: the GPUs need not be there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv(device_setup.MEMORY_SHARE, "")  # so that it goes with the test
+    monkeypatch.delenv(device_setup.MEMORY_SHARE)
+    monkeypatch.setattr(device_setup, "_share", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    chosen = {}
+    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
+    device_setup.pin_gpu(local_rank, local_size)
+    assert (chosen.get("jax_cuda_visible_devices", "all"), os.environ.get(device_setup.MEMORY_SHARE)) == (device, share)
 
 
 SHARED = [

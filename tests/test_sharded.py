@@ -1,5 +1,6 @@
 """The optimizer between the halves of the exchange: the bits of workers that update all, with a share of the state."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -27,7 +28,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.core.separable import cut_for, goes_by_shape
+from jaxmpi.core.separable import Traced, cut_for, goes_by_shape
 from jaxmpi.core.slices import Entries, slices_of
 from jaxmpi.core.train_state import create
 from jaxmpi.models.__main__ import tree
@@ -476,7 +477,7 @@ def test_googlenet_s_slices_are_as_many_bytes_on_the_wire_as_its_sums_and_clippi
 def test_the_table_knows_how_optimizers_can_be_cut(name):
     tx, cut = optimizer(Optim(name), lambda step: jnp.float32(0.01)), OPTIMIZERS[name].cut
     weights = PARAMS if cut == "entries" else FEW
-    assert cut_of(Optim(name), tx, weights) == cut == cut_for(tx, weights)
+    assert cut_of(Optim(name), tx, weights, 2) == cut == cut_for(tx, weights, 2)
 
 
 def every(k: int) -> Any:
@@ -617,8 +618,8 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
     ],
 )
 def test_what_mixes_tensors_is_found_in_its_equations(tx):
-    with pytest.raises(UsageError, match=r"sharded: the update of .* depends on other tensors"):
-        cut_of(Optim("mine", transform=tx), tx, LAYERS)
+    with pytest.raises(UsageError, match=r"sharded: the (update of|state's) .* depends on other tensors"):
+        cut_of(Optim("mine", transform=tx), tx, LAYERS, 2)
 
 
 @pytest.mark.parametrize(
@@ -648,25 +649,84 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
     ],
 )
 def test_an_optimizer_of_one_s_own_is_cut_by_what_its_equations_mix(tx, cut):
-    assert cut_of(Optim("mine", transform=tx), tx, FEW) == cut
+    assert cut_of(Optim("mine", transform=tx), tx, FEW, 2) == cut
 
 
 def test_an_optimizer_that_counts_the_layers_that_it_is_given_is_refused():
     tx = optax.chain(optax.lars(1e-2), step_of_one_s_own(by_depth))
     with pytest.raises(UsageError, match=r"sharded: the update of .* depends on other tensors"):
-        cut_for(tx, [LAYER] * 4)
+        cut_for(tx, [LAYER] * 4, 2)
 
 
 def test_an_optimizer_whose_state_gets_leaves_later_is_refused():
     tx = optax.chain(optax.monitor({"norm": optax.tree.norm}), ADAM)
-    with pytest.raises(UsageError, match=r"has other leaves after an update .*leave it unsharded"):
-        cut_for(tx, FEW)
+    with pytest.raises(UsageError, match=r"an update of this optimizer gives other leaves .*leave it unsharded"):
+        cut_for(tx, FEW, 2)
+
+
+def clipped_through_a_reference(updates: Any) -> Any:
+    """By the global norm, summed where origins do not look."""
+    total = jax.new_ref(jnp.float32(0))
+    for u in jax.tree.leaves(updates):
+        total[...] += jnp.sum(u * u)
+    return jax.tree.map(lambda u: u / jnp.sqrt(total[...]), updates)
+
+
+def called_back(updates: Any) -> Any:
+    """Numbers of Python's."""
+    return jax.tree.map(lambda u: jax.pure_callback(lambda x: x, u, u), updates)
+
+
+@pytest.mark.parametrize("step", [clipped_through_a_reference, called_back])
+def test_what_comes_from_elsewhere_than_equations_is_refused(step):
+    tx = optax.chain(ADAM, step_of_one_s_own(step))
+    with pytest.raises(UsageError, match=r"sharded: the update of .* is made by this optimizer of more than"):
+        cut_for(tx, FEW, 2)
+
+
+def test_a_state_of_other_shapes_after_an_update_is_refused():
+    """The second update is another program than the first."""
+    grown = optax.GradientTransformation(lambda params: jnp.zeros(()), lambda u, s, params=None: (u, jnp.zeros(3)))
+    with pytest.raises(UsageError, match=r"gives other leaves or shapes than params have, or than its init"):
+        cut_for(optax.chain(ADAM, grown), FEW, 2)
+
+
+def test_a_rate_for_each_column_is_not_cut_through_rows():
+    """Of a slice, one entry wide, it would make as many columns as there are rates."""
+    tx = optax.chain(optax.scale_by_adam(), optax.scale(-jnp.full(10, 1e-3)))
+    assert cut_for(tx, {"head": np.zeros((128, 10), np.float32)}, 2) == "leaves"
+
+
+def test_slices_are_compared_for_the_workers_that_there_are():
+    """Of 500 entries seven workers have 72 each; none of 2, 3, 4, 8 and 500 have a multiple of eight."""
+    halved = step_of_one_s_own(lambda u: jax.tree.map(lambda x: x / 2 if x.shape[0] % 8 == 0 else x, u))
+    tx, params = optax.chain(ADAM, halved), {"kernel": np.zeros((10, 50), np.float32)}
+    assert [cut_for(tx, params, workers) for workers in (2, 7)] == ["entries", "leaves"]
+
+
+def test_an_optimizer_that_fails_without_tensors_is_refused_where_a_worker_has_none():
+    """Of eight workers four have none of four tensors."""
+    first = lambda u: jax.tree.map(lambda x: x / x.max(), u) if jax.tree.leaves(u)[0].size else u  # noqa: E731
+    tx = step_of_one_s_own(first)
+    assert cut_for(tx, {**LAYER, "more": LAYER["bias"]}, 2) == "leaves"
+    with pytest.raises(UsageError, match=r"fails when it is traced for shares of the params \(IndexError"):
+        cut_for(tx, {**LAYER, "more": LAYER["bias"]}, 8)
+
+
+def test_an_optimizer_without_a_hash_is_refused():
+    @dataclasses.dataclass
+    class Own:
+        init: Any = ADAM.init
+        update: Any = ADAM.update
+
+    with pytest.raises(UsageError, match=r"got an optimizer that has no hash \(Own\); expected an optax.Gradient"):
+        cut_for(Own(), FEW, 2)
 
 
 def test_small_tensors_of_an_optimizer_may_be_cut_otherwise_than_large_ones():
     factored = optax.scale_by_factored_rms()
-    assert cut_for(factored, {"kernel": np.zeros((12, 25), np.float32)}) == "entries"
-    assert cut_for(factored, {"kernel": np.zeros((128, 256), np.float32)}) == "leaves"
+    assert cut_for(factored, {"kernel": np.zeros((12, 25), np.float32)}, 2) == "entries"
+    assert cut_for(factored, {"kernel": np.zeros((128, 256), np.float32)}, 2) == "leaves"
 
 
 def by_size(most: int) -> Any:
@@ -717,11 +777,11 @@ LARGE = {"kernel": np.zeros((128, 128), np.float32), "bias": np.zeros(16, np.flo
     ],
 )
 def test_whether_an_optimizer_goes_by_sizes_is_seen_whatever_the_size(tx, goes):
-    assert goes_by_shape(tx, LARGE) == goes
+    assert goes_by_shape(Traced.of(tx, LARGE), tx, LARGE, 2) == goes
 
 
 def test_an_optimizer_that_goes_by_sizes_gets_whole_leaves():
-    assert cut_for(by_size(8000), LARGE) == "leaves"
+    assert cut_for(by_size(8000), LARGE, 2) == "leaves"
 
 
 def pruned(updates: Any, _: Any) -> Any:
@@ -744,14 +804,14 @@ def asserted(updates: Any, _: Any) -> Any:
 def test_an_optimizer_that_takes_the_model_s_tensors_alone_cannot_be_cut(step):
     tx = optax.chain(optax.sgd(1e-3), optax.stateless(step))
     with pytest.raises(UsageError, match=r"sharded: this optimizer fails when it is traced for shares of the params"):
-        cut_for(tx, LARGE)
+        cut_for(tx, LARGE, 2)
     assert is_linear(Optim("mine", transform=tx), tx, LARGE) == (step is centred)
 
 
 def test_a_chain_that_exchanges_is_not_sharded_by_the_trainer():
     chain = optax.chain(jaxmpi.exchange_gradients("asa32"), optax.adam(1e-3))
     with pytest.raises(UsageError, match=r"optimizer 'mine' with sharded updates: got .* in it; .*optimizer alone"):
-        cut_of(Optim("mine", transform=chain), chain, FEW)
+        cut_of(Optim("mine", transform=chain), chain, FEW, 2)
 
 
 def test_a_chain_that_exchanges_is_not_sharded():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint import run_folder
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, supervisor
@@ -323,7 +323,7 @@ def test_a_request_that_comes_while_ranks_start_is_no_failure(tmp_path):
 
 def test_a_request_that_comes_between_two_starts_is_heard(tmp_path):
     script = f"echo x >> {tmp_path}/starts; echo 'jaxmpi: rank 1/4 on vm left early' >&2; kill -9 $$"
-    with run_directory.locked(tmp_path):  # so that the next start waits
+    with run_folder.locked(tmp_path):  # so that the next start waits
         job = supervised(tmp_path, script)
         read_until(job, "rank 1 on vm ended the job")  # said after the first
         job.send_signal(signal.SIGTERM)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, manifests
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
@@ -223,8 +223,8 @@ def reference(model, tmp_path_factory):
 
 def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
     """Shapes and checksums of the last checkpoint: step, params and optimizer, slices included; no batch statistics."""
-    [last] = [path for path in format.found(run_dir / "checkpoints") if format.step_of(path) == STEPS]
-    files = format.read_manifest(last)["files"]
+    [last] = [path for path in manifests.found(run_dir / "checkpoints") if manifests.step_of(path) == STEPS]
+    files = manifests.read_manifest(last)["files"]
     return {
         (file, row["path"]): (row["shape"], row["crc32"])
         for file, rows in files.items()
@@ -289,7 +289,7 @@ def test_a_worker_goes_on_alone(model, tmp_path):
     assert before
     assert after
     assert float(after[1]) > 1.9 * float(before[1])  # all of it, for half
-    assert [format.step_of(path) for path in format.found(folder / "checkpoints")] == [6]
+    assert [manifests.step_of(path) for path in manifests.found(folder / "checkpoints")] == [6]
 
 
 SHORT = """
@@ -380,7 +380,7 @@ def test_a_slice_that_dies_with_its_copy_ends_the_run_and_the_last_checkpoint_is
     assert "every copy of 1 of 4 slices of the optimizer's state; go on from the last checkpoint" in job.out
     assert left_behind(folder) == []
     assert leaked(before) == set()
-    last = max(map(format.step_of, format.found(folder / "checkpoints")))
+    last = max(map(manifests.step_of, manifests.found(folder / "checkpoints")))
     job = start(trainer(model, folder, "--resume", *SHARDED, ranks=2))
     assert job.end() == 0, job.out
     assert f"resumed at step {last}" in job.out

@@ -530,7 +530,7 @@ def sharded(
         check_floats(params)
         check(not schedule_free_parts(jax.eval_shape(tx.init, params)), NO_AVERAGES)
         with without_messages("jaxmpi.sharded(tx)", "in tx", "it exchanges by itself, so give it the optimizer alone"):
-            cut = cut_for(tx, params)
+            cut = cut_for(tx, params, workers_of(comm).size, cost)
         of = shards(params, cut)
         state, whole = of.cut.init(tx, params, of.chunk()), tx.init
         if of.keeps_masters:

@@ -9,12 +9,9 @@ No pickle: leaves are raw bytes. They are read only if the manifest and the runn
 dtypes.
 """
 
-import json
 import math
 import os
-import re
 import shutil
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -26,6 +23,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.checkpoint.manifests import (
+    COUNT,
+    FORMAT,
+    Damaged,
+    candidates,
+    found,
+    open_regular,
+    own_file,
+    read_manifest,
+    sealed,
+    step_of,
+    undamaged,
+)
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import AgreedError, UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -34,14 +44,7 @@ from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import fault_injection
 
 T = TypeVar("T")
-FORMAT = 2
-MANIFEST_BYTES = 1 << 28  # limit of a plausible manifest: a leaf takes some hundred bytes
-_NAME = re.compile(r"step_(\d{8,18})")
 Files = dict[str, PyTree]  # contents by file name
-
-
-class Damaged(UsageError):
-    """A checkpoint that differs from what was written; an older one may still be whole."""
 
 
 class Saved(NamedTuple):
@@ -87,11 +90,6 @@ def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bo
         files |= {"common.bin": common} if worker == 0 else {}
         files[own_file(worker)] = own
     return files
-
-
-def own_file(worker: int) -> str:
-    """The name of a worker's own file."""
-    return f"worker_{worker:05d}.bin"
 
 
 def save(
@@ -203,16 +201,6 @@ def score_of(path: Path) -> float | None:
     return score if isinstance(score, float) and math.isfinite(score) else None
 
 
-def sealed(manifest: dict[str, Any]) -> str:
-    """The manifest as JSON, with its own checksum as the last field."""
-    return json.dumps({**manifest, "crc32": checksum(manifest)})
-
-
-def checksum(manifest: dict[str, Any]) -> int:
-    """CRC-32 of a manifest's fields except `crc32`."""
-    return zlib.crc32(json.dumps({k: v for k, v in manifest.items() if k != "crc32"}).encode())
-
-
 def halves(state: TrainState, replicated: bool, same_params: bool = True) -> tuple[PyTree, PyTree]:
     """(fields equal on all workers, this worker's own fields), as dicts."""
     fields, equal = state._asdict(), equal_fields(replicated, same_params)
@@ -263,39 +251,7 @@ def sync_folder(folder: Path) -> None:
     os.close(handle)
 
 
-def found(folder: Path) -> list[Path]:
-    """Checkpoints with a manifest, oldest first; links are not followed."""
-    return [path for path in candidates(folder) if (path / "manifest.json").is_file()]
-
-
-def candidates(folder: Path) -> list[Path]:
-    """Folders with a checkpoint's name, oldest first.
-
-    A checkpoint is renamed to this name when it is whole, so one without a manifest is damaged.
-    """
-    if not folder.is_dir():
-        return []
-    return sorted(
-        (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=step_of
-    )
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(path.name.removeprefix("step_"))
-
-
 # ---------------------------------------------------------------- in
-
-
-def newest(folder: Path) -> dict[str, Any] | None:
-    """The newest manifest that is whole; None if there is none."""
-    for path in reversed(found(folder)):
-        try:
-            return read_manifest(path)
-        except Damaged:  # `restore` reports it
-            continue
-    return None
 
 
 def restore(
@@ -388,102 +344,6 @@ def attempt(path: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[bool
         return None, (True, f"{path}: cannot be read: {error}")
     except UsageError as error:
         return None, (isinstance(error, Damaged), str(error))
-
-
-def undamaged(holds: bool, message: str) -> None:
-    """Raise `Damaged(message)` unless `holds`."""
-    if not holds:
-        raise Damaged(message)
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read; refuse links and devices.
-
-    Raises:
-        Damaged: it is not a regular file, or there is none.
-    """
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise Damaged(f"{path}: no such file, though a checkpoint has one, or no regular one: {error}") from error
-    file = os.fdopen(handle, "rb")
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        file.close()
-        raise Damaged(f"{path}: got something other than a regular file")
-    return file
-
-
-_FIELDS = {"step": int, "workers": int, "files": dict, "extra": dict}
-COUNT = 1 << 53  # limit of a plausible count
-_EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which a run resumes, if present
-    "elapsed_s": lambda got: is_count(got) or (type(got) is float and 0 <= got < COUNT),
-    "skipped": lambda got: is_count(got),
-    "chunks": lambda got: isinstance(got, list) and all(map(is_count, got)) and sorted(got) == [*range(len(got))],
-    "cut": lambda got: got in ("entries", "leaves"),
-    "experiment": lambda got: isinstance(got, dict),
-    "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
-}
-_ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest and check that every field has the type that `save` writes.
-
-    Raises:
-        Damaged: it differs from what was written.
-        UsageError: another format.
-    """
-    file = path / "manifest.json"
-    with open_regular(file) as opened:
-        size = os.fstat(opened.fileno()).st_size
-        undamaged(size <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
-        text = opened.read(size)  # asked for more, Python would reserve as much
-    try:
-        manifest = json.loads(text)
-        undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")
-        is_sealed = manifest.get("crc32") == checksum(manifest)
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, Damaged) else Damaged(f"{file}: damaged, it is no JSON ({error})") from error
-    got = manifest.get("format")
-    undamaged(is_sealed or "crc32" not in manifest, f"{file}: damaged, its checksum does not match")
-    check(type(got) is int and got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT}")
-    undamaged(is_sealed, f"{file}: damaged, it has no checksum")
-    check_fields(file, manifest)
-    return manifest
-
-
-def check_fields(file: Path, manifest: dict[str, Any]) -> None:
-    """Raise `Damaged` if a field of a manifest has a wrong type or value."""
-    for name, kind in _FIELDS.items():
-        got = manifest.get(name)
-        undamaged(type(got) is kind, f"{file}: {name}: got {got!r:.80}; expected {kind}")
-    step, workers = step_of(file.parent), manifest["workers"]
-    undamaged(manifest["step"] == step, f"{file}: step: got {manifest['step']!r:.80}; expected {step}")
-    for name, index in manifest["files"].items():
-        rows = index if isinstance(index, list) else [index]
-        undamaged(all(map(is_row, rows)), f"{file}: {name:.80}: damaged, not an index of leaves")
-    undamaged(
-        0 < workers <= len(manifest["files"]), f"{file}: workers: got {workers!r:.80}; expected one file for each"
-    )
-    names = {"common.bin", *map(own_file, range(workers))}  # they become paths
-    undamaged(
-        manifest["files"].keys() == names,
-        f"{file}: files: got {[*manifest['files']]!r:.80}; expected common.bin and one for each worker",
-    )
-    for name, holds in _EXTRA.items():
-        got = manifest["extra"].get(name)
-        undamaged(name not in manifest["extra"] or holds(got), f"{file}: extra: {name}: got {got!r:.80}: damaged")
-
-
-def is_count(got: Any) -> bool:
-    """Return True for a plausible count."""
-    return type(got) is int and 0 <= got < COUNT
-
-
-def is_row(row: Any) -> bool:
-    """Return True for a well-formed leaf entry of the index."""
-    typed = isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in _ROW.items())
-    return typed and row["offset"] >= 0 and all(type(n) is int for n in row["shape"])
 
 
 def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree) -> TrainState:

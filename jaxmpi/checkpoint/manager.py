@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, manifests
 from jaxmpi.checkpoint.format import Files, Retention, is_float
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -206,7 +206,7 @@ def of_step(step: int, folder: Path) -> str:
 
 def last_good(folder: Path) -> str:
     """Name of the newest checkpoint, for errors."""
-    kept = format.found(folder)
+    kept = manifests.found(folder)
     return f"last good checkpoint: {kept[-1] if kept else 'none yet'}"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from optax.contrib import schedule_free_eval_params
 
 from jaxmpi.checkpoint import format
-from jaxmpi.checkpoint.format import Damaged, read_manifest
+from jaxmpi.checkpoint.manifests import Damaged, open_regular, read_manifest, undamaged
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, mismatches, named_leaves
 
@@ -101,7 +101,7 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
 
 def whole_average(path: Path, manifest: dict[str, Any], where: str) -> dict[str, np.ndarray]:
     """The average of params, of which each worker has a share: their names and shapes are those of params."""
-    with format.open_regular(path / "common.bin") as file:
+    with open_regular(path / "common.bin") as file:
         rows = rows_below(manifest["files"]["common.bin"], "params")
         likes = {row["path"].removeprefix("params"): format.described(path, file, row) for row in rows}
     return {rest: format.read_whole(path, manifest, where + rest, like) for rest, like in likes.items()}
@@ -124,7 +124,7 @@ def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str,
         [b1] = leaves_of(path, name, files[name], f"{where}/b1").values()
         z = leaves_of(path, name, files[name], f"{where}/z")
         fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape
-        format.undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
+        undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
         state: Any = SimpleNamespace(b1=b1, z=z)  # of Optax's class all that it looks at
         x = schedule_free_eval_params(state, {leaf: params[leaf] for leaf in z})
         params |= {leaf: value.astype(params[leaf].dtype) for leaf, value in x.items()}
@@ -156,11 +156,11 @@ def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> 
         Damaged: leaves overlap or have the same name, or one is damaged.
     """
     rows = rows_below(rows, where)
-    with format.open_regular(path / name) as file:
+    with open_regular(path / name) as file:
         likes = {row["path"]: format.described(path / name, file, row) for row in rows}
         size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
         is_whole = len(likes) == len(rows) and size <= os.fstat(file.fileno()).st_size
-        format.undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
+        undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
         read = partial(format.read_leaf, path / name, file)
         leaves = {row["path"]: read(row["path"], row, likes[row["path"]]) for row in rows}
     return {path.removeprefix(where): leaf for path, leaf in leaves.items()}

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import format, orbax_export
+from jaxmpi.checkpoint import format, manifests, orbax_export
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
@@ -100,7 +100,7 @@ def load(where: str | Path, *, step: int | None = None, best: bool = False) -> T
     else:
         check(step is None and not best, f"{path}: got step or best for one checkpoint; name the run directory")
     if (path / "manifest.json").is_file():
-        tree, at = orbax_export.nested(orbax_export.model_of(path)), format.step_of(path)
+        tree, at = orbax_export.nested(orbax_export.model_of(path)), manifests.step_of(path)
     else:
         tree, at = orbax_export.read(path), None
     return TrainedModel(params=tree["params"], model_state=tree.get("model_state", {}), step=at, source=path)
@@ -112,7 +112,7 @@ def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
     Raises:
         UsageError: there is none, or both are asked for.
     """
-    kept = {format.step_of(path): path for path in format.found(run_dir / "checkpoints")}
+    kept = {manifests.step_of(path): path for path in manifests.found(run_dir / "checkpoints")}
     check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
     check(step is None or not best, f"{run_dir}: got step {step} and best; give one of them")
     if best:
@@ -131,7 +131,7 @@ def export(run_dir: Path, out: Path, step: int | None = None, best: bool = False
         UsageError: there is no such checkpoint, it is damaged, or `out` exists or cannot be written.
     """
     path = chosen(run_dir, step, best)
-    tree, at = orbax_export.nested(orbax_export.model_of(path)), format.step_of(path)
+    tree, at = orbax_export.nested(orbax_export.model_of(path)), manifests.step_of(path)
     if out.suffix == SUFFIX:
         to_safetensors(tree, out, at)
     else:

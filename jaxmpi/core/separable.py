@@ -9,10 +9,14 @@ state goes into the next update, until no state changes its origin. Branches cou
 Origins do not show what Python computes before the program, as `1 / leaf.size`, `1 / len(leaves)` or the place of a
 tensor among others. So expressions are compared: how each update is computed, by the names of what it is made of. For
 slices it must be as for whole tensors, but for shapes; for whole tensors dealt to workers, as if no others were there.
+Among the programs compared are those that these workers will run.
+
+What has effects beside its results, as references and messages, is refused: its origin is not known. A loop counts as
+one equation of all that goes into it, so one over the whole tree is refused, too.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -24,53 +28,71 @@ import optax.contrib
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import shape_of_slice, slices_of
 
 T = TypeVar("T")
 ScheduleFreeState = optax.contrib.ScheduleFreeState
-WORKERS = (2, 3, 4, 8)  # among whom tensors are cut to compare programs
+WORKERS = (2, 3, 4, 8)  # among whom tensors are cut to compare programs, beside those that there are
 PARTS = 3  # into which tensors are dealt to compare them
 MIXED = (
-    "sharded: the update of {name} by this optimizer depends on other tensors (as with clipping by a global norm), or "
-    "on how many there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a clipping in the chain"
+    "sharded: {what} depends on other tensors with this optimizer (as with clipping by a global norm), or on how many "
+    "there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a clipping in the chain"
+)
+OUTSIDE = (
+    "sharded: {what} is made by this optimizer of more than its equations show (a message to other workers, a callback "
+    "into Python, a reference that is written to); leave it unsharded, or let it take numbers and give numbers"
 )
 UNTRACED = (
     "sharded: this optimizer fails when it is traced for shares of the params ({error}), so it is not known whether "
-    "its updates can be cut; leave it unsharded, or let it take tensors of any size, and numbers that it knows"
+    "its updates can be cut; leave it unsharded, or let it take tensors of any size, and no arrays of the model's "
+    "shapes from elsewhere"
 )
 CHANGES = (
-    "sharded: the state of this optimizer has other leaves after an update than init gives it (as with optax.monitor); "
-    "leave it unsharded, or give its state all leaves at the start"
+    "sharded: an update of this optimizer gives other leaves or shapes than params have, or than its init gives its "
+    "state (as with optax.monitor); leave it unsharded, or give its state all leaves at the start"
 )
+NO_HASH = "sharded: got an optimizer that has no hash ({kind}); expected an optax.GradientTransformation"
 
 
-def cut_for(tx: Any, params: PyTree) -> str:
+def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> str:
     """How an Optax transformation can be cut: `entries` if that leaves its updates what they are, else `leaves`.
 
     Args:
         params: arrays or their shapes.
+        workers: who update shares.
+        cost: as of `deal`, of whole tensors.
 
     Raises:
         UsageError: neither; the tensor whose update differs.
     """
+    check_hash(tx)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
     names = [name for name, _ in named_leaves(like)]
     try:
-        updates = Traced.of(tx, like).updates()
-        mixed = [name for i, name in enumerate(names) if updates[i].tensors - {i}]
-        if not mixed:
-            if all(origin.is_entrywise for origin in updates) and not goes_by_shape(tx, like):
-                return "entries"
-            mixed = by_others(tx, like)
+        whole = Traced.of(tx, like)
+        check(whole.keeps_shapes, CHANGES)
+        updates = whole.updates()
+        for i, name in enumerate(names):
+            others = updates[i].tensors - {i}
+            why = OUTSIDE if UNKNOWN.tensors & others else MIXED
+            check(not others, why.format(what=f"the update of {name}"))
+        if all(origin.is_entrywise for origin in updates) and not goes_by_shape(whole, tx, like, workers):
+            return "entries"
+        differs = by_others(whole, tx, like, deal(like, workers, cost).owners, workers)
+        check(not differs, MIXED.format(what=differs))
     except UsageError:
         raise
     except Exception as error:  # whatever a user's code raises that knows the model's tensors alone
         raise UsageError(UNTRACED.format(error=f"{type(error).__name__}: {error}")) from error
-    if mixed:
-        raise UsageError(MIXED.format(name=mixed[0]))
     return "leaves"
+
+
+def check_hash(tx: Any) -> None:
+    """Refuse an optimizer that has no hash: what is made of it is kept by it."""
+    check(isinstance(tx, Hashable), NO_HASH.format(kind=type(tx).__name__))
 
 
 def schedule_free_parts(state: PyTree) -> list[ScheduleFreeState]:
@@ -86,49 +108,56 @@ def is_schedule_free(part: PyTree) -> bool:
 # ---------------------------------------------------------------- what Python computes
 
 
-def goes_by_shape(tx: Any, like: PyTree) -> bool:
+def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
     """Return True if an optimizer treats slices in another way than whole tensors, by their sizes.
 
-    Its programs for whole tensors are compared with those for slices of two workers, which have the most rows; of
-    three, four and eight; and of so many that a slice has one entry, which is below any size at which the optimizer
-    could change its way.
+    Its programs for whole tensors are compared with those for slices of these workers; of two, which have the most
+    rows; of three, four and eight; and of so many that a slice has one entry.
 
     Args:
+        whole: its programs for whole tensors.
         like: shapes of params.
     """
-    whole, largest = Traced.of(tx, like), max((leaf.size for leaf in jax.tree.leaves(like)), default=1)
-    facts = whole.facts()
-    for workers in {*WORKERS, max(largest, 2)}:
-        slices = Traced.of(tx, jax.eval_shape(lambda tree, w=workers: slices_of(tree, 0, w), like))
+    largest, facts = max((leaf.size for leaf in jax.tree.leaves(like)), default=1), whole.facts()
+    for count in {*WORKERS, max(workers, 2), max(largest, 2)}:
+        slices = Traced.of(tx, jax.eval_shape(lambda tree, w=count: slices_of(tree, 0, w), like))
         rows = dict(named_leaves(slices.state))
         for name, leaf in named_leaves(whole.state):
             # A checkpoint takes every array for a slice, so only a single number, as a count, may be none.
-            able = [shape_of_slice(leaf.shape, workers), *([leaf.shape] if leaf.size == 1 else [])]
+            able = [shape_of_slice(leaf.shape, count), *([leaf.shape] if leaf.size == 1 else [])]
             if name not in rows or rows[name].shape not in able:
                 return True
-        if slices.facts() != facts:
+        if not slices.keeps_shapes or slices.facts() != facts:
             return True
     return False
 
 
-def by_others(tx: Any, like: PyTree) -> list[str]:
-    """Names of tensors, or of parts of the state, that are others if an optimizer is given some tensors alone.
+def by_others(whole: "Traced", tx: Any, like: PyTree, owners: Sequence[int], workers: int) -> str:
+    """An update or a part of the state that is another one if an optimizer is given some tensors alone; else empty.
 
-    It is given every third, either half, and the first and the last of each shape by itself: what holds of any tensor,
-    of the largest or of the last layer, holds of all thirds of most models, but not of all of these.
+    It is given those of each worker; every third, either half, and the first and the last of each shape by itself: what
+    holds of any tensor, of the largest or of the last layer, holds of all thirds of most models, but not of all of
+    these.
+
+    Args:
+        owners: by tensor: the worker that is to update it.
     """
     leaves, structure = jax.tree.flatten(like)
-    parts = [{*range(part, len(leaves), PARTS)} for part in range(min(PARTS, len(leaves)))]
+    parts = [{i for i, owner in enumerate(owners) if owner == worker} for worker in range(workers)]
+    parts += [{*range(part, len(leaves), PARTS)} for part in range(min(PARTS, len(leaves)))]
     parts += [{*range(len(leaves) // 2)}, {*range(len(leaves) // 2, len(leaves))}] if len(leaves) > 1 else []
     last = {leaf.shape: i for i, leaf in enumerate(leaves)}
     first = {leaf.shape: i for i, leaf in reversed([*enumerate(leaves)])}
     parts += [{i} for i in {*first.values(), *last.values()}]
-    whole, found = Traced.of(tx, like).expressions(), []
-    for part in parts:
+    known = whole.expressions()
+    for part in {frozenset(part) for part in parts}:
         mine = [leaf if i in part else optax.MaskedNode() for i, leaf in enumerate(leaves)]
-        some = Traced.of(tx, jax.tree.unflatten(structure, mine)).expressions()
-        found += [name for (kind, name), made in some.items() if whole.get((kind, name)) != made]
-    return found
+        some = Traced.of(tx, jax.tree.unflatten(structure, mine))
+        check(some.keeps_shapes, CHANGES)
+        for (kind, name), made in some.expressions().items():
+            if known.get((kind, name)) != made:
+                return f"the update of {name}" if kind == "update" else f"the state's {name}"
+    return ""
 
 
 class Traced(NamedTuple):
@@ -136,16 +165,24 @@ class Traced(NamedTuple):
 
     names: tuple[str, ...]  # of params
     state: PyTree  # its shapes
+    keeps_shapes: bool  # updates have those of params, and a state those of the state before
     init: ClosedJaxpr  # (params) -> state
     update: ClosedJaxpr  # (gradients, state, params) -> (updates, state)
 
     @classmethod
     def of(cls, tx: Any, like: PyTree) -> "Traced":
         """Trace them; nothing runs."""
-        init, state = jax.make_jaxpr(tx.init, return_shape=True)(like)
-        update, (_, after) = jax.make_jaxpr(tx.update, return_shape=True)(like, state, like)
-        check(jax.tree.structure(after) == jax.tree.structure(state), CHANGES)
-        return cls(tuple(name for name, _ in named_leaves(like)), state, init, update)
+        # Functions of their own: JAX keeps a trace for as long as there is the function.
+        init, state = jax.make_jaxpr(lambda params: tx.init(params), return_shape=True)(like)
+        step = lambda *given: tx.update(*given)  # noqa: E731
+        update, after = jax.make_jaxpr(step, return_shape=True)(like, state, like)
+        return cls(
+            tuple(name for name, _ in named_leaves(like)),
+            state,
+            shapes_of(after) == shapes_of((like, state)),
+            init,
+            update,
+        )
 
     def updates(self) -> "list[Origin]":
         """The origin of each tensor's update, at any step."""
@@ -163,10 +200,9 @@ class Traced(NamedTuple):
             state = later
 
     def facts(self) -> list[Any]:
-        """Expressions without shapes, and with shapes the equations that no tensor is in: alike for slices."""
+        """Origins, expressions without shapes, and with shapes the equations that no tensor is in: alike for slices."""
         without: list[Any] = []
-        self._origins(without)
-        return [self.expressions(with_shapes=False), without]
+        return [self._origins(without), without, self.expressions(with_shapes=False)]
 
     def expressions(self, *, with_shapes: bool = True) -> dict[tuple[str, str], int]:
         """A hash of how each update, state 0 and new state is computed, by the names of what it is made of.
@@ -183,6 +219,11 @@ class Traced(NamedTuple):
         return dict(zip(kinds, made, strict=True)) | {
             ("state 0", name): value for name, value in zip(of_state, first, strict=True)
         }
+
+
+def shapes_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    """Structure and shapes of a tree."""
+    return jax.tree.structure(tree), [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -218,7 +259,10 @@ def run(
 
 # Equations that compute nothing, of which other shapes may need others.
 MOVES = frozenset("broadcast_in_dim reshape squeeze transpose copy".split())
-PASSED_ON = frozenset("device_put optimization_barrier sharding_constraint".split())  # operands, as they are
+# Operands, as they are.
+PASSED_ON = frozenset(
+    "device_put layout_constraint name optimization_barrier reshard sharding_constraint xla_metadata_value".split()
+)
 
 
 def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[int]:
@@ -245,13 +289,20 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
         if name in MOVES and not with_shapes:
             return given[:1]
         inner = [x for x in jax.tree.leaves(list(options.values()), is_leaf=is_jaxpr) if is_jaxpr(x)]
-        bodies = tuple(tuple(expressions(x, range(len(opened(x)[0].invars)), with_shapes)) for x in inner)
+        bodies = tuple(body_of(x, with_shapes) for x in inner)
         # Without shapes, only of equations entry by entry; `Traced.facts` has those of others that no tensor is in.
         loop = str([options.get(key) for key in ("length", "reverse")])
         plain = plain_options(options) if with_shapes or name in ENTRYWISE else loop
         return [hash((name, i, plain, bodies, *given)) for i in range(len(equation.outvars))]
 
     return run(program, given, constant, of)
+
+
+def body_of(program: Any, with_shapes: bool) -> tuple[Any, ...]:
+    """How a function in an equation computes its results; as its text if it gives none, as the kernels of Pallas do."""
+    jaxpr, _ = opened(program)
+    text = [str(jaxpr)] if jaxpr.effects or not jaxpr.outvars else []
+    return (*text, *expressions(program, range(len(jaxpr.invars)), with_shapes))
 
 
 def is_key(x: Any) -> bool:
@@ -281,12 +332,12 @@ class Origin(NamedTuple):
 
 
 CONSTANT = Origin(frozenset(), True)  # one number, in all entries
-UNKNOWN = Origin(frozenset({-1}), False)  # of other workers, or of Python while the program runs
-OUTSIDE = frozenset(
+UNKNOWN = Origin(frozenset({-1}), False)  # of other workers, of Python while the program runs, of references
+COLLECTIVES = frozenset(
     "all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pmax pmin ppermute precv "
     "psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter".split()
 )
-# Primitives whose operands have the shape of the result, or are single numbers.
+# Primitives whose result i is of entries i of the operands that have its size, and of single numbers.
 ENTRYWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
     "copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma "
@@ -294,7 +345,7 @@ ENTRYWISE = frozenset(
     "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh "
     "xor".split()
 )
-CALLS = frozenset("compute_on checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2".split())
+CALLS = frozenset("call checkpoint closed_call compute_on custom_jvp_call custom_vjp_call jit pjit remat2".split())
 
 
 def together(all_of: Sequence[Origin]) -> Origin:
@@ -332,23 +383,28 @@ def origins(program: Any, given: Sequence[Origin], without: list[Any]) -> list[O
             return after_loop(turn, given[n + m :])
         if name == "scan":
             n, m = options["num_consts"], options["num_carry"]
-            rows = [x if x == CONSTANT else Origin(x.tensors, False) for x in given[n + m :]]
+            sizes = [math.prod(var.aval.shape) for var in opened(options["jaxpr"])[0].invars[n + m :]]
+            each = zip(given[n + m :], sizes, strict=True)
+            rows = [Origin(x.tensors, x == CONSTANT or (size == 1 and not x.tensors)) for x, size in each]
             body = lambda carry: origins(options["jaxpr"], [*given[:n], *carry, *rows], without)  # noqa: E731
             carry = after_loop(lambda carry: body(carry)[:m], given[n : n + m])
             return [*carry, *(Origin(x.tensors, False) for x in body(carry)[m:])]
         if name in CALLS:
             return origins(next(x for x in options.values() if is_jaxpr(x)), given, without)
-        if name in OUTSIDE or name.endswith("callback"):
+        is_outside = name.removesuffix("_start").removesuffix("_done") in COLLECTIVES or name.endswith("callback")
+        if is_outside or equation.effects or any(map(is_reference, (*equation.invars, *equation.outvars))):
             return [UNKNOWN for _ in equation.outvars]
-        whole, sizes = together(given), [math.prod(var.aval.shape) for var in equation.invars]
-        if name in ENTRYWISE or (name in MOVES and whole == CONSTANT):
-            return [whole for _ in equation.outvars]
+        whole, sizes = together(given), {math.prod(var.aval.shape) for var in equation.invars}
         made = []
         for var in equation.outvars:
+            size = math.prod(var.aval.shape)
+            if name in ENTRYWISE or (name in MOVES and whole == CONSTANT):
+                made.append(Origin(whole.tensors, whole.is_entrywise and (not whole.tensors or sizes <= {1, size})))
+                continue
             if not whole.tensors:
                 without.append((name, plain_options(options), *(x.aval.shape for x in (*equation.invars, var))))
-            is_number = not whole.tensors or (whole.is_entrywise and all(size == 1 for size in sizes))
-            made.append(Origin(whole.tensors, math.prod(var.aval.shape) == 1 and is_number))
+            is_number = not whole.tensors or (whole.is_entrywise and sizes <= {1})
+            made.append(Origin(whole.tensors, size == 1 and is_number))
         return made
 
     return run(program, given, constant, of)
@@ -361,3 +417,8 @@ def after_loop(turn: Callable[[list[Origin]], list[Origin]], carry: list[Origin]
         if later == carry:
             return carry
         carry = later
+
+
+def is_reference(var: Any) -> bool:
+    """Return True for what a program writes to."""
+    return hasattr(var.aval, "inner_aval")

@@ -11,14 +11,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxmpi.config import experiment_file
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
-from jaxmpi.rules import registry
 from jaxmpi.runtime import affinity, failures, job_folder
 
 
@@ -60,7 +59,8 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
     if "shrink" not in text and has_known_rule(text):
         return False  # most runs need not wait for the experiment file here
     experiment, _ = experiment_file.parse(list(train_args))
-    return registry.is_asynchronous(experiment.rule) or experiment.on_rank_loss == "shrink"
+    rule = lookup(rules(), experiment.rule.name, "rule")
+    return rule.is_asynchronous or experiment.on_rank_loss == "shrink"
 
 
 def has_known_rule(text: str) -> bool:
@@ -71,7 +71,14 @@ def has_known_rule(text: str) -> bool:
     names = re.findall(r"(?:RuleConfig\(\s*(?:name\s*=\s*)?|--rule\.name[= ])[\"']?(\w+)", text)
     imported = set(re.findall(r"^\s*(?:from|import)\s+(jaxmpi\.experiments|\w+)", text, re.MULTILINE))
     own = imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"} or "RULES" in text
-    return not own and all(name in registry.RULES and not registry.RULES[name].is_asynchronous for name in names)
+    return not (own or any(name not in rules() or rules()[name].is_asynchronous for name in names))
+
+
+def rules() -> dict[str, Any]:
+    """The table of rules."""
+    from jaxmpi.rules.registry import RULES  # noqa: PLC0415 - imports JAX, and most lines name no rule
+
+    return RULES
 
 
 def with_fields_of_file(train_args: Sequence[str]) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""`jaxmpi train`: what no run can take is refused before JAX is imported, which takes a second."""
+"""`jaxmpi train`: what no run can take is refused before ranks start, and before JAX is imported."""
 
 from typing import NoReturn
 
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import summary
+from jaxmpi.launch.command import launch
 from jaxmpi.launch.options import USAGE, parse
 
 
@@ -18,6 +19,4 @@ def main(argv: list[str]) -> NoReturn:
         raise SystemExit(0)
     options = parse(argv)
     experiment_file.refuse_unknown(options.train_args)
-    from jaxmpi.launch.command import launch  # noqa: PLC0415 - imports JAX
-
     launch(options)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TextIO
 
-from jaxmpi.checkpoint import format, run_directory
+from jaxmpi.checkpoint import manifests, run_folder
 from jaxmpi.config.experiment_file import hyphens
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.env import seconds_from
@@ -233,7 +233,7 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
     """
     runner, folder, home = JobRunner(), None, None
     if asked.restarts:
-        with run_directory.usable():
+        with run_folder.usable():
             folder = run_dir(asked.train_args)
             home = HeldFolder(folder)
         asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
@@ -306,9 +306,9 @@ def run_dir(train_args: Sequence[str]) -> Path:
         raise UsageError("name an experiment file: jaxmpi train --restarts 3 -n 8 EXPERIMENT.py")
     given = value_of(train_args, "--run-dir")
     if given:
-        return run_directory.named(Experiment(run_dir=given).run_dir)
+        return run_folder.named(Experiment(run_dir=given).run_dir)
     resume = "--resume" in train_args
-    return run_directory.resumed(Experiment(resume=True), name) if resume else run_directory.fresh(name)
+    return run_folder.resumed(Experiment(resume=True), name) if resume else run_folder.fresh(name)
 
 
 def record_in(folder: Path | None) -> int:
@@ -356,7 +356,7 @@ def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[st
 
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint with a whole manifest; 0 if there is none."""
-    manifest = format.newest(folder / "checkpoints")
+    manifest = manifests.newest(folder / "checkpoints")
     return manifest["step"] if manifest else 0
 
 
@@ -365,7 +365,7 @@ def wait_for_lock(folder: Path) -> None:
     deadline = time.monotonic() + UNLOCK_S
     while time.monotonic() < deadline:
         try:
-            with run_directory.locked(folder):
+            with run_folder.locked(folder):
                 return
         except (UsageError, OSError):  # still held, or not visible for a moment
             time.sleep(0.2)

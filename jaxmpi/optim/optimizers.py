@@ -176,12 +176,13 @@ def arrays_of(config: Optim, *, gives_square: bool = False) -> int:
     return row.arrays + (gives_square and row.decays_after)
 
 
-def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:
+def cut_of(config: Optim, tx: Transform, params: PyTree, workers: int) -> str:
     """`entries` or `leaves`, of which workers can each update a share; the user's optimizer's equations say it.
 
     Args:
         tx: what `optimizer` has made of the configuration, without clipping.
         params: their shapes.
+        workers: who update shares.
 
     Raises:
         UsageError: the user's can be cut in neither way.
@@ -193,7 +194,7 @@ def cut_of(config: Optim, tx: Transform, params: PyTree) -> str:
         "the trainer exchanges, so give it the optimizer alone",
     )
     with without_messages(who, "in it", out):
-        return cut_for(tx, params)
+        return cut_for(tx, params, workers)
 
 
 def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Transform:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint import format, manifests
 from jaxmpi.comm.topology import Workers
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -99,10 +99,10 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
 
     On another number of workers weights of gossip begin anew, so that they sum to 1.
     """
-    manifest = format.read_manifest(path)
+    manifest = manifests.read_manifest(path)
     center = format.read_file(path, manifest, "common.bin", {"center": state.params})["center"]
     mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
-    name = format.own_file(worker)
+    name = manifests.own_file(worker)
     if manifest["files"].get(name):
         own = format.read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
         weight = float(own.pop("weight")) * (manifest["workers"] == workers)
@@ -119,5 +119,5 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
         isinstance(stored, list) and len(stored) <= len(Counters._fields) and all(type(x) is float for x in stored)
     )
     most = len(Counters._fields)
-    format.undamaged(is_whole, f"{path}: tally: got {stored!r:.80}; expected at most {most} numbers: damaged")
+    manifests.undamaged(is_whole, f"{path}: tally: got {stored!r:.80}; expected at most {most} numbers: damaged")
     return Start(Flat.of(state.params).vector(center), mine, Counters(*extra["tally"]), manifest["step"], extra, weight)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint import trained
-from jaxmpi.checkpoint.format import read_manifest
+from jaxmpi.checkpoint.manifests import read_manifest
 from jaxmpi.comm.control import processes
 from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config import experiment_file, flags

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.allreduce import algorithms
-from jaxmpi.checkpoint import format, run_directory
+from jaxmpi.checkpoint import format, run_directory, run_folder
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers
@@ -142,7 +142,7 @@ def train_until(
             check_before_data(experiment)
     kept = stored_by_first(experiment, name, workers)
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
-        with run_directory.usable():
+        with run_folder.usable():
             run_directory.check_source(experiment)
     experiment = run_directory.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
@@ -218,7 +218,7 @@ def gather_all(experiment: Experiment) -> Workers:
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.StoredSettings | None:
     """Read on rank 0 what must be known of the run that is resumed."""
-    with run_directory.usable():
+    with run_folder.usable():
         found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
     row = workers.processes.bcast_object(found)
     return run_directory.StoredSettings(*row) if row else None

@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import run_directory
+from jaxmpi.checkpoint import run_directory, run_folder
 from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import Workers, gather_fault_tolerant, put
 from jaxmpi.config.schema import Experiment
@@ -209,7 +209,7 @@ def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitSt
     if shrinking.recorder is None:
         hosts = [socket.gethostname()] * control.size
         with run_directory.still_usable():
-            run_directory.lock(run.saver.home, ends)
+            run_folder.lock(run.saver.home, ends)
             shrinking.recorder = open_recorder(
                 run.experiment, run.folder, run.recorder.elapsed_s(), hosts, run.plan.feed
             )

@@ -12,19 +12,25 @@ ranks come to the same answers.
 """
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
 from jaxmpi.allreduce import algorithms, comm_thread_calls, compression, overlap
 from jaxmpi.allreduce.api import BUCKET_BYTES
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.sharded import check_floats
 from jaxmpi.comm.topology import Workers
+from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.deals import Deal, deal
 from jaxmpi.core.pytrees import size_bytes
+from jaxmpi.core.separable import check_hash
 from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
 from jaxmpi.runtime import host_callbacks
@@ -185,8 +191,17 @@ def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Dea
     """
     optim, params = experiment.optim, plan.params()
     check_floats(params)
-    tx = optimizers.optimizer(dataclasses.replace(optim, clip_norm=0.0), plan.lr)
-    if optimizers.cut_of(optim, tx, params) == "entries":
+    check_hash(optim.transform)
+    leaves, structure = jax.tree.flatten(params)
+    if cut_of(optim, plan.lr, structure, tuple(leaf.shape for leaf in leaves), workers.size) == "entries":
         return None
     row = optimizers.OPTIMIZERS.get(optim.name)
     return deal(params, workers.size, row.cost if row else math.prod)
+
+
+@functools.lru_cache(4)  # a run asks several times, and a user's own optimizer takes seconds
+def cut_of(optim: Optim, lr: optax.Schedule, structure: Any, shapes: tuple[tuple[int, ...], ...], workers: int) -> str:
+    """`optimizers.cut_of` of params of these shapes, in 32 bits."""
+    params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    tx = optimizers.optimizer(dataclasses.replace(optim, clip_norm=0.0), lr)
+    return optimizers.cut_of(optim, tx, params, workers)

@@ -36,6 +36,7 @@ from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.pytrees import named_leaves, tree_digest
+from jaxmpi.core.separable import cut_for
 from jaxmpi.core.slices import Entries
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.recover.buddies import Slices, difference_of_copies
@@ -192,7 +193,11 @@ def called(equation: Any) -> Any:
 def test_the_first_new_params_need_not_wait_for_the_last_gradients():
     exchange_handlers()  # all ranks make them together
     halves = shards_of("ring32", "mean", COMM, 4, beside=Order())
-    jaxpr = jax.make_jaxpr(lambda x: halves.gather(halves.scatter(x)[0], x))(tree(0)).jaxpr
+    exchange = Exchange(lambda g: g, lambda g: g, jit=lambda function, **_: function, shards=halves)
+    rule = gradients(optax.adam(1e-2), exchange)
+    assert rule.sharding
+    state = jax.eval_shape(rule.sharding.init, tree(0), np.int32(0))
+    jaxpr = jax.make_jaxpr(lambda g, state: rule.update(g, state, tree(1)))(tree(0), state).jaxpr
     needed: dict[Any, set[int]] = {}  # by variable: the waits that come before it
     starts = []
     for i, equation in enumerate(jaxpr.eqns):
@@ -217,6 +222,15 @@ def test_ranks_that_clip_at_other_norms_are_refused(way):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_an_optimizer_with_messages_of_another_library_is_refused():
+    import mpi4jax
+    from mpi4py import MPI
+
+    summed = lambda updates, _: jax.tree.map(lambda u: mpi4jax.allreduce(u, op=MPI.SUM), updates)  # noqa: E731
+    with pytest.raises(UsageError, match=r"sharded: the update of .* is made by this optimizer of more than"):
+        cut_for(optax.chain(optax.adam(1e-3), optax.stateless(summed)), {"bias": jnp.zeros(4)}, 2)
+
+
 def test_sums_that_nobody_uses_are_waited_for():
     """Those of frozen layers: the thread writes into the program's buffers until then."""
     exchange_handlers()  # all ranks make them together
