@@ -1,5 +1,6 @@
 """`python -m jaxmpi.train EXPERIMENT.py`: train over all workers of a job."""
 
+import atexit
 import gc
 import sys
 
@@ -20,4 +21,5 @@ if __name__ == "__main__":
 
     gc.freeze()
     gc.enable()
+    atexit.register(gc.freeze)  # nor for garbage that goes with the process
     main()

@@ -26,6 +26,7 @@ from jaxmpi.runtime import failures, job_folder, provenance
 from jaxmpi.trainer import main
 
 ROOT = Path(__file__).parent.parent
+PATH = f"{ROOT / 'tests' / 'at_start'}:{ROOT}"  # for Python in jobs
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
 
 
@@ -46,7 +47,7 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=cwd,
-        env=clean | {"PYTHONPATH": str(ROOT)} | (env or {}),
+        env=clean | {"PYTHONPATH": PATH} | (env or {}),
         start_new_session=True,
     )
     try:

@@ -20,7 +20,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.models.gpt import gpt as gpt_model
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.trainer import callbacks, main
-from launching import ROOT, mpirun
+from launching import PATH, ROOT, mpirun
 from line_task import line, lines
 
 
@@ -407,7 +407,7 @@ jaxmpi.Trainer(lines(Path("{folder}"), **fields, run_dir="{folder}/run")).fit()
 @pytest.mark.slow  # a job
 def test_the_rate_in_the_record_of_workers_apart_is_that_of_a_callback(tmp_path):
     (tmp_path / "job.py").write_text(ASYNCHRONOUS.format(folder=tmp_path))
-    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"})
     assert ended.code == 0, ended.out
     rows = [json.loads(text) for text in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
     assert [row["lr"] for row in rows if row["kind"] == "train"][-1] == pytest.approx(0.005)
@@ -416,7 +416,7 @@ def test_the_rate_in_the_record_of_workers_apart_is_that_of_a_callback(tmp_path)
 ONE_RANK = """
 import numpy as np, jaxmpi
 from pathlib import Path
-from launching import ROOT, mpirun
+from launching import PATH, ROOT, mpirun
 from line_task import line, lines
 
 class Alone(jaxmpi.Callback):
@@ -438,7 +438,7 @@ jaxmpi.Trainer(lines(Path("{folder}"), callbacks=(Alone(), Sums()), eval_every="
 @pytest.mark.slow  # a job
 def test_a_call_that_one_rank_alone_makes_is_named(tmp_path):
     (tmp_path / "job.py").write_text(ONE_RANK.format(folder=tmp_path))
-    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=90, env={"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"})
     assert ended.code == 2, ended.out
     assert ended.out.count("on rank 0 2 batches") == 2
     assert "on rank 1" not in ended.out

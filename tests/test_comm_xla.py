@@ -113,7 +113,7 @@ def over_xla(folder: Path) -> Path:
 
 @pytest.mark.e2e
 def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, folder):
-    over_mpi = trained(folder, "mpi", "--exchange.strategy", "ring32")
+    over_mpi = trained(folder, "mpi", "--exchange.strategy", "ring32", "--devices", "2", ranks=2)
     assert [row["step"] for row in record(over_xla, "train")] == list(range(1, 21))
     assert facts(over_xla)["transport"] == "XLA collectives between processes, gloo"
     assert facts(over_xla)["workers"] == 4

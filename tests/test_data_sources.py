@@ -44,7 +44,7 @@ from jaxmpi.data.sources import animals
 from jaxmpi.data.sources.batch_files import _names as file_names
 from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.models.cnn import digits_cnn_tiny
-from launching import ROOT
+from launching import PATH, ROOT
 
 RNG = np.random.default_rng(0)
 GREY = (np.arange(24 * 32).reshape(24, 32) // 3).astype(np.uint8)
@@ -955,6 +955,6 @@ def test_tfds_takes_features_that_the_user_has_imported(prepared, tmp_path, monk
     importlib.import_module("my_photos")
     source: Any = open_source(tfds_data(root), "train")
     read = "import pickle, sys; print(len(pickle.load(sys.stdin.buffer)[0][0]))"
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    env = os.environ | {"PYTHONPATH": f"{PATH}:{tmp_path}"}
     other = subprocess.run([sys.executable, "-c", read], input=pickle.dumps(source), capture_output=True, env=env)
     assert int(other.stdout) == len(source[0][0]), other.stderr.decode()

@@ -17,7 +17,7 @@ import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.trainer import finished_runs, main
-from launching import ROOT, mpirun_line, run, train_here, wait_until
+from launching import PATH, ROOT, mpirun_line, run, train_here, wait_until
 from line_task import LINE, line, lines
 
 
@@ -242,7 +242,7 @@ jaxmpi.Trainer(experiment, workers=2).fit()
 @pytest.mark.slow  # a job more
 def test_a_notebook_that_is_killed_leaves_no_pickle_and_no_folder(tmp_path):
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = {**os.environ, "PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"}
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     job = subprocess.Popen([sys.executable, str(tmp_path / "notebook.py"), str(tmp_path)], env=env, **quiet)
     record = tmp_path / "run" / "record.jsonl"

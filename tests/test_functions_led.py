@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from launching import ROOT, mpirun, run
+from launching import PATH, ROOT, mpirun, run
 
-ENV = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+ENV = {"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
 NOTHING: dict[str, str] = {}
 HEAD = """
 import os, resource, signal, sys, time

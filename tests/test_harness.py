@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from launching import ROOT, run
+from launching import PATH, ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 harness = importlib.import_module("harness")
 same_bits = importlib.import_module("same_bits")
 ENV = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "PYTHONPATH": f"{PATH}:{ROOT / 'tests'}",
     "JAX_PLATFORMS": "cpu",
 }  # jobs find the functions of this file
 

@@ -81,6 +81,12 @@ def test_importing_the_package_loads_no_jax():
     assert (job.stdout.split(), job.stderr) == (["False", "True"], "")
 
 
+def test_a_job_is_launched_and_supervised_without_jax():
+    """Which takes a second, before the ranks start and import it."""
+    job = run(sys.executable, "-c", "import sys, jaxmpi.launch.command; print('jax' in sys.modules)")
+    assert (job.stdout.split(), job.stderr) == (["False"], "")
+
+
 def test_a_line_that_no_run_can_take_is_refused_before_jax_is_imported():
     job = run(
         sys.executable,

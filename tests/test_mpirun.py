@@ -18,21 +18,26 @@ WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "partition"))
 SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
-LONGER = (2, ["tests/ranks", "-m", "e2e and not slow and not faults"])
 ALL = ["tests/ranks", "-m", "not slow and not faults"]
 BY_HAND = [(4, [CORE, PARTITION, "-k", SOME]), *((ranks, ALL) for ranks in (3, 4, 8))]
 
 
-CASES = [
-    (2, ["tests/ranks"]),
-    pytest.param(*LONGER, marks=pytest.mark.e2e),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in BY_HAND),
-]
+@pytest.mark.timeout(700)
+def test_suite_over_mpi(request):
+    """All of it if this run has tests that start processes."""
+    is_quick = "not e2e" in request.config.option.markexpr
+    passes_over_mpi(2, ["tests/ranks"] if is_quick else ALL)
 
 
-@pytest.mark.parametrize(("ranks", "suite"), CASES)
-def test_suite_over_mpi(ranks, suite):
-    limit_s = 280 if ranks < 8 else 560
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(("ranks", "suite"), BY_HAND)
+def test_suite_over_mpi_by_hand(ranks, suite):
+    passes_over_mpi(ranks, suite)
+
+
+def passes_over_mpi(ranks: int, suite: list[str]) -> None:
+    limit_s = 600
     ended = mpirun(ranks, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suite, timeout_s=limit_s)
     assert ended.code == 0, ended.out[-4000:]
     assert ended.out.count(" passed") == ranks

@@ -13,7 +13,7 @@ import pytest
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.data.group_cache import Arena
 from jaxmpi.input_pipeline import peer_memory
-from launching import ROOT
+from launching import PATH, ROOT
 
 LENGTHS = np.random.default_rng(0).integers(0, 9, 5000)
 OTHER = """
@@ -36,7 +36,7 @@ def filled() -> Arena:
 @contextlib.contextmanager
 def other() -> Iterator[tuple[subprocess.Popen, np.ndarray]]:
     """A process that holds such an arena, and what it tells of it."""
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    env = os.environ | {"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"}
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", OTHER], stdin=pipe, stdout=pipe, env=env, text=True) as process:
         try:

@@ -25,7 +25,7 @@ from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks.base import keep, kept
 from jaxmpi.trainer import main, recovery
-from launching import ROOT, Ended, mpirun_line, run, small_disk, train_here
+from launching import PATH, Ended, mpirun_line, run, small_disk, train_here
 
 HOLD = """
 import sys
@@ -252,7 +252,7 @@ def test_a_run_whose_directory_goes_away_is_saved_and_says_where(way, ranks, rul
     do, said, place = WAYS[way]
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "loses.py").write_text(LOSES.format(do=do))
-    env = {"PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": PATH}
     line = [sys.executable, "-m", "jaxmpi.train", "experiments/loses.py", *rule]
     start = mpirun_line(ranks) if ranks > 1 else []
     ended = run([*start, *line], timeout_s=100, env=env, cwd=tmp_path)

@@ -686,7 +686,8 @@ def test_what_comes_from_elsewhere_than_equations_is_refused(step):
 
 def test_a_state_of_other_shapes_after_an_update_is_refused():
     """The second update is another program than the first."""
-    grown = optax.GradientTransformation(lambda params: jnp.zeros(()), lambda u, s, params=None: (u, jnp.zeros(3)))
+    update = lambda updates, state, params=None: (updates, jnp.zeros(3))  # noqa: E731
+    grown = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
     with pytest.raises(UsageError, match=r"gives other leaves or shapes than params have, or than its init"):
         cut_for(optax.chain(ADAM, grown), FEW, 2)
 

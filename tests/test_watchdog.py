@@ -17,7 +17,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
 from jaxmpi.recover.watchdog import Watchdog, mine, watching
 from jaxmpi.runtime import failures, job_folder, spans
-from launching import ROOT, kill_session, mpirun_line, run
+from launching import PATH, ROOT, kill_session, mpirun_line, run
 
 
 class Letters(Mailbox):
@@ -241,7 +241,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
             stderr=out,
             cwd=ROOT,
             start_new_session=True,
-            env={**env, "PYTHONPATH": str(ROOT)},
+            env={**env, "PYTHONPATH": PATH},
         )
     try:
         record, deadline = folder / "run" / "record.jsonl", time.monotonic() + 100
