@@ -53,7 +53,7 @@ from jaxmpi.models import MODELS
 from jaxmpi.optim.optimizers import MOMENTUM
 from jaxmpi.runtime import affinity, failures, prepare, provenance
 from jaxmpi.trainer import build
-from jaxmpi.trainer.training_plan import make_plan
+from jaxmpi.trainer.training_plan import job_of
 
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
 NO_GPU = 77  # exit code that test suites take for "skipped"
@@ -82,7 +82,7 @@ FORMS = {  # of a step between ranks
 
 def host_batches(config: Experiment, workers: Workers = ALONE) -> list[Batch]:
     """The first batches of the trainer's loader."""
-    return list(itertools.islice(make_plan(config, workers).feed.batches(), BATCHES))
+    return list(itertools.islice(job_of(config, workers).plan.feed.batches(), BATCHES))
 
 
 # ---------------------------------------------------------------- the two sides
@@ -92,13 +92,12 @@ class Jaxmpi:
     """The trainer's step and its parts."""
 
     def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
-        plan = make_plan(config, workers)
-        config = dataclasses.replace(config, model=plan.feed.model)
-        self.config, self.functions = config, build.build_functions(config, workers, plan)
-        self.state = put(build.initial_states(config, workers, plan, self.functions.rule), workers)
+        job = job_of(config, workers)
+        self.config, self.functions = job.experiment, build.build_functions(job)
+        self.state = put(build.initial_states(job, self.functions.rule), workers)
         batches = host_batches(config, workers)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients, *_ = build.pieces(config, workers, plan)
+        local_gradients, *_ = build.pieces(job)
         self.gradients = jax.jit(local_gradients)
 
         def forward(*args: Any) -> tuple[Any, jax.Array]:

@@ -43,7 +43,7 @@ from jaxmpi.models.cnn import SmallCnn, digits_cnn
 from jaxmpi.models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer import build
-from jaxmpi.trainer.training_plan import make_plan
+from jaxmpi.trainer.training_plan import job_of
 
 BATCH = 32
 COMPARISONS = 1000  # in one program
@@ -69,11 +69,10 @@ def experiment(name: str) -> Experiment:
 def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
     workers = gather_workers(1)
-    plan = make_plan(config, workers)
-    config = dataclasses.replace(config, model=plan.feed.model)
-    functions = build.build_functions(config, workers, plan)
-    state = put(build.initial_states(config, workers, plan, functions.rule), workers)
-    batches = plan.feed.batches()
+    job = job_of(config, workers)
+    functions = build.build_functions(job)
+    state = put(build.initial_states(job, functions.rule), workers)
+    batches = job.plan.feed.batches()
 
     def step() -> tuple[Any, Any]:
         nonlocal state

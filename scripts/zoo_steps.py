@@ -12,7 +12,6 @@ job ends with an error. It prints the mean losses of the steps, seconds of the l
 - peak of a rank: the most memory that the process held, with Python, MPI, compiler and the buffers of the exchange.
 """
 
-import dataclasses
 import math
 import os
 import resource
@@ -40,7 +39,7 @@ from jaxmpi.models import MODELS
 from jaxmpi.models.googlenet import googlenet_loss
 from jaxmpi.runtime import failures, prepare
 from jaxmpi.trainer import build
-from jaxmpi.trainer.training_plan import make_plan
+from jaxmpi.trainer.training_plan import job_of
 
 TINY = [name for name in MODELS if name.endswith("_tiny")]
 FULL = [name for name in MODELS if name not in TINY]
@@ -90,12 +89,11 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         UsageError: the params of ranks differ.
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
-    plan = make_plan(config, workers)
-    config = dataclasses.replace(config, model=plan.feed.model)
-    functions = build.build_functions(config, workers, plan)
-    state = put(build.initial_states(config, workers, plan, functions.rule), workers)
+    job = job_of(config, workers)
+    functions = build.build_functions(job)
+    state = put(build.initial_states(job, functions.rule), workers)
     digests, losses, seconds = [tree_digest(state.params)], [], []
-    for batch in plan.feed.batches(0, steps):
+    for batch in job.plan.feed.batches(0, steps):
         begin = time.perf_counter()
         state, metrics = functions.train_step(state, batch)
         jax.block_until_ready(state)
@@ -132,14 +130,13 @@ class StepMemory(NamedTuple):
 
 def step_memory(config: Experiment) -> StepMemory:
     """XLA's plan for the step of one worker on this backend; compiles, but allocates nothing."""
-    plan = make_plan(config, ALONE)
-    config = dataclasses.replace(config, model=plan.feed.model)
-    functions = build.build_functions(config, ALONE, plan)
+    job = job_of(config, ALONE)
+    config, functions = job.experiment, build.build_functions(job)
     params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())
     rule_state = jax.eval_shape(functions.rule.init, params)
     state = create(params, model_state, rule_state, seed=0, worker=0)
     step: Any = functions.train_step
-    planned = step.lower(state, next(plan.feed.batches())).compile().memory_analysis()
+    planned = step.lower(state, next(job.plan.feed.batches())).compile().memory_analysis()
     made = planned.output_size_in_bytes - planned.alias_size_in_bytes  # outputs that take no argument's place
     return StepMemory(
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)),

@@ -35,6 +35,7 @@ from jaxmpi.comm.control import processes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.runtime import launchers
 
+pytest.register_assert_rewrite("function_checks", "traces", "twins")
 # A tenth of the time would go to searches for garbage among the millions of objects of traced programs.
 gc.set_threshold(100_000, 50, 100)
 # Under nohup the jobs that tests start would not hear it, either.
@@ -77,9 +78,12 @@ LONGEST = (
     "bench",
     "comm_xla",
     "asynchronous",
-    "calls",
-    "rundir",
+    "call_comparison",
+    "run_directory",
     "adapters",
+    "recipes",
+    "memory",
+    "local_devices",
 )
 
 

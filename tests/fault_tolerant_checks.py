@@ -1,4 +1,4 @@
-"""Run under mpirun --with-ft ulfm by test_survive.py: collectives that outlive ranks."""
+"""Run under mpirun --with-ft ulfm by test_rank_loss.py: collectives that outlive ranks."""
 
 import functools
 import os

@@ -27,6 +27,8 @@ from jaxmpi.trainer import main
 
 ROOT = Path(__file__).parent.parent
 PATH = f"{ROOT / 'tests' / 'at_start'}:{ROOT}"  # for Python in jobs
+CLUSTER = [sys.executable, "scripts/cluster.py"]  # emulated hosts
+NOT_PERMITTED = 77  # its exit code if namespaces are not allowed
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "PYTEST_XDIST_")
 
 

@@ -1,6 +1,6 @@
 """Anything at all on a command line or in a file: nothing comes of it but the documented errors.
 
-The fast share runs with every suite; 10^4 inputs each with -m slow. Packed data sets are in test_data_packed.py, 10^4
+The fast share runs with every suite; 10^4 inputs each with -m slow. Packed data sets are in test_packed.py, 10^4
 inputs each with --hypothesis-profile many -k "never_pass or forged".
 """
 

@@ -16,7 +16,7 @@ HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x
 WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 
-CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "partition"))
+CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "data_in_memory"))
 SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
 ALL = ["tests/ranks", "-m", "not slow and not faults"]
 BY_HAND = [(4, [CORE, PARTITION, "-k", SOME]), *((ranks, ALL) for ranks in (3, 4, 8))]

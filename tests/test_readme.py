@@ -173,7 +173,7 @@ NOT_RUN = {
     "over_xla.py": "runs in test_comm_xla.py",
     "cuda": "installs, and needs GPUs",
     **{f"use_{name}.py": "runs in test_export.py" for name in ("nnx", "linen", "equinox", "functions")},
-    "use_jaxexport.py": "runs in test_exported.py",
+    "use_jaxexport.py": "runs in test_exported_program.py",
 }
 
 

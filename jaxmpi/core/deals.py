@@ -153,7 +153,10 @@ class StateLayout(NamedTuple):
 
     def width(self, dtype: str) -> int:
         """Entries of the longest row of this type."""
-        sizes = [sum(self.leaves[i].size for i in self.own(row, dtype)) for row in range(len(self.structures))]
+        sizes = [0] * len(self.structures)
+        for owner, leaf in zip(self.owners, self.leaves, strict=True):
+            if owner != SHARED and str(leaf.dtype) == dtype:
+                sizes[owner] += leaf.size
         return max(sizes)
 
     @property

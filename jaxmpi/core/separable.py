@@ -16,7 +16,7 @@ one equation of all that goes into it, so one over the whole tree is refused, to
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -31,12 +31,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.core.slices import shape_of_slice, slices_of
+from jaxmpi.core.slices import shape_of_slice
 
 T = TypeVar("T")
 ScheduleFreeState = optax.contrib.ScheduleFreeState
 WORKERS = (2, 3, 4, 8)  # among whom tensors are cut to compare programs, beside those that there are
-PARTS = 3  # into which tensors are dealt to compare them
 MIXED = (
     "sharded: {what} depends on other tensors with this optimizer (as with clipping by a global norm), or on how many "
     "there are; leave it unsharded, or give clip_norm to jaxmpi.sharded in place of a clipping in the chain"
@@ -51,10 +50,14 @@ UNTRACED = (
     "shapes from elsewhere"
 )
 CHANGES = (
-    "sharded: an update of this optimizer gives other leaves or shapes than params have, or than its init gives its "
-    "state (as with optax.monitor); leave it unsharded, or give its state all leaves at the start"
+    "sharded: an update of this optimizer gives other leaves, shapes or dtypes than params have, or than its init "
+    "gives its state (as with optax.monitor); leave it unsharded, or give its state all leaves at the start"
 )
-NO_HASH = "sharded: got an optimizer that has no hash ({kind}); expected an optax.GradientTransformation"
+NO_TENSORS = (
+    "sharded: this optimizer fails for a worker without tensors ({error}), and of {workers} workers some have none of "
+    "{tensors}; take at most {tensors} workers, or leave it unsharded"
+)
+NO_HASH = "sharded: got an optimizer without a hash ({error}); expected an optax.GradientTransformation of functions"
 
 
 def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> str:
@@ -70,7 +73,7 @@ def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]
     """
     check_hash(tx)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
-    names = [name for name, _ in named_leaves(like)]
+    names, owners = [name for name, _ in named_leaves(like)], deal(like, workers, cost).owners
     try:
         whole = Traced.of(tx, like)
         check(whole.keeps_shapes, CHANGES)
@@ -81,7 +84,8 @@ def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]
             check(not others, why.format(what=f"the update of {name}"))
         if all(origin.is_entrywise for origin in updates) and not goes_by_shape(whole, tx, like, workers):
             return "entries"
-        differs = by_others(whole, tx, like, deal(like, workers, cost).owners, workers)
+        check(whole.keeps_dtypes, CHANGES)
+        differs = by_others(whole, tx, like, owners, workers)
         check(not differs, MIXED.format(what=differs))
     except UsageError:
         raise
@@ -92,7 +96,10 @@ def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]
 
 def check_hash(tx: Any) -> None:
     """Refuse an optimizer that has no hash: what is made of it is kept by it."""
-    check(isinstance(tx, Hashable), NO_HASH.format(kind=type(tx).__name__))
+    try:
+        hash(tx)
+    except TypeError as error:
+        raise UsageError(NO_HASH.format(error=error)) from error
 
 
 def schedule_free_parts(state: PyTree) -> list[ScheduleFreeState]:
@@ -119,8 +126,11 @@ def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
         like: shapes of params.
     """
     largest, facts = max((leaf.size for leaf in jax.tree.leaves(like)), default=1), whole.facts()
-    for count in {*WORKERS, max(workers, 2), max(largest, 2)}:
-        slices = Traced.of(tx, jax.eval_shape(lambda tree, w=count: slices_of(tree, 0, w), like))
+    for count in dict.fromkeys((max(workers, 2), *WORKERS, max(largest, 2))):
+        try:
+            slices = Traced.of(tx, jax.tree.map(lambda x, w=count: like_slice(x, w), like))
+        except Exception:  # it takes tensors of these shapes alone, perhaps by whole ones
+            return True
         rows = dict(named_leaves(slices.state))
         for name, leaf in named_leaves(whole.state):
             # A checkpoint takes every array for a slice, so only a single number, as a count, may be none.
@@ -135,24 +145,27 @@ def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
 def by_others(whole: "Traced", tx: Any, like: PyTree, owners: Sequence[int], workers: int) -> str:
     """An update or a part of the state that is another one if an optimizer is given some tensors alone; else empty.
 
-    It is given those of each worker; every third, either half, and the first and the last of each shape by itself: what
-    holds of any tensor, of the largest or of the last layer, holds of all thirds of most models, but not of all of
-    these.
+    It is given those of each worker. So that other numbers of workers have the same verdict, it is also given the first
+    and the last tensor of each shape alone.
 
     Args:
         owners: by tensor: the worker that is to update it.
     """
     leaves, structure = jax.tree.flatten(like)
     parts = [{i for i, owner in enumerate(owners) if owner == worker} for worker in range(workers)]
-    parts += [{*range(part, len(leaves), PARTS)} for part in range(min(PARTS, len(leaves)))]
-    parts += [{*range(len(leaves) // 2)}, {*range(len(leaves) // 2, len(leaves))}] if len(leaves) > 1 else []
     last = {leaf.shape: i for i, leaf in enumerate(leaves)}
     first = {leaf.shape: i for i, leaf in reversed([*enumerate(leaves)])}
     parts += [{i} for i in {*first.values(), *last.values()}]
     known = whole.expressions()
-    for part in {frozenset(part) for part in parts}:
+    for part in dict.fromkeys(map(frozenset, parts)):
         mine = [leaf if i in part else optax.MaskedNode() for i, leaf in enumerate(leaves)]
-        some = Traced.of(tx, jax.tree.unflatten(structure, mine))
+        try:
+            some = Traced.of(tx, jax.tree.unflatten(structure, mine))
+        except Exception as error:
+            if part:
+                raise
+            facts = {"error": f"{type(error).__name__}: {error}", "workers": workers, "tensors": len(leaves)}
+            raise UsageError(NO_TENSORS.format(**facts)) from error
         check(some.keeps_shapes, CHANGES)
         for (kind, name), made in some.expressions().items():
             if known.get((kind, name)) != made:
@@ -166,6 +179,7 @@ class Traced(NamedTuple):
     names: tuple[str, ...]  # of params
     state: PyTree  # its shapes
     keeps_shapes: bool  # updates have those of params, and a state those of the state before
+    keeps_dtypes: bool  # likewise
     init: ClosedJaxpr  # (params) -> state
     update: ClosedJaxpr  # (gradients, state, params) -> (updates, state)
 
@@ -176,12 +190,14 @@ class Traced(NamedTuple):
         init, state = jax.make_jaxpr(lambda params: tx.init(params), return_shape=True)(like)
         step = lambda *given: tx.update(*given)  # noqa: E731
         update, after = jax.make_jaxpr(step, return_shape=True)(like, state, like)
+        known = like, state
         return cls(
-            tuple(name for name, _ in named_leaves(like)),
-            state,
-            shapes_of(after) == shapes_of((like, state)),
-            init,
-            update,
+            names=tuple(name for name, _ in named_leaves(like)),
+            state=state,
+            keeps_shapes=shapes_of(after) == shapes_of(known),
+            keeps_dtypes=dtypes_of(after) == dtypes_of(known),
+            init=init,
+            update=update,
         )
 
     def updates(self) -> "list[Origin]":
@@ -224,6 +240,16 @@ class Traced(NamedTuple):
 def shapes_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
     """Structure and shapes of a tree."""
     return jax.tree.structure(tree), [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def dtypes_of(tree: PyTree) -> list[Any]:
+    """Dtypes of a tree."""
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
+
+
+def like_slice(leaf: jax.ShapeDtypeStruct, workers: int) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a worker's slice."""
+    return jax.ShapeDtypeStruct(shape_of_slice(leaf.shape, workers), leaf.dtype)
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -301,7 +327,7 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
 def body_of(program: Any, with_shapes: bool) -> tuple[Any, ...]:
     """How a function in an equation computes its results; as its text if it gives none, as the kernels of Pallas do."""
     jaxpr, _ = opened(program)
-    text = [str(jaxpr)] if jaxpr.effects or not jaxpr.outvars else []
+    text = [] if jaxpr.outvars else [str(jaxpr)]
     return (*text, *expressions(program, range(len(jaxpr.invars)), with_shapes))
 
 
@@ -350,7 +376,10 @@ CALLS = frozenset("call checkpoint closed_call compute_on custom_jvp_call custom
 
 def together(all_of: Sequence[Origin]) -> Origin:
     """The origin of what is made of values of these, entry by entry."""
-    return Origin(frozenset().union(*(x.tensors for x in all_of)), all(x.is_entrywise for x in all_of))
+    # Most often it is one of theirs: a set of its own for each equation behind a norm would take gigabytes.
+    most = max((x.tensors for x in all_of), key=len, default=frozenset())
+    tensors = most if all(x.tensors <= most for x in all_of) else most.union(*(x.tensors for x in all_of))
+    return Origin(tensors, all(x.is_entrywise for x in all_of))
 
 
 def origins(program: Any, given: Sequence[Origin], without: list[Any]) -> list[Origin]:

@@ -2,8 +2,8 @@
 
 Counted are matrix products and convolutions, 2 for a multiplication with its addition, as the field counts model FLOPs:
 all else takes few. They are counted in the program that is traced for the step, so it costs no compilation. XLA's
-own analysis counts the same products (tests/test_flops.py), but the body of a loop once, however often it runs: slices
-of a batch, layers in `lax.scan`. It also counts what `jax.checkpoint` computes anew.
+own analysis counts the same products (tests/observe/test_flops.py), but the body of a loop once, however often it runs:
+slices of a batch, layers in `lax.scan`. It also counts what `jax.checkpoint` computes anew.
 """
 
 import functools

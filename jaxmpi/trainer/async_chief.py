@@ -116,7 +116,7 @@ class ChiefWorker:
     def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
         """Add to the parts the params that stand for all workers', and JSON values."""
         run = self.run
-        extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
+        extra = extra_of(run, run.functions, run.recorder.elapsed_s())
         extra |= {"tally": [*map(float, self.at)], "lr": run.plan.lr_of(self.begun + 1), "callbacks": self.states}
         with written(self.begun, run.saver.home):
             parts.end(self.begun, {"center": self.shared(state)}, extra, score)

@@ -31,7 +31,6 @@ from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.mpi import RankComm
 from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors, train_state
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest
 from jaxmpi.core.train_state import TrainState, create
@@ -45,7 +44,7 @@ from jaxmpi.rules.base import Rule
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.compatibility import AVERAGES, WHOLE_AVERAGES
 from jaxmpi.trainer.step_form import StepForm, deal_of, form_of, is_scattered_early, shares_params
-from jaxmpi.trainer.training_plan import TrainingPlan
+from jaxmpi.trainer.training_plan import Job
 
 # ---------------------------------------------------------------- its functions
 
@@ -88,9 +87,7 @@ class Functions(NamedTuple):
 class StepParts:
     """The parts of a step, of which either form is made."""
 
-    experiment: Experiment
-    workers: Workers
-    plan: TrainingPlan
+    job: Job
     strategy: str  # in full, as asa:32
     form: StepForm
     gradients: Callable  # of one worker, not compiled; as the other functions
@@ -106,27 +103,26 @@ class StepParts:
 
     def exchange(self, is_beside: bool) -> base.Exchange:
         """The exchange, beside the program or in it."""
-        return exchange_for(self.experiment, self.plan, self.workers, self.strategy, self.order, is_beside)
+        return exchange_for(self.job, self.strategy, self.order, is_beside)
 
     def rule(self, exchange: base.Exchange) -> Rule:
         """The rule over this exchange."""
-        return build_rule(self.experiment, self.plan, self.workers, exchange)
+        return build_rule(self.job, exchange)
 
 
-def build_functions(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> Functions:
+def build_functions(job: Job) -> Functions:
     """The step in the form that suits these workers."""
-    gradients, evaluate, predict = pieces(experiment, workers, plan)
+    experiment, workers = job.experiment, job.workers
+    gradients, evaluate, predict = pieces(job)
     skips = experiment.on_nonfinite == "skip"
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes) if workers.mesh else jax.jit
     once = over if workers.devices > 1 else workers.comm.jit
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
-    form = form_of(experiment, workers, plan, strategy)
+    form = form_of(job, strategy)
     share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     of = StepParts(
-        experiment=experiment,
-        workers=workers,
-        plan=plan,
+        job=job,
         strategy=strategy,
         form=form,
         gradients=steps.marked(gradients) if skips else gradients,
@@ -151,7 +147,7 @@ def split_form(of: StepParts) -> Functions:
 
     With synchronised batch statistics every rank compiles the gradients for itself, since they hold a communicator.
     """
-    experiment, workers, once = of.experiment, of.workers, of.once
+    experiment, workers, once = of.job.experiment, of.job.workers, of.once
     keeps = of.skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
     keep_operands = partial(jit_kept, once) if keeps else once
     no_exchange = base.NoExchange()
@@ -186,7 +182,7 @@ def split_form(of: StepParts) -> Functions:
 
 def fused_form(of: StepParts) -> Functions:
     """The fused form: one jit, with the exchange beside the backward pass if it can be there."""
-    experiment, workers, is_beside = of.experiment, of.workers, of.form.is_beside
+    experiment, workers, is_beside = of.job.experiment, of.job.workers, of.form.is_beside
     # Of a single worker no exchange is to begin early.
     gradients = steps.in_place(of.gradients) if workers.comm.size == 1 else of.gradients
     rule = of.rule(of.exchange(is_beside))
@@ -232,7 +228,7 @@ def with_late_gather(of: StepParts, made: Functions) -> Functions:
     """
     shards = of.exchange(is_beside=True).shards
     assert isinstance(shards, Shards)
-    gather = LateGather(shards, of.plan.params())
+    gather = LateGather(shards, of.job.plan.params())
     inner = of.rule(of.exchange(is_beside=True)._replace(shards=gather.sliced))
     measured = inner.measured and gather.update(inner.measured)
     rule = inner._replace(update=gather.update(inner.update), measured=measured)
@@ -279,25 +275,24 @@ def over_mesh(
     return jitted
 
 
-def exchange_for(
-    experiment: Experiment, plan: TrainingPlan, workers: Workers, strategy: str, order: Order, is_beside: bool
-) -> base.Exchange:
+def exchange_for(job: Job, strategy: str, order: Order, is_beside: bool) -> base.Exchange:
     """The exchange of this run, beside the program or in it."""
+    experiment, workers = job.experiment, job.workers
     size_bytes = experiment.exchange.bucket_bytes
     options: dict[str, Any] = {"strategy": strategy, "bucket_bytes": size_bytes, "comm": workers.comm}
-    dealt = deal_of(experiment, plan, workers) if experiment.exchange.shard_update == "on" else None
+    dealt = deal_of(job) if experiment.exchange.shard_update == "on" else None
     if experiment.exchange.shard_update == "on" and workers.size > 1:
-        is_early, _ = is_scattered_early(experiment, workers, plan, strategy)
+        is_early, _ = is_scattered_early(job, strategy)
         shards = shards_of(
             strategy,
             "mean",
             workers.comm,
             size_bytes,
             clip_norm=experiment.optim.clip_norm,
-            gives_square=sees_noise(experiment, plan, workers),
+            gives_square=sees_noise(job),
             deal=dealt if workers.devices == 1 else None,
             gather_wire=experiment.exchange.gather_wire,
-            host=workers.processes if shares_params(experiment, workers, strategy) else None,
+            host=workers.processes if shares_params(job, strategy) else None,
             beside=order if is_beside else None,
             early=is_early,
         )
@@ -347,29 +342,30 @@ def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
     return params
 
 
-def pieces(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> tuple[Callable, Callable, Callable]:
+def pieces(job: Job) -> tuple[Callable, Callable, Callable]:
     """The local gradients and the evaluation step, not yet compiled; predictions, compiled when they are called."""
-    is_synchronised = experiment.batch_statistics == "synchronised"
+    is_synchronised = job.experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
-        plan.task,
-        jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32,
-        partial(exchange, strategy="asa32", comm=workers.comm) if is_synchronised else None,
+        job.plan.task,
+        jnp.bfloat16 if job.experiment.compute_dtype == "bfloat16" else jnp.float32,
+        partial(exchange, strategy="asa32", comm=job.workers.comm) if is_synchronised else None,
     )
     predict = jax.jit(partial(steps.predict, forward))  # not `comm.jit`: one rank alone may ask
-    return steps.local_gradients(forward, plan.micro_batch), partial(steps.eval_step, forward), predict
+    return steps.local_gradients(forward, job.plan.micro_batch), partial(steps.eval_step, forward), predict
 
 
-def sees_noise(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> bool:
+def sees_noise(job: Job) -> bool:
     """Return True if noise is measured, between several workers with equal shares: with one there is none to see."""
-    is_even = plan.clock.effective_batch % workers.size == 0
-    return experiment.rule.noise_scale and workers.size > 1 and is_even
+    workers = job.workers.size
+    return job.experiment.rule.noise_scale and workers > 1 and job.plan.clock.effective_batch % workers == 0
 
 
-def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exchange: base.Exchange) -> Rule:
+def build_rule(job: Job, exchange: base.Exchange) -> Rule:
     """The rule over this run's optimizer and exchange.
 
     The halves of a sharded exchange clip, since no worker holds the whole mean gradient.
     """
+    experiment, plan = job.experiment, job.plan
     asked, optim, params = experiment.rule, experiment.optim, plan.params()
     if exchange.shards and optim.decay_mask:
         of_whole = optim.decay_mask(params)  # by shapes that slices have not
@@ -384,7 +380,7 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
     if scalers:
         tx = optax.chain(tx, optimizers.by_rate_factor())
     rule = registry.build(
-        dataclasses.replace(asked, noise_scale=sees_noise(experiment, plan, workers)),
+        dataclasses.replace(asked, noise_scale=sees_noise(job)),
         tx,
         exchange,
         optimizer=experiment.optim.name + " with clip_norm" * bool(experiment.optim.clip_norm),
@@ -394,6 +390,11 @@ def build_rule(experiment: Experiment, plan: TrainingPlan, workers: Workers, exc
         exchanges_gradients = registry.RULES[asked.name].takes_compressors
         return schedule_free(rule, exchange.jit, asked.name, exchanges_gradients=exchanges_gradients)
     return averaged(rule, ema, exchange.jit, asked.name) if ema else rule
+
+
+def rule_in_program(job: Job) -> Rule:
+    """The rule with the exchange in the step's program: for its shapes, and for what it refuses."""
+    return build_rule(job, exchange_for(job, job.experiment.exchange.strategy, Order(), is_beside=False))
 
 
 def rule_state(rule: Rule, params: PyTree) -> PyTree:
@@ -418,8 +419,9 @@ def given_model(where: Path, params: PyTree, model_state: PyTree) -> orbax_expor
     return orbax_export.Loaded(*model.like(params, model_state), bool(model.model_state))
 
 
-def initial_states(experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule) -> dict[int, TrainState]:
+def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:
     """State 0 of this process's workers: params and model state of rank 0 on all ranks, params compared by hash."""
+    experiment, workers, plan = job.experiment, job.workers, job.plan
     key, place = jax.random.key(experiment.seed), rule.sharding and rule.sharding.shards.shared_params
     shapes = jax.eval_shape(plan.init, key)
     if workers.processes.rank == 0:

@@ -293,6 +293,7 @@ IN_A_JOB = (
     separable.OUTSIDE,
     separable.UNTRACED,
     separable.CHANGES,
+    separable.NO_TENSORS,
     separable.NO_HASH,
     averaged.OWN_PARAMS,
     averaged.OWN_AVERAGE,

@@ -11,7 +11,7 @@ Outputs have the names of `jaxmpi predict`, in a dict, so that a task may give a
 
 Params are constants of the program, behind a barrier. Without it XLA computes what depends on them alone, such as batch
 norm's 1 / sqrt(v + eps), while it compiles, and rounds otherwise. With it outputs on a CPU are those of the trainer bit
-for bit, for batches of the same size (tests/test_exported.py).
+for bit, for batches of the same size (tests/trainer/test_exported_program.py).
 """
 
 import argparse

@@ -99,7 +99,7 @@ class LockStep:
         here = workers_here(run.workers)
         free_bytes = available_bytes() + allocated(held, here, has_copies=bool(run.shrinking))
         run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
-        make_room(held, run.workers, run.plan, free_bytes)
+        make_room(held, run, free_bytes)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
         """Read the metrics of the step before, or of all steps if something is due."""

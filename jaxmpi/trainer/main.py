@@ -52,7 +52,7 @@ from jaxmpi.trainer.resolve_auto import settle_exchange, settle_overlap, settle_
 from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
-from jaxmpi.trainer.training_plan import TrainingPlan, make_plan
+from jaxmpi.trainer.training_plan import Job, job_of
 
 # Names that a flag takes, live: an experiment file may have added rows of its own when --help lists them.
 TABLES: dict[str, Mapping[str, Any]] = {
@@ -147,21 +147,22 @@ def train_until(
     experiment = run_directory.as_begun(experiment, kept, workers.size)
     begun = kept.scaled_for if kept else workers.size
     with phases.phase("opening the data"):
-        plan = make_plan(experiment, workers, begun)
+        job = job_of(experiment, workers, begun)
         if workers.processes.rank == 0:
-            check_with_data(experiment, plan)
-    experiment = dataclasses.replace(experiment, model=plan.feed.model)
+            check_with_data(job)
+    plan = job.plan
     # Without a common step a fast worker may make the steps of others, too.
     last_step = plan.clock.total_steps * (workers.size if is_asynchronous else 1)
     for text in experiment.inject:
         fault_injection.parse(text, max(begun, workers.size), last_step)
     asked = experiment.exchange.strategy
     with phases.phase("choosing the exchange"):
-        experiment, why_overlap = settle_overlap(experiment, plan)
-        experiment, why = settle_exchange(experiment, plan, workers, kept)
-        experiment, why_shards = settle_shards(experiment, plan, workers)
+        job, why_overlap = settle_overlap(job)
+        job, why = settle_exchange(job, kept)
+        job, why_shards = settle_shards(job)
+    experiment = job.experiment
     with phases.phase("building the step"):
-        functions = build_functions(experiment, workers, plan)._replace(asked=asked)
+        functions = build_functions(job)._replace(asked=asked)
     registry.check_wire(experiment.rule, functions.strategy)
     starting = contextlib.ExitStack()
     starting.enter_context(phases.phase("starting the loaders of the data"))
@@ -174,10 +175,11 @@ def train_until(
         plan.validation.pool,  # that one, or one of its own
     ):
         starting.close()
-        experiment = dataclasses.replace(experiment, from_start=False)  # it has begun: a rollback resumes it
+        # It has begun: a rollback resumes it.
+        job = job.with_fields(from_start=False)
         functions = functions._replace(why="\n".join(filter(None, (why_overlap, why, why_shards, unwatched))))
         fault_injection.request(experiment.inject, max(begun, workers.size), workers.mine, home.path)
-        result = run_in(home, experiment, workers, plan, functions, root, digest, notice)
+        result = run_in(home, job, functions, notice, root, digest)
         for text in fault_injection.missed():
             warn(f"{failures.who()}: --inject {text} has not happened: this rank came to no such place")
         return result
@@ -192,8 +194,9 @@ def check_before_data(experiment: Experiment) -> None:
         check_model(experiment.model, loss, experiment.compute_dtype)
 
 
-def check_with_data(experiment: Experiment, plan: TrainingPlan) -> None:
+def check_with_data(job: Job) -> None:
     """Raise `UsageError` unless the task judges examples such as these, and has the figure that is asked for."""
+    experiment, plan = job.experiment, job.plan
     spec, asked = spec_of(experiment), experiment.monitor
     if spec is None or spec.labels == "numbers":
         check_task(plan.task, plan.feed.example(), plan.validation.example(), experiment.compute_dtype)
@@ -226,31 +229,28 @@ def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_
 
 def run_in(
     home: HeldFolder,
-    experiment: Experiment,
-    workers: Workers,
-    plan: TrainingPlan,
+    job: Job,
     functions: Functions,
+    notice: signals.PreemptionNotice,
     root: Path | None,
     digest: str,
-    notice: signals.PreemptionNotice,
 ) -> dict[str, float]:
     """Start or resume in a run directory, and go on to the end."""
+    experiment, workers, plan = job.experiment, job.workers, job.plan
     is_first, folder = workers.processes.rank == 0, home.path
     held = None
     if not workers.asynchronous:
-        held = memory.held(
-            experiment, workers, plan, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole
-        )
-        memory.make_room(held, workers, plan, available_bytes())
+        held = memory.held(job, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole)
+        memory.make_room(held, job, available_bytes())
     with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
-        states, saved = starting_states(experiment, workers, functions.rule, folder, plan)
+        states, saved = starting_states(job, functions.rule, folder)
     start = saved.step if saved else 0
     there = saved.step_there if isinstance(saved, format.Saved) else None  # the step in a run that is continued
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start if there is None else -1)
     hosts = workers.processes.allgather_object(socket.gethostname())
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
-    go_on(experiment, workers, plan, saved)
+    go_on(job, saved)
     at_start = callbacks.states(experiment.callbacks, workers.processes)
     peak = peak_of_all(workers, experiment.compute_dtype)
     recorder = Recorder(None, elapsed_s)
@@ -272,9 +272,9 @@ def run_in(
         how = f"wire {functions.strategy.partition(':')[2]}"
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
     if isinstance(saved, format.Saved) and there is not None:
-        say_continued(recorder, experiment, saved, plan)
+        say_continued(job, recorder, saved)
     if saved and start:
-        say_changes(recorder, saved.extra, experiment, plan, start)
+        say_changes(job, recorder, saved.extra, start)
     if functions.why:
         recorder.say(functions.why)
     if held:
@@ -283,10 +283,8 @@ def run_in(
         recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     run = assembled(
+        job,
         home=home,
-        experiment=experiment,
-        workers=workers,
-        plan=plan,
         functions=functions,
         recorder=recorder,
         states=states,
@@ -307,13 +305,10 @@ def run_in(
 # ---------------------------------------------------------------- state in and out
 
 
-def say_continued(recorder: Recorder, experiment: Experiment, saved: format.Saved, plan: TrainingPlan) -> None:
+def say_continued(job: Job, recorder: Recorder, saved: format.Saved) -> None:
     """Say, and record, which run this one continues, and how its steps are counted anew."""
-    was, now, source = (
-        saved.extra["experiment"]["effective batch"],
-        plan.clock.effective_batch,
-        experiment.continue_from,
-    )
+    was, now = saved.extra["experiment"]["effective batch"], job.plan.clock.effective_batch
+    source = job.experiment.continue_from
     recorder.say(
         f"continues {source} after its step {saved.step_there}: effective batch {was} there, {now} here, so from step "
         f"{saved.step}"

@@ -11,21 +11,19 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.checkpoint.format import equal_fields
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, size_bytes
 from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
-from jaxmpi.trainer.build import build_rule, exchange_for, rule_state
+from jaxmpi.trainer.build import rule_in_program, rule_state
 from jaxmpi.trainer.resolve_auto import why_whole, with_shards
 from jaxmpi.trainer.step_form import is_one_program, shares_params
-from jaxmpi.trainer.training_plan import TrainingPlan
+from jaxmpi.trainer.training_plan import Job, with_exchange
 
 DEALT_ARRAYS = 5  # at most, as big as its row, that whole tensors take on their way into an update and back: 2 to 5
 KEPT_FREED = 2  # times what is held at once that there must be to keep freed memory; at most 1.9 was seen
@@ -121,23 +119,20 @@ class WorkerMemory:
         return replace(self, **rest)
 
 
-def held(
-    experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule, strategy: str, *, is_whole: bool
-) -> WorkerMemory:
+def held(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> WorkerMemory:
     """Memory of each worker, as far as shapes say it, and with other options.
 
     Args:
         rule, strategy: of the run.
         is_whole: as of `WorkerMemory`.
     """
-    of = held_alone(experiment, workers, plan, rule, strategy, is_whole=is_whole)
-    return replace(of, others=tuple(others(experiment, workers, plan, strategy, is_whole=is_whole)))
+    of = held_alone(job, rule, strategy, is_whole=is_whole)
+    return replace(of, others=tuple(others(job, strategy, is_whole=is_whole)))
 
 
-def held_alone(
-    experiment: Experiment, workers: Workers, plan: TrainingPlan, rule: Rule, strategy: str, *, is_whole: bool
-) -> WorkerMemory:
+def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> WorkerMemory:
     """The same without other options."""
+    experiment, workers, plan = job.experiment, job.workers, job.plan
     state = jax.eval_shape(plan.init, jax.random.key(0))
     params, model_state = map(size_bytes, state)
     shapes = plan.params()
@@ -211,27 +206,23 @@ def largest_bucket(params: PyTree, bucket_bytes: int | None) -> int:
     return whole if bucket_bytes is None else min(whole, max(bucket_bytes, largest))
 
 
-def others(
-    experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str, *, is_whole: bool
-) -> Iterator[tuple[str, WorkerMemory]]:
+def others(job: Job, strategy: str, *, is_whole: bool) -> Iterator[tuple[str, WorkerMemory]]:
     """The same with sharded updates, and with one copy of the params a host; where that can be, in the same form.
 
     An optimizer of the user's own is not tried out.
     """
-    if experiment.optim.transform is not None:
+    if job.experiment.optim.transform is not None:
         return
     shared = "" if strategy.startswith("shm") else "shm"
     for name in dict.fromkeys((strategy, shared or strategy)):
-        on = with_shards(experiment, "on")
-        on = replace(on, exchange=replace(on.exchange, strategy=name))
+        on = with_exchange(with_shards(job, "on"), strategy=name)
         options = f"--exchange.strategy {name} " * (name != strategy)
-        options += SHARDED * (experiment.exchange.shard_update != "on")
-        if not options or (name != strategy and not shares_params(on, workers, name)):
+        options += SHARDED * (job.experiment.exchange.shard_update != "on")
+        if not options or (name != strategy and not shares_params(on, name)):
             continue
-        if why_whole(on, plan, workers) or is_one_program(on, workers, plan, name) != is_whole:
+        if why_whole(on) or is_one_program(on, name) != is_whole:
             continue
-        rule = build_rule(on, plan, workers, exchange_for(on, plan, workers, name, Order(), False))
-        yield options.strip(), held_alone(on, workers, plan, rule, name, is_whole=is_whole)
+        yield options.strip(), held_alone(on, rule_in_program(on), name, is_whole=is_whole)
 
 
 def padding(rule: Rule) -> float:
@@ -354,18 +345,18 @@ def is_short(of: WorkerMemory, here: int, free_bytes: int) -> bool:
     return KEPT_FREED * of.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()
 
 
-def make_room(of: WorkerMemory, workers: Workers, plan: TrainingPlan, free_bytes: int) -> None:
+def make_room(of: WorkerMemory, job: Job, free_bytes: int) -> None:
     """Have this process keep freed memory or give it back; refuse what this host cannot hold, by its first rank.
 
     Raises:
         UsageError: bytes needed and free, and what would fit; on CPUs.
     """
-    here = workers_here(workers)
+    here, plan = workers_here(job.workers), job.plan
     if is_short(of, here, free_bytes):
         give_back_at_once()
     else:
         keep_freed_memory()  # again, if a run of this process before was short
-    if workers.processes.local_rank == 0 and jax.default_backend() == "cpu":
+    if job.workers.processes.local_rank == 0 and jax.default_backend() == "cpu":
         check_fits(of, here, plan.micro_batch or plan.feed.samplers[0].local_batch, free_bytes)
 
 

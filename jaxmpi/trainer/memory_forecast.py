@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.sharded import Shards
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import SoloProcesses
@@ -27,11 +26,11 @@ from jaxmpi.core.train_state import worker_key
 from jaxmpi.optim.optimizers import arrays_of
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
-from jaxmpi.trainer.build import build_rule, exchange_for, pieces
+from jaxmpi.trainer.build import pieces, rule_in_program
 from jaxmpi.trainer.memory import SHARDED, WorkerMemory, check_fits, held, mb, measured, parts
 from jaxmpi.trainer.resolve_auto import settle_shards, why_whole, with_shards
 from jaxmpi.trainer.step_form import shares_params
-from jaxmpi.trainer.training_plan import TrainingPlan, make_plan
+from jaxmpi.trainer.training_plan import Job, TrainingPlan, job_of, with_exchange
 
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
 # Measured: docs/performance.md#memory-of-a-process. Of a rank without its programs, which are Python, JAX and MPI;
@@ -100,37 +99,34 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
         UsageError: as a run of this experiment.
     """
     data = dataclasses.replace(experiment.data, memory="none")  # records kept in memory are not counted
-    plan = make_plan(dataclasses.replace(experiment, data=data), workers)
-    experiment, notes = dataclasses.replace(experiment, model=plan.feed.model), []
-    if is_auto(experiment.exchange.strategy):
-        name = "asa:" + (experiment.exchange.strategy.partition(":")[2] or "32")
+    job = job_of(dataclasses.replace(experiment, data=data), workers).with_fields(data=experiment.data)
+    plan, asked, notes = job.plan, experiment.exchange, []
+    if is_auto(asked.strategy):
+        name = "asa:" + (asked.strategy.partition(":")[2] or "32")
         notes.append(f"strategy auto, which takes what a probe of the ranks finds fastest, is counted as {name}")
-        exchange = dataclasses.replace(experiment.exchange, strategy=name)
-        experiment = dataclasses.replace(experiment, exchange=exchange)
-    if experiment.exchange.overlap == "on" and not shares_params(
-        with_shards(experiment, "on"), workers, experiment.exchange.strategy
-    ):
+        job = with_exchange(job, strategy=name)
+    shared = with_shards(job, "on")
+    if asked.overlap == "on" and not shares_params(shared, shared.experiment.exchange.strategy):
         notes.append("overlap on takes the fused form: here are the parts of the split one")
-        exchange = dataclasses.replace(experiment.exchange, overlap="auto", gather="in-step")
-        experiment = dataclasses.replace(experiment, exchange=exchange)
-    off, on = (with_shards(experiment, word) for word in ("off", "on"))
-    if why := why_whole(on, plan, workers):
+        job = with_exchange(job, overlap="auto", gather="in-step")
+    off, on = (with_shards(job, word) for word in ("off", "on"))
+    if why := why_whole(on):
         notes.append(f"no sharded updates: {why}")
-    settled, said = settle_shards(experiment, plan, workers)
+    settled, said = settle_shards(job)
     notes += [said] if said and not why else []
     batch = shapes_of_batch(plan)
-    each = [forecast_of(asked, workers, plan, batch) for asked in ([off] if why else [off, on])]
+    each = [forecast_of(of, batch) for of in ([off] if why else [off, on])]
     sharded = each[1] if len(each) > 1 else None
-    is_sharded = settled.exchange.shard_update == "on"
+    is_sharded = settled.experiment.exchange.shard_update == "on"
     return Forecast(plan.feed.samplers[0].local_batch, each[0], sharded, notes, is_sharded)
 
 
-def forecast_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, batch: PyTree) -> WorkerMemory:
+def forecast_of(job: Job, batch: PyTree) -> WorkerMemory:
     """With the experiment's strategy and sharding."""
-    strategy = experiment.exchange.strategy
-    rule = build_rule(experiment, plan, workers, exchange_for(experiment, plan, workers, strategy, Order(), False))
-    found = held(experiment, workers, plan, rule, strategy, is_whole=False)
-    gradients = pieces(experiment, workers, plan)[0]
+    experiment, workers, plan = job.experiment, job.workers, job.plan
+    rule = rule_in_program(job)
+    found = held(job, rule, experiment.exchange.strategy, is_whole=False)
+    gradients = pieces(job)[0]
     if found.is_early:
         assert rule.sharding
         assert isinstance(rule.sharding.shards, Shards)

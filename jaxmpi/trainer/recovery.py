@@ -16,8 +16,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import run_directory, run_folder
 from jaxmpi.comm.control import Processes
-from jaxmpi.comm.topology import Workers, gather_fault_tolerant, put
-from jaxmpi.config.schema import Experiment
+from jaxmpi.comm.topology import gather_fault_tolerant, put
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import TrainState, worker_key
@@ -35,7 +34,7 @@ from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.resume import go_on, slice_layout, slicing_of, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
-from jaxmpi.trainer.training_plan import TrainingPlan, make_plan
+from jaxmpi.trainer.training_plan import Job, job_of
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: DueEvents) -> dict[str, float]:
@@ -101,10 +100,10 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
     if run.workers.processes.rank == 0:
         with run_directory.still_usable():
             run_directory.refuse_lost(run.folder)
-    experiment = dataclasses.replace(run.experiment, resume=True)
-    states, saved = starting_states(experiment, run.workers, run.functions.rule, run.folder, run.plan)
+    resumed = run.with_fields(resume=True)
+    states, saved = starting_states(resumed, run.functions.rule, run.folder)
     start = saved.step if saved else 0
-    go_on(experiment, run.workers, run.plan, saved, run.at_start)
+    go_on(resumed, saved, run.at_start)
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
@@ -129,9 +128,10 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     experiment = run_directory.as_begun(
         run.experiment, run_directory.StoredSettings(begun, begun, effective_batch, {}), workers.size
     )
-    plan = make_plan(experiment, workers, begun, before=run.plan)
-    functions = build_functions(experiment, workers, plan)._replace(asked=run.functions.asked)
-    held = memory_of_fewer(run, experiment, workers, plan, functions)
+    job = job_of(experiment, workers, begun, before=run.plan)
+    plan = job.plan
+    functions = build_functions(job)._replace(asked=run.functions.asked)
+    held = memory_of_fewer(run, job, functions)
     worker = workers.mine[0]
     state = jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))
     if slices:
@@ -143,10 +143,8 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     recorder = handed_over(run, control, step - is_late, ends)
     states = {worker: state}
     run = assembled(
+        job,
         home=run.saver.home,
-        experiment=experiment,
-        workers=workers,
-        plan=plan,
         functions=functions,
         recorder=recorder,
         states=states,
@@ -168,15 +166,13 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     return LockStep(run, sums), Position(step, put(states, workers), overdue)
 
 
-def memory_of_fewer(
-    run: Run, experiment: Experiment, workers: Workers, plan: TrainingPlan, functions: Functions
-) -> memory.WorkerMemory:
+def memory_of_fewer(run: Run, job: Job, functions: Functions) -> memory.WorkerMemory:
     """The memory of each rank that is left, which is more than before, if updates are sharded.
 
     Raises:
         AgreedError: one host has no room for it: bytes needed and free. The run's checkpoints are whole.
     """
-    held = memory.held(experiment, workers, plan, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole)
+    held, workers = memory.held(job, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole), job.workers
     give_back_freed_memory()
     workers.processes.barrier()  # all have given theirs back
     # The state of now, with both sets of copies, is free once the new one is made of it.
@@ -186,7 +182,7 @@ def memory_of_fewer(
     mine = memory.allocated(before, here, has_copies=True) + here * (before.copies // 2) if before else 0
     short = ""
     try:
-        memory.make_room(held, workers, plan, available_bytes() + mine)
+        memory.make_room(held, job, available_bytes() + mine)
     except UsageError as error:
         short = str(error)
     if told := next(filter(None, workers.processes.allgather_object(short)), ""):

@@ -16,16 +16,13 @@ import jax
 from jaxmpi.allreduce import algorithms, overlap
 from jaxmpi.allreduce.algorithms.table import fitting_on_host, with_halves
 from jaxmpi.allreduce.autotune import choose, is_auto
-from jaxmpi.allreduce.buckets import Order
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.topology import Workers
 from jaxmpi.config import exchange_config
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.rules import registry
-from jaxmpi.trainer.build import build_rule, exchange_for, rule_state
+from jaxmpi.trainer.build import rule_in_program, rule_state
 from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.step_form import (
     SAVED_BYTES,
@@ -36,58 +33,56 @@ from jaxmpi.trainer.step_form import (
     unfit_slices,
     unfit_slices_of,
 )
-from jaxmpi.trainer.training_plan import TrainingPlan
+from jaxmpi.trainer.training_plan import Job, with_exchange
 
 # ---------------------------------------------------------------- the exchange
 
 
-def settle_overlap(experiment: Experiment, plan: TrainingPlan) -> tuple[Experiment, str]:
+def settle_overlap(job: Job) -> tuple[Job, str]:
     """Without overlap and late gathers if fewer workers take micro-batches to go on, and a line that says why.
 
     Options for the workers that began the run must not end it on fewer, of which each has more examples. Micro-batches
     that the user asks for are refused with them.
     """
-    asked, local_batch = experiment.exchange, plan.feed.samplers[0].local_batch
-    is_own = not experiment.micro_batch and plan.micro_batch not in (0, local_batch)
+    asked, plan = job.experiment.exchange, job.plan
+    local_batch = plan.feed.samplers[0].local_batch
+    is_own = not job.experiment.micro_batch and plan.micro_batch not in (0, local_batch)
     wants = asked.overlap == "on" or (asked.gather == "late" and asked.overlap != "delayed")
     if not (is_own and wants):
-        return experiment, ""
+        return job, ""
     gathered = ", new params gathered in the step" * (asked.gather == "late")
     why = (
         f"overlap off{gathered}: a worker's {local_batch} examples are computed in "
         f"micro-batches of {plan.micro_batch}, since the run began with {plan.scaled_for} workers"
     )
-    exchange = dataclasses.replace(asked, overlap="off", gather="in-step")
-    return dataclasses.replace(experiment, exchange=exchange), why
+    return with_exchange(job, overlap="off", gather="in-step"), why
 
 
-def settle_exchange(
-    experiment: Experiment, plan: TrainingPlan, workers: Workers, kept: run_directory.StoredSettings | None
-) -> tuple[Experiment, str]:
+def settle_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tuple[Job, str]:
     """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty if nothing was left open.
 
     They are those of the run that is resumed, so that it goes on bit for bit; if there are none, or these ranks
     cannot have them, those that a probe finds.
     """
-    asked = experiment.exchange
-    if registry.is_asynchronous(experiment.rule):
-        return dataclasses.replace(experiment, exchange=dataclasses.replace(asked, strategy=to_center(asked))), ""
+    asked, comm = job.experiment.exchange, job.workers.comm
+    if registry.is_asynchronous(job.experiment.rule):
+        return with_exchange(job, strategy=to_center(asked)), ""
     if not is_auto(asked.strategy):
-        return experiment, ""
+        return job, ""
     stored = run_directory.settled_exchange(kept, asked)
-    unfit = partial(unfit_slices_of, experiment, workers, plan) if asked.shard_update == "on" else None
-    if stored and can_go_on(stored["strategy"], asked, workers.comm, unfit):
-        exchange = dataclasses.replace(asked, **stored)
+    unfit = partial(unfit_slices_of, job) if asked.shard_update == "on" else None
+    if stored and can_go_on(stored["strategy"], asked, comm, unfit):
+        settled = with_exchange(job, **stored)
+        exchange = settled.experiment.exchange
         off = ", overlap off" if exchange.overlap != asked.overlap else ""
-        why = f"{asked.strategy}: {exchange.strategy}{off}, as before"
-        return dataclasses.replace(experiment, exchange=exchange), why
-    sizes = [leaf.size for leaf in jax.tree.leaves(plan.params())]
-    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", workers.comm, unfit_for_overlap(experiment, workers, plan))
-    alone = with_halves(workers.comm.hosts, asked.gather_wire) if unfit else ()
-    beside = tuple(name for name in alone if not unfit(name)) if unfit else fitting_on_host(workers.comm.hosts)
-    exchange, why = probed(asked, workers.comm, sizes, beside if is_beside else (), alone)
+        return settled, f"{asked.strategy}: {exchange.strategy}{off}, as before"
+    sizes = [leaf.size for leaf in jax.tree.leaves(job.plan.params())]
+    is_beside, _ = overlap.chosen(asked.overlap, "asa:32", comm, unfit_for_overlap(job))
+    alone = with_halves(comm.hosts, asked.gather_wire) if unfit else ()
+    beside = tuple(name for name in alone if not unfit(name)) if unfit else fitting_on_host(comm.hosts)
+    exchange, why = probed(asked, comm, sizes, beside if is_beside else (), alone)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
-    return dataclasses.replace(experiment, exchange=exchange), gone + why
+    return job.with_fields(exchange=exchange), gone + why
 
 
 def probed(
@@ -137,22 +132,22 @@ def to_center(asked: exchange_config.ExchangeConfig) -> str:
 # ---------------------------------------------------------------- sharded updates
 
 
-def settle_shards(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> tuple[Experiment, str]:
+def settle_shards(job: Job) -> tuple[Job, str]:
     """`--exchange.shard-update auto` as on or off, and a line that says why; empty if it was not left open.
 
     On if it can be, each worker holds at least SAVED_BYTES less, and rows of whole tensors have not too much padding.
     Communicates nothing: all ranks know the same.
     """
-    if experiment.exchange.shard_update != "auto":
-        return experiment, ""
-    on, off = (with_shards(experiment, word) for word in ("on", "off"))
-    why, strategy = why_whole(on, plan, workers), on.exchange.strategy
-    if not why and not shares_params(on, workers, strategy) and chosen_overlap(off, workers, plan, strategy)[0]:
-        unfit = unfit_slices(on, workers, plan)
+    if job.experiment.exchange.shard_update != "auto":
+        return job, ""
+    on, off = (with_shards(job, word) for word in ("on", "off"))
+    workers, strategy, why = job.workers, job.experiment.exchange.strategy, why_whole(on)
+    if not why and not shares_params(on, strategy) and chosen_overlap(off, strategy)[0]:
+        unfit = unfit_slices(on)
         why = f"the exchange goes on beside the backward pass, and sharded it could not: {unfit}" if unfit else ""
     if not why:
-        whole, own = (state_bytes(each, plan, workers) for each in (off, on))
-        dealt, most = deal_of(on, plan, workers), most_padding(whole / size_bytes(plan.params()), workers.size)
+        whole, own = (state_bytes(each) for each in (off, on))
+        dealt, most = deal_of(on), most_padding(whole / size_bytes(job.plan.params()), workers.size)
         if dealt and dealt.padding > most:
             filled = f"filled up by {dealt.padding:.0%} of the params, above {most:.0%}".replace("%", " %")
             why = f"rows of whole tensors would be {filled}: more would be copied than updates save"
@@ -180,33 +175,29 @@ def most_padding(arrays: float, workers: int) -> float:
     return passes * (workers - 1) / (8 * (workers - 1) + passes)
 
 
-def with_shards(experiment: Experiment, word: str) -> Experiment:
-    """The experiment with sharded updates on or off; without them nothing is gathered, and nobody needs a copy."""
+def with_shards(job: Job, word: str) -> Job:
+    """The job with sharded updates on or off; without them nothing is gathered, and nobody needs a copy."""
     whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32", "buddy": 0}
-    return dataclasses.replace(
-        experiment, exchange=dataclasses.replace(experiment.exchange, shard_update=word, **whole)
-    )
+    return with_exchange(job, shard_update=word, **whole)
 
 
-def why_whole(on: Experiment, plan: TrainingPlan, workers: Workers) -> str:
+def why_whole(on: Job) -> str:
     """Why each worker updates all params; empty if updates can be sharded.
 
     Args:
-        on: the experiment with sharded updates, its strategy chosen.
+        on: with sharded updates, its strategy chosen.
     """
-    if workers.size == 1:
+    if on.workers.size == 1:
         return "there is one worker"
     try:
-        check_compatible(on)
-        build_rule(on, plan, workers, exchange_for(on, plan, workers, on.exchange.strategy, Order(), False))
-        chosen_overlap(on, workers, plan, on.exchange.strategy)
+        check_compatible(on.experiment)
+        rule_in_program(on)
+        chosen_overlap(on, on.experiment.exchange.strategy)
     except errors.UsageError as error:
         return str(error)
     return ""
 
 
-def state_bytes(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> int:
+def state_bytes(job: Job) -> int:
     """Bytes of the rule's state that one worker holds."""
-    exchange = exchange_for(experiment, plan, workers, experiment.exchange.strategy, Order(), False)
-    state = rule_state(build_rule(experiment, plan, workers, exchange), plan.params())
-    return size_bytes(state)
+    return size_bytes(rule_state(rule_in_program(job), job.plan.params()))

@@ -21,7 +21,6 @@ import numpy as np
 from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.comm.topology import Workers, take
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import tree_digest
 from jaxmpi.core.train_state import TrainState
@@ -34,30 +33,30 @@ from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_start import Start, starting
 from jaxmpi.trainer.build import Functions, initial_states
 from jaxmpi.trainer.run import Run
-from jaxmpi.trainer.training_plan import TrainingPlan
+from jaxmpi.trainer.training_plan import Job, TrainingPlan
 
 
-def extra_of(experiment: Experiment, plan: TrainingPlan, functions: Functions, elapsed_s: float) -> dict[str, Any]:
+def extra_of(job: Job, functions: Functions, elapsed_s: float) -> dict[str, Any]:
     """JSON values that a checkpoint keeps beside the state."""
     sharding = functions.rule.sharding
     return {
         "elapsed_s": elapsed_s,
-        "scaled_for": plan.scaled_for,
+        "scaled_for": job.plan.scaled_for,
         "exchange": {
             "asked": functions.asked,
             "strategy": functions.strategy,
-            "bucket_bytes": experiment.exchange.bucket_bytes,
-            "overlap": experiment.exchange.overlap,
+            "bucket_bytes": job.experiment.exchange.bucket_bytes,
+            "overlap": job.experiment.exchange.overlap,
         },
-        "experiment": identity(experiment, plan),
+        "experiment": identity(job),
         **({"chunks": list(sharding.chunks), "cut": sharding.shards.cut.name} if sharding else {}),
-        "settings": run_directory.settings(experiment),
+        "settings": run_directory.settings(job.experiment),
     }
 
 
-def identity(experiment: Experiment, plan: TrainingPlan) -> dict[str, Any]:
+def identity(job: Job) -> dict[str, Any]:
     """Fields that make a run the same run."""
-    return run_directory.identity(experiment, plan.clock.effective_batch, plan.data)
+    return run_directory.identity(job.experiment, job.plan.clock.effective_batch, job.plan.data)
 
 
 def restored(
@@ -158,14 +157,13 @@ def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
 # ---------------------------------------------------------------- state in and out
 
 
-def starting_states(
-    experiment: Experiment, workers: Workers, rule: Rule, folder: Path, plan: TrainingPlan
-) -> tuple[dict[int, TrainState], format.Saved | Start | None]:
+def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, TrainState], format.Saved | Start | None]:
     """State 0, or that of the newest checkpoint if the run is resumed; workers apart have a start each.
 
     A run that continues another begins with that one's newest checkpoint, until it has one of its own.
     """
-    states, now = initial_states(experiment, workers, plan, rule), identity(experiment, plan)
+    experiment, workers = job.experiment, job.workers
+    states, now = initial_states(job, rule), identity(job)
     if experiment.resume and workers.processes.rank == 0:
         for path in run_directory.lost(folder):
             warn(f"passed over: {path}: gone, though the record has it as saved")
@@ -177,19 +175,17 @@ def starting_states(
         return states, start
     saved = restored(folder, states, workers, rule, now) if experiment.resume else None
     if saved is None and experiment.continue_from:
-        saved = continued(Path(experiment.continue_from), states, workers, rule, plan, now)
+        saved = continued(Path(experiment.continue_from), states, workers, rule, job.plan, now)
     return (saved.states if saved else states), saved
 
 
-def say_changes(
-    recorder: Recorder, extra: dict[str, Any], experiment: Experiment, plan: TrainingPlan, start: int
-) -> None:
+def say_changes(job: Job, recorder: Recorder, extra: dict[str, Any], start: int) -> None:
     """Say, and record, by which settings and from which learning rate a resumed run departs from its checkpoint.
 
     A decay that spans the run has another rate at the same step if the run is made longer or shorter.
     """
-    found = run_directory.changes(extra.get("settings"), run_directory.settings(experiment))
-    lr, before = plan.lr_of(start + 1), extra.get("lr")
+    found = run_directory.changes(extra.get("settings"), run_directory.settings(job.experiment))
+    lr, before = job.plan.lr_of(start + 1), extra.get("lr")
     if None not in (before, lr) and before != lr:
         found[f"learning rate of step {start + 1}"] = (before, lr)
     if found:
@@ -199,27 +195,21 @@ def say_changes(
         recorder.write("changed", step=start, changes={k: {"was": a, "is": b} for k, (a, b) in found.items()})
 
 
-def go_on(
-    experiment: Experiment,
-    workers: Workers,
-    plan: TrainingPlan,
-    saved: format.Saved | Start | None,
-    at_start: Sequence[Sequence[Any]] = (),
-) -> None:
+def go_on(job: Job, saved: format.Saved | Start | None, at_start: Sequence[Sequence[Any]] = ()) -> None:
     """Give the data and the callbacks of this process what a checkpoint has of them.
 
     Args:
         at_start: states of the callbacks if there is no checkpoint.
     """
-    extra = saved.extra if saved else {}
+    extra, feed = saved.extra if saved else {}, job.plan.feed
     # Corrupt examples of all workers, as the first rank's own: they are summed.
-    plan.feed.skipped = extra.get("skipped", 0) if workers.processes.rank == 0 else 0
+    feed.skipped = extra.get("skipped", 0) if job.workers.processes.rank == 0 else 0
     is_other = isinstance(saved, format.Saved) and saved.step_there is not None  # of the run that this one continues
-    plan.feed.go_to(saved.step if saved else 0, extra.get("streams", []))
+    feed.go_to(saved.step if saved else 0, extra.get("streams", []))
     kept = extra.get("callbacks", [])
-    callbacks.restore(experiment.callbacks, kept if saved and not is_other else at_start)
+    callbacks.restore(job.experiment.callbacks, kept if saved and not is_other else at_start)
     if is_other:
-        callbacks.carry_rate(experiment.callbacks, kept)
+        callbacks.carry_rate(job.experiment.callbacks, kept)
 
 
 def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last: bool) -> None:
@@ -264,7 +254,7 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
     """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
     control = run.workers.processes
     skipped = int(control.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
-    extra = extra_of(run.experiment, run.plan, run.functions, run.recorder.elapsed_s())
+    extra = extra_of(run, run.functions, run.recorder.elapsed_s())
     states = callbacks.states(run.experiment.callbacks, control)
     memory = run.plan.feed.memory
     kept = {"skipped": skipped, "lr": run.plan.lr_of(step + 1), "callbacks": states}

@@ -27,17 +27,16 @@ from jaxmpi.trainer.build import Functions
 from jaxmpi.trainer.callbacks import Callback, InjectFaults, ProfilerCallback
 from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.progress import ProgressLog
-from jaxmpi.trainer.training_plan import TrainingPlan
+from jaxmpi.trainer.training_plan import Job
 
 
-def open_saver(
-    experiment: Experiment, workers: Workers, functions: Functions, home: HeldFolder, states: dict[int, TrainState]
-) -> Saver:
+def open_saver(job: Job, functions: Functions, home: HeldFolder, states: dict[int, TrainState]) -> Saver:
     """Open the writer of checkpoints.
 
     Raises:
         UsageError: the disk has no room for two.
     """
+    experiment, workers = job.experiment, job.workers
     replicated = functions.rule.state_is_replicated
     same_params = functions.rule.params_are_replicated
     if workers.processes.rank == 0 and functions.exchanges:
@@ -63,11 +62,9 @@ def watch(experiment: Experiment, workers: Workers) -> contextlib.AbstractContex
 
 
 def assembled(
+    job: Job,
     *,
     home: HeldFolder,
-    experiment: Experiment,
-    workers: Workers,
-    plan: TrainingPlan,
     functions: Functions,
     recorder: Recorder,
     states: dict[int, TrainState],
@@ -81,9 +78,10 @@ def assembled(
     is_measured: bool = False,
 ) -> "Run":
     """All that the loop needs, for these workers; all ranks call it together."""
+    experiment, workers, plan = job.experiment, job.workers, job.plan
     control = workers.processes
     hosts = control.allgather_object(socket.gethostname())
-    saver = open_saver(experiment, workers, functions, home, states)
+    saver = open_saver(job, functions, home, states)
     leaves = [path for path, _ in named_leaves(next(iter(states.values())).params)]
     votes = decisions.StepConsensus(control, notice, leaves)
     tracer = Tracer(step_range(experiment.trace, "trace"), control, hosts, home.path / "trace.json")
@@ -118,12 +116,9 @@ def assembled(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Job):
     """All that a coordinator needs beside the state."""
 
-    experiment: Experiment
-    workers: Workers
-    plan: TrainingPlan
     functions: Functions
     recorder: Recorder
     folder: Path

@@ -24,9 +24,7 @@ from jaxmpi.allreduce import algorithms, comm_thread_calls, compression, overlap
 from jaxmpi.allreduce.api import BUCKET_BYTES
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.sharded import check_floats
-from jaxmpi.comm.topology import Workers
 from jaxmpi.config.optim import Optim
-from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.deals import Deal, deal
 from jaxmpi.core.pytrees import size_bytes
@@ -35,7 +33,7 @@ from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.trainer.compatibility import LATE, NothingLate, UnfitForOverlap
-from jaxmpi.trainer.training_plan import TrainingPlan
+from jaxmpi.trainer.training_plan import Job, with_exchange
 
 # `auto` shards updates if a worker saves so much of the optimizer's state, and sums gradients early if so much of them.
 SAVED_BYTES = BUCKET_BYTES
@@ -52,25 +50,26 @@ class StepForm:
     why: str  # the exchange is hidden or not, for the log
 
 
-def form_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> StepForm:
+def form_of(job: Job, strategy: str) -> StepForm:
     """The form that suits these workers.
 
     Raises:
         UsageError: `exchange.overlap` on or `exchange.gather` late, where that cannot be.
     """
-    is_early, why_early = is_scattered_early(experiment, workers, plan, strategy)
-    is_beside, why_beside = chosen_overlap(experiment, workers, plan, strategy)
-    shares = shares_params(experiment, workers, strategy)
+    experiment, workers = job.experiment, job.workers
+    is_early, why_early = is_scattered_early(job, strategy)
+    is_beside, why_beside = chosen_overlap(job, strategy)
+    shares = shares_params(job, strategy)
     why = why_early if shares else why_beside
     is_late = experiment.exchange.gather == "late" and workers.size > 1
     if is_late:
         unfit = "" if is_beside else why
         unfit = NothingLate.SHARED if shares else unfit
-        unfit = unfit or NothingLate.WHOLE * bool(deal_of(experiment, plan, workers))
+        unfit = unfit or NothingLate.WHOLE * bool(deal_of(job))
         unfit = unfit or NothingLate.GPUS * bool(host_callbacks.why_copies())
         errors.check(not unfit, LATE.format(reason=unfit))
     return StepForm(
-        is_split=is_split(experiment, workers) and not is_beside,
+        is_split=is_split(job) and not is_beside,
         is_beside=is_beside,
         is_early=is_early,
         is_late=is_late,
@@ -78,70 +77,72 @@ def form_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, strate
     )
 
 
-def is_split(experiment: Experiment, workers: Workers) -> bool:
+def is_split(job: Job) -> bool:
     """Return True if the step is split: by default if several ranks would compile one program on the same cores.
 
     With several devices a process it always is: MPI is called between programs over them.
     """
+    workers, mode = job.workers, job.experiment.step_mode
     if workers.devices > 1:
         return True
-    if experiment.step_mode != "auto" or workers.mesh is not None:
-        return experiment.step_mode == "split" and workers.mesh is None
+    if mode != "auto" or workers.mesh is not None:
+        return mode == "split" and workers.mesh is None
     return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
-def is_one_program(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> bool:
+def is_one_program(job: Job, strategy: str) -> bool:
     """Return True if the step has the fused form."""
-    return not is_split(experiment, workers) or chosen_overlap(experiment, workers, plan, strategy)[0]
+    return not is_split(job) or chosen_overlap(job, strategy)[0]
 
 
-def chosen_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+def chosen_overlap(job: Job, strategy: str) -> tuple[bool, str]:
     """Return True if buckets travel beside the step's program, and a line that says why.
 
     Raises:
         UsageError: `exchange.overlap` on, where that cannot be.
     """
-    if shares_params(experiment, workers, strategy):
+    if shares_params(job, strategy):
         return False, ""
-    unfit = unfit_for_overlap(experiment, workers, plan)
-    return overlap.chosen(experiment.exchange.overlap, strategy, workers.comm, unfit)
+    return overlap.chosen(job.experiment.exchange.overlap, strategy, job.workers.comm, unfit_for_overlap(job))
 
 
-def shares_params(experiment: Experiment, workers: Workers, strategy: str) -> bool:
+def shares_params(job: Job, strategy: str) -> bool:
     """Return True if sharded updates write params where all ranks of the one host read them, between programs.
 
     Not if the params before a step are needed until it counts.
     """
-    if experiment.exchange.shard_update != "on" or workers.size == 1:
+    experiment = job.experiment
+    if experiment.exchange.shard_update != "on" or job.workers.size == 1:
         return False
     if compression.is_compressor(strategy):
         return False
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_exact = experiment.exchange.gather_wire == "32"
     is_in_reach = algorithms.parse(strategy).name == "shm:32" and jax.default_backend() == "cpu"
-    return is_in_reach and is_exact and not keeps and is_split(experiment, workers) and experiment.devices == 1
+    return is_in_reach and is_exact and not keeps and is_split(job) and experiment.devices == 1
 
 
-def is_scattered_early(experiment: Experiment, workers: Workers, plan: TrainingPlan, strategy: str) -> tuple[bool, str]:
+def is_scattered_early(job: Job, strategy: str) -> tuple[bool, str]:
     """Return True if gradients go into the sum of shared params' slices as they come, and a line that says why.
 
     Raises:
         UsageError: `exchange.overlap` on, where that cannot be.
     """
-    if not shares_params(experiment, workers, strategy):
+    if not shares_params(job, strategy):
         return False, ""
-    asked, unfit = experiment.exchange.overlap, unfit_for_overlap(experiment, workers, plan)
-    saved = size_bytes(plan.params()) * (workers.size - 1) // workers.size
+    asked, unfit = job.experiment.exchange.overlap, unfit_for_overlap(job)
+    saved = size_bytes(job.plan.params()) * (job.workers.size - 1) // job.workers.size
     if asked == "auto" and not unfit and saved < SAVED_BYTES:
         unfit = f"{saved / 1e6:.3g} MB of gradients less are less than a bucket of {SAVED_BYTES / 1e6:.3g}"
     return overlap.chosen_in_memory(asked, unfit)
 
 
-def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
+def unfit_for_overlap(job: Job) -> str:
     """Why this step cannot hide an exchange; empty if it can."""
+    experiment, workers, plan = job.experiment, job.workers, job.plan
     if workers.devices > 1:
         return UnfitForOverlap.DEVICES.format(devices=workers.devices)
-    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(experiment, workers, plan)):
+    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(job)):
         return reason
     if experiment.step_mode == "split":
         return UnfitForOverlap.SPLIT
@@ -155,24 +156,25 @@ def unfit_for_overlap(experiment: Experiment, workers: Workers, plan: TrainingPl
     return "" if fits else UnfitForOverlap.MICRO_BATCHES
 
 
-def unfit_slices_of(experiment: Experiment, workers: Workers, plan: TrainingPlan, algorithm: str) -> str:
+def unfit_slices_of(job: Job, algorithm: str) -> str:
     """`unfit_slices` with this algorithm; with late gathers also why there are none."""
-    exchange = dataclasses.replace(experiment.exchange, strategy=f"{algorithm}:32")
-    if exchange.gather == "late" and shares_params(experiment, workers, exchange.strategy):
+    strategy = f"{algorithm}:32"
+    if job.experiment.exchange.gather == "late" and shares_params(job, strategy):
         return NothingLate.SHARED
-    return unfit_slices(dataclasses.replace(experiment, exchange=exchange), workers, plan)
+    return unfit_slices(with_exchange(job, strategy=strategy))
 
 
-def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -> str:
+def unfit_slices(job: Job) -> str:
     """Why the halves of a sharded exchange cannot travel beside the step; empty if they can."""
+    experiment, workers = job.experiment, job.workers
     asked = experiment.exchange
     if compression.is_compressor(asked.strategy):
         return ""  # refused for itself
     name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
-    if shares_params(experiment, workers, name):
+    if shares_params(job, name):
         if experiment.batch_statistics == "synchronised":
             return UnfitForOverlap.SCATTERS
-        if deal_of(experiment, plan, workers):
+        if deal_of(job):
             return UnfitForOverlap.WHOLE.format(optimizer=experiment.optim.name)
         return host_callbacks.unavailable_reason() or ""
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
@@ -183,20 +185,20 @@ def unfit_slices(experiment: Experiment, workers: Workers, plan: TrainingPlan) -
     return comm_thread_calls.unavailable_reason(f"{algorithm}:{asked.gather_wire}", workers.comm) or ""
 
 
-def deal_of(experiment: Experiment, plan: TrainingPlan, workers: Workers) -> Deal | None:
+def deal_of(job: Job) -> Deal | None:
     """Which worker updates which leaves, if the optimizer needs whole ones; None if it can update slices of all.
 
     Raises:
         UsageError: it can do neither, or params are not float32.
     """
-    optim, params = experiment.optim, plan.params()
+    optim, params = job.experiment.optim, job.plan.params()
     check_floats(params)
-    check_hash(optim.transform)
+    check_hash(optim)
     leaves, structure = jax.tree.flatten(params)
-    if cut_of(optim, plan.lr, structure, tuple(leaf.shape for leaf in leaves), workers.size) == "entries":
+    if cut_of(optim, job.plan.lr, structure, tuple(leaf.shape for leaf in leaves), job.workers.size) == "entries":
         return None
     row = optimizers.OPTIMIZERS.get(optim.name)
-    return deal(params, workers.size, row.cost if row else math.prod)
+    return deal(params, job.workers.size, row.cost if row else math.prod)
 
 
 @functools.lru_cache(4)  # a run asks several times, and a user's own optimizer takes seconds

@@ -3,11 +3,12 @@
 An experiment has epochs, a batch of all workers and a rate that may grow with them. A run needs numbers of steps, a
 batch of each worker and a rate for every step. `make_plan` opens the data, whose length turns one into the other, and
 comes before anything is compiled. A run that is resumed by another number of workers keeps its batch and its rates:
-`scaled_for` says for how many workers they were made.
+`scaled_for` says for how many workers they were made. A `Job` is experiment, workers and plan together: all parts of a
+run are made for it.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,24 @@ class TrainingPlan(NamedTuple):
     def lr_of(self, step: int) -> float | None:
         """The learning rate by which a step is made, counted from 1, if it is known."""
         return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, by whom, and in numbers: what all parts of a run are made for."""
+
+    experiment: Experiment
+    workers: Workers
+    plan: TrainingPlan
+
+    def with_fields(self, **fields: Any) -> Self:
+        """The same with other fields of the experiment."""
+        return dataclasses.replace(self, experiment=dataclasses.replace(self.experiment, **fields))
+
+
+def with_exchange(job: Job, **options: Any) -> Job:
+    """The job with other options of the exchange; before anything is built for it."""
+    return job.with_fields(exchange=dataclasses.replace(job.experiment.exchange, **options))
 
 
 def make_plan(
@@ -143,6 +162,12 @@ def make_plan(
         scaled_for=scaled_for,
         micro_batch=micro_batch,
     )
+
+
+def job_of(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: TrainingPlan | None = None) -> Job:
+    """The job of an experiment for these workers, its model made to fit the data's classes; see `make_plan`."""
+    plan = make_plan(experiment, workers, scaled_for, before)
+    return Job(experiment=dataclasses.replace(experiment, model=plan.feed.model), workers=workers, plan=plan)
 
 
 def by_batch(optim: Optim, local_batch: float) -> float:

@@ -22,7 +22,7 @@ from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.trainer.compatibility import NothingLate, UnfitForOverlap
 from jaxmpi.trainer.resolve_auto import settle_exchange
 from jaxmpi.trainer.step_form import form_of, unfit_slices_of
-from jaxmpi.trainer.training_plan import make_plan
+from jaxmpi.trainer.training_plan import job_of
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -117,16 +117,17 @@ def test_auto_with_late_gathers_is_a_strategy_whose_halves_can_travel(cache):
     exchange = ExchangeConfig("auto", shard_update="on", overlap="on", gather="late")
     asked = dataclasses.replace(DIGITS, exchange=exchange, effective_batch=8 * SIZE, local_batch=0)
     of = gather_workers(1)._replace(comm=workers())
-    plan = make_plan(asked, of)
-    reasons = {name: unfit_slices_of(asked, of, plan, name) for name in ("asa", "ring", "shm", "hier-ring")}
+    job = job_of(asked, of)
+    reasons = {name: unfit_slices_of(job, name) for name in ("asa", "ring", "shm", "hier-ring")}
     fits = dict.fromkeys(("asa", "ring"), "")
     assert reasons == fits | {
         "shm": NothingLate.SHARED,
         "hier-ring": UnfitForOverlap.HALVES.format(algorithm="hier-ring"),
     }
-    settled, why = settle_exchange(asked, plan, of, None)
-    assert settled.exchange.strategy in ("asa:32", "ring:32"), why
-    assert form_of(settled, of, plan, settled.exchange.strategy).is_late
+    settled, why = settle_exchange(job, None)
+    strategy = settled.experiment.exchange.strategy
+    assert strategy in ("asa:32", "ring:32"), why
+    assert form_of(settled, strategy).is_late
 
 
 def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):

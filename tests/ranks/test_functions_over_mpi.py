@@ -13,7 +13,7 @@ from jaxmpi.comm.control import SoloProcesses, processes
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank leads nobody", allow_module_level=True)
-pytestmark = pytest.mark.e2e  # functions of forked workers: tests/test_functions.py
+pytestmark = pytest.mark.e2e  # functions of forked workers: tests/functions/test_functions.py
 RANK, SIZE = processes().rank, processes().size
 
 

@@ -1,0 +1,452 @@
+"""What of the overlapped exchange needs no other rank; and jobs in which it starts early, fails, or ends."""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmpi.allreduce import comm_thread, overlap
+from jaxmpi.comm import polling
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.topology import Workers
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.models.cnn import digits_cnn
+from jaxmpi.rules import base, registry
+from jaxmpi.trainer.step_form import unfit_for_overlap
+from jaxmpi.trainer.training_plan import job_of
+from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run, session_of, train
+
+
+def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
+    """And goes on to count: at last it names who does not come."""
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    thread: Any = comm_thread.CommThread.__new__(comm_thread.CommThread)
+    thread._waited = polling.WaitClock()
+    control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
+    control.roll = SimpleNamespace(where=lambda ranks: "")
+    pending = comm_thread.PendingExchange("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
+    thread._segments = [comm_thread.BucketSegment(pending, iter(()), [SimpleNamespace()])]
+    monkeypatch.setattr(comm_thread, "some_are_complete", lambda requests: False)
+    for _ in range(2):
+        now_s += 2 * comm_thread.TIMEOUT_S
+        assert not thread._poll()
+    while now_s < 1000 + 4.99 * comm_thread.TIMEOUT_S:
+        now_s += 0.9
+        assert not thread._poll()
+    for _ in range(100):
+        now_s += 0.02 * comm_thread.TIMEOUT_S / 100
+        thread._waited.look()
+    with pytest.raises(TrainingError, match=r"bucket 3 has waited \d+ s for rank \[1\]; all ranks must exchange"):
+        thread._poll()
+
+
+# ---------------------------------------------------------------- whether
+
+
+@pytest.mark.parametrize(
+    ("asked", "comm", "unfit", "line"),
+    [
+        ("auto", SoloComm(), "", "overlap off: no other worker takes part in a step"),
+        ("on", SoloComm(), "", "overlap off: no other worker takes part in a step"),
+        ("on", SoloComm(), "the step is split", "overlap off: the step is split"),
+        ("off", AxisComm("w", 2), "", "overlap off: as set"),
+        ("auto", AxisComm("w", 2), "", "overlap off: workers are not MPI ranks"),
+        ("auto", AxisComm("w", 2), "the step is split", "overlap off: the step is split"),
+    ],
+)
+def test_where_there_is_no_overlap_a_line_says_why(asked, comm, unfit, line):
+    assert overlap.chosen(asked, "ring32", comm, unfit) == (False, line)
+
+
+@pytest.mark.parametrize("asked", ["on", "delayed"])
+def test_what_cannot_be_is_refused(asked):
+    with pytest.raises(UsageError, match=f"got {asked}, but workers are not MPI ranks; use off or auto"):
+        overlap.chosen(asked, "ring32", AxisComm("w", 2))
+
+
+def test_late_in_pieces_is_refused_for_one_worker_too():
+    with pytest.raises(UsageError, match="got delayed, but the step is split"):
+        overlap.chosen("delayed", "ring32", SoloComm(), "the step is split")
+
+
+def test_another_word_is_refused():
+    with pytest.raises(UsageError, match=r"unknown exchange\.overlap 'perhaps'; .*auto, delayed, off, on"):
+        overlap.chosen("perhaps", "ring32", SoloComm())
+
+
+def test_one_worker_exchanges_nothing():
+    tree = {"a": jnp.arange(3.0), "b": jnp.ones((), jnp.bfloat16)}
+    same = jax.jit(lambda t: overlap.exchange(t, comm=SoloComm()))(tree)
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), same, tree))
+
+
+def test_one_worker_may_be_late_too():
+    late = overlap.delayed_gradients(comm=SoloComm())
+    step: Any = jax.jit(late.update)
+    state = late.init(jnp.zeros(2))
+    seen = []
+    for g in (1.0, 2.0, 3.0):
+        mean, state = step(jnp.full(2, g), state)
+        seen.append(float(mean[0]))
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: overlap.exchange(jnp.ones(2), comm=SoloComm()), "for use inside jax.jit"),
+        (lambda: jax.jit(lambda x: overlap.exchange({"n": x}, comm=SoloComm()))(jnp.arange(3)), "leaf 'n' is int32"),
+        (lambda: jax.jit(lambda x: overlap.exchange(x, "ring64", comm=SoloComm()))(jnp.ones(3)), "ring64"),
+        (lambda: jax.jit(lambda x: overlap.exchange(x, "topk1", comm=SoloComm()))(jnp.ones(3)), "exchange_gradients"),
+        (lambda: jax.jit(lambda x: overlap.exchange(x, op="max", comm=SoloComm()))(jnp.ones(3)), "op"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_use(call, message):
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+# ---------------------------------------------------------------- jobs
+
+HEAD = """
+import os, sys, time
+CORES = {cores}
+if CORES:
+    os.sched_setaffinity(0, {{0}})
+import numpy as np, jax, jax.numpy as jnp
+import jaxmpi
+from jaxmpi.allreduce import overlap
+from jaxmpi.allreduce.comm_thread import comm_thread
+comm = jaxmpi.world()
+comm_thread = comm_thread()
+"""
+
+EARLY = """
+LAYERS, WIDTH = 8, 384
+
+def loss(params, x):
+    for layer in params:
+        x = jnp.tanh(x @ layer)
+    return (x * x).sum(), 0.0
+
+@jax.jit
+def step(params, x):
+    grads, _ = jax.grad(loss, has_aux=True)(params, x)
+    mean = overlap.exchange(grads, bucket_bytes=4)
+    return [p - 1e-3 * g for p, g in zip(params, mean)]
+
+params = [jnp.eye(WIDTH) * 1.1 for _ in range(LAYERS)]
+x = jnp.ones((4 * WIDTH, WIDTH)) * (comm.rank + 1)
+shares = []
+for _ in range(20):
+    comm_thread.events.clear()
+    params = jax.block_until_ready(step(params, x))
+    kinds = ("open", "start", "wait", "summed")
+    times = {what: [e.time_s for e in comm_thread.events if e.what == what] for what in kinds}
+    begin, ready = times["open"][0], max(times["start"])
+    shares.append([(t - begin) / (ready - begin) for t in sorted(times["start"])])
+    assert min(times["wait"]) > ready, "a wait came before a start"
+if comm.rank == 0:
+    least_disturbed = min(shares[1:], key=lambda row: row[0] + row[3])
+    print("shares", [round(float(s), 3) for s in least_disturbed])
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("cores", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+def test_buckets_leave_while_the_backward_pass_goes_on(cores, tmp_path):
+    """Forward and backward of 8 equal layers are 23 products, and from the 10th on two give one more gradient.
+
+    So the first is ready after 9/23 of the time, the 4th after 15/23. Two threads of XLA may do a gradient's product
+    later than the next layer's; one layer late is allowed, and a tenth for what else there is.
+    """
+    (tmp_path / "job.py").write_text(HEAD.format(cores=cores) + EARLY)
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=120)
+    assert ended.code == 0, ended.out[-3000:]
+    shares = json.loads(ended.out.split("shares")[1].splitlines()[0])
+    assert shares[0] < 11 / 23 + 0.1
+    assert shares[3] < 17 / 23 + 0.1
+    assert shares == sorted(shares)
+
+
+STEP = "step = jax.jit(lambda x: overlap.exchange({'conv1': x * 2, 'conv2': x * 3}))\n"
+ON_AND_ON = "for i in range(10**6):\n    step(jnp.ones(300_000)).popitem()[1].block_until_ready()\n"
+FAULTS = {  # what ranks do, what is said (a pattern), and the one time limit in it, by name and seconds
+    "another size on rank 1": (
+        STEP + "step(jnp.ones(1000 + comm.rank % 2)); time.sleep(60)",
+        r"rank 1: leaf\.conv1: got float32\[1001\], expected float32\[1000\] \(rank 0\)",
+        {},
+    ),
+    "another plan on rank 1": (
+        "step = jax.jit(lambda x: overlap.exchange(x * 2, bucket_bytes=4 + comm.rank % 2))\n"
+        "step(jnp.ones(1000)); time.sleep(60)",
+        r"rank 1: bucket_bytes: got 5, expected 4 \(rank 0\)",
+        {},
+    ),
+    "rank 1 does not come": (
+        STEP + "if comm.rank != 1: step(jnp.ones(9))\ntime.sleep(60)",
+        r"rank \[1\] did not answer in time",
+        {"AGREE": "6"},
+    ),
+    "rank 1 comes once": (
+        STEP + "for i in range(2 - comm.rank % 2): step(jnp.ones(9))\ntime.sleep(60)",
+        r"the comparison of exchange beside a program \(.*\) has waited \d+ s for rank \[1\]",
+        {"EXCHANGE": "4"},
+    ),
+    "rank 1 raises": (
+        STEP + ON_AND_ON + "    if comm.rank == 1 and i: raise ValueError('boom')",
+        "ValueError: boom",
+        {},
+    ),
+    "rank 1 is killed": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 9)", "", {}),
+    "rank 1 is ended": (STEP + ON_AND_ON + "    if comm.rank == 1: os.kill(os.getpid(), 15)", "", {}),
+    "rank 1 leaves": (STEP + ON_AND_ON + "    if comm.rank == 1: sys.exit(0)", "for rank 1, whose script has", {}),
+}
+
+
+SLOW_FAULTS = (
+    "another size on rank 1",
+    "rank 1 does not come",
+    "rank 1 is killed",
+    "rank 1 is ended",
+    "rank 1 leaves",
+)  # like
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.slow] * (fault in SLOW_FAULTS)) for fault in FAULTS]
+)
+def test_a_fault_ends_the_job(fault, tmp_path):
+    code, message, limits_s = FAULTS[fault]
+    (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
+    env = {f"JAXMPI_{limit}_TIMEOUT_S": seconds for limit, seconds in limits_s.items()}
+    begin = time.monotonic()
+    ended = mpirun(3 if fault in SLOW_FAULTS else 2, str(tmp_path / "job.py"), timeout_s=90, env=env)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code != 0
+    assert re.search(message, ended.out), ended.out[-3000:]
+    if message:
+        assert "jaxmpi: rank " in ended.out
+    assert time.monotonic() - begin < 60
+    assert not survivors(str(tmp_path))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # waits for time limits
+def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
+    """Rank 0 gives up 4 s before rank 1 has waited as long, and hears for 2 s who is there."""
+    code = "from jaxmpi.comm import control\ncontrol.LATE_S = 2\n" + STEP
+    code += "step(jnp.ones(9))['conv1'].block_until_ready()\n"
+    code += "time.sleep([0, 4, 100][comm.rank])\nstep(jnp.ones(9))\ntime.sleep(60)"
+    (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
+    ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=90, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "6"})
+    assert not ended.timed_out
+    assert "s for rank [2]; all ranks must exchange" in ended.out, ended.out[-3000:]
+
+
+def survivors(path: str) -> list[str]:
+    """Processes that still run a script of this folder."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if path.encode() in file.read() and session_of(int(pid)) != os.getsid(0):
+                    found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.e2e
+def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
+    """What is sent late in the last step is never asked for; what the last program gives is never waited for."""
+    code = (
+        "late = overlap.delayed_gradients('ring32')\n"
+        "state = late.init(jnp.zeros(2_000_000))\n"
+        "_, state = jax.jit(late.update)(jnp.ones(2_000_000), state)\n"
+        "jax.block_until_ready(state)\n"
+        "assert comm_thread.unclaimed\n"
+        "spin = lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x)\n"
+        "step = jax.jit(lambda x: overlap.exchange(spin(x)))\n"
+        "last = step(jnp.ones((500, 500)) / 500)\n"
+        "assert not last.is_ready()\n"
+        "import atexit\n"
+        "atexit.unregister(comm_thread.stop)\n"  # to look after it, since the last registered is the first called
+        "atexit.register(lambda: print('alive', comm_thread._thread.is_alive(), 'ready', last.is_ready()))\n"
+        "atexit.register(comm_thread.stop)\n"
+    )
+    (tmp_path / "job.py").write_text(HEAD.format(cores=0) + code)
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
+    assert ended.code == 0, ended.out[-3000:]
+    assert ended.out.count("alive False ready True") == 2
+
+
+@pytest.mark.e2e
+def test_where_mpi_allows_one_thread_a_line_says_so(tmp_path):
+    code = (
+        "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n"
+        "import jaxmpi\nfrom jaxmpi.allreduce import overlap\n"
+        "overlap.chosen('on', 'ring32', jaxmpi.world())\n"
+    )
+    (tmp_path / "job.py").write_text(code)
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=60)
+    assert "MPI_THREAD_MULTIPLE" in ended.out, ended.out[-3000:]
+
+
+# ---------------------------------------------------------------- runs
+
+TINY = """
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
+from jaxmpi.models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    exchange=ExchangeConfig("ring16", bucket_bytes=4096),
+    effective_batch=60, train_for="20st", eval_every="10st", checkpoint_every="10st", log_every=10,
+)
+"""
+
+
+def train_tiny(ranks: int, tmp_path: Path, run_dir: str, *args: str) -> tuple[dict, dict[str, bytes]]:
+    """What config.json holds, and the files of the checkpoint of step 20."""
+    (tmp_path / "tiny.py").write_text(TINY)
+    ended = train(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / run_dir), *args)
+    assert ended.code == 0, ended.out[-3000:]
+    facts = json.loads((tmp_path / run_dir / "config.json").read_text())
+    assert facts["form"] in ended.out
+    folder = tmp_path / run_dir / "checkpoints" / "step_00000020"
+    return facts, {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+@pytest.mark.slow  # two runs; tests/ranks proves the bits
+def test_runs_with_and_without_overlap_end_with_the_same_bits(tmp_path):
+    """And so they do in separate programs, whose buckets are the same."""
+    off, without = train_tiny(2, tmp_path, "off")
+    on, beside = train_tiny(2, tmp_path, "on", "--exchange.overlap", "on")
+    assert off["form"].startswith("split form")
+    assert off["form"].endswith("overlap off: all ranks are on one host")
+    assert on["form"] == "fused form: one jit; overlap on: as asked"
+    assert len(without) == 3
+    assert beside == without
+
+
+@pytest.mark.slow
+def test_a_delayed_run_is_resumed_with_the_same_bits(tmp_path):
+    late = ("--exchange.overlap", "delayed")
+    facts, whole = train_tiny(2, tmp_path, "run", *late)
+    assert "overlap delayed: gradients are applied one step late" in facts["form"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000020")  # as if it had been killed before
+    _, resumed = train_tiny(2, tmp_path, "run", *late, "--resume")
+    assert len(whole) == 3
+    assert resumed == whole
+
+
+@pytest.mark.e2e
+def test_a_run_that_cannot_overlap_says_why(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    args = ("--exchange.strategy", "root", "--exchange.overlap", "on", "--run-dir", str(tmp_path / "run"))
+    ended = train(2, str(tmp_path / "tiny.py"), *args)
+    assert ended.code == 2
+    expected = "got on, but strategy root:32 does not run beside a program; asa, ring, tree, color<k>, "
+    assert expected in ended.out, ended.out[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, ""),
+        ({"step_mode": "fused"}, ""),
+        ({"step_mode": "split"}, "the step is split (step_mode split)"),
+        ({"micro_batch": 8}, "gradients come to exist with the last micro-batch only"),
+        ({"micro_batch": 16}, ""),  # the local batch
+        ({"micro_batch": 8, "exchange": ExchangeConfig(overlap="delayed")}, ""),
+    ],
+)
+def test_steps_that_cannot_hide_an_exchange(fields, reason):
+    workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
+    experiment = Experiment(digits_cnn(), effective_batch=16, data=Data("digits", channels=1), **fields)
+    assert unfit_for_overlap(job_of(experiment, workers)) == reason
+
+
+@pytest.mark.parametrize("rule", ["subgd", "awagd"])
+def test_only_gradients_can_be_late(rule):
+    late = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=overlap.delayed_gradients(comm=SoloComm()))
+    with pytest.raises(
+        UsageError, match=f"rule '{rule}' exchanges no gradients, which compressors and exchange.overlap delayed"
+    ):
+        registry.build(RuleConfig(rule), optax.sgd(0.1), late, optimizer="sgd", linear=True)
+
+
+# ---------------------------------------------------------------- between hosts
+
+ON_A_CLUSTER = """
+n = 500_000
+parts = [jnp.full(n, (comm.rank + 1.0) * (i + 1)) for i in range(3)]
+
+@jax.jit
+def step(parts):
+    work = parts[0][:250_000].reshape(500, 500) * 1e-9
+    late = jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), work)
+    return overlap.exchange([parts[0] + 0 * late.sum(), parts[1] * 1, parts[2] * 1], "ring32", "sum")
+
+for _ in range(3):
+    comm_thread.events.clear()
+    sums = [np.asarray(total) for total in step(parts)]
+for i, total in enumerate(sums):
+    assert (total == comm.size * (comm.size + 1) / 2 * (i + 1)).all()
+last = max(e.time_s for e in comm_thread.events if e.what == "start")
+assert len(set(comm.hosts)) == comm.size
+print("summed before the last start:", sum(e.what == "summed" and e.time_s < last for e in comm_thread.events))
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # of times
+def test_between_hosts_with_slow_links_buckets_arrive_while_others_are_computed(tmp_path):
+    (tmp_path / "job.py").write_text(HEAD.format(cores=0) + ON_A_CLUSTER)
+    cluster = [*CLUSTER, "--hosts", "3", "--rate", "500mbit", "--"]
+    line = ["mpirun", "-n", "3", sys.executable, str(tmp_path / "job.py")]
+    ended = run([*cluster, *line], timeout_s=120, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-3000:]
+    assert ended.out.count("summed before the last start:") == 3
+    assert "summed before the last start: 0" not in ended.out
+
+
+@pytest.mark.e2e
+def test_between_hosts_a_run_overlaps_by_itself(tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    cluster = [*CLUSTER, "--hosts", "2", "--rate", "500mbit", "--", "mpirun", "-n", "2"]
+    args = ["--train-for", "3st", "--run-dir", str(tmp_path / "run")]
+    line = [*cluster, sys.executable, "-m", "jaxmpi.train", str(tmp_path / "tiny.py"), *args]
+    ended = run(line, timeout_s=120, cwd=ROOT, env={"TMPDIR": str(tmp_path)})
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-3000:]
+    assert "fused form: one jit; overlap on: ranks are on 2 hosts" in ended.out

@@ -1,0 +1,475 @@
+"""`jaxmpi bench`: real small jobs, the figures' formulas, and what it refuses."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxmpi.models.__main__ as report
+from jaxmpi.bench import __main__, baselines, contenders, jobs, memory_limit, options, results
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.models import MODELS
+from jaxmpi.runtime import launchers
+from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, kill_session, mpirun, run, session_of
+
+BENCH = [sys.executable, "-m", "jaxmpi.bench"]
+QUICK = ("--rounds", "2", "--warm-up", "1")
+LIBRARIES = [name for name, row in baselines.PEERS.items() if row.is_other and baselines.installed(name)]
+
+
+def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
+    """`python -m jaxmpi.bench args`, as `jaxmpi bench` runs it."""
+    ended = run([*BENCH, *args], timeout_s=timeout_s, cwd=cwd)
+    assert not ended.timed_out, ended.out[-3000:]
+    return ended
+
+
+def consistent(case: dict, rounds: int) -> None:
+    """Every figure follows from the seconds, by formulas written down here once more."""
+    size_bytes, n = 4 * case["floats"], case["ranks"]
+    assert case["bytes"] == size_bytes
+    assert case["least_sent_bytes"] == pytest.approx(2 * (n - 1) / n * size_bytes)
+    for row in case["rows"]:
+        seconds = sorted(row["seconds"])
+        assert len(seconds) == rounds
+        assert seconds[0] > 0
+        assert row["median_s"] == pytest.approx(np.median(seconds))
+        assert seconds[0] <= row["quartiles_s"][0] <= row["median_s"] <= row["quartiles_s"][1] <= seconds[-1]
+        assert row["algorithm_bytes_per_s"] == pytest.approx(size_bytes / row["median_s"])
+        assert row["bus_bytes_per_s"] == pytest.approx(2 * (n - 1) / n * size_bytes / row["median_s"])
+        if case["bound_s"] is None:
+            assert row["of_bound"] is None
+        else:
+            assert row["of_bound"] == pytest.approx(case["bound_s"] / row["median_s"])
+
+
+# ---------------------------------------------------------------- real jobs
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> tuple[str, dict, Path]:
+    """Every peer there is and both kinds of case, with the peers' second job: text, JSON, plot."""
+    folder = tmp_path_factory.mktemp("bench")
+    out, plot = folder / "bench.json", folder / "bench.svg"
+    args = ("-n", "2", "--strategies", "ring:16", "lowrank2", "--sizes", "0", "1000", "--tree", "digits_cnn_tiny")
+    files = ("--as-it-comes", "--out", str(out), "--plot", str(plot))
+    ended = jaxmpi_bench(*args, *files, *QUICK, timeout_s=280)
+    assert ended.code == 0, ended.out[-4000:]
+    return ended.out, json.loads(out.read_text()), plot
+
+
+@pytest.mark.e2e
+def test_two_ranks_time_every_strategy_and_peer(two_ranks):
+    text, result, _ = two_ranks
+    assert [case["floats"] for case in result["cases"][:2]] == [0, 1000]
+    ours, peers = ["ring:16", "lowrank2"], LIBRARIES
+    for case in result["cases"]:
+        assert (case["ranks"], case["hosts"]) == (2, 1)
+        consistent(case, rounds=2)
+        for allocator, names in (("tuned", ours + peers), ("as it comes", peers)):
+            assert [row["by"] for row in case["rows"] if row["allocator"] == allocator] == names
+        assert all(row["is_peer"] == (row["by"] in peers) for row in case["rows"])
+    assert all(name in text for name in ours + peers)
+    assert "bound, 2 ranks on 1 host: 3 K a rank through memory" in text
+    assert result["versions"]["jax"] in json.dumps(result)
+
+
+def test_the_tree_is_that_of_the_model(two_ranks):
+    params, _, _ = report.shapes(MODELS["digits_cnn_tiny"]())
+    sizes = [math.prod(leaf.shape) for leaf in report.jax.tree.leaves(params)]
+    [case] = [case for case in two_ranks[1]["cases"] if case["is_tree"]]
+    assert (case["case"], case["floats"], case["leaves"]) == ("digits_cnn_tiny", sum(sizes), len(sizes))
+
+
+def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
+    for case in two_ranks[1]["cases"]:
+        for allocator in ("tuned", "as it comes"):
+            peers = [row for row in case["rows"] if row["is_peer"] and row["allocator"] == allocator]
+            fastest = min(peers, key=lambda row: row["median_s"])
+            for row in case["rows"]:
+                said = row["to_fastest_peer"][allocator]
+                assert said["peer"] == fastest["by"]
+                assert said["ratio"][0] == pytest.approx(np.median(np.divide(row["seconds"], fastest["seconds"])))
+
+
+def test_the_plot_names_what_was_timed_and_the_bound(two_ranks):
+    _, result, plot = two_ranks
+    drawn = plot.read_text()
+    names = {results.label(row) for case in result["cases"] for row in case["rows"]}
+    assert [name for name in names if f"<!-- {name} -->" not in drawn] == []
+    vector, tree = "One exchange of a vector, 2 ranks on 1 host", "One exchange of digits_cnn_tiny, "
+    assert (drawn.count("<!-- bound -->"), vector in drawn, tree in drawn) == (2, True, True)
+
+
+@pytest.mark.e2e
+def test_one_rank_has_no_peers_and_no_bound(tmp_path):
+    out = tmp_path / "out.json"
+    ended = jaxmpi_bench("-n", "1", "--strategies", "asa16", "--sizes", "0", "100", "--out", str(out), *QUICK)
+    assert ended.code == 0, ended.out[-3000:]
+    assert "one rank: nothing travels, and no peer runs" in ended.out
+    for case in json.loads(out.read_text())["cases"]:
+        assert [row["by"] for row in case["rows"]] == ["asa16"]
+        assert (case["bound_s"], case["least_sent_bytes"]) == (None, 0)
+        consistent(case, rounds=2)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a job more
+def test_under_a_launcher_every_process_is_a_rank(tmp_path):
+    out = tmp_path / "out.json"
+    args = ("--strategies", "tree:bf16", "none", "--sizes", "999", "--peers", "none", "--out", str(out), *QUICK)
+    ended = mpirun(4, "-m", "jaxmpi.bench", *args, timeout_s=240)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (4, ["tree:bf16", "none"])
+    assert all(row["to_fastest_peer"] == {} for row in case["rows"])
+    consistent(case, rounds=2)
+    assert ended.out.count("999 floats, 4 ranks") == 1  # one rank speaks
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'?"),
+        (("--peers", "none", "--rate-mbit", "200", "--sizes", "8"), "all ranks are on one host"),
+    ],
+)
+def test_what_is_wrong_under_a_launcher_ends_all_ranks(args, message):
+    ended = mpirun(2, "-m", "jaxmpi.bench", *args, timeout_s=120)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert message in ended.out
+    assert "Traceback" not in ended.out
+
+
+@pytest.mark.e2e
+def test_a_launcher_that_refuses_is_heard():
+    ended = jaxmpi_bench("--launcher-args", "--no-such-option", "--sizes", "8", *QUICK, timeout_s=120)
+    assert ended.code == 1
+    assert "--no-such-option" in ended.out
+    assert "jaxmpi: error: a job ended with exit code" in ended.out
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a job more
+def test_with_launcher_arguments_the_ranks_report(tmp_path):
+    """On other hosts they would not see files of this one."""
+    out = tmp_path / "out.json"
+    args = ("-n", "2", "--strategies", "ar", "auto", "--sizes", "8", "--peers", "none", "--out", str(out), *QUICK)
+    ended = jaxmpi_bench("--launcher-args", "--oversubscribe", *args)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert (case["ranks"], [row["by"] for row in case["rows"]]) == (2, ["ar", "auto"])
+    ar, auto = case["rows"]
+    assert f"jaxmpi: {auto['picked']['why']}" in ended.out
+    assert auto["picked"]["why"].startswith(f"auto: {auto['picked']['strategy']}, ")
+    assert f"auto, {auto['picked']['strategy']}" in ended.out  # in the table, too
+    assert (auto["picked"]["bucket_bytes"], ar["picked"]) == (4 << 20, None)
+
+
+def test_where_one_job_fails_the_other_is_ended(capfd):
+    begin = time.monotonic()
+    with pytest.raises(TrainingError, match="a job ended with exit code 3"):
+        jobs.wait_for([(["sh", "-c", "exit 3"], {}), (["sleep", "1234.75"], {})])
+    assert time.monotonic() - begin < 20
+    assert capfd.readouterr().out.splitlines() == ["+ sh -c 'exit 3'", "+ sleep 1234.75"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a job more
+def test_what_ends_the_command_ends_its_ranks_and_shows_what_was_measured(tmp_path):
+    out = tmp_path / "out.json"
+    args = ("-n", "2", "--sizes", "8", "--strategies", "asa32", "--peers", "none", "--rounds", "1000000")
+    args += ("--warm-up", "1", "--out", str(out))
+    job = subprocess.Popen([*BENCH, *args], stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    assert job.stdout is not None
+    try:
+        assert any("of 1000000; medians so far, ms: " in line for line in job.stdout)  # ranks are at work
+        job.terminate()
+        rest = job.stdout.read()
+        assert job.wait(30) == 128 + signal.SIGTERM
+        assert "ended early; what was measured so far:" in rest
+        assert "asa32" in rest.split("so far:")[1]
+        result = json.loads(out.read_text())
+        assert not result["is_whole"]
+        assert 0 < len(result["cases"][0]["rows"][0]["seconds"]) < 1000000
+        deadline = time.monotonic() + 10
+        while (left := in_session(job.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+    finally:
+        kill_session(job.pid)
+        job.communicate()
+
+
+def in_session(leader: int) -> list[str]:
+    return [entry for entry in os.listdir("/proc") if entry.isdigit() and session_of(int(entry)) == leader]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a job more
+def test_between_hosts_the_link_is_the_bound(tmp_path):
+    """1 MB at 100 Mbit/s: nothing is faster than the line but the first burst at each end, and headers go along."""
+    out = tmp_path / "out.json"
+    cluster = [*CLUSTER, "--hosts", "3", "--rate", "100mbit", "--", "mpirun", "-n", "3"]
+    args = ("--strategies", "ring32", "root", "--sizes", "256Ki", "--peers", "none", "--out", str(out), *QUICK)
+    ended = run([*cluster, *BENCH, *args], timeout_s=120)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    ring, root = case["rows"]
+    least = 4 / 3 * (1 << 20)
+    line_s, burst_s = 8 * least / 100e6 * 1514 / 1448, 2 * 8 * 131072 / 100e6
+    assert (case["hosts"], case["least_sent_bytes"]) == (3, pytest.approx(least))
+    assert case["bound_s"] > line_s - burst_s
+    assert ring["median_s"] > line_s - burst_s
+    assert case["bound_s"] == pytest.approx(least / case["bound_bytes_per_s"])
+    for sent, expected in zip(ring["sent_bytes_by_host"], [least] * 3, strict=True):
+        assert 1 < sent / expected < 1.15
+    # Of rank 0 the card goes on when it has done its part; the others send theirs to it, and say what has come.
+    for sent, expected in zip(root["sent_bytes_by_host"], [2 << 20, 1 << 20, 1 << 20], strict=True):
+        assert 1 < sent / expected < 1.15
+    assert all(row["sent_bytes"] == max(row["sent_bytes_by_host"]) for row in case["rows"])
+    consistent(case, rounds=2)
+
+
+# ---------------------------------------------------------------- refused before anything starts
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'? there are: ar, asa,"),
+        (("--strategies", "ring:7"), "unknown wire '7'"),
+        (("--peers", "gloo"), "unknown peer"),
+        (("--tree", "alexnett"), "unknown model 'alexnett'; did you mean 'alexnet'?"),
+        (("--sizes", "many"), "--sizes: got 'many'"),
+        (("--sizes", "2147483648"), "--sizes: got '2147483648'; expected floats below 2^31"),
+        (("--rounds", "0"), "--rounds: got 0; expected >= 1"),
+        (("-n", "0"), "-n: got 0; expected >= 1"),
+        (("--rate-mbit", "-1"), "--rate-mbit: got -1.0; expected > 0"),
+        (("--out", "absent/out.json"), "cannot write 'absent/out.json'"),
+        (("--out", "/"), "cannot write '/'"),
+        (("--plot", "absent/x.png"), "cannot write 'absent/x.png'"),
+        (("--plot", "x.jpg"), "--plot: got 'x.jpg'; expected a name that ends in .png, .svg or .pdf"),
+        (("--sizes", "0", "--plot", "x.png"), "--plot: no case has any floats to draw"),
+        (("--strategies", "--peers", "none"), "nothing to time"),
+        (("--peers", "none", "--as-it-comes"), "--as-it-comes times peers, and there are none"),
+        (("--as-it-comes", "--launcher", "srun"), "--as-it-comes: two jobs take turns through files"),
+        (("--speed",), "unrecognized arguments: --speed"),
+        (("--launcher", "mpiexec", "--sizes", "8"), "unknown launcher 'mpiexec'"),
+        (("--launcher-args", "'", "--sizes", "8"), "No closing quotation"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_job_starts(args, message, monkeypatch, capsys, no_launcher):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(args)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxmpi: error: ")
+    assert message in said
+    assert not Path("x.png").exists()
+
+
+def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
+    for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="--as-it-comes: two jobs take turns"):
+        __main__.my_plan(options.parse(["--as-it-comes"]))
+
+
+MINE = """
+print("a line of the file's own")
+import jax.numpy as jnp
+from jaxmpi.config import Experiment
+from jaxmpi.model import Model
+
+model = Model("mine", lambda key, image: ({"w": jnp.ones((3, 2))}, {}), None, input_shape=(3,), classes=2)
+experiment = Experiment(model=model)
+"""
+
+
+def test_a_tree_is_a_model_that_ships_or_an_experiments_in_any_folder(tmp_path, monkeypatch, capsys, no_launcher):
+    """Beside another project's `models`, too."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("raise ImportError('of another project')")
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    trees = options.trees(["mine.py", "digits_cnn_tiny"])
+    assert trees["mine.py"] == {"w": (3, 2)}
+    assert trees["digits_cnn_tiny"]["logits/bias"] == (10,)
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["--tree", "alexne"])
+    assert "--tree: unknown model 'alexne'; did you mean 'alexnet'?" in capsys.readouterr().err
+
+
+def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):
+    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 2 << 30)
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["--sizes", "284Mi", "--peers", "none"])
+    printed = capsys.readouterr()
+    assert "no case fits into memory" in printed.err
+    assert printed.out.startswith("297,795,584 floats: left out: 2 ranks need 12.8 GB, and 2.1 GB are free")
+
+
+# ---------------------------------------------------------------- parts
+
+
+NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alone
+    (("asa32",), ("mpi4jax", "psum")): (4, 2),
+    (("asa32", "shm"), ("mpi4jax-flat",)): (5, 2),
+    (("shm",), ("mpi4py", "mpi4jax")): (4, 4),
+    (("ring32", "auto"), ()): (5, 0),
+    (("lowrank4/ring16",), ("torch",)): (9, 3),
+}
+
+
+def test_as_many_ranks_as_memory_holds(monkeypatch):
+    case, size_bytes = options.Case("x", False, [(1 << 28,)]), 1 << 30
+    for ((strategies, names), (both, alone)), ranks in itertools.product(NEED.items(), (0, 1, 5)):
+        own = memory_limit.BASE_BYTES + memory_limit.TORCH_BYTES * ("torch" in names)
+        one, two = [(strategies, names)], [(strategies, names), ((), names)]
+        for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
+            of_mpi = 2 * len(every) * size_bytes if names else 0
+            monkeypatch.setattr(memory_limit, "free_bytes", lambda free=ranks * need + of_mpi: free)
+            assert memory_limit.fitting(case, every, 8) == ranks
+            assert memory_limit.fitting(case, every, 3) == min(ranks, 3)
+
+
+@pytest.mark.parametrize("peer", ["mpi4jax", "mpi4jax-flat"])
+def test_a_machine_of_22_gb_holds_both_jobs_of_8_ranks_with_alexnets_tree(peer, monkeypatch):
+    """As measured: 14 and 19 GB."""
+    case = options.Case("alexnet", True, [(60_965_224,)])
+    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 22 * 10**9)
+    assert memory_limit.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
+
+
+@pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])
+def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
+    parsed = options.parse(["-n8", "--launcher-args", value, "--rounds", "3"])
+    assert (parsed.n, parsed.launcher_args, parsed.rounds) == (8, value, 3)
+    assert options.parse([f"--launcher-args={value}"]).launcher_args == value
+
+
+def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
+    def lengths(*argv: str) -> list[int]:
+        return [case.floats for case in options.make_plan(options.parse([*argv, "--peers", "none"])).cases]
+
+    assert lengths() == lengths("--sizes") == list(options.BAIDU)
+    assert (options.BAIDU[0], options.BAIDU[-1]) == (0, 64 * 2**20)
+    assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
+    assert lengths("--tree", "lm300m", "--sizes") == [*options.BAIDU, 298_588_480]  # no number: Baidu's, and the model
+
+
+def test_plan_survives_the_way_to_the_ranks(no_launcher):
+    plan = options.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]))
+    there = options.BenchPlan.of_json(json.loads(json.dumps(dataclasses.asdict(plan))))
+    assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in plan.cases]
+    assert (there.strategies, there.peers) == (list(plan.strategies), ["mpi4py"])
+
+
+def test_bounds():
+    size_bytes, seconds = 4 << 20, {"copy": [0.03, 0.01, 0.01], "link": [0.1, 0.2, 0.1]}
+    job = {"seconds": seconds, "floats": 1 << 20, "ranks": 4, "hosts": 1}
+
+    def bound(rate_mbit: float | None = None, **changes: int) -> float | None:
+        changed = job | changes
+        return results.bound_s(changed, results.bytes_per_s(changed, rate_mbit))
+
+    speed = 2 * contenders.COPY_BYTES / 0.01  # of one rank among all that copy at once
+    assert bound() == pytest.approx(3 * size_bytes / speed)
+    assert bound(hosts=2) == pytest.approx(size_bytes / (contenders.LINK_BYTES / 0.1))
+    assert bound(200.0, hosts=2) == pytest.approx(size_bytes * 1514 / 1448 * 8 / 200e6)
+    assert bound(200.0, hosts=4) == pytest.approx(1.5 * size_bytes * 1514 / 1448 * 8 / 200e6)
+    assert bound(ranks=1) is bound(floats=0) is None
+
+
+class Job(SoloProcesses):
+    """Rank 1 of 3, as far as a check of results can see."""
+
+    rank, size = 1, 3
+
+
+WRONG = [1.0, math.nan, math.inf]
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("floats", [0, 1, 12, 13, 14, 13 << 16, (13 << 16) + 1])
+def test_results_are_checked(op, floats):
+    contender = contenders.Contender("x", False, op, lambda inputs: lambda: [])
+    total = np.sum([contenders.pattern(rank, (floats,)) for rank in range(3)], 0)
+    right = total / 3 if op == "mean" else total
+    contenders.check_result(contender, [right, right.reshape(1, floats)], Job())
+    for off in WRONG if floats else ():
+        wrong = right.copy()
+        wrong[-1] += off * 18 * contenders.ROUGH * 1.01
+        with pytest.raises(TrainingError, match="x: array 1 is off by"):
+            contenders.check_result(contender, [right, wrong], Job())
+
+
+def test_a_mean_that_was_not_divided_is_found():
+    contender = contenders.Contender("x", False, "mean", lambda inputs: lambda: [])
+    total = np.sum([contenders.pattern(rank, (13,)) for rank in range(3)], 0)
+    with pytest.raises(TrainingError):
+        contenders.check_result(contender, [total], Job())
+
+
+def test_two_jobs_take_turns(tmp_path):
+    control, order = SoloProcesses(), []
+    for name in (results.TUNED, results.AS_IT_COMES):
+        (tmp_path / f"{name}.plan").touch()
+    (tmp_path / "turn").write_text(f"{results.TUNED} 0")
+    both = [jobs.Turns(tmp_path, name, control) for name in (results.TUNED, results.AS_IT_COMES)]
+    for _ in range(3):
+        for job in both:
+            with job:
+                order.append(job.mine)
+    assert order == [results.TUNED, results.AS_IT_COMES] * 3
+    both[1].end()
+    with both[0]:
+        assert not both[0].alone  # the turn that the other gave it last
+    with both[0]:
+        assert both[0].alone
+
+
+def test_an_error_in_a_turn_waits_for_nobody(tmp_path):
+    class Late(SoloProcesses):
+        def barrier(self) -> None:
+            raise AssertionError("others may never come")
+
+    with pytest.raises(ValueError, match="boom"), jobs.Turns(tmp_path, results.TUNED, Late()):
+        raise ValueError("boom")
+
+
+def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "TURN_S", 0.05)
+    (tmp_path / f"{results.TUNED}.plan").touch()
+    (tmp_path / "turn").write_text(f"{results.TUNED} 0")
+    with (
+        pytest.raises(TrainingError, match="the job 'tuned' has kept its turn"),
+        jobs.Turns(tmp_path, results.AS_IT_COMES, SoloProcesses()),
+    ):
+        raise AssertionError("it was not its turn")
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(baselines.PEERS, "absent", baselines.PEERS["torch"]._replace(package="no_such_package"))
+    with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
+        baselines.importable(["absent"])
+    assert "absent" not in baselines.importable(["all"])
+    assert baselines.importable(["none"]) == ()

@@ -1,0 +1,420 @@
+"""Ranks that have come to different exchanges end the job and say which, before a program returns a wrong number."""
+
+import re
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmpi.allreduce import call_order
+from jaxmpi.comm.call_comparison import distances
+from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run
+
+PREAMBLE = """
+import threading
+import jax, jax.numpy as jnp, jaxmpi
+rank, strategy = int(jaxmpi.world().rank), "{strategy}"
+x = jnp.full((8, 8), 1.0 + rank)
+"""
+IN_ANOTHER_ORDER = """
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+g = jax.jit(lambda x: jaxmpi.exchange(2 * x, strategy))
+for _ in range(3):
+    f(x).block_until_ready(), g(x).block_until_ready()
+print("both have run", flush=True)
+first, second = (f, g) if rank == 0 else (g, f)
+print("numbers", float(first(x).sum()), flush=True)  # a number, not an array that print waits for
+print("numbers", float(second(x).sum()), flush=True)
+"""
+OF_OTHER_SIZES = IN_ANOTHER_ORDER.replace("exchange(2 * x,", "exchange(x[:2, :3],")
+STUCK = IN_ANOTHER_ORDER.replace("exchange(2 * x, strategy", "exchange(2 * x, 'tree:16'")
+COMPRESSED = """
+tx = jaxmpi.exchange_gradients(strategy)
+state = tx.init(x)
+f, g = jax.jit(lambda x: tx.update(x, state)[0]), jax.jit(lambda x: 2 * tx.update(x, state)[0])
+f(x).block_until_ready(), g(x).block_until_ready()
+print("both have run", flush=True)
+print("numbers", (f, g)[rank](x), flush=True)
+"""
+BESIDE = """
+from jaxmpi.allreduce.overlap import exchange as beside
+exchanged = lambda x: beside({"w": x}, strategy)["w"]
+f = jax.jit(lambda x: jnp.sin(exchanged(x)))
+g = jax.jit(
+    lambda x: jnp.cos(exchanged(x)))
+for _ in range(3):
+    f(x).block_until_ready(), g(x).block_until_ready()
+print("both have run", flush=True)
+first, second = (f, g) if rank == 0 else (g, f)
+print("numbers", first(x).sum(), second(x).sum(), flush=True)
+"""
+AS_ON_A_GPU = """
+from jaxmpi.runtime import host_callbacks
+host_callbacks.why_copies = lambda: "as on a GPU"
+"""
+IN_A_BRANCH = """
+@jax.jit
+def h(x, taken):
+    y = jax.lax.cond(taken, lambda x: jaxmpi.exchange(x, strategy), lambda x: x, x)
+    return jaxmpi.exchange(2 * y, strategy)
+
+h(x, True).block_until_ready(), h(x, False).block_until_ready()
+print("both have run", flush=True)
+print("numbers", h(x, rank == 0), flush=True)
+"""
+BESIDE_IN_A_BRANCH = IN_A_BRANCH.replace(
+    "@jax.jit", "from jaxmpi.allreduce import overlap\njaxmpi.exchange = overlap.exchange\n@jax.jit"
+)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("strategy", "script"),
+    [
+        ("asa32", IN_ANOTHER_ORDER),
+        ("asa32", OF_OTHER_SIZES),
+        pytest.param("ring32", OF_OTHER_SIZES, marks=pytest.mark.slow),
+        ("asa32", STUCK),
+        ("shm", IN_A_BRANCH),
+        ("topk5/ring32", COMPRESSED),
+        ("ring32", BESIDE),
+        pytest.param("asa32", AS_ON_A_GPU + IN_ANOTHER_ORDER, marks=pytest.mark.slow),
+        ("asa32", AS_ON_A_GPU + STUCK),
+        pytest.param("ring32", BESIDE_IN_A_BRANCH, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_at_different_exchanges_are_named(strategy, script):
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy=strategy) + script, timeout_s=90)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 2, ended.out
+    assert ended.out.count("both have run") == 2, ended.out
+    assert "numbers" not in ended.out
+    check_both_are_named(ended.out)
+
+
+@pytest.mark.e2e
+def test_ranks_of_a_part_are_named_by_their_numbers_in_the_job():
+    script = IN_ANOTHER_ORDER.replace("strategy)", "comm=part)").replace(
+        "f(x).block", "if rank == 0: break\n    f(x).block"
+    )
+    script = script.replace('print("numbers", ', 'rank == 0 or print("numbers", ').replace(
+        "rank == 0 else (g", "rank == 1 else (g"
+    )
+    split = "part = jaxmpi.world().split(0 if rank else None)\n"
+    ended = mpirun(3, "-c", PREAMBLE.format(strategy="asa32") + split + script, timeout_s=90)
+    assert ended.code == 2, ended.out
+    assert "numbers" not in ended.out
+    assert re.search("rank 1 to 'exchange 1 .*', rank 2 to 'exchange 2 ", ended.out), ended.out
+
+
+TRACED_IN_ANOTHER_ORDER = """
+def same_lines(x):
+    return jaxmpi.exchange(x, strategy)
+
+f = jax.jit(lambda x: same_lines(x))
+g = jax.jit(
+    lambda x: same_lines(2 * x))
+first, second = (f, g) if rank == 0 else (g, f)
+print("numbers", first(x).sum(), second(x).sum(), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_that_trace_in_another_order_are_named():
+    """Both traced exchange 1, and so exchanged with each other for good."""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + TRACED_IN_ANOTHER_ORDER, timeout_s=90)
+    assert ended.code == 2, ended.out
+    assert "numbers" not in ended.out
+    place = r"<string>:\d+ in <lambda>, <string>:\d+ in same_lines"
+    found = re.search(rf"rank 1: .*\bat: got ({place}), expected ({place}) \(rank 0\)", ended.out)
+    assert found, ended.out
+    assert found[1] != found[2]
+
+
+CALLED_FROM_OTHER_LINES = """
+step = jax.jit(jaxmpi.exchange_gradients(strategy).update)
+if rank == 0:
+    total, _ = step(x, step(x, jaxmpi.exchange_gradients(strategy).init(x))[1])
+else:
+    total, _ = step(x, step(x, jaxmpi.exchange_gradients(strategy).init(x))[1])
+print("numbers", float(total.sum()), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_ranks_may_call_one_program_from_different_lines():
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + CALLED_FROM_OTHER_LINES, timeout_s=90)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("numbers 96.0") == 2, ended.out
+
+
+def test_two_functions_of_one_line_differ_in_their_columns():
+    found = []
+
+    def note(x: jax.Array) -> jax.Array:
+        found.append((call_order.callers(), call_order.columns()))
+        return x
+
+    f, g = jax.jit(lambda x: note(x)), jax.jit(lambda x: note(x))
+    f(0.0)
+    g(0.0)
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
+
+
+AFTER_A_FAILURE = """
+import time
+from jaxmpi.comm import exchange_watch
+exchange_watch.SAID_AFTER_S = 1.0
+
+def fails(value):
+    raise ValueError("of the user")
+
+@jax.jit
+def f(x):
+    y = jaxmpi.exchange(x, strategy)
+    jax.debug.callback(fails, x[0, 0])
+    return y
+
+try:
+    jax.block_until_ready(f(x)), jax.effects_barrier()
+except Exception as error:
+    print("caught", flush=True)
+print("mean", float(jaxmpi.exchange(x, strategy)[0, 0]), flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_an_exchange_behind_a_program_that_failed_goes_on_or_says_why_not():
+    """XLA may leave out the call that ends an exchange if another part of the program raises."""
+    env = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + AFTER_A_FAILURE, timeout_s=60, env=env)
+    assert not ended.timed_out, ended.out
+    is_told = "waits for exchange 1 of the job" in ended.out and "which has begun in this process" in ended.out
+    assert ended.out.count("mean 1.5") == 2 or (ended.code == 1 and is_told), ended.out
+
+
+NO_MESSAGE_TO_ITSELF = """
+from mpi4py import MPI
+from jaxmpi.comm.control import MpiProcesses
+
+class Unbuffered(MPI.Intracomm):
+    def Isend(self, *args):
+        return self.Issend(*args)
+
+clone = MpiProcesses.clone
+MpiProcesses.clone = lambda processes, of=None: Unbuffered(clone(processes, of))
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+print("mean", float(f(f(x))[0, 0]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_mpi_that_keeps_no_message_to_itself_exchanges_and_says_that_it_does_not_compare():
+    """As MVAPICH2, whose sends to the own process wait for the receiver: here by synchronous sends."""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + NO_MESSAGE_TO_ITSELF, timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("mean 1.5") == 2, ended.out
+    assert ended.out.count("are not compared between ranks") == 1, ended.out
+
+
+@pytest.mark.e2e
+def test_an_exchange_that_still_waits_when_all_scripts_have_ended_ends_the_job():
+    """The call returns before the program has ended, and so does the script; nobody else comes."""
+    script = """
+from jax import lax
+x = jnp.full((600, 600), 1.0)
+f = jax.jit(lambda x: jaxmpi.exchange(lax.fori_loop(0, 30, lambda i, y: jnp.tanh(y @ y), x), strategy))
+f(x).block_until_ready()
+if rank == 0:
+    f(x)
+print("end", flush=True)
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 1, ended.out
+    assert ended.out.count("end\n") == 2, ended.out
+    said = r"rank 0 waits in exchange 1 of the job .* for rank 1, whose script has ended"
+    assert re.search(said, ended.out), ended.out
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_always_last_hears_those_that_wait():
+    """Else messages to it would pile up for as long as the job runs."""
+    script = """
+import time
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+f(x).block_until_ready()
+time.sleep(3 * rank)
+f(x).block_until_ready()
+time.sleep(1.5)
+print("heard", [[*call] for call in jaxmpi.world().processes.roll.waiting_ranks.values()], flush=True)
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert "heard [[1, 2]]" in ended.out, ended.out
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # of four ranks, like two
+def test_no_rank_has_a_result_if_one_of_four_is_at_another_exchange():
+    script = IN_ANOTHER_ORDER.replace("rank == 0", "rank != 2")
+    ended = mpirun(4, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
+    assert ended.code == 2, ended.out
+    assert ended.out.count("both have run") == 4, ended.out
+    assert "numbers" not in ended.out
+    assert re.search(r"rank 2 to 'exchange 2 of the job", ended.out), ended.out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (2, [1]),
+        (16, [*range(1, 16)]),
+        (17, [1, 2, 4, 8, 16]),
+        (32, [1, 2, 4, 8, 16]),
+        (33, [1, 2, 4, 8, 16, 32]),
+    ],
+)
+def test_a_rank_hears_each_other_one_or_those_at_powers_of_two(ranks, expected):
+    assert distances(ranks) == expected
+
+
+@given(st.data())
+def test_numbers_are_equal_if_each_rank_hears_its_own(data):
+    ranks = data.draw(st.integers(2, 70))
+    numbers = data.draw(st.lists(st.integers(1, 2), min_size=ranks, max_size=ranks))
+    heard = [{numbers[(rank - distance) % ranks] for distance in distances(ranks)} for rank in range(ranks)]
+    differ = [rank for rank in range(ranks) if heard[rank] != {numbers[rank]}]
+    assert bool(differ) == (len(set(numbers)) > 1)
+    assert not differ or ranks > 16 or len(differ) == ranks
+
+
+def check_both_are_named(said: str) -> None:
+    found = re.search(
+        r"rank 0 to '(exchange .*<string>:\d+ in .*)', rank 1 to '(exchange .*<string>:\d+ in .*)';", said
+    )
+    assert found, said
+    assert found[1] != found[2]
+
+
+@pytest.mark.e2e
+def test_ranks_of_two_hosts_at_different_exchanges_are_named():
+    script = PREAMBLE.format(strategy="ring32") + IN_ANOTHER_ORDER
+    command = [*CLUSTER, "--hosts", "2", "--", "mpirun", "-n", "2", "python", "-c", script]
+    ended = run(command, timeout_s=120, cwd=ROOT)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip("no network namespaces here")
+    assert not ended.timed_out, ended.out
+    assert ended.code != 0, ended.out
+    assert ended.out.count("both have run") == 2, ended.out
+    assert "numbers" not in ended.out
+    check_both_are_named(ended.out)
+
+
+@pytest.mark.e2e
+def test_a_second_thread_is_refused_while_one_exchanges():
+    """The others' exchange waits for rank 1, so both threads of rank 0 are in it for certain."""
+    script = """
+import time
+said = []
+
+def first():
+    said.append(float(jaxmpi.exchange(x, strategy)[0, 0]))
+
+def second():
+    try:
+        jaxmpi.exchange(x, strategy)
+    except jaxmpi.UsageError as error:
+        said.append(str(error))
+
+if rank == 0:
+    one = threading.Thread(target=first, name="trainer")
+    one.start()
+    from jaxmpi.allreduce import call_order
+    while call_order._door.holder != "trainer":
+        time.sleep(0.01)
+    two = threading.Thread(target=second, name="logger")
+    two.start(), two.join()
+    print("refused:", said, flush=True)
+    one.join()
+else:
+    time.sleep(3)
+    first()
+print("mean", said[-1], float(jaxmpi.exchange(x, strategy)[0, 0]), flush=True)
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
+    assert ended.code == 0, ended.out
+    assert (
+        "thread 'logger' calls it while thread 'trainer' is in an exchange or a collective; expected one at a time"
+        in ended.out
+    )
+    assert ended.out.count("mean 1.5 1.5") == 2, ended.out
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # waits for threads
+def test_programs_of_two_threads_do_not_exchange_at_once():
+    """On rank 0 the second program has come to its exchange long before the first one, which still computes."""
+    script = """
+import time
+
+def f(x, times):
+    slow = jax.lax.fori_loop(0, times, lambda i, y: jnp.tanh(y @ y), jnp.full((500, 500), x[0, 0]))
+    return jaxmpi.exchange(x + 1e-9 * slow[:8, :8], strategy)
+
+f, g = jax.jit(f), jax.jit(lambda x: jaxmpi.exchange(1000 * x, strategy))
+f(x, 1).block_until_ready(), g(x).block_until_ready()
+results = [f(x, 400 if rank == 0 else 1)]
+time.sleep(0.5)
+logger = threading.Thread(target=lambda: results.append(g(x)))
+logger.start(), logger.join()
+
+@jax.jit
+def late(x, times):
+    return x + 1e-9 * jax.lax.fori_loop(0, times, lambda i, y: jnp.tanh(y @ y), jnp.full((500, 500), 0.1))[:8, :8]
+
+results.append(jaxmpi.exchange(late(3 * x, 400 if rank == 0 else 1), strategy))  # its input is late on rank 0 alone
+logger = threading.Thread(target=lambda: results.append(jaxmpi.exchange(3000 * x, strategy)))
+logger.start(), logger.join()
+print("means", *(round(float(result[0, 0]), 3) for result in results), flush=True)
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("means 1.5 1500.0 4.5 4500.0") == 2, ended.out
+
+
+@pytest.mark.e2e
+def test_a_rank_that_does_not_come_is_named_with_the_exchange():
+    script = """
+import time
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+f(x).block_until_ready()
+if rank == 0:
+    f(x).block_until_ready()
+time.sleep(60)
+"""
+    env = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=50, env=env)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 1, ended.out
+    assert re.search(r"rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for rank 1;", ended.out)
+
+
+@pytest.mark.slow  # ten seconds; tests/ranks/test_own_loop_over_mpi.py has the line itself
+def test_ranks_that_others_wait_for_are_said_once_before_the_time_limit():
+    script = """
+import time
+from jaxmpi.comm import exchange_watch
+exchange_watch.SAID_AFTER_S = 1.0
+f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
+f(x).block_until_ready()
+if rank == 1:
+    time.sleep(6)
+f(x).block_until_ready()
+"""
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=50)
+    assert ended.code == 0, ended.out
+    said = r"rank 0/2 on \S+: waits in exchange 1 of the job \(asa:32, mean .*\) for rank 1, for 1 s now; all ranks"
+    assert len(re.findall(said, ended.out)) == 1, ended.out

@@ -1,0 +1,261 @@
+"""The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import CLUSTER, NOT_PERMITTED, ROOT, run
+
+SEND = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+world, data = MPI.COMM_WORLD, np.zeros(2_000_000, np.uint8)
+for _ in range(2):  # the first opens the connection
+    world.Barrier()
+    begin = time.perf_counter()
+    world.Send(data, 1) if world.rank == 0 else world.Recv(data, 0)
+world.Barrier()
+if world.rank == 1:
+    print("seconds", time.perf_counter() - begin)
+"""
+
+
+def on_cluster(*args: str, timeout_s: float = 60, env: dict[str, str] | None = None):
+    """A run of the script; the test is skipped, visibly, if namespaces are not allowed."""
+    ended = run([*CLUSTER, *args], timeout_s=timeout_s, cwd=ROOT, env=env)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert not ended.timed_out, ended.out
+    return ended
+
+
+def ranks_run(count: int, line: str) -> list[str]:
+    """An mpirun line for a shell's line on each rank.
+
+    Open MPI's launcher may wait without end for ranks on other hosts that were gone before it had heard of their start:
+    8 in 90 of `nproc` on two busy cores, none of 90 that slept. Programs that use MPI live longer than that.
+    """
+    return ["mpirun", "-n", str(count), "sh", "-c", f"{line}; sleep 1"]
+
+
+@pytest.mark.e2e
+def test_hosts_have_names_slots_and_shared_memory_of_their_own():
+    line = "echo $(hostname) $OMPI_COMM_WORLD_RANK; touch /dev/shm/$(hostname); ls /dev/shm | grep -c node"
+    ended = on_cluster("--hosts", "3", "--slots", "2", "--", *ranks_run(6, line))
+    assert ended.code == 0, ended.out
+    assert {f"node{rank // 2} {rank}" for rank in range(6)} <= set(ended.out.splitlines())
+    assert ended.out.splitlines().count("1") == 6  # nobody sees another host's file
+
+
+@pytest.mark.e2e
+def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
+    """As docs/launching.md has it; `:oversubscribe` alone puts all on the first."""
+    page = (ROOT / "docs" / "launching.md").read_text()
+    said = re.search(r"^export (PRTE_MCA_rmaps_default_mapping_policy)=(\S+)$", page, re.M)
+    assert said is not None
+    ended = on_cluster("--hosts", "3", "--", *ranks_run(3, "hostname"), env={said[1]: said[2]})
+    assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]
+
+
+def test_hosts_are_one_scheduling_group():
+    """Else a rank that yields may keep its core from ranks of other hosts."""
+    if os.geteuid() or not os.access("/sys/fs/cgroup/cpu", os.W_OK):
+        pytest.skip("no control group can be made")
+    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "grep -w cpu /proc/self/cgroup"))
+    assert re.findall(r":(/.*)", ended.out) == ["/jaxmpi-cluster"] * 2, ended.out
+
+
+def test_hosts_share_all_cores():
+    """A launcher that binds gives the only rank of every host the same core."""
+    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "nproc"))
+    assert re.findall(r"^\d+$", ended.out, re.M) == 2 * [str(len(os.sched_getaffinity(0)))]
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
+@pytest.mark.parametrize(("to", "lines"), [("core", 1), ("none", 0)])
+def test_cores_that_a_launcher_leaves_idle_are_told_once(to, lines):
+    prepare = [sys.executable, "-c", "from jaxmpi.runtime import prepare; prepare.prepare()"]
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "--bind-to", to, "-n", "2", *prepare)
+    assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == lines
+
+
+@pytest.mark.e2e
+def test_a_link_carries_what_it_was_asked_to(tmp_path):
+    """2 MB at 50 Mbit/s: 0.33 s with headers; what the queue and the first burst hide is below 0.1 s of it."""
+    (tmp_path / "send.py").write_text(SEND)
+    args = ("--hosts", "2", "--rate", "50mbit", "--", "mpirun", "-n", "2", sys.executable, str(tmp_path / "send.py"))
+    ended = on_cluster(*args)
+    assert ended.code == 0, ended.out
+    seconds = float(ended.out.split("seconds")[1].split()[0])
+    bound = 2e6 * 8 / 50e6 * 1514 / 1448
+    burst = 2 * 131072 * 8 / 50e6  # one at each end
+    assert bound - burst < seconds < 3 * bound
+
+
+CARRIED = """
+import jax, numpy as np
+import jaxmpi
+from jaxmpi.allreduce import comm_thread_calls
+from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.comm.control import processes
+from jaxmpi.core.deals import deal
+
+comm = jaxmpi.world()
+x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
+# A tree in NumPy takes a power of two of them.
+NAMES = ["ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "hier-asa:16", "hier-asa:32"]
+NAMES += ["tree:32", "tree:16", "hier-tree:16", "color4:32", "color3:16", "pipering:8", "hier-color2:16"]
+carried, of_thread = {}, comm_thread_calls.unavailable_reason
+for is_carried in (True, False):
+    comm_thread_calls.unavailable_reason = of_thread if is_carried else lambda *args: "asked for"
+    for strategy in NAMES:
+        total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
+        bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
+        processes().assert_same(strategy, bits.hex())
+        assert carried.setdefault(strategy, bits) == bits, strategy
+    for strategy, wire in (("asa32", "32"), ("asa16", "8"), ("ring32", "16"), ("ring:8", "32")):
+        for dealt in (None, deal({"a": x, "b": x[:7]}, comm.size)):
+            halves = shards_of(strategy, "mean", comm, 32 << 10, deal=dealt, gather_wire=wire)
+            put_together = lambda tree: halves.gather(halves.scatter(tree)[0], tree, wire)
+            whole = jax.jit(put_together)({"a": x, "b": x[:7]})
+            bits = b"".join(np.asarray(leaf).tobytes() for leaf in whole.values())
+            processes().assert_same(strategy, bits.hex())
+            assert carried.setdefault((strategy, bool(dealt)), bits) == bits, strategy
+if comm.rank == 0:
+    print("hosts", comm.hosts, "the same bits")
+"""
+
+
+@pytest.mark.parametrize(("hosts", "slots"), [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2), (3, 1))])
+def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tmp_path):
+    (tmp_path / "carried.py").write_text(CARRIED)
+    line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"))
+    ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=150)
+    assert ended.code == 0, ended.out
+    assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
+
+
+@pytest.mark.slow
+def test_params_that_travel_behind_the_next_step_are_waited_for_from_the_first_layers_to_the_last(tmp_path):
+    sharded = ("--exchange.shard-update", "on", "--exchange.gather", "late", "--exchange.bucket-bytes", "16384")
+    steps = ("--train-for", "20st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
+    where = ("experiments/digits.py", "--run-dir", str(tmp_path / "run"))
+    line = ("mpirun", "-n", "2", "--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "jaxmpi.train", *where)
+    ended = on_cluster("--hosts", "2", "--rate", "10mbit", "--", *line, *sharded, *steps, timeout_s=200)
+    assert ended.code == 0, ended.out
+    assert "overlap on: ranks are on 2 hosts; new params are gathered behind the next forward pass" in ended.out
+    events = [e for e in json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in (0, 1):
+        of_rank = sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"])
+        waits = [e["name"] for e in of_rank if e["cat"] == "wait"]
+        waits = waits[next(i for i, name in enumerate(waits) if name.startswith("scatter")) :]  # from a step's end on
+        gathers = [name for name in waits if name.startswith("gather") and name[-1] != "1"]  # that of one is of |g|^2
+        order = list(dict.fromkeys(gathers))
+        assert gathers == list(itertools.islice(itertools.cycle(order), len(gathers)))
+        assert len(order) > 2
+        assert order[0] == f"gather of bucket {len(order)} of {len(order)}"  # whose gradients come last
+        assert order[-1] == f"gather of bucket 1 of {len(order)}"
+
+
+@pytest.mark.e2e
+def test_ranks_run_in_the_folder_of_the_call():
+    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "pwd"))
+    assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
+
+
+def test_the_exit_code_is_the_commands():
+    assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_when_it_is_killed(number, tmp_path):
+    mark = tmp_path / "started"
+    command = f"touch {mark}; sleep 1234.5"
+    job = subprocess.Popen([*CLUSTER, "--hosts", "2", "--", "sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while not mark.exists() and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if job.poll() == NOT_PERMITTED:
+        assert job.stderr
+        pytest.skip(job.stderr.read().decode())
+    assert mark.exists()
+    links = os.listdir("/sys/class/net")
+    os.kill(job.pid, number)
+    job.communicate(timeout=10)
+    deadline = time.monotonic() + 10
+    while sleepers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not sleepers()
+    assert os.listdir("/sys/class/net") == links  # it never had any of this host's
+
+
+def sleepers() -> list[str]:
+    """Processes that the killed cluster's command has left."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and b"sleep\x001234.5" in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--hosts", "0", "--", "true"], "expected 1 to 250"),
+        (["--slots", "0", "--", "true"], "expected >= 1"),
+        (["--delay-ms", "-1", "--", "true"], "--delay-ms: got -1.0; expected 0 to 10000"),
+        (["--rate", "fast", "--", "true"], "expected a number and kbit, mbit or gbit"),
+        (["--hosts", "2"], "no command"),
+    ],
+)
+def test_wrong_options(args, message):
+    ended = run([*CLUSTER, *args], timeout_s=30, cwd=ROOT)
+    assert ended.code == 2
+    assert message in ended.out
+
+
+def test_where_tools_are_missing_it_says_so():
+    ended = run([*CLUSTER, "--", "true"], timeout_s=30, cwd=ROOT, env={"PATH": ""})
+    assert ended.code == NOT_PERMITTED
+    assert "not found; install iproute2 and util-linux" in ended.out
+
+
+def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
+    """A tool of its name that is refused, as unshare is by the kernel of many containers."""
+    refused = tmp_path / "unshare"
+    refused.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2; exit 1\n")
+    refused.chmod(0o755)
+    ended = run([*CLUSTER, "--", "true"], timeout_s=30, cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    if "not found" in ended.out:
+        pytest.skip(ended.out.strip())
+    assert ended.code == NOT_PERMITTED
+    assert "no emulated cluster: not permitted here (unshare: unshare failed: Operation not permitted)" in ended.out
+    assert "run as root, or allow user namespaces" in ended.out
+
+
+def test_a_host_that_cannot_be_made_is_named(tmp_path):
+    """As beyond /proc/sys/user/max_net_namespaces."""
+    refused = tmp_path / "unshare"
+    fails = "[ $5 = infinity ] && echo 'No space left on device' && exit 1"
+    refused.write_text(f'#!/bin/sh\n{fails}\nexec {shutil.which("unshare")} "$@"\n')
+    refused.chmod(0o755)
+    line = [*CLUSTER, "--hosts", "2", "--", "true"]
+    ended = run(line, timeout_s=30, cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 1, ended.out
+    assert "No space left on device\ncluster.py: node0: unshare gave it no namespaces: exit code 1" in ended.out

@@ -1,0 +1,765 @@
+"""Data-parallel functions over devices of one process, and their arithmetic; other workers: test_functions_led."""
+
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import function_checks
+import jaxmpi
+from jaxmpi import functions as jm
+from jaxmpi.comm.base import SoloComm
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.core import shared_memory
+from jaxmpi.core.errors import check
+from jaxmpi.functions import import_by_name, partitioning, profiling, reductions, shared_array
+from jaxmpi.functions.commands import perform
+from jaxmpi.functions.lifecycle import current_group, how_many
+from jaxmpi.functions.transport import OutOfStep
+from jaxmpi.functions.variable import Variable
+from jaxmpi.functions.worker_group import Command, ForkedGroup, ProcessGroup
+from jaxmpi.observe import report
+
+QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]
+SLOW = [pytest.param(c, w, marks=pytest.mark.slow) for c in function_checks.CHECKS for w in (1, 3, 8)]
+
+
+@pytest.fixture(autouse=True)
+def end():
+    yield
+    jm.close()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("check", "workers"), [*QUICK, *SLOW], ids=lambda v: getattr(v, "__name__", v))
+def test_over_devices(check, workers):
+    assert jm.fork(workers) == workers
+    check()
+
+
+# ---------------------------------------------------------------- shares and pieces
+
+
+@hypothesis.given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20))
+def test_pieces_are_the_shares_and_have_two_lengths_at_most(n, workers, slices):
+    edges = partitioning.bounds(n, workers)
+    shares = [b - a for a, b in itertools.pairwise(edges)]
+    assert max(shares) - min(shares) <= 1
+    every = [partitioning.pieces(n, workers, rank, slices) for rank in range(workers)]
+    rows = [row for pieces in every for a, b in pieces for row in range(a, b)]
+    assert rows == list(range(n))
+    assert [sum(b - a for a, b in pieces) for pieces in every] == shares
+    assert all(len(pieces) <= slices for pieces in every)
+    assert len({b - a for pieces in every for a, b in pieces}) <= 2
+
+
+@hypothesis.given(
+    st.integers(1, 50),
+    st.one_of(st.slices(50), st.lists(st.integers(-50, 49)), st.integers(0, 50)),
+    st.data(),
+)
+def test_chosen_rows_are_numpys(length, batch, data):
+    x = np.arange(length)
+    inside = (
+        batch
+        if isinstance(batch, slice)
+        else [i for i in batch if -length <= i < length]
+        if isinstance(batch, list)
+        else min(batch, length)
+    )
+    expected = x[
+        slice(inside) if isinstance(inside, int) else np.asarray(inside, int) if isinstance(inside, list) else inside
+    ]
+    rows = partitioning.choose(inside, length)
+    assert rows.count == len(expected)
+    begin = data.draw(st.integers(0, rows.count))
+    end = data.draw(st.integers(begin, rows.count))
+    if begin < end:
+        assert (x[rows.of(begin, end)] == expected[begin:end]).all()
+
+
+# ---------------------------------------------------------------- fork and close
+
+
+def test_all_devices_are_the_default():
+    assert jm.fork() == 8
+    assert float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(9, np.float32))) == 9
+
+
+def test_no_fork_is_all_devices():
+    assert current_group().size == 8
+
+
+def test_use_after_close():
+    jm.fork(2)
+    v, f = jm.variable(np.float32(1)), jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
+    x = np.ones(4, np.float32)
+    f(x)
+    jm.close()
+    for call in (lambda: f(x), lambda: v.get(0), lambda: v.value, lambda: v.all_reduce()):
+        with pytest.raises(jaxmpi.UsageError, match="closed"):
+            call()
+    jm.fork(3)
+    for late in (jm.function(lambda v: v, v, jm.local), jm.function(lambda: np.float32(2), (), (), v)):
+        with pytest.raises(jaxmpi.UsageError, match="workers that were closed"):
+            late()
+    assert float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x)) == 4
+    jm.close()
+    jm.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "has_gpus", "workers"),
+    [
+        *(("auto", 1, False, 6), ("auto", 1, True, 1), ("auto", 4, True, 4), ("auto", 8, False, 8)),
+        *(("devices", 1, False, 1), ("processes", 1, False, 6)),
+    ],
+)
+def test_workers_where_no_number_is_named(kind, devices, has_gpus, workers):
+    assert how_many(kind, devices, has_gpus, cores=6) == workers
+
+
+@pytest.mark.parametrize(("n", "message"), [(0, "got 0 workers"), (2.5, "whole number"), (9, "8 devices")])
+def test_other_numbers_of_workers(n, message):
+    with pytest.raises(jaxmpi.UsageError, match=message):
+        jm.fork(n, kind="devices")
+
+
+def test_fork_comes_first():
+    jm.fork(2)
+    jm.variable(np.float32(1))
+    with pytest.raises(jaxmpi.UsageError, match="2 workers already"):
+        jm.fork(3)
+    with pytest.raises(jaxmpi.UsageError, match="kind: got 'threads'"):
+        jm.fork(3, kind="threads")
+
+
+def test_a_call_inside_of_a_call_is_refused():
+    jm.fork(2)
+    inner, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
+    like = jax.ShapeDtypeStruct((), np.float32)
+    outer = jm.function(lambda x: jax.pure_callback(lambda v: np.float32(inner(x)), like, x.sum()), jm.scatter, jm.sum)
+    with pytest.raises(Exception, match="called while another call is under way"):
+        outer(x)
+    assert float(inner(x)) == 4
+
+
+class Unanswered:
+    """Messages of rank 0 of three, of which the reports never come together."""
+
+    rank, size = 0, 3
+
+    def __init__(self, cannot_send: int = 3):
+        self.told, self.cannot_send = [], cannot_send
+
+    def tell(self, rank, header, arrays):
+        if rank == self.cannot_send:
+            raise ValueError(f"cannot send to worker {rank}")
+        self.told.append((rank, [array.tolist() for array in arrays]))
+
+    def reports(self, mine):
+        raise jaxmpi.TrainingError("the reports did not come together")
+
+
+def alone(line: Unanswered, is_serial: bool = False, comm: Any = None) -> ProcessGroup:
+    """Rank 0, which leads or runs the script as all ranks do."""
+    return ProcessGroup(cast(Any, line), comm or cast(Any, SoloComm()), "shm", is_serial)
+
+
+@pytest.mark.parametrize("fault", [None, ValueError("in the caller's arguments")])
+def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
+    def prepare():
+        if fault:
+            raise fault
+        return Command("put", {"name": "put", "ranks": [], "says": []})
+
+    ours = alone(Unanswered())
+    with pytest.raises(OutOfStep, match="the reports did not come together"):
+        perform(ours, "put", prepare)
+    with pytest.raises(jaxmpi.UsageError, match=r"no longer in step: .*the reports did not come together"):
+        ours.check_usable()
+
+
+def test_no_worker_is_told_before_the_parcels_of_all_are_there():
+    def arrays_for(rank):
+        if rank == 2:
+            raise MemoryError("no room for the share of worker 2")
+        return [np.ones((2, 3)).T]
+
+    line = Unanswered()
+    ours = alone(line, is_serial=True)
+    ours.dropped.append(7)
+    with pytest.raises(MemoryError, match="the share of worker 2"):
+        perform(ours, "put", lambda: Command("put", {}, arrays_for=arrays_for))
+    ours.check_usable()
+    assert (line.told, ours.dropped) == ([], [7])
+
+
+def test_an_order_that_not_all_workers_have_heard_is_the_last():
+    line = Unanswered(cannot_send=2)
+    ours = alone(line, is_serial=True)
+    with pytest.raises(ValueError, match="cannot send to worker 2"):
+        perform(ours, "put", lambda: Command("put", {}, arrays_for=lambda rank: [np.full(2, rank)]))
+    assert line.told == [(1, [[1, 1]])]
+    with pytest.raises(jaxmpi.UsageError, match="no longer in step: cannot send to worker 2"):
+        ours.check_usable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "way_out"),
+    [
+        (ProcessGroup, "the ranks of a job cannot meet again: end it$"),
+        (ForkedGroup, r"jaxmpi\.close\(\), then fork again$"),
+    ],
+)
+def test_what_has_no_text_is_named_by_its_kind(kind, way_out):
+    ours = kind(cast(Any, Unanswered()), cast(Any, SoloComm()), "shm", is_serial=True)
+    ours.note(KeyboardInterrupt())
+    with pytest.raises(jaxmpi.UsageError, match=f"no longer in step: KeyboardInterrupt; {way_out}"):
+        ours.check_usable()
+
+
+class OnHosts:
+    """Sums that are refused where they are made ready, or later."""
+
+    def __init__(self, hosts: tuple[int, ...], room: str = "", sum_: str = ""):
+        self.hosts, self.room, self.sum_ = hosts, room, sum_
+
+    def sum_on_host(self, vectors):
+        check(not self.room, self.room)
+        return vectors
+
+    def sum_on_host_now(self, arrays, divisor):
+        check(not self.sum_, self.sum_)
+        return arrays
+
+
+@pytest.mark.parametrize(
+    ("comm", "kind", "message"),
+    [
+        (OnHosts((0, 1)), jaxmpi.UsageError, "use hier-ring or asa"),
+        (OnHosts((0, 0), room="no 9 bytes for 2 ranks"), jaxmpi.UsageError, "no 9 bytes"),
+        (OnHosts((0, 0), sum_="rank 1 sums another list"), OutOfStep, "a sum over workers failed: rank 1 sums"),
+    ],
+)
+def test_sums_that_all_ranks_refuse_alike_leave_them_in_step(comm, kind, message):
+    ours = alone(Unanswered(), comm=comm)
+    with pytest.raises(kind, match=message):
+        ours.summed({0: [jax.numpy.ones(2)]}, "sum", "shm")
+    comm.hosts, comm.room, comm.sum_ = (0, 0), "", ""
+    assert ours.summed({0: [jax.numpy.ones(2)]}, "sum", "shm")[0][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("has_failed_before", [False, True])
+def test_others_learn_of_a_sum_that_cannot_begin(has_failed_before, monkeypatch):
+    """If a program of the user's has failed before, a program makes the sum."""
+
+    def fail(*_):
+        raise MemoryError("no room for the program's results")
+
+    engine = SharedSum(SoloProcesses(), f"sum {has_failed_before}")
+    monkeypatch.setattr(engine, "sum", fail)
+    monkeypatch.setattr("jaxmpi.comm.shared_sum.aligned", fail)
+    if has_failed_before:
+        monkeypatch.setattr(jax, "effects_barrier", fail)
+    with pytest.raises(MemoryError):
+        engine.sum_now([jax.numpy.ones(2)])
+    with pytest.raises(jaxmpi.TrainingError, match="local rank 0 failed in a sum"):
+        engine.board.begin((1, 1, 2))
+    engine.close()
+
+
+# ---------------------------------------------------------------- functions by name
+
+
+def doubled(f):
+    @functools.wraps(f)
+    def twice(x):
+        return 2 * f(x)
+
+    return twice
+
+
+@doubled
+def once(x):
+    return x
+
+
+def test_a_function_is_found_by_its_name():
+    jitted = jax.jit(once)
+    assert import_by_name.find(import_by_name.name_of(once))(3) == 6
+    assert import_by_name.find(import_by_name.name_of(jitted)) is once
+    assert import_by_name.find(import_by_name.name_of(once.__wrapped__))(3) == 3
+    for hidden in (lambda x: x, [].append, functools.partial(once)):
+        with pytest.raises(jaxmpi.UsageError, match="cannot find it by name"):
+            import_by_name.name_of(hidden)
+
+
+# ---------------------------------------------------------------- no more copies than needed
+
+
+def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
+    jm.fork(2)
+    moved = []
+    for slot in current_group().slots:
+        put = slot.put
+        monkeypatch.setattr(slot, "put", lambda array, put=put: (moved.append(np.size(array)), put(array))[1])
+    f = jm.function(lambda x, p, q: (x @ p).sum() + q.sum(), (jm.scatter, jm.broadcast, jm.broadcast), jm.sum)
+    x, p, q = np.ones((2, 50), np.float32), np.ones((50, 50), np.float32), jnp.ones(700)
+    f(x, p, q)
+    assert moved.count(2500) == moved.count(700) == 2
+    moved.clear()
+    f(x, p, q)
+    assert set(moved) == {50}
+
+
+def quadratic(p, x):
+    return jnp.mean((x - p) ** 2)
+
+
+@pytest.mark.e2e
+@jax.numpy_dtype_promotion("standard")  # Optax divides by whole numbers
+def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
+    jm.fork(2)
+    x = np.arange(4, dtype=np.float32)
+    tx = optax.chain(optax.sgd(0.25), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
+    lbfgs, params = optax.lbfgs(0.1, linesearch=None), jnp.float32(10)
+    alone: Any
+    for each in (tx, lbfgs, optax.polyak_sgd(1.0)):
+        step, alone, state = jm.optimizer(quadratic, params, each, (jm.scatter,)), params, each.init(params)
+        for _ in range(4):
+            value, grad = jax.value_and_grad(quadratic)(alone, x)
+            extra = {"value": value, "grad": grad} if each is not lbfgs else {}
+            updates, state = each.update(grad, state, alone, **extra)
+            alone = optax.apply_updates(alone, updates)
+            assert abs(float(step(x)) - float(value)) <= 1e-5 * float(value)
+        assert abs(float(step.params.get(1)) - float(alone)) <= 1e-4 * abs(float(alone))
+    with pytest.raises(jaxmpi.UsageError, match=r"evaluates the loss anew \(value_fn\).*linesearch=None"):
+        jm.optimizer(quadratic, params, optax.lbfgs(), (jm.scatter,))(x)
+
+
+def test_outputs_may_be_named_by_words():
+    jm.fork(2)
+    x, count = np.arange(4, dtype=np.float32), jm.variable(np.float32(0))
+    assert float(jm.function(lambda x: x.sum(), jm.scatter, "sum")(x)) == 6
+    total, rows = jm.function(lambda x: (x.sum(), x, x.sum()), outputs=("sum", "local"), updates=(count, "add"))(x)
+    assert (float(total), rows.gather().tolist(), float(count.reduce("sum"))) == (6, [0, 1, 2, 3], 6)
+    with pytest.raises(jaxmpi.UsageError, match=r"outputs: got 'sums'; expected jaxmpi.functions.mean.*or a name"):
+        jm.function(lambda x: x, outputs="sums")
+
+
+@pytest.mark.parametrize("read", ["gather", "all_gather", "reduce", "all_reduce", "fails"])
+def test_what_an_order_has_worked_with_is_let_go(read):
+    jm.fork(2)
+    v = jm.variable(np.ones(3, np.float32))
+    if read == "fails":
+        v.set(0, np.ones(2, np.float32))
+        with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
+            v.reduce()
+    else:
+        getattr(v, read)()
+    assert not any(slot.out for slot in current_group().slots)
+
+
+@jax.tree_util.register_pytree_node_class
+class Mute(list):
+    """Arrays that must not be written down, which takes longer than a call."""
+
+    def tree_flatten(self):
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, data, leaves):
+        return cls(leaves)
+
+    def __repr__(self):
+        raise AssertionError("a call that is well writes no message")
+
+
+def test_a_call_writes_down_no_argument():
+    jm.fork(2)
+    f = jm.function(lambda x, p: x[0].sum() + p[0].sum(), (jm.scatter, jm.broadcast), jm.sum)
+    assert float(f(Mute([np.ones(4, np.float32)]), Mute([np.ones(3, np.float32)]))) == 10
+
+
+def test_results_do_not_alias_what_the_caller_may_overwrite():
+    jm.fork(1)
+    x = np.zeros((1 << 12, 16), np.float32)
+    kept = jm.variable(np.float32(0))
+    f = jm.function(lambda x: (x, x, x), jm.scatter, (jm.gather, jm.local), ((kept, jm.mean),))
+    rows, local = f(x)
+    x[:] = 1
+    for got in (np.asarray(rows), local.get(0), kept.get(0)):
+        assert not got.any()
+
+
+def test_shuffled_rows_are_fetched_by_their_share_only(monkeypatch):
+    from jaxmpi.functions import worker_call
+
+    jm.fork(2)
+    taken = []
+    take = np.take
+    monkeypatch.setattr(worker_call.np, "take", lambda a, i, **how: (taken.append(len(i)), take(a, i, **how))[1])
+    x = jm.shared(np.arange(4000, dtype=np.float32).reshape(1000, 4))
+    order = np.random.default_rng(0).permutation(1000)[:100]
+    got = jm.function(lambda x: x, jm.scatter, jm.gather)(x, batch=order, slices=5)
+    assert (np.asarray(got) == x[order]).all()
+    assert taken == [10] * 10
+    x.free()
+
+
+def test_pages_name_what_is_there():
+    pages = [Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("functions", "porting")]
+    text = "".join(page.read_text() for page in pages)
+    assert not [name for name in set(re.findall(r"\bjm\.(\w+)", text)) if not hasattr(jm, name)]
+    methods = {name for name in re.findall(r"`v\.(\w+)", text)}
+    assert len(methods) > 8
+    assert not [name for name in methods if not hasattr(Variable, name)]
+
+
+# ---------------------------------------------------------------- profiles
+
+
+def test_without_a_profile_a_call_reads_no_clock(monkeypatch):
+    jm.fork(2)
+    monkeypatch.setattr(profiling, "time", None)
+    f = jm.function(lambda x: (x.sum(), x), jm.scatter, ("sum", "gather"))
+    assert float(f(np.arange(4, dtype=np.float32), slices=2)[0]) == 6
+
+
+def test_a_profile_is_a_table_and_a_line_a_call(tmp_path):
+    jm.fork(2)
+    x, v = np.arange(4, dtype=np.float32), jm.variable(np.float32(1))
+    f, g = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), jm.function(lambda x: x.max(), jm.scatter, jm.max)
+    with jm.profile(tmp_path / "calls.jsonl") as profile:
+        f(x)
+        g(x)
+        f(x)
+        with pytest.raises(jaxmpi.UsageError, match="slices: got 0"):
+            f(x, slices=0)
+        v.get(0)
+    lines = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [line["function"] for line in lines] == ["<lambda>"] * 4 + ["variable.get"]
+    assert lines[0]["number"] == lines[2]["number"] != lines[1]["number"]
+    assert lines[0]["compile_s"] > lines[2]["compile_s"] == 0
+    rows = profile.rows
+    assert [(row["function"], row["calls"]) for row in rows[:2]] == [("<lambda> #1", 3), ("<lambda> #2", 1)]
+    assert abs(sum(row["total_s"] for row in rows) - sum(line["total_s"] for line in lines)) < 1e-9
+    table = [line.split() for line in str(profile).splitlines()]
+    assert table[0] == ["calls", "total", "s", *profiling.PARTS, "sent", "MB"]
+    assert table[-1][:3] == ["all", "5", f"{sum(row['total_s'] for row in rows):.3f}"]
+    profile.save(tmp_path / "run")
+    page = report.write([tmp_path / "run"], tmp_path / "report").read_text()
+    assert "<th scope=col>straggler, s</th>" in page
+    assert f"<th scope=row>&lt;lambda&gt; #1</th><td>3</td><td>{rows[0]['total_s']:.3f}</td>" in page
+    assert f"<th scope=row>all</th><td>5</td><td>{table[-1][2]}</td>" in page
+    assert 'class="note"' not in page
+    with pytest.raises(jaxmpi.UsageError, match=r"profile: got .*nowhere/calls.jsonl; expected a file in a folder"):
+        jm.profile(tmp_path / "nowhere" / "calls.jsonl").__enter__()
+
+
+# ---------------------------------------------------------------- shared arrays
+
+
+def test_shared_reads_and_writes_as_numpy():
+    x = jm.shared(np.arange(6, dtype=np.float32).reshape(2, 3))
+    assert (x.shape, x.dtype, x.ndim, len(x), x.nbytes) == ((2, 3), np.float32, 2, 2, 24)
+    x[1, :2] = 9
+    x[0] = np.array([1, 2, 3], np.float16)
+    assert x[:, 0].tolist() == [1, 9]
+    assert np.asarray(x).base is not None
+    assert (np.add(x, 1) == x.array + 1).all()
+    x.reshape((3, 2))
+    assert x[2].tolist() == [9, 5]
+    assert "float32[3, 2]" in repr(x)
+    x.free()
+    x.free()
+    with pytest.raises(jaxmpi.UsageError, match="has been freed"):
+        x[0]
+
+
+def test_shared_calculates_as_numpy():
+    plain = np.arange(6, dtype=np.float32).reshape(2, 3)
+    x = jm.shared(plain)
+    for got, expected in ((x / 2, plain / 2), (2 - x, 2 - plain), (x > 1, plain > 1), (x == x, plain == plain)):
+        assert type(got) is np.ndarray
+        assert got.tolist() == expected.tolist()
+    assert (x.mean(), x.sum(0).tolist(), x.T.shape) == (2.5, [3, 5, 7], (3, 2))
+    assert [row.sum() for row in x] == [3, 12]
+    same = x
+    x *= 2
+    np.add(x, 1, out=x)
+    assert x is same
+    assert x[:].tolist() == (2 * plain + 1).tolist()
+    with pytest.raises(AttributeError, match="no attribute 'average'"):
+        x.average()
+
+
+def test_shared_grows_in_its_room_and_beyond():
+    x = jm.shared(np.ones((10, 4), np.float32), oversize=2)
+    room, view = x.capacity_bytes, x.array
+    assert room >= 320
+    x.resize(20)
+    assert x.capacity_bytes == room
+    assert (x[:10] == 1).all()
+    x.resize(100)
+    assert x.capacity_bytes >= 1600
+    assert (x[:10] == 1).all()
+    view[0] = 5  # an older view is the same memory
+    assert x[0, 0] == 5
+    x.resize(0)
+    assert len(x) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jm.shared(np.array([object()])), "array of object"),
+        (lambda: jm.shared(np.zeros(3, [("a", "f4")])), "expected numbers"),
+        (lambda: jm.shared(np.zeros(3), dtype=np.float32), "may lose digits"),
+        (lambda: jm.shared(np.zeros(3, np.float32)).__setitem__(0, np.array([1.0])), "may lose digits"),
+        (lambda: jm.shared(np.zeros(3, np.int32)).__setitem__(0, 1.5), "may lose digits"),
+        (lambda: jm.shared(np.zeros(3, np.float32), oversize=0.5), "oversize: got 0.5"),
+        (lambda: jm.shared(np.zeros(3), oversize=1e30), "no 24000000.* bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3), oversize=2e12), "no 48000000004096 bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3)).resize(2 * 10**12), "no 16000000004096 bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3), name="../etc"), "expected letters"),
+        (lambda: jm.shared(name="there-is-none"), "no array named"),
+        (lambda: jm.shared(), "give an array"),
+        (lambda: jm.shared(np.zeros(3)).resize(-1), "length >= 0"),
+        (lambda: jm.shared(np.float32(3)).resize(2), "without axes"),
+    ],
+)
+def test_shared_refuses(make, message):
+    with pytest.raises(jaxmpi.UsageError, match=message):
+        make()
+
+
+def test_shared_casts_where_told_to():
+    x = jm.shared(np.array([1.5, 2.5]), dtype=np.float32, force=True)
+    assert (x.dtype, x[:].tolist()) == (np.float32, [1.5, 2.5])
+    assert jm.shared(np.array([1], np.float16), dtype=np.float32).dtype == np.float32
+
+
+# ---------------------------------------------------------------- what would be wrong without a word
+
+
+@pytest.mark.parametrize("is_script", [True, False])
+def test_a_script_that_ends_where_it_is_imported_is_named(is_script, tmp_path, monkeypatch):
+    (tmp_path / "ends_early.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    script = str(tmp_path / "ends_early.py") if is_script else ""
+    with pytest.raises(jaxmpi.UsageError, match=r"ends_early.* ends its process \(3\) where it is imported"):
+        import_by_name.find({"module": "ends_early", "qualname": "f", "script": script, "is_wrapped": False})
+
+
+MASKED = np.ma.masked_greater(np.arange(4, dtype=np.float32), 1)
+NOT_JAXS = [
+    (MASKED, "got a masked array; .* x.filled"),
+    (np.ones(4, ">f4"), "got an array of >f4, which JAX does not take; cast it"),
+    (np.ones(4, np.longdouble), "got an array of float128, which JAX does not take; cast it"),
+    (np.zeros(4, "V8"), r"got an array of \|V8; expected numbers"),
+]
+
+
+@pytest.mark.parametrize(("array", "message"), NOT_JAXS, ids=["masked", "big-endian", "longdouble", "void"])
+def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array, message):
+    jm.fork(2)
+    f = jm.function(lambda x, p: x["a"].sum() + p.sum(), (jm.scatter, jm.broadcast), jm.sum)
+    kept = jm.variable({"a": np.ones(4, np.float32)})
+    good = np.ones(4, np.float32)
+    for call, who in (
+        (lambda: f({"a": array}, good, batch=[0, 1]), "argument 0 leaf 'a'"),
+        (lambda: f({"a": good}, array), "argument 1"),
+        (lambda: jm.variable({"a": array}), "variable: leaf 'a'"),
+        (lambda: kept.scatter({"a": array}), "scatter: leaf 'a'"),
+        (lambda: jm.shared(array), "shared"),
+        (lambda: jm.shared(lambda: array), "shared"),
+    ):
+        with pytest.raises(jaxmpi.UsageError, match=f"{who}: {message}"):
+            call()
+
+
+def test_shared_takes_what_it_is_told_to_cast():
+    for array, force in ((np.ones(4, ">f4"), False), (np.ones(4, np.longdouble), True)):
+        assert jm.shared(array, dtype=np.float32, force=force).dtype == np.float32
+    x = jm.shared(np.zeros(4, np.float32))
+    x[:] = np.ones(4, ">f4")
+    assert x[:].tolist() == [1] * 4
+    with pytest.raises(jaxmpi.UsageError, match="masked array"):
+        x[:] = MASKED
+    with pytest.raises(jaxmpi.UsageError, match="shared: got an array of object"):
+        jm.shared(np.ones(4, np.float32), dtype=object, force=True)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "int32", "bool"])
+def test_a_mean_takes_no_integers_however_small(dtype):
+    with pytest.raises(jaxmpi.UsageError, match=rf"y: got {dtype}\[3\], which mean cannot take exactly: use sum"):
+        reductions.check_reducible("mean", dtype, [3], "y")
+    reductions.check_reducible("max", dtype, [3], "y")
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
+    reductions.check_reducible("mean", dtype, [], "y")
+    assert reductions.wide(dtype) == np.float32
+    kind = jnp.dtype(dtype)
+    half_step = np.asarray(jnp.finfo(kind).eps, kind)  # of 2, and lost where it is added to that alone
+    assert reductions.combine("sum", [np.asarray(2, kind), *[half_step] * 4], ()) == 2 + 4 * np.float32(half_step)
+
+
+def files_of(name):
+    return [file for file in os.listdir(shared_memory.folder()) if name in file]
+
+
+@pytest.mark.parametrize("has_unseen_files", [True, False])
+def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unseen_files, monkeypatch):
+    """Another makes the same name while the first still reserves its memory."""
+    name, room, rivals = f"test-race-{os.getpid()}", shared_array.make_room, []
+    if not has_unseen_files:
+        monkeypatch.delattr(shared_array.os, "O_TMPFILE")
+
+    def slow_room(handle, size_bytes):
+        monkeypatch.setattr(shared_array, "make_room", room)
+        with pytest.raises(jaxmpi.UsageError, match="no array named"):
+            jm.shared(name=name)
+        rivals.append(jm.shared(function_checks.f32([2]), name=name))
+        room(handle, size_bytes)
+
+    monkeypatch.setattr(shared_array, "make_room", slow_room)
+    with pytest.raises(jaxmpi.UsageError, match=f"the name '{name}' is taken"):
+        jm.shared(function_checks.f32([1]), name=name)
+    assert files_of(name) == [f"jaxmpi-array-{name}"]
+    assert jm.shared(name=name)[:].tolist() == rivals[0][:].tolist() == [2]
+    rivals[0].free()
+    assert files_of(name) == []
+
+
+@pytest.mark.parametrize("has_unseen_files", [True, False])
+def test_a_named_array_that_could_not_be_made_leaves_nothing(has_unseen_files, monkeypatch):
+    name = f"test-failed-{os.getpid()}"
+    if not has_unseen_files:
+        monkeypatch.delattr(shared_array.os, "O_TMPFILE")
+    monkeypatch.setattr(shared_array, "reserve", lambda handle, n: os.posix_fallocate(handle, 0, 1 << 60))
+    with pytest.raises(jaxmpi.UsageError, match="no 4108 bytes of shared memory"):
+        jm.shared(np.ones(3, np.float32), name=name)
+    assert files_of(name) == []
+
+
+@pytest.fixture
+def dead_makers(monkeypatch):
+    """The name of an array whose maker has ended without a word."""
+    name, child = f"test-dead-{os.getpid()}", subprocess.Popen(["true"])
+    child.wait()
+    with monkeypatch.context() as as_child:
+        as_child.setattr(os, "getpid", lambda: child.pid)
+        Path(shared_array.path_of(name)).write_bytes(shared_array.page("float32", [1]) + bytes(4))
+    return name
+
+
+def test_of_a_dead_makers_array_the_name_is_free_and_a_live_ones_stays(dead_makers):
+    x = jm.shared(function_checks.f32([5]), name=dead_makers)
+    shared_array.forget_the_dead(x.path)
+    os.pwrite(x._handle, bytes(shared_array.PAGE), 0)  # as another may read it while its maker writes: no sign of death
+    shared_array.forget_the_dead(x.path)
+    assert files_of(dead_makers) == [f"jaxmpi-array-{dead_makers}"]
+    x.free()
+
+
+def test_two_that_find_a_dead_makers_array_remove_it_once(dead_makers, monkeypatch):
+    outcomes, kill = [], os.kill
+
+    def make(value):
+        try:
+            outcomes.append(jm.shared(function_checks.f32([value]), name=dead_makers))
+        except jaxmpi.UsageError as error:
+            outcomes.append(error)
+
+    rival = threading.Thread(target=make, args=(2,))
+
+    def kill_and_let_the_rival_begin(pid, number):
+        monkeypatch.setattr(os, "kill", kill)
+        rival.start()
+        rival.join(0.1)
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", kill_and_let_the_rival_begin)
+    make(1)
+    rival.join()
+    made = [x for x in outcomes if isinstance(x, shared_array.SharedArray)]
+    assert len(made) == 1, outcomes
+    assert jm.shared(name=dead_makers)[:].tolist() == made[0][:].tolist()
+    made[0].free()
+
+
+@pytest.mark.parametrize("number", [2**40, -(2**31) - 1, 2**63, np.int64(2**40), np.uint64(2**64 - 1)])
+def test_a_number_that_jax_would_cut_off_is_refused(number):
+    jm.fork(2)
+    f, x = jm.function(lambda x, p: x.sum() + p, (jm.scatter, jm.broadcast), jm.max), np.ones(4, np.float32)
+    message = f"got {number}, which u?int32 cannot hold; .* jax_enable_x64"
+    for call, who in ((lambda: jm.variable({"a": number}), "variable: leaf 'a'"), (lambda: f(x, number), "argument 1")):
+        with pytest.raises(jaxmpi.UsageError, match=f"{who}: {message}"):
+            call()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("number", [2**40, -(2**31) - 1, np.uint64(2**64 - 1)])
+def test_arrays_that_jax_would_cut_off_are_refused_unless_it_has_64_bits(number, is_shared):
+    """Of scattered arrays the rows that a call takes count."""
+    jm.fork(2)
+    f = jm.function(lambda x, p: (x["a"], p), (jm.scatter, jm.broadcast), (jm.gather, jm.max))
+    v, good = jm.variable({"a": np.zeros(2, np.int64)}), np.arange(4)
+    bad = np.array([1, 2, 3, number], np.asarray(number).dtype)
+    rows = jm.shared(bad) if is_shared else bad
+    message = f"got {number}, which u?int32 cannot hold; .* jax_enable_x64"
+    calls = [
+        (lambda: f({"a": rows}, good), "argument 0 leaf 'a'"),
+        (lambda: f({"a": good}, rows), "argument 1"),
+        (lambda: v.scatter({"a": rows}), "scatter: leaf 'a'"),
+    ]
+    if not is_shared:
+        calls += [(lambda: v.set(1, {"a": bad}), "variable: leaf 'a'"), (lambda: jm.variable(bad), "variable: leaf ''")]
+    for call, who in calls:
+        with pytest.raises(
+            (jaxmpi.UsageError, jaxmpi.TrainingError), match=f"{who}: {message}"
+        ):  # of all workers, or of one
+            call()
+    assert f({"a": rows}, good, batch=3)[0].tolist() == [1, 2, 3]
+    with jax.enable_x64(True):
+        jm.close()
+        jm.fork(2)
+        wide, wide_v = jm.function(lambda x: x, jm.scatter, jm.gather), jm.variable(bad)
+        assert np.asarray(wide(rows)).tolist() == bad.tolist() == wide_v.get(1).tolist()
+
+
+def test_numbers_that_fit_are_taken():
+    jm.fork(2)
+    for number in (True, 2**31 - 1, -(2**31), np.uint32(2**32 - 1), np.int64(5), np.float64(0.5)):
+        assert jm.variable(number).get(1) == number
+    with jax.enable_x64(True):
+        assert jm.variable(2**40).get(1) == 2**40
+
+
+def test_an_index_beyond_64_bits_is_not_there():
+    with pytest.raises(jaxmpi.UsageError, match="got index 18446744073709551615; there are 8 examples"):
+        partitioning.choose(np.array([2**64 - 1, 0], np.uint64), 8)
+    assert np.asarray(partitioning.choose(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
+
+
+def test_more_pieces_than_rows_cost_no_more():
+    assert partitioning.pieces(8, 2, 1, 10**12) == partitioning.pieces(8, 2, 1, 8) == [(4, 5), (5, 6), (6, 7), (7, 8)]

@@ -1,0 +1,625 @@
+"""A script that leads workers: made by fork, or ranks of mpirun. It runs once; what fails is named; nothing hangs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from launching import CLUSTER, NOT_PERMITTED, PATH, ROOT, mpirun, run
+
+ENV = {"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
+NOTHING: dict[str, str] = {}
+HEAD = """
+import os, resource, signal, sys, time
+import numpy as np, jax, jax.numpy as jnp
+import jaxmpi
+from jaxmpi import functions as jm
+"""
+ALL_CHECKS = (
+    HEAD
+    + """
+import function_checks
+if __name__ == "__main__":
+    n = jm.fork({n})
+    print("script of", n, flush=True)
+    for check in function_checks.{which}:
+        check()
+    print("all checks pass", flush=True)
+"""
+)
+
+
+def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0, env=NOTHING):
+    """Run a script that forks `n` workers, or under mpirun with `ranks`."""
+    (tmp_path / "script.py").write_text(text.replace("{n}", str(n) if n else ""))
+    if ranks:
+        return mpirun(ranks, str(tmp_path / "script.py"), timeout_s=timeout_s, env=ENV | env)
+    return run([sys.executable, str(tmp_path / "script.py")], timeout_s=timeout_s, env=ENV | env)
+
+
+QUICK = [(2, 0, "CORE")]
+WHOLE = [
+    pytest.param(n, r, which, marks=pytest.mark.slow)
+    for which, jobs in {
+        "CHECKS": [(1, 0), (2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)],
+        "CORE": [(8, 0), (0, 8)],
+    }.items()
+    for n, r in jobs
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("n", "ranks", "which"), [*QUICK, *WHOLE])
+def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
+    ended = lead(tmp_path, ALL_CHECKS.replace("{which}", which), n, ranks=ranks, timeout_s=200)
+    assert ended.code == 0, ended.out[-4000:]
+    assert ended.out.count(f"script of {n or ranks}") == 1
+    assert ended.out.count("all checks pass") == 1
+
+
+SHORT = 'import jaxmpi\njaxmpi.fork({n}, kind="processes")\n'
+
+
+@pytest.mark.e2e
+def test_a_script_without_a_device_ends_with_one_sentence(tmp_path):
+    ended = lead(tmp_path, SHORT, 2, env={"JAX_PLATFORMS": "nosuch"})
+    assert ended.code == 1
+    assert re.fullmatch(r"jaxmpi: error: JAX finds no device: .*; JAX_PLATFORMS is 'nosuch': unset it, .*\n", ended.out)
+
+
+@pytest.mark.e2e
+def test_a_script_without_shared_memory_ends_with_one_sentence(tmp_path):
+    enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    (tmp_path / "script.py").write_text(SHORT.replace("{n}", "2"))
+    ended = run([*enter, sys.executable, str(tmp_path / "script.py")], timeout_s=100, env=ENV)
+    assert ended.code == 1
+    sentence = r"jaxmpi: error: no \d+ bytes for 2 ranks in /dev/shm \(Read-only file system\); .* or take devices .*\n"
+    assert re.fullmatch(sentence, ended.out), ended.out
+
+
+DROPPED = (
+    HEAD
+    + """
+from jaxmpi.functions.lifecycle import current_group
+from jaxmpi.functions.transport import SocketTransport
+
+sent, send = [0], SocketTransport._send
+
+def counted(line, rank, data):
+    sent[0] += memoryview(data).nbytes
+    send(line, rank, data)
+
+def held_mb():
+    pages = int(open(f"/proc/{current_group().line.jobs[1].pid}/statm").read().split()[1])
+    return pages * resource.getpagesize() >> 20
+
+if __name__ == "__main__":
+    jm.fork(2)
+    x, held = np.ones(2, np.float32), []
+    for i in range(30):
+        f = jm.function(lambda x, w: (x.sum() + w).sum(), (jm.scatter, jm.broadcast), jm.sum)
+        f(x, np.full(1 << 21, i, np.float32))
+        held.append(held_mb())
+        del f
+    print("grown", max(held) - held[1])
+
+    w = jm.shared(np.ones(1 << 20, np.float32))
+    f = jm.function(lambda x, w: x.sum() + w.sum(), (jm.scatter, jm.broadcast), jm.max)
+    SocketTransport._send = counted
+    for value in (1, 2):
+        w[:] = value
+        assert float(f(x, w)) == 1 + (value << 20)
+    print("sent", sent[0])
+"""
+)
+
+
+FAILED_BEFORE = (
+    HEAD
+    + """
+from jax.experimental import io_callback
+
+def fail(x):
+    raise ValueError("of the user's own program")
+
+def total(x):
+    return float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x))
+
+if __name__ == "__main__":
+    x = np.arange(4, dtype=np.float32)
+    if {n}:
+        jm.fork({n})
+    totals = [total(x)]
+    if {n} or jaxmpi.world().rank:
+        slow = jax.jit(lambda a: jax.lax.fori_loop(0, 200, lambda i, b: b @ a, a))(jnp.eye(500))  # else it runs at once
+        try:
+            jax.block_until_ready(jax.jit(lambda x: io_callback(fail, x, x, ordered=True))(slow))
+        except jax.errors.JaxRuntimeError:
+            totals.append(total(x))
+    else:
+        totals.append(total(x))
+    if {n}:
+        jm.close()
+        jm.fork({n})
+        totals.append(total(x))
+    print("totals", totals, flush=True)
+    os._exit(0)  # else JAX waits for that program again
+"""
+)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("n", "ranks"), [(2, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
+def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks, tmp_path):
+    ended = lead(tmp_path, FAILED_BEFORE.replace("{n}", str(n)), n, ranks=ranks)
+    expected = "totals [6.0, 6.0, 6.0]" if n else "totals [6.0, 6.0]"
+    assert ended.out.count(expected) == max(ranks, 1), ended.out[-3000:]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a job more
+def test_workers_let_go_of_what_is_gone_and_are_sent_nothing_that_is_shared(tmp_path):
+    ended = lead(tmp_path, DROPPED, 2)
+    assert ended.code == 0, ended.out
+    assert int(ended.out.split("grown ")[1].split()[0]) < 100, ended.out  # MB; 28 inputs are 224
+    assert int(ended.out.split("sent ")[1]) < 100_000, ended.out  # bytes; a shared broadcast input is read in place
+
+
+FAULTS = (
+    HEAD
+    + """
+from jax.experimental import io_callback
+from jaxmpi.functions.lifecycle import current_group
+
+def says_pid(x):
+    assert sys.argv[1:] == ["--rows", "4"]
+    return jax.pure_callback(lambda v: np.int32(os.getpid()), jax.ShapeDtypeStruct((), jnp.int32), x.max())
+
+def dies(x):
+    def die(v):
+        if v == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return v
+    return jax.pure_callback(die, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+def unreadable(x):
+    if __name__ != "__main__":  # in a worker
+        raise ValueError("cannot read " + os.fsdecode(b"data-\\xff.npy"))  # no UTF-8
+    return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+steps = []
+def counts(x):
+    def step(v):
+        steps.append(v)
+        return np.int32(len(steps))
+    return io_callback(step, jax.ShapeDtypeStruct((), jnp.int32), x.sum(), ordered=True)
+
+def forks(x):
+    def fork(v):
+        if v == 3:
+            jm.fork(2)
+        return v
+    return jax.pure_callback(fork, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+def starves(x):
+    def starve(v):
+        if v == 3:  # what lies there already is more than this process may still take
+            pages = int(open("/proc/self/statm").read().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20),) * 2)
+        return v
+    return jax.pure_callback(starve, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+def tell(call):
+    begin = time.monotonic()
+    try:
+        print("got", call(), flush=True)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    print("after a while" if time.monotonic() - begin > 20 else "soon", flush=True)
+
+if __name__ == "__main__":
+    x = np.arange(4, dtype=np.float32)
+    sys.argv += ["--rows", "4"]
+    sys.stdout.reconfigure(errors="backslashreplace")
+    jm.fork(2)
+    tell(lambda: jm.fork(2))
+    pids = jm.function(says_pid, jm.scatter, jm.local)(x)
+    assert pids.get(0) == os.getpid() != pids.get(1)
+    f = jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
+    tell(lambda: f(x))
+    tell(lambda: jm.function(forks, jm.scatter, jm.max)(x))
+    counted = jm.function(counts, jm.scatter, jm.local)
+    each = [counted(np.ones(n, np.float32)) for n in (4, 4, 5)]
+    tell(lambda: [[int(v.get(rank)) for v in each] for rank in range(2)])
+    tell(lambda: jm.function(unreadable, jm.scatter, jm.max)(x))
+    hidden = jm.function(lambda x: may_not_travel(x), jm.scatter, jm.max)
+    may_not_travel = lambda x: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+    tell(lambda: hidden(x))
+    tell(lambda: jm.function(lambda x: x.sum(), jm.scatter, jm.sum, strategy="ring16")(x))
+    tell(lambda: f(x))
+    tell(lambda: jm.function(dies, jm.scatter, jm.max)(x))
+    tell(lambda: f(x))
+    jm.close()
+    tell(lambda: f(x))
+    print("workers", jm.fork(2), flush=True)
+    os.kill(current_group().line.jobs[1].pid, signal.SIGSTOP)
+    os.kill(current_group().line.jobs[1].pid, signal.SIGKILL)
+    tell(lambda: jm.variable(np.float32(1)).all_reduce())
+    jm.close()
+    jm.fork(2)
+    tell(lambda: jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x))
+    big = jm.function(lambda x: jnp.zeros(1 << 25) + x.sum(), jm.scatter, jm.local)(x)
+    jm.function(starves, jm.scatter, jm.max)(x)
+    tell(lambda: big.get(1))
+"""
+)
+EXPECTED = [
+    "UsageError: fork: there are 2 workers already",
+    "got 6.0",
+    "WorkerFailed: forks: worker 1 of 2 failed:",
+    "fork: this process is a worker already",
+    "got [[1, 2, 3], [1, 2, 3]]",  # a worker that lacks a program lets nobody else compute twice
+    "WorkerFailed: unreadable: worker 1 of 2 failed:",
+    r"cannot read data-\udcff.npy",
+    "UsageError: function '<lambda>' calls back into Python",
+    "got 6.0",
+    "got 6.0",
+    "WorkerDied: worker 1 of 2 (process ",
+    "has ended: killed by SIGKILL",
+    "UsageError: the workers are no longer in step: worker 1 of 2",
+    "UsageError: the workers have been closed",
+    "workers 2",
+    "WorkerDied: worker 1 of 2",
+    "got 6.0",
+    "MemoryError",  # past its report: the master must not wait
+    "has ended: exit code 1",
+]
+
+
+@pytest.mark.e2e
+def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
+    ended = lead(tmp_path, FAULTS, 2)
+    assert ended.code == 0, ended.out[-4000:]
+    assert "after a while" not in ended.out
+    place = 0
+    for text in EXPECTED:
+        assert text in ended.out[place:], f"{text!r} not in:\n{ended.out[place:]}"
+        place = ended.out.index(text, place) + len(text)
+    assert not left_over(str(tmp_path))
+
+
+COMPUTES = """
+from jaxmpi.functions.lifecycle import current_group
+
+def computes(x):
+    def compute(v):
+        end = time.monotonic() + 4  # beyond the limit
+        while time.monotonic() < end:
+            pass
+        return v
+    return jax.pure_callback(compute, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+
+if __name__ == "__main__":
+    jm.fork({n})
+    x = np.arange(4, dtype=np.float32)
+    print("computed", float(jm.function(computes, jm.scatter, jm.max)(x)), flush=True)
+"""
+STOPPED = (
+    HEAD
+    + COMPUTES
+    + """
+    os.kill(current_group().line.jobs[1].pid, signal.SIGSTOP)
+    try:
+        jm.variable(np.zeros(1 << 22, np.float32))  # more than a socket holds
+    except jaxmpi.TrainingError as error:
+        print(error, flush=True)
+    jm.close()
+    jm.fork(2)
+    print("again", float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x)))
+"""
+)
+
+
+@pytest.mark.e2e
+def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
+    ended = lead(tmp_path, STOPPED, 2, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "2"})
+    assert ended.code == 0, ended.out[-3000:]
+    assert "computed 3.0" in ended.out
+    assert "killed by SIGKILL, having been stopped for 2 s" in ended.out
+    assert "again 6.0" in ended.out
+    assert not left_over(str(tmp_path))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # waits for time limits
+def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
+    """One that computes for longer than the limit does not."""
+    script = (
+        HEAD
+        + COMPUTES.replace(
+            "    jm.fork",
+            """    from jaxmpi.comm.control import processes
+    pid = processes().allgather_object(os.getpid())[1]
+    jm.fork""",
+        )
+        + """
+    os.kill(pid, signal.SIGSTOP)
+    print("stopped", pid, flush=True)
+    jm.variable(np.zeros(1 << 22, np.float32))  # more than is sent at once
+    print("went on", flush=True)
+"""
+    )
+    limit = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
+    if hosts == 1:
+        ended = lead(tmp_path, script, 0, ranks=2, env=limit, timeout_s=60)
+    else:
+        (tmp_path / "script.py").write_text(script.replace("{n}", ""))
+        job = ["mpirun", "-n", "2", sys.executable, str(tmp_path / "script.py")]
+        line = [*CLUSTER, "--hosts", "2", "--slots", "1", "--", *job]
+        ended = run(line, timeout_s=100, env=ENV | limit)
+        if ended.code == NOT_PERMITTED:
+            pytest.skip(ended.out.strip())
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "computed 3.0" in ended.out, ended.out[-3000:]
+    assert "rank 1 of 2 on" in ended.out
+    assert f"has been stopped for {2 if hosts == 1 else 7} s" in ended.out
+    assert "went on" not in ended.out
+    assert not left_over(str(tmp_path))
+
+
+CHILD = (
+    HEAD
+    + """
+if __name__ == "__main__":
+    shared = jm.shared(np.ones(3, np.float32), name=f"child-{os.getpid()}")
+    for n in (1, 2):  # before there are workers, and with them
+        pid = os.fork()
+        if pid == 0:
+            if n == 2:
+                try: f(x)
+                except jaxmpi.UsageError as error: print(error, flush=True)
+            shared.free()
+            sys.exit(0)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), os.path.exists(shared.path), flush=True)
+        if n == 1:
+            jm.fork(2)
+            f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.arange(4, dtype=np.float32)
+        print("sum", float(f(x)), flush=True)
+"""
+)
+
+
+@pytest.mark.e2e
+def test_a_child_made_by_os_fork_takes_nothing_from_its_parent(tmp_path):
+    ended = lead(tmp_path, CHILD, 2, timeout_s=60)
+    assert ended.code == 0, ended.out[-3000:]
+    assert (ended.out.count("child 0 True"), ended.out.count("sum 6.0")) == (2, 2), ended.out
+    assert "the workers are its parent's" in ended.out
+
+
+def left_over(path: str) -> list[str]:
+    """Processes that still run a script of this folder, or wait for one."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                line = file.read().decode().replace("\0", " ")
+        except OSError:
+            continue
+        if path in line:
+            found.append(line)
+    return found
+
+
+ENDS = {
+    "no_close": ("pass", "", 0),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", -9),
+    "error": ("raise ValueError('the master failed')", "the master failed", 1),
+    "exit": ("sys.exit(3)", "", 3),
+}
+RARE = ("error", "exit", "no_close")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
+def test_workers_end_with_their_master(end, tmp_path):
+    code, message, status = ENDS[end]
+    script = HEAD + f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
+    ended = lead(tmp_path, script, 2, timeout_s=60)  # its pipe closes when the last of them has ended
+    assert not ended.timed_out
+    assert ended.code == status, ended.out
+    assert message in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.slow), "1"])
+def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
+    script = (
+        HEAD
+        + """
+from jaxmpi.comm.control import processes
+def dies(x):
+    def die(v):
+        if processes().rank == WHO: os.kill(os.getpid(), signal.SIGKILL)
+        return v
+    return jax.pure_callback(die, jax.ShapeDtypeStruct((), jnp.float32), x.max())
+if __name__ == "__main__":
+    jm.fork()
+    jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
+else:
+    from jaxmpi.comm.control import processes
+""".replace("WHO", who)
+    )
+    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert f"rank {who}" in ended.out
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_past_its_report_ends_the_job(tmp_path):
+    calls = """
+    jm.fork()
+    x = np.arange(4, dtype=np.float32)
+    big = jm.function(lambda x: jnp.zeros(1 << 25) + x.sum(), jm.scatter, jm.local)(x)
+    jm.function(starves, jm.scatter, jm.max)(x)
+    print("got", big.get(1), flush=True)
+"""
+    script = FAULTS[: FAULTS.index("if __name__ ==")] + f'if __name__ == "__main__":{calls}'
+    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "rank 1/2" in ended.out
+    assert "MemoryError" in ended.out
+    assert "got" not in ended.out
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    script = (
+        HEAD
+        + """
+from jaxmpi.comm.control import processes
+f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
+f(x)
+if processes().rank == 1: time.sleep(60)
+for i in range(2):
+    try: f(x)
+    except jaxmpi.TrainingError as error: print("first:", error, flush=True)
+    except jaxmpi.UsageError as error: print("then:", error, flush=True)
+sys.exit(3)
+"""
+    )
+    (tmp_path / "script.py").write_text(script)
+    limits = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2", "JAXMPI_EXIT_TIMEOUT_S": "2"}
+    ended = mpirun(2, str(tmp_path / "script.py"), timeout_s=55, env=ENV | limits)
+    assert not ended.timed_out
+    assert ended.code != 0
+    assert "first: rank [1] did not come to this call within 2 s" in ended.out
+    assert "then: the workers are no longer in step: rank [1]" in ended.out
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # two jobs
+def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
+    script = (
+        HEAD
+        + """
+before = time.monotonic()
+for i in range(3):
+    n = jm.fork()
+    f = jm.function(lambda x: x.sum() + i, jm.scatter, jm.sum)
+    v = jm.variable(np.float32(1))
+    v.all_reduce("sum")
+    print("sum", float(f(np.ones(4, np.float32))), v.get(1), flush=True)
+    jm.close()
+    try:
+        f(np.ones(4, np.float32))
+    except jaxmpi.UsageError as error:
+        print(error)
+sys.exit(3)
+"""
+    )
+    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
+    assert not ended.timed_out
+    assert ended.code == 3
+    assert [line for line in ended.out.splitlines() if line.startswith("sum")] == [
+        f"sum {4 + 2 * i}.0 2.0" for i in range(3)
+    ]
+    assert ended.out.count("have been closed") == 3
+
+
+@pytest.mark.slow
+def test_every_process_of_the_user_sees_a_named_array(tmp_path):
+    name = f"test-{os.getpid()}"
+    other = f"from jaxmpi import functions as jm; a = jm.shared(name={name!r}); print(a[:].tolist()); a[1] = 7"
+    script = (
+        HEAD
+        + f"""
+import subprocess
+a = jm.shared(np.float32([1, 2, 3]), name={name!r})
+print(subprocess.run([sys.executable, "-c", {other!r}], capture_output=True, text=True, check=True).stdout)
+print(a[:].tolist())
+try: jm.shared(np.float32([1]), name={name!r})
+except jaxmpi.UsageError as error: print(error)
+a.free()
+b = jm.shared(np.float32([4]), name={name!r})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    ended = lead(tmp_path, script, 0, timeout_s=60)
+    assert "[1.0, 2.0, 3.0]" in ended.out
+    assert "[1.0, 7.0, 3.0]" in ended.out
+    assert f"the name '{name}' is taken" in ended.out
+    again = HEAD + f"a = jm.shared(np.float32([5]), name={name!r}); print(a[:], a.path)"  # its maker is dead
+    ended = lead(tmp_path, again, 0, timeout_s=60)
+    assert "[5.]" in ended.out
+    assert not os.path.exists(ended.out.split()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2])
+def test_slices_bound_the_memory(n, tmp_path):
+    """Of what a share needs at once, 400 MB over the workers, each piece of twenty needs a twentieth."""
+    script = (
+        HEAD
+        + """
+def peak_mb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+if __name__ == "__main__":
+    n = jm.fork({n})
+    x, w = jm.shared(np.ones((100_000, 8), np.float32)), np.ones((8, 1000), np.float32)
+    f = jm.function(lambda x, w: (jnp.tanh(x @ w) @ w.T).sum(), (jm.scatter, jm.broadcast), jm.sum)
+    f(x, w, batch=5_000)
+    peaks = [peak_mb()]
+    for slices in (20 // n, 1):
+        f(x, w, slices=slices)
+        peaks.append(peak_mb())
+    print("peaks", *np.diff(peaks))
+"""
+    )
+    ended = lead(tmp_path, script, n, timeout_s=60)
+    assert ended.code == 0, ended.out[-3000:]
+    sliced, whole = map(int, ended.out.split("peaks ")[1].split()[:2])
+    assert whole > 300 / n
+    assert sliced < 100 / n
+
+
+OVER_HOSTS = (
+    HEAD
+    + """
+import function_checks
+from function_checks import CORE, check_shared
+led = sys.argv[1] == "led"
+if __name__ == "__main__":
+    if led:
+        jm.fork()
+        f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), jm.shared(np.ones(9, np.float32))
+        function_checks.fails(lambda: f(x), "a shared array is seen on one host")
+    here = jm.function(lambda x: x.sum(), jm.scatter, jm.sum, strategy="shm")
+    function_checks.fails(lambda: here(np.ones(9, np.float32)), "got workers on 2 hosts: use hier-ring or asa")
+    for check in CORE:
+        if not (led and check is check_shared):
+            check()
+    print("all checks pass", flush=True)
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["led", "ranks"])
+def test_checks_hold_over_several_hosts(mode, tmp_path):
+    (tmp_path / "script.py").write_text(OVER_HOSTS)
+    job = ["mpirun", "-n", "4", sys.executable, str(tmp_path / "script.py"), mode]
+    line = [*CLUSTER, "--hosts", "2", "--slots", "2", "--", *job]
+    ended = run(line, timeout_s=200, env=ENV)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out[-4000:]
+    assert ended.out.count("all checks pass") == (1 if mode == "led" else 4)

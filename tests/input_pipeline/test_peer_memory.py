@@ -1,0 +1,104 @@
+"""Reading another process's memory: a real one's."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.data.group_cache import Arena
+from jaxmpi.input_pipeline import peer_memory
+from launching import PATH, ROOT
+
+LENGTHS = np.random.default_rng(0).integers(0, 9, 5000)
+OTHER = """
+import json, sys
+from test_peer_memory import filled
+from jaxmpi.input_pipeline.peer_memory import addresses
+arena = filled()
+print(json.dumps(addresses(arena).tolist()), flush=True)
+sys.stdin.read()
+"""
+
+
+def filled() -> Arena:
+    arena = Arena(np.random.default_rng(1).permutation(5000)[:4000], LENGTHS)
+    for record in arena.records:
+        arena[record][:] = record % 251
+    return arena
+
+
+@contextlib.contextmanager
+def other() -> Iterator[tuple[subprocess.Popen, np.ndarray]]:
+    """A process that holds such an arena, and what it tells of it."""
+    env = os.environ | {"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}:{Path(__file__).parent}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", OTHER], stdin=pipe, stdout=pipe, env=env, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, np.array(json.loads(process.stdout.readline()), np.int64)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def there() -> Iterator[tuple[int, np.ndarray]]:
+    with other() as (process, told):
+        yield process.pid, told
+
+
+@pytest.mark.parametrize("most", [None, 1000])
+def test_records_are_read_in_any_order(there, most, monkeypatch):
+    """More of them than one call takes, some of no bytes; also if the system copies less than it is asked for."""
+    if most:
+        whole = peer_memory._readv
+
+        def partly(pid, here, one, there, count, flags):
+            span = np.ctypeslib.as_array((peer_memory.ctypes.c_int64 * 2).from_address(here))
+            span[1] = min(span[1], most)
+            return whole(pid, here, one, there, count, flags)
+
+        monkeypatch.setattr(peer_memory, "_readv", partly)
+    wanted = np.random.default_rng(2).permutation(filled().records)
+    out = np.zeros(LENGTHS[wanted].sum(), np.uint8)
+    pid, told = there
+    peer_memory.PeerArena(pid, told, LENGTHS).gather(wanted, out)
+    assert out.tolist() == np.repeat(wanted % 251, LENGTHS[wanted]).tolist()
+
+
+def test_a_process_that_has_ended(monkeypatch):
+    monkeypatch.setattr(peer_memory, "LAUNCHER_FIRST_S", 0)
+    arena = filled()
+    with other() as (process, told):
+        remote = peer_memory.PeerArena(process.pid, told, LENGTHS)
+        process.kill()
+        process.wait(10)
+        said = f"cannot be read any more; .*memory of process {process.pid}: No such process"
+        with pytest.raises(TrainingError, match=said):
+            remote.gather(arena.records, np.empty(arena.bytes.size, np.uint8))
+
+
+def test_memory_that_is_not_there(there):
+    with pytest.raises(OSError, match="Bad address"):
+        peer_memory.read(there[0], np.array([4096]), np.array([8]), np.empty(8, np.uint8))
+
+
+def test_a_system_without_the_call(monkeypatch):
+    monkeypatch.setattr(peer_memory, "_readv", None)
+    with pytest.raises(OSError, match="not implemented"):
+        peer_memory.read(os.getpid(), np.array([0]), np.array([8]), np.empty(8, np.uint8))
+
+
+def test_another_process_of_that_number_is_none_of_the_group(there):
+    """As in containers, where each counts its own."""
+    pid, told = there
+    token = filled().bytes[:16].view(np.int64)
+    assert peer_memory._is_readable(np.array([pid, told[0], *token]))
+    assert not peer_memory._is_readable(np.array([pid, told[0], *(token + 1)]))
+    assert not peer_memory._is_readable(np.array([2**22 + 1, told[0], *token]))

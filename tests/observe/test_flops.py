@@ -1,0 +1,287 @@
+"""Model FLOPs: of products by their definition and by XLA's analysis, whole models by the field's formulas, peaks."""
+
+import dataclasses
+import itertools
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from jaxmpi import data
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config import Data, ExchangeConfig, Experiment
+from jaxmpi.core.pytrees import PyTree
+from jaxmpi.model import Model
+from jaxmpi.models.gpt import gpt_tiny
+from jaxmpi.observe.flops import (
+    TERAFLOPS,
+    Peak,
+    StepFlops,
+    cores_of_hosts,
+    flops_of,
+    measured_peak,
+    peak_of,
+    peak_of_all,
+    peak_of_devices,
+)
+from jaxmpi.runtime.device_setup import my_gpu
+from jaxmpi.tasks.registry import task_of
+from jaxmpi.trainer import build, main, step
+from jaxmpi.trainer.training_plan import job_of
+
+KEY = jax.random.key_data(jax.random.key(0))
+
+
+def counted(function, *args: PyTree) -> float | None:
+    return flops_of(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def by_xla(function, *args: PyTree) -> float:
+    analysis = jax.jit(function).lower(*args).cost_analysis()
+    assert analysis is not None
+    return analysis["flops"]
+
+
+def of_gradients(model: Model, batch: int, micro_batch: int = 0, label: tuple[int, ...] = ()) -> float | None:
+    """Of a worker's gradients, as the trainer traces them."""
+    forward = step.Forward(task_of(Experiment(model=model, data=Data())))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *model.input_shape), model.input_dtype))
+    examples = {
+        "image": jnp.zeros((batch, *model.input_shape), model.input_dtype),
+        "label": jnp.zeros((batch, *label), jnp.int32),
+        "weight": jnp.ones(batch),
+    }
+    flops = StepFlops()
+    flops.count(
+        jax.make_jaxpr(step.local_gradients(forward, micro_batch))(
+            *shapes, examples, KEY, jnp.zeros((), jnp.int32)
+        ).jaxpr
+    )
+    return flops.of_worker
+
+
+def dense(widths: tuple[int, ...]) -> Model:
+    """Dense layers without biases."""
+
+    def init(key, image):
+        return [jnp.zeros(pair) for pair in itertools.pairwise(widths)], {}
+
+    def apply(params, state, x, key, train):
+        for w in params[:-1]:
+            x = jax.nn.relu(x @ w)
+        return x @ params[-1], state
+
+    return Model("dense", init, apply, (widths[0],), widths[-1])
+
+
+# ---------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize(("stride", "padding"), [*itertools.product((1, 2, 3), ("SAME", "VALID", ((2, 1), (0, 3))))])
+def test_a_convolution_and_its_gradients_are_counted_as_xla_does(stride, padding):
+    """In the backward pass windows are dilated, inputs have zeros between them, groups are of the batch."""
+    for apart, groups, size in itertools.product((1, 2), (1, 2), (1, 4)):
+        x, w = jnp.zeros((4, 13, 11, 4)), jnp.zeros((size, size, 4 // groups, 6))
+
+        def forward(x, w, apart=apart, groups=groups):
+            layout = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "rhs_dilation": (apart, apart)}
+            return jax.lax.conv_general_dilated(x, w, (stride, stride), padding, feature_group_count=groups, **layout)
+
+        y = jnp.zeros(jax.eval_shape(forward, x, w).shape)
+
+        def backward(x, w, y, forward=forward):
+            return jax.vjp(forward, x, w)[1](y)
+
+        assert counted(forward, x, w) == by_xla(forward, x, w) > 0
+        assert counted(backward, x, w, y) == by_xla(backward, x, w, y)
+
+
+def test_all_turns_of_a_loop_count_where_xla_counts_one():
+    ws, x = jnp.zeros((5, 8, 8)), jnp.zeros((3, 8))
+
+    def by_scan(ws, x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+
+    def unrolled(ws, x):
+        for w in ws:
+            x = x @ w
+        return x
+
+    assert counted(by_scan, ws, x) == counted(unrolled, ws, x) == 5 * 2 * 3 * 8 * 8
+    assert by_xla(unrolled, ws, x) >= 5 * 2 * 3 * 8 * 8
+    assert by_xla(by_scan, ws, x) < 2 * 2 * 3 * 8 * 8
+
+
+def test_what_a_checkpoint_computes_anew_counts_once():
+    ws, x = jnp.zeros((5, 8, 8)), jnp.zeros((3, 8))
+
+    def loss(layer, ws, x):
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0].sum()
+
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    plain, anew = (lambda ws, x, f=f: jax.grad(loss, 1)(f, ws, x) for f in (layer, jax.checkpoint(layer)))
+    assert counted(anew, ws, x) == counted(plain, ws, x) == 3 * 5 * 2 * 3 * 8 * 8
+    assert by_xla(anew, ws, x) > by_xla(plain, ws, x)
+
+
+def test_of_branches_the_dearest_counts_and_what_is_not_used_does_not():
+    w, x = jnp.zeros((8, 8)), jnp.zeros((3, 8))
+
+    def branching(w, x):
+        x @ w  # pyright: ignore[reportUnusedExpression]
+        return jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: x)
+
+    assert counted(branching, w, x) == 2 * 3 * 8 * 8
+
+
+def test_what_cannot_be_counted_is_unknown():
+    w, x = jnp.zeros((8, 8)), jnp.zeros((3, 8))
+    call = jax.ffi.ffi_call("a_library", jax.ShapeDtypeStruct((3, 8), jnp.float32))
+    assert counted(lambda w, x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ w, x), w, x) is None
+    assert counted(lambda w, x: call(x) @ w, w, x) is None
+    assert counted(lambda w, x: jax.pure_callback(np.asarray, x, x) @ w, w, x) is None
+    assert counted(lambda w, x: io_callback(np.asarray, x, x) @ w, w, x) is None
+    assert counted(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, x), x) == 0
+
+
+# ---------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("micro_batch", [0, 4, 1])
+def test_dense_layers_take_6_n_an_example_but_for_the_gradient_of_the_input(micro_batch):
+    """2 n forward, 2 n for the kernels' gradients, 2 n for those of inputs, which the first layer's has not."""
+    widths = (24, 32, 16, 10)
+    each = [a * b for a, b in itertools.pairwise(widths)]
+    assert of_gradients(dense(widths), 8, micro_batch) == 8 * (6 * sum(each) - 2 * each[0])
+
+
+def test_a_gpt_takes_6_n_a_token_and_12_layers_times_width_times_window():
+    """N of the kernels alone; with all params at most what embeddings, norms and biases would add."""
+    model = gpt_tiny()
+    params, _ = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+    sizes = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    kernels = sum(
+        x.size for name, x in sizes.items() if x.ndim == 2 and "embedding" not in name and "places" not in name
+    )
+    everything, layers, width, window, batch = sum(x.size for x in sizes.values()), 2, 48, 16, 4
+    tokens, attention = batch * window, 12 * layers * width * window
+    got = of_gradients(model, batch, label=(window,))
+    assert got is not None
+    assert got == tokens * (6 * kernels + attention)
+    assert abs(got - tokens * (6 * everything + attention)) <= tokens * 6 * (everything - kernels)
+
+
+# ---------------------------------------------------------------- in a run
+
+
+@pytest.mark.e2e
+def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
+    """One jit, programs apart, and slices of the batch."""
+    images, labels = np.zeros((64, 24), np.float32), np.zeros(64, np.int32)
+    source = data.ArraySource(images, labels)
+    experiment = Experiment(
+        model=dense((24, 32, 10)),
+        data=Data("array", train=source, validation=source),
+        effective_batch=16,
+        exchange=ExchangeConfig("asa32"),
+    )
+    each = 24 * 32 * 4 + 32 * 10 * 6
+    for changed in ({}, {"step_mode": "split"}, {"micro_batch": 4}):
+        config = dataclasses.replace(experiment, **changed)
+        workers = gather_workers(1)
+        job = job_of(config, workers)
+        functions = build.build_functions(job)
+        [state] = build.initial_states(job, functions.rule).values()
+        with job.plan.feed.pool:
+            functions.train_step(jax.tree.map(jnp.array, state), next(job.plan.feed.batches()))
+        assert functions.flops.of_worker == 16 * each, changed
+    config = dataclasses.replace(
+        experiment, train_for="8st", log_every=4, quiet=True, run_dir=str(tmp_path / "run"), compute_dtype="bfloat16"
+    )
+    main.train(config, "flops")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "record.jsonl").read_text().splitlines()]
+    facts, lines = rows[0], [row for row in rows if row["kind"] == "train"]
+    assert facts["peak"] == "measured"
+    assert facts["peak_flops_per_s"] == pytest.approx(measured_peak("bfloat16").flops_per_s, rel=1e-5)
+    for row in lines:
+        assert row["flops_per_step"] == 16 * each
+        assert row["model_flops_per_s"] == pytest.approx(each * row["examples_per_s"], rel=1e-5)
+        assert row["mfu"] == pytest.approx(row["model_flops_per_s"] / facts["peak_flops_per_s"], rel=1e-5)
+
+
+# ---------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
+        ("NVIDIA H100 PCIe", 756e12, 378e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12, 156e12),
+        ("NVIDIA A10G", 70e12, 35e12),
+        ("NVIDIA L40S", 362.05e12, 183e12),
+        ("Tesla V100-SXM2-16GB", None, 15.7e12),
+        ("TPU v5 lite", 197e12, 197e12),
+        ("TPU v5p", 459e12, 459e12),
+        ("NVIDIA RTX A4000", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
+        ("a device of tomorrow", None, None),
+    ],
+)
+def test_a_peak_is_known_by_kind_and_dtype_or_not_at_all(kind, bfloat16, float32):
+    for dtype, expected in (("bfloat16", bfloat16), ("float32", float32)):
+        peak = peak_of(kind, dtype)
+        assert (peak and peak.flops_per_s) == (expected and pytest.approx(expected))
+
+
+def test_the_peak_of_all_is_the_sum_over_workers_devices_or_unknown(monkeypatch):
+    """Devices of this machine in the place of those that the table knows."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    one, two = gather_workers(1), gather_workers(2)
+    assert peak_of_all(one, "float32") is None
+    monkeypatch.setitem(TERAFLOPS, "cpu", (1.0, 0.5))
+    assert [peak_of_all(workers, "float32") for workers in (one, two)] == [
+        Peak(n * 0.5e12, "data sheet") for n in (1, 2)
+    ]
+
+
+def test_a_gpu_that_ranks_share_counts_once(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for rank in range(4):
+        for name, value in {"WORLD_RANK": rank, "WORLD_LOCAL_RANK": rank, "WORLD_LOCAL_SIZE": 4}.items():
+            monkeypatch.setenv(f"OMPI_COMM_{name}", str(value))
+        seen.append([("node0", my_gpu(), 0, "NVIDIA A30")])
+    a30 = 82.0e12
+    assert peak_of_devices(seen, "float32") == Peak(2 * a30, "data sheet")
+    others = [[("node1", gpu, 0, kind)] for [(_, gpu, _, kind)] in seen]
+    assert peak_of_devices([*seen, *others], "float32") == Peak(4 * a30, "data sheet")
+    whole_host = [("node0", "rank 0", i, "NVIDIA A30") for i in range(4)]  # of one process
+    assert peak_of_devices([whole_host], "float32") == Peak(4 * a30, "data sheet")
+    assert peak_of_devices([*seen, [("node1", "0", 0, "unheard of")]], "float32") is None
+
+
+def test_cores_that_ranks_share_count_once_and_a_quota_counts():
+    assert cores_of_hosts([("a", [0], 1), ("a", [1], 1), ("b", [0, 1, 2, 3], 4)]) == 6
+    assert cores_of_hosts([("a", [0], 1), ("a", [0], 1), ("a", [1], 1)]) == 2  # three on two cores
+    assert cores_of_hosts([("a", [*range(64)], 2)]) == 2  # a container's quota
+    assert cores_of_hosts([("a", [], 8)]) == 8  # a system that tells no cores
+
+
+def test_a_measured_peak_is_what_products_reach():
+    peak = measured_peak("float32").flops_per_s
+    square = jnp.ones((256, 256))
+    product = jax.jit(jnp.matmul).lower(square, square).compile()
+    begin_s = time.perf_counter()
+    for _ in range(10):
+        product(square, square).block_until_ready()
+    reached = 10 * 2 * 256**3 / (time.perf_counter() - begin_s)
+    assert reached / 3 < peak < 1e14  # no CPU's

@@ -1,0 +1,556 @@
+"""The page from a record, whatever the record is like. tests/observe/test_report_page.py opens it in a browser."""
+
+import base64
+import html.parser
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.observe import plots, record_reader, report, report_charts
+from jaxmpi.observe.record_format import FORMAT
+from jaxmpi.observe.record_reader import MOST_LINES, read, thinned
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.report import names
+from jaxmpi.observe.report_charts import BINS, MOST_NAMED, table_data
+from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
+from jaxmpi.observe.terminal import Silent
+from jaxmpi.runtime.spans import Span
+
+FACTS = {"workers": 4, "strategy": "ring:16", "experiment": {"rule": {"name": "gradients"}, "optim": {"lr": 0.1}}}
+
+
+def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) -> Path:
+    """A run as the recorder writes it."""
+    folder.mkdir()
+    record = Recorder(folder, terminal=Silent(), hosts=["node"] * ranks)
+    experiment = {**FACTS["experiment"], "optim": {"lr": lr}}
+    record.write("run", **{**FACTS, "experiment": experiment}, format=FORMAT, versions={"jax": "<0.10>"})
+    rng = np.random.default_rng(0)
+    for i in range(lines):
+        rows = rng.uniform(0.1, 1.0, (ranks, HEAD + 10))
+        rows[:, LOCAL.index("exposed")] = rows[:, HEAD:].sum(axis=1)
+        rows[:, len(LOCAL)] = 3
+        place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * (i + 1)}
+        losses = {"loss": 2.0 / (i + 1), "lr": lr, "wait_s": 0.0, "skipped": 0, "gradient_norm": 1.0 / (i + 1)}
+        noted = [Span("travel", f"bucket {b} of 3 (w<{b}>)", 0.0, 0.01 * b) for b in (1, 2, 3)]
+        record.train(**place, **losses, anatomy=summary(rows, 10), images=640, noted=noted)
+        if i % 10 == 9:
+            top = {"eval_loss": 1.0, "eval_top1": 0.5 + i / 100, "eval_top5": 0.9}
+            record.evaluation(step=10 * i + 1, epoch=i / 10, examples=640 * (i + 1), eval_count=360, **top)
+    record.close()
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """What of a page is checked."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids, self.sources, self.tags, self.data, self.is_data = [], [], [], {}, False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        found = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [found["id"]] if tag == "section" else []
+        self.sources += [v for k, v in found.items() if k in ("src", "href", "xlink:href") and v]
+        self.is_data = found.get("id") == "data"
+
+    def handle_data(self, data: str) -> None:
+        self.data = json.loads(data) if self.is_data else self.data
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_data = False
+
+    @property
+    def titles(self) -> list[str]:
+        return [chart["title"] for chart in self.data["charts"]]
+
+
+def unpacked(text: str) -> np.ndarray:
+    """Numbers as the page's script reads them."""
+    return np.frombuffer(base64.b64decode(text[1:]), {"u": "<u4", "f": "<f4", "d": "<f8"}[text[0]])
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory) -> tuple[Path, str]:
+    """Two runs that differ in one setting: where the report is, and its page."""
+    folder = tmp_path_factory.mktemp("runs")
+    first, second = write_run(folder / "a&b"), write_run(folder / "second", lr=0.2)
+    path = report.write([first, second], folder / "out")
+    return path, path.read_text()
+
+
+def test_the_page_has_the_newest_samples_and_no_file_from_elsewhere(tmp_path):
+    run = write_run(tmp_path / "run", lines=1)
+    with Recorder(run, terminal=Silent()) as record:
+        record.sample(1, "words", "old")
+        record.sample(2, "words", "<b>new</b>")
+        record.sample(2, "eye", np.eye(8, dtype=bool))
+        record.write("sample", step=3, name="far", file="../secret.png")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    text = report.write([run], tmp_path / "out").read_text()
+    assert "words, step 2</figcaption><pre>&lt;b&gt;new&lt;/b&gt;</pre>" in text
+    assert "old" not in text.partition('<section class="samples')[2].partition("</section>")[0]
+    [found] = re.findall(r'<img alt="eye, step 2" src="data:image/png;base64,([^"]+)">', text)
+    with Image.open(io.BytesIO(base64.b64decode(found))) as picture:
+        np.testing.assert_array_equal(np.asarray(picture), 255 * np.eye(8))
+    assert base64.b64encode(b"secret").decode() not in text
+    assert "far, step 3" not in text
+
+
+def test_the_page_has_all_sections_and_needs_nothing_else(two_runs):
+    path, text = two_runs
+    page = Page(text)
+    assert page.ids == ["overview", *report.SECTIONS, "differences", "configuration"]
+    assert page.titles == [
+        *("Loss", "Accuracy", "Speed, images/s", "Time of a step", "Goodput", "Learning rate"),
+        "Norm of a worker's gradients",
+    ]
+    assert all(source.startswith("data:") for source in page.sources), page.sources
+    assert page.tags.count("script") == 3  # data, uPlot, and the page's own
+    assert page.tags.count("img") == 3 + 2 * 3  # for print
+    assert "a&amp;b" in text
+    assert "<0.10>" not in text  # a version is text, not markup
+    assert "79.00 % (best 79.00 %)" in text
+    pictures = sorted(file.name for file in path.parent.glob("*.png"))
+    assert len(pictures) == 11
+    for name in pictures:
+        with Image.open(path.parent / name) as picture:
+            assert len(set(picture.convert("L").resize((64, 64)).tobytes())) > 8, name  # something is drawn
+
+
+def test_differences_are_those_settings_only(two_runs):
+    _, text = two_runs
+    table = text.split('<section id="differences">')[1].split("</table>")[0]
+    assert table.count("<tr>") == 2  # the head, and one row
+    assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in table
+
+
+def test_one_run_has_no_differences(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    report.main([str(run)])
+    assert capsys.readouterr().out == f"report: {run / 'report' / 'index.html'}\n"
+    assert "differences" not in Page((run / "report" / "index.html").read_text()).ids
+
+
+# ---------------------------------------------------------------- records that are not as they should be
+
+
+def test_a_half_written_last_line_is_left_out_silently(tmp_path):
+    run = write_run(tmp_path / "run", lines=5)
+    whole = read(run)
+    with (run / "record.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 999, "lo')
+    again = read(run)
+    assert again.train["step"].tolist() == whole.train["step"].tolist()
+    assert again.notes == []
+
+
+def test_a_record_that_is_being_written_is_read_to_its_last_whole_line(tmp_path):
+    """Cut anywhere: what is read is the lines that are whole there, and nothing is called damaged."""
+    run = write_run(tmp_path / "run", lines=3)
+    text = (run / "record.jsonl").read_bytes()
+    for end in range(text.index(b"\n") + 1, len(text), 97):
+        (run / "record.jsonl").write_bytes(text[:end])
+        *whole, last = text[:end].split(b"\n")
+        whole += [last] if text[end : end + 1] == b"\n" else []
+        found = read(run)
+        assert len(found.train["step"]) == sum(line.startswith(b'{"kind": "train"') for line in whole)
+        assert set(found.notes) <= {"no step yet"}
+
+
+def test_damaged_lines_are_counted(tmp_path):
+    run = write_run(tmp_path / "run", lines=5)
+    lines = (run / "record.jsonl").read_bytes().splitlines(keepends=True)
+    lines[3] = b"\xff\xfe not JSON\n"
+    lines.insert(2, b'["a list"]\n')
+    (run / "record.jsonl").write_bytes(b"".join(lines))
+    assert read(run).notes == ["1 lines are damaged and left out"]
+
+
+def test_a_record_from_before_the_anatomy(tmp_path):
+    (tmp_path / "record.jsonl").write_text(
+        '{"kind": "run", "workers": 2}\n'
+        + "".join(json.dumps({"kind": "train", "step": k, "loss": 1.0 / k, "lr": None}) + "\n" for k in (1, 2, 3))
+    )
+    found = read(tmp_path)
+    assert found.notes == [f"record of format 1, older than {FORMAT}: no anatomy"]
+    text = report.write([tmp_path], tmp_path / "out").read_text()
+    assert "no anatomy" in text
+    assert Page(text).titles == ["Loss"]
+    assert (tmp_path / "out" / "by_step.png").exists()
+
+
+def test_text_of_a_record_that_has_no_tokens_is_shown_in_bytes(tmp_path):
+    lines = [{"kind": "train", "step": step, "loss": 1.0, "bytes_per_s": 100.0 * step} for step in (1, 2, 3)]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    old = read(tmp_path)
+    assert [chart.title for chart in report_charts.charts([old]) if chart.section == "speed"] == ["Speed, bytes/s"]
+    assert ("bytes/s", "200") in [(each.name, each.value) for each in report.headlines(old, [])]
+
+
+def test_a_record_of_a_later_version(tmp_path):
+    run = write_run(tmp_path / "run", lines=5)
+    text = (run / "record.jsonl").read_text().replace(f'"format": {FORMAT}', '"format": 99')
+    (run / "record.jsonl").write_text(text + '{"kind": "new", "step": 3, "values": {}}\n')
+    assert read(run).notes == [f"record of format 99, newer than {FORMAT}: what is new is left out"]
+
+
+ODD = [None, True, -1, 0, 1e300, "x", [], [1], ["x", "y", "z", "w"], {}, {"compute": 3}, {"compute": ["x", {}]}]
+
+
+@pytest.mark.parametrize("kind", ["run", "train", "eval", "window", "exchange"])
+def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_path):
+    """As a later version may write it: every field in turn with every odd value."""
+    lines = [*map(json.loads, (write_run(tmp_path / "run", lines=10) / "record.jsonl").read_text().splitlines())]
+    which = [i for i, row in enumerate(lines) if row["kind"] == kind]
+    for field in [*lines[which[0]]][1:]:
+        for value in ODD:
+            for i in which[-3:]:
+                lines[i] = {**lines[i], field: value}
+            (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+            found = read(tmp_path)
+            shown = report_charts.charts([found])
+            panels = [*report_charts.pictures([found], shown).values(), *report_charts.of_run(found).values()]
+            assert all(isinstance(panel.title, str) for each in panels for panel in each)
+            assert report.page([found], {}).startswith("<!doctype html>")
+
+
+def test_who_was_waited_for_most_often_is_named(tmp_path):
+    run = write_run(tmp_path / "run", lines=9)
+    rows = [*map(json.loads, (run / "record.jsonl").read_text().splitlines())]
+    for i, row in enumerate(row for row in rows if row["kind"] == "train"):
+        row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
+    (run / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [told] = [each for each in report.headlines(read(run), []) if each.name == "waited for most often"]
+    assert (told.value, told.more) == ("rank 2 on node07", "in 4 of 8 lines")  # without the first, which compiled
+    ranks = report_charts.run_data(read(run), 1, [])["slowest"]["ranks"]
+    assert ranks == [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
+    assert len(ranks) <= MOST_NAMED
+
+
+def test_steps_left_out_and_ways_back_are_told(tmp_path):
+    run = write_run(tmp_path / "run", lines=3)
+    with (run / "record.jsonl").open("a") as file:
+        file.write('{"kind": "skipped", "step": 7}\n{"kind": "rollback", "step": 6}\n{"kind": "skipped", "step": 9}\n')
+    assert read(run).notes == ["2 steps were not finite and left out", "1 times back to a checkpoint"]
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    (tmp_path / "record.jsonl").write_text(f'{{"kind": "run", "format": {FORMAT}}}\n')
+    assert "no step yet" in report.write([tmp_path], tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b'{"kind": "ru'])
+def test_an_empty_record(tmp_path, content):
+    (tmp_path / "record.jsonl").write_bytes(content)
+    with pytest.raises(UsageError, match="holds no line yet; wait for the first step"):
+        read(tmp_path)
+
+
+def test_no_record_and_no_permission(tmp_path):
+    with pytest.raises(UsageError, match="No such file or directory; expected the record of a run, no link"):
+        read(tmp_path)
+    run = write_run(tmp_path / "run", lines=3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"nothing can be written to .*; use --out FOLDER"):
+        report.write([run], tmp_path / "file" / "out")
+
+
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from jaxmpi.observe import record_reader, report
+from jaxmpi.core.errors import UsageError
+closed, fixed, out = map(Path, sys.argv[1:])
+print(report.write([fixed], out))
+os.setgid(65534); os.setuid(65534)  # after all imports: nobody may not read this Python either
+for call in (lambda: record_reader.read(closed), lambda: report.write([fixed], fixed / "report")):
+    try:
+        call()
+    except UsageError as error:
+        print(error)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody without permission")
+def test_a_run_directory_without_permission_and_a_machine_without_display(tmp_path):
+    closed, fixed = write_run(tmp_path / "closed", lines=3), write_run(tmp_path / "fixed", lines=3)
+    for folder in [tmp_path, *tmp_path.parents[:3]]:
+        folder.chmod(0o755)
+    closed.chmod(0o700)
+    line = [sys.executable, "-c", AS_NOBODY, str(closed), str(fixed), str(tmp_path / "out")]
+    env = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    env |= {"HOME": "/tmp", "MPLCONFIGDIR": "/tmp", "MPLBACKEND": "TkAgg"}  # which would want one
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=100, env=env)
+    assert ended.returncode == 0, ended.stderr
+    page, first, second = ended.stdout.splitlines()
+    assert page == str(tmp_path / "out" / "index.html")
+    assert (tmp_path / "out" / "by_step.png").stat().st_size > 1000
+    assert "Permission denied; expected the record of a run" in first
+    assert "Permission denied; use --out FOLDER" in second
+
+
+def test_what_a_resumed_run_compiled_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", lines=4)
+    lines = (run / "record.jsonl").read_text().splitlines()
+    (run / "record.jsonl").write_text("\n".join([*lines, lines[0], *lines[1:3]]) + "\n")
+    assert np.isnan(read(run).train["compute"]).tolist() == [True, False, False, False, True, False]
+
+
+# ---------------------------------------------------------------- long ones
+
+
+def test_means_of_neighbours():
+    values = np.arange(1000.0)
+    assert len(thinned(values, 10)) == 10
+    assert thinned(values, 10).mean() == values.mean()
+    assert np.isnan(thinned(np.full(1000, np.nan), 10)).all()
+    assert thinned(np.array([1.0, np.nan, 3.0, 5.0]), 2).tolist() == [1.0, 4.0]
+
+
+def test_a_long_record_keeps_its_peaks(tmp_path):
+    """Of every bin the least and the greatest value, each at its step; lines beyond MOST_LINES have numbers, too."""
+    lines = 2 * MOST_LINES + 1
+    losses = np.random.default_rng(0).uniform(1, 2, lines).round(5)
+    losses[[777, 6_789]] = 99.125, 0.125
+    rows = [{"kind": "train", "step": 3 * i, "loss": float(loss), "own_s": [1.0]} for i, loss in enumerate(losses)]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = read(tmp_path)
+    assert len(record.own) <= MOST_LINES
+    drawn = table_data(record.train, ["loss"], BINS)
+    steps, values = unpacked(drawn["x"]["step"]), unpacked(drawn["y"]["loss"]["v"])
+    assert 2 * BINS - 2 <= len(values) <= 2 * BINS + 2
+    kept = dict(zip(steps.tolist(), values.tolist(), strict=True))
+    assert (kept[3 * 777], kept[3 * 6_789]) == (99.125, 0.125)
+    assert np.allclose(values, losses[(steps / 3).astype(int)], rtol=1e-7)
+    means = dict(zip(steps.tolist(), unpacked(drawn["y"]["loss"]["mean"]).tolist(), strict=True))
+    stretch = next(part for part in np.array_split(np.arange(lines), lines // 10) if 777 in part)
+    assert means[3 * 777] == pytest.approx(losses[stretch].mean(), rel=0.02)  # stretches are of 10 lines, or 11
+
+
+@pytest.mark.parametrize(
+    "damage", [None, b'{"kind": "train", "step": 5, "loss": , "lr": 1}', b'{"kind": "train", "loss": "\\ud800"}']
+)
+def test_a_long_record_has_the_numbers_of_all_lines(damage, tmp_path, monkeypatch):
+    """Also of those that are cut before their lists; a damaged one hides no other, and each can be printed."""
+    path = write_run(tmp_path / "run", lines=60) / "record.jsonl"
+    if damage:
+        lines = path.read_bytes().splitlines()
+        path.write_bytes(b"\n".join([*lines[:20], damage, *lines[20:]]) + b"\n")
+    full = read(tmp_path / "run")
+    monkeypatch.setattr(record_reader, "MOST_LINES", 10)
+    cut = read(tmp_path / "run")
+    assert np.isfinite(cut.train["compute"]).sum() < np.isfinite(full.train["compute"]).sum() == 59
+    for name in ("step", "loss", "step_s", "images_per_s"):
+        np.testing.assert_array_equal(cut.train[name], full.train[name])
+    assert (cut.notes, cut.facts) == (full.notes, full.facts)
+    assert report.page([cut], {}).encode()
+
+
+def test_steps_beyond_32_bits_of_a_float_stay_whole():
+    steps = np.array([2.0**24, 2.0**24 + 1, 2.0**53 - 1])
+    assert unpacked(report_charts.packed(steps)).tolist() == steps.tolist()
+
+
+def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
+    """Of 130 ranks, a line of the record has the slowest of every 3."""
+    record = read(write_run(tmp_path / "run", ranks=130))
+    (drawn,) = report_charts.rank_map(record)
+    assert isinstance(drawn, plots.Map)
+    assert len(drawn.rows) == 44
+    assert "slowest of every 3" in drawn.title
+    ends = plots.figure([drawn]).axes[0].get_ylim()
+    assert ends == (3 * 44 - 0.5, -0.5)
+
+
+def test_runs_of_one_name_get_numbers(tmp_path):
+    assert names([tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z"]) == ["run (1)", "run (2)", "z"]
+
+
+@pytest.mark.slow
+def test_a_record_of_100_000_steps_takes_less_than_5_s_and_5_mb(tmp_path):
+    run = write_run(tmp_path / "run", lines=20, ranks=8)
+    first, *rest = (run / "record.jsonl").read_text().splitlines()
+    trains = [line for line in rest if '"train"' in line]
+    lines = [re.sub('"step": [0-9]+', f'"step": {step}', line) for step, line in enumerate(trains * 5000, 1)]
+    (run / "record.jsonl").write_text("\n".join([first, *lines, *rest[-2:]]) + "\n")
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "jaxmpi.tools.cli", "report", str(run)], timeout=100)
+    assert done.returncode == 0
+    assert time.monotonic() - begin < 5
+    assert (run / "report" / "index.html").stat().st_size < 5e6
+
+
+# ---------------------------------------------------------------- a stranger's run
+
+
+def forged(folder: Path, kind: str, **fields: object) -> Path:
+    """A run whose last lines of a kind have other fields."""
+    path = write_run(folder, lines=10) / "record.jsonl"
+    lines = [*map(json.loads, path.read_text().splitlines())]
+    for i in [i for i, row in enumerate(lines) if row["kind"] == kind][-3:]:
+        lines[i] = {**lines[i], **fields}
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return folder
+
+
+def deep(depth: int, value: object = 1) -> object:
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("train", {"loss": 1e308, "lr": -1e308}),
+                ("train", {"slowest": "\ud800"}),
+                ("eval", {"eval_loss": 10**400}),
+            )
+        ),
+        ("exchange", {"buckets": [["$\\frac{$", 0.1, 0.1], ["\ud800", 0.1, 0.1], ["a", 10**400, 1]]}),
+        ("run", {"strategy": "\ud800", "\ud801": 1}),
+        ("run", {"more": deep(300)}),
+    ],
+)
+def test_a_forged_record_gives_a_page(kind, fields, tmp_path):
+    assert report.write([forged(tmp_path / "run", kind, **fields)], tmp_path / "out").exists()
+
+
+def test_a_line_that_is_nested_beyond_reading_is_damaged(tmp_path):
+    run = write_run(tmp_path / "run", lines=3)
+    with (run / "record.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert "1 lines are damaged and left out" in read(run).notes
+
+
+def test_names_of_a_record_are_no_markup(tmp_path):
+    evil = "--><script>alert(1)</script>"
+    run = forged(tmp_path / "run", "exchange", buckets=[[evil, 0.1, 0.1]])
+    text = report.write([forged(run.with_name("second"), "run", strategy=evil, **{evil: evil}), run], tmp_path / "out")
+    assert Page(text.read_text()).tags.count("script") == 3
+    assert "<script>alert" not in text.read_text()
+    assert "&lt;script&gt;" in text.read_text()
+
+
+@pytest.mark.parametrize("name", ["report", "report/index.html", "report/speed.png", "record.jsonl"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_report_writes_through_no_link_and_waits_for_no_pipe(name, kind, tmp_path):
+    run, elsewhere = write_run(tmp_path / "run", lines=3), tmp_path / "elsewhere"
+    elsewhere.mkdir() if name == "report" else elsewhere.write_text("precious")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(elsewhere) if kind == "link" else os.mkfifo(run / name)
+    with pytest.raises(UsageError, match=r"no regular file; a report|no plain file|symbolic links|written to"):
+        report.write([run], run / "report")
+    assert os.listdir(elsewhere) == [] if name == "report" else elsewhere.read_text() == "precious"
+
+
+def test_a_tasks_own_figures_have_a_picture_and_a_row(tmp_path):
+    (tmp_path / "run").mkdir()
+    record = Recorder(tmp_path / "run", terminal=Silent(), hosts=["node"])
+    record.write("run", **FACTS, format=FORMAT, versions={})
+    for step, mae in ((1, 0.5), (2, 0.25), (3, 0.375)):
+        record.evaluation(step=step, epoch=step, examples=64 * step, eval_count=9, eval_loss=1.0, eval_mae=mae)
+    record.close()
+    text = report.page([read(tmp_path / "run")], {})
+    assert Page(text).titles == ["Loss", "mae"]
+    assert "<dd>0.375</dd><dd class=more>from 0.25 to 0.5</dd>" in text
+
+
+def test_figures_that_this_version_does_not_know_have_a_chart_each(tmp_path):
+    """The unit of a speed is the one that the record names."""
+    row = {"kind": "train", "step": 1, "tokens_per_s": 500.0, "model_flops_per_s": 2e12, "mfu": 0.42, "queue_s": 0.5}
+    lines = [{**row, "step": step} for step in (1, 2, 3)]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    page = Page(text := report.page([read(tmp_path)], {}))
+    speeds = ["Speed, tokens/s", "Model FLOP/s", "Model FLOPs utilisation"]
+    assert page.titles == [*speeds, "queue"]
+    assert "<dt>tokens/s</dt><dd>500</dd>" in text
+    assert "<dt>MFU</dt><dd>42.00 %</dd>" in text
+
+
+# ---------------------------------------------------------------- seeds and studies
+
+
+def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
+    runs = [
+        forged(tmp_path / f"run{i}", "run", experiment={"seed": i, "optim": {"lr": lr}})
+        for i, lr in enumerate([1, 1, 2])
+    ]
+    records = [read(run) for run in runs]
+    assert report.groups(records) == [("optim.lr 1", [0, 1]), ("run2", [2])]
+    assert [group["runs"] for group in Page(report.page(records, {})).data["groups"]] == [[0, 1], [2]]
+    assert Page(report.page(records[1:], {})).data["groups"] == []
+
+
+@pytest.mark.parametrize(
+    ("seed", "others", "expected"),
+    [
+        (1, {}, [[0, 1]]),
+        (1, {"commit": "a1b2+"}, [[0, 1]]),
+        (0, {}, [[0], [1]]),
+        (1, {"commit": "c3d4"}, [[0], [1]]),
+        (1, {"experiment_file": "e5"}, [[0], [1]]),
+        (1, {"versions": {"jax": "0.9"}}, [[0], [1]]),
+        (1, {"backend": "gpu"}, [[0], [1]]),
+        (1, {"effective_batch": 128}, [[0], [1]]),
+    ],
+)
+def test_runs_of_one_seed_or_of_different_programs_stay_apart(seed, others, expected, tmp_path):
+    facts = {"commit": "a1b2", "experiment_file": "f6", "versions": {"jax": "0.10"}, "backend": "cpu"}
+    facts |= {"effective_batch": 64}
+    first = forged(tmp_path / "first", "run", experiment={"seed": 0}, **facts)
+    second = forged(tmp_path / "second", "run", experiment={"seed": seed}, **(facts | others))
+    assert [group.runs for group in report.groups([read(first), read(second)])] == expected
+
+
+def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):
+    outcomes = [("0.1", 0, 0.5), ("0.1", 1, 0.75), ("0.2", 0, None)]
+    lines = [
+        {"experiment": "experiments/digits.py", "cell": {"workers": "2", "optim.lr": lr}, "seed": seed}
+        | (
+            {"failed": "not finite"}
+            if top is None
+            else {"curve": [[1.0, 2.5], [2.0, 1.5]], "eval_top1": top, "loss": 1.0}
+        )
+        for lr, seed, top in outcomes
+    ]
+    study = tmp_path / "study.jsonl"
+    study.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"cut off')
+    report.main([str(study)])
+    assert capsys.readouterr().out == f"report: {tmp_path / 'study-report' / 'index.html'}\n"
+    text = (tmp_path / "study-report" / "index.html").read_text()
+    page = Page(text)
+    assert page.data["groups"][0] == {"name": "optim.lr 0.1", "runs": [0, 1]}
+    assert "<th scope=row>optim.lr 0.1</th><td>2</td><td>62.5 ± 18</td>" in text
+    assert "optim.lr 0.2, seed 0: failed: not finite" in text
+    losses = page.data["runs"][1]["tables"]["evaluations"]
+    assert [unpacked(losses["x"]["epoch"]).tolist(), unpacked(losses["y"]["eval_loss"]["v"]).tolist()] == [
+        [1, 2],
+        [2.5, 1.5],
+    ]
+
+
+def test_a_file_that_is_no_study_is_refused(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"kind": "run"}\n')
+    with pytest.raises(UsageError, match=r"holds no line of a study; name a file of scripts/study\.py"):
+        report.write([tmp_path / "other.jsonl"], tmp_path / "out")

@@ -1,0 +1,376 @@
+"""A data set in the memory of real processes: run by tests/test_mpirun.py, or by hand with
+`mpirun -n 4 python -m pytest tests/ranks/test_data_in_memory_over_mpi.py`.
+"""
+
+import collections
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from typing import cast
+
+import numpy as np
+import pytest
+
+import jaxmpi
+from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import AgreedError, UsageError
+from jaxmpi.data import ArraySource, Loader, LoaderPool, Sampler, group_cache, kind_for
+from jaxmpi.data.group_cache import SEGMENT_BYTES
+from jaxmpi.input_pipeline import memory_shuffle, peer_memory
+from jaxmpi.input_pipeline.device_feed import DeviceFeed
+from jaxmpi.input_pipeline.memory_shuffle import THREAD, keep
+from jaxmpi.runtime import spans
+
+if isinstance(processes(), SoloProcesses):
+    pytest.skip("one rank has nobody to shuffle with", allow_module_level=True)
+CONTROL = cast(MpiProcesses, processes())
+WORKERS = gather_workers(1)
+SIZE, RANK = CONTROL.size, CONTROL.rank
+GROUPS = [d for d in range(1, SIZE + 1) if SIZE % d == 0]
+N, LOCAL = 161, 5
+
+
+class Shapes:
+    """Example i is i, i % 7 + 1 px wide, labelled i, compressed as that many bytes; counts what is read."""
+
+    name, classes = "shapes", N
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def encoded(self, index: int) -> tuple[bytes, int]:
+        self.reads += 1
+        return bytes([index]) * (index % 7 + 1), index
+
+    def __getitem__(self, index: int):
+        raise AssertionError("it has a compressed form")
+
+
+def kept(source, train: bool = True, **data):
+    """A feed whose source is in memory."""
+    options = Data(memory="partition", **data)
+    memory, samplers = keep(source, options, 3, LOCAL * SIZE, train, WORKERS)
+    pool = LoaderPool(kind_for(options, memory.source), options.loaders, options.stall_timeout_s)
+    return DeviceFeed(memory.source, samplers, options, train, pool, memory=memory)
+
+
+def from_files(source, train: bool = True, start: int = 0, stop: int | None = None):
+    sampler = Sampler(len(source), LOCAL * SIZE, RANK, SIZE, 3, shuffle=train)
+    with Loader(source, sampler, Data(), train, start, stop) as loader:
+        return [(batch.image, batch.label, batch.weight) for batch in loader]
+
+
+def numbered() -> ArraySource:
+    images = np.arange(N, dtype=np.uint8)[:, None, None, None] * np.ones((1, 2, 3, 3), np.uint8)
+    return ArraySource(images, np.arange(N))
+
+
+def assert_same(got, expected) -> None:
+    assert len(got) == len(expected)
+    for batch, (image, label, weight) in zip(got, expected, strict=True):
+        assert np.array_equal(batch["image"], image)
+        assert np.array_equal(batch["label"], label)
+        assert np.array_equal(batch["weight"], weight)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("period", [1, "6st"])
+def test_the_same_batches_as_from_files(group, start, period):
+    """Five epochs and a bit, from a step in the middle of an epoch too; the last step of an epoch is short."""
+    per_epoch = -(-N // (LOCAL * SIZE))
+    stop = start + 5 * per_epoch + 2
+    feed = kept(numbered(), group_size=group, shuffle_period=period)
+    assert_same(list(feed.batches(start, stop)), from_files(numbered(), start=start, stop=stop))
+    assert feed.memory is not None
+    epochs = (stop - 1) // per_epoch - start // per_epoch + 1
+    turns = len({feed.memory.sampler.turn_of(step) for step in range(start, stop)})
+    assert turns == epochs if period == 1 else turns > epochs
+    assert len(feed.memory.shuffles) == (0 if group == 1 else turns)
+    is_empty = RANK >= (N - 1) % (LOCAL * SIZE) + 1  # this worker's share of an epoch's last step
+    # Read from the source are what fills it, and what is made ahead into the next epoch before the first batch is used.
+    assert feed.memory.source.read_again <= epochs * is_empty + 4 * LOCAL * (start > 0)
+
+
+def test_two_parts_are_held_however_many_epochs(monkeypatch):
+    arenas, per_epoch = [], -(-N // (LOCAL * SIZE))
+    whole = group_cache.Arena.__init__
+
+    def noted(self, *args) -> None:
+        whole(self, *args)
+        arenas.append((weakref.ref(self.bytes), self.pages))
+
+    monkeypatch.setattr(group_cache.Arena, "__init__", noted)
+    feed = kept(numbered())
+    gc.disable()
+    try:
+        for _ in feed.batches(0, 7 * per_epoch):
+            assert sum(view() is not None for view, _ in arenas) <= 2
+    finally:
+        gc.enable()
+    assert len(arenas) == 8
+    assert len({id(pages) for _, pages in arenas}) <= 3  # the first had a part of another size
+
+
+def test_pieces_need_less_memory_than_a_second_part(monkeypatch):
+    """Beside what was loaded there are two pieces of three steps, and what is counted beforehand is that."""
+    sizes, per_epoch = [], -(-N // (LOCAL * SIZE))
+    whole = group_cache.Arena.__init__
+
+    def noted(self, *args) -> None:
+        whole(self, *args)
+        sizes.append((weakref.ref(self.bytes), self.bytes.size))
+
+    monkeypatch.setattr(group_cache.Arena, "__init__", noted)
+    feed = kept(numbered(), shuffle_period="3st")
+    assert feed.memory is not None
+    most = 0
+    for _ in feed.batches(0, 3 * per_epoch):
+        most = max(most, sum(size for view, size in sizes if view() is not None))
+    part = sizes[0][1]
+    assert part < most <= feed.memory.sampler.copies * part * 1.1  # parts differ by a record
+    assert feed.memory.sampler.copies == pytest.approx(1 + 6 / per_epoch)
+
+
+def test_a_run_that_goes_back_reads_the_same_again():
+    """As with `on_nonfinite rollback`: the generator is left in the middle, and begun anew at an earlier step."""
+    feed, per_epoch = kept(numbered()), -(-N // (LOCAL * SIZE))
+    for start, used in ((2 * per_epoch, per_epoch + 1), (1, 2 * per_epoch), (4 * per_epoch, 3)):
+        batches = feed.batches(start, None)
+        got = [next(batches) for _ in range(used)]
+        batches.close()
+        assert_same(got, from_files(numbered(), start=start, stop=start + used))
+
+
+def test_an_evaluation_reads_each_example_once_and_keeps_its_own():
+    feed = kept(numbered(), train=False)
+    for _ in range(2):
+        assert_same(list(feed.batches()), from_files(numbered(), train=False))
+    assert feed.memory is not None
+    assert feed.memory.source.newest().records.tolist() == list(range(RANK, N, SIZE))
+
+
+@pytest.fixture(params=["one host", "hosts in turn", "forbidden on one rank"])
+def near(request, monkeypatch) -> int:
+    """Where ranks are, and how many of them this rank is near to, itself included."""
+    if request.param == "hosts in turn":
+        monkeypatch.setattr(CONTROL, "hosts", tuple(rank % 2 for rank in range(SIZE)))
+        return len(range(RANK % 2, SIZE, 2))
+    if request.param == "forbidden on one rank" and RANK == SIZE - 1:
+        monkeypatch.setattr(peer_memory, "_readv", None)
+    return SIZE if request.param == "one host" else 1
+
+
+def test_who_is_near(near, request, capsys):
+    memory = kept(Shapes()).memory
+    assert memory is not None
+    is_forbidden = "forbidden" in request.node.name
+    assert ("does not let workers read each other's memory" in capsys.readouterr().err) == (is_forbidden and RANK == 0)
+    assert int(memory.neighbours.near.sum()) == near
+    assert memory.neighbours.near[RANK]
+    memory.close()
+
+
+@pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("period", [0, 1, 3])
+@pytest.mark.parametrize("segment_bytes", [7, SEGMENT_BYTES])
+def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
+    monkeypatch.setattr(group_cache.moves, "__defaults__", (segment_bytes,))
+    source = Shapes()
+    feed = kept(source, group_size=group, shuffle_period=period)
+    memory, sampler = feed.memory, feed.samplers[0]
+    assert memory is not None
+    per_epoch = sampler.steps_per_epoch
+    memory.begin(0, 7 * per_epoch)
+    for epoch in range(7):
+        memory.reached(epoch * per_epoch)
+        read = np.concatenate([sampler.indices(epoch * per_epoch + step).indices for step in range(per_epoch)])
+        for index in read:
+            blob, label = memory.source.record(int(index))
+            assert (bytes(blob), label) == (bytes([index]) * (index % 7 + 1), index)
+        everybody = CONTROL.allgather_object(" ".join(map(str, read)))
+        assert collections.Counter(" ".join(everybody).split()) == collections.Counter(map(str, range(N)))
+    memory.stop()
+    held = [set(text.split()) for text in CONTROL.allgather_object(" ".join(map(str, memory.source.newest().records)))]
+    for first in range(0, SIZE, group):
+        members = held[first : first + group]
+        assert sorted(r for records in members for r in records) == sorted(map(str, range(N)))
+        assert max(map(len, members)) - min(map(len, members)) <= 1
+    assert memory.source.read_again == 0
+    assert source.reads == len(range(RANK % group * N // group, (RANK % group + 1) * N // group))
+    shuffles = {0: 1, 1: 7, 3: 3}[period] if group > 1 else 0
+    assert len(memory.shuffles) == shuffles
+
+
+def test_the_shuffle_goes_on_while_batches_are_used():
+    """The next epoch's records are there before its first batch is asked for."""
+    if SIZE == 1:
+        return
+    feed = kept(Shapes())
+    memory = feed.memory
+    assert memory is not None
+    memory.begin(0, None)
+    memory.reached(0)
+    deadline = time.monotonic() + 20
+    while len(memory.shuffles) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(memory.shuffles) == 2
+    memory.stop()
+
+
+@pytest.mark.parametrize(("train", "copies"), [(True, 2), (False, 1)])
+def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
+    """Each alone would find room; all say the same, before they have read more than a sample."""
+    monkeypatch.setattr(group_cache, "SAMPLE", 8)
+    memory = kept(numbered(), train).memory
+    assert memory is not None
+    part_bytes = N / SIZE * len(group_cache.bytes_of(numbered()[0][0], ""))
+    monkeypatch.setattr(group_cache, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
+    said = rf"by {SIZE} ranks on rank 0's machine, which has 0\.0 GB left; take more workers"
+    with pytest.raises(UsageError, match=said) as caught:
+        memory.begin(0, None)
+    assert set(CONTROL.allgather_object(str(caught.value))) == {str(caught.value)}
+    monkeypatch.setattr(group_cache, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
+    memory.begin(0, None)
+    memory.close()
+
+
+def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeypatch):
+    """The sample is of records without bytes, in memory for one copy of the others."""
+    monkeypatch.setattr(group_cache, "SAMPLE", 0)
+    memory = kept(Shapes()).memory
+    assert memory is not None
+    monkeypatch.setattr(group_cache, "available_bytes", lambda: 3 * N)
+    with pytest.raises(UsageError, match=rf"by {SIZE} ranks on rank 0's machine"):
+        memory.begin(0, None)
+    memory.close()
+
+
+def test_the_groups_that_auto_takes_fit_into_the_memory_that_is_left(monkeypatch):
+    """All say the same; with the memory of one rank's whole copy, and with much."""
+    all_bytes = N * len(group_cache.bytes_of(numbered()[0][0], ""))
+    for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, SIZE)):
+        monkeypatch.setattr(memory_shuffle, "available_bytes", lambda left=left: left)
+        memory = kept(numbered(), group_size="auto").memory
+        assert memory is not None
+        assert set(CONTROL.allgather_object(memory.sampler.parts)) == {expected}
+        memory.close()
+
+
+def everybody(values: np.ndarray) -> list[int]:
+    return [int(v) for text in CONTROL.allgather_object(" ".join(map(str, values.tolist()))) for v in text.split()]
+
+
+def test_a_loop_of_ones_own_reads_each_example_once_before_and_after_a_shuffle():
+    """Its first reading is the trainer's; from a state it goes on with the same batches, and says what moved."""
+    spans.drain()
+    with jaxmpi.InMemory(numbered(), LOCAL, group_size=0, seed=3) as data:
+        epochs = [[data.batch() for _ in range(data.steps_per_epoch)] for _ in range(2)]
+        data.shuffle()
+        state = data.state()
+        epochs.append([data.batch() for _ in range(data.steps_per_epoch)])
+        shuffles, part = data.shuffles, data.held_bytes
+    assert_same(epochs[0], from_files(numbered(), stop=len(epochs[0])))
+    for epoch in epochs:
+        seen = [np.asarray(batch["label"])[np.asarray(batch["weight"]) > 0] for batch in epoch]
+        assert sorted(everybody(np.concatenate(seen))) == list(range(N))
+    assert len(shuffles) == 2
+    assert all(0 < moved_bytes <= part and seconds > 0 for seconds, moved_bytes in shuffles)
+    assert [span.track for span in spans.drain()].count("shuffle") == 2
+    with jaxmpi.InMemory(numbered(), LOCAL, seed=3, state=state) as data:
+        assert data.group_size == SIZE
+        for batch in epochs[2]:
+            assert np.array_equal(batch["label"], data.batch()["label"])
+
+
+class Counted:
+    """Example i is labelled i; counts what is read."""
+
+    def __init__(self, examples: int) -> None:
+        self.examples, self.reads = examples, 0
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        self.reads += 1
+        return np.zeros((2, 2, 3), np.uint8), index
+
+
+@pytest.mark.parametrize("period", [1, 0, 3, "5st"])
+def test_a_loop_of_ones_own_shuffles_when_it_says_so_whatever_the_period_of_the_data(period):
+    """No step is short, so each example is read from the source once, when it is loaded."""
+    source = Counted(8 * LOCAL * SIZE)
+    with jaxmpi.InMemory(Data("array", train=source, shuffle_period=period), LOCAL, group_size=0) as data:
+        loaded = source.reads
+        for _ in range(3):
+            for _ in range(data.steps_per_epoch):
+                data.batch()
+            data.shuffle()
+        data.batch()
+        assert source.reads == loaded
+        moved_bytes = [each.moved_bytes for each in data.shuffles]
+    assert len(moved_bytes) == 4  # to their places in the first order, and after each call
+    assert all(moved_bytes)
+
+
+def test_ranks_with_other_settings_of_data_in_memory_are_refused():
+    with pytest.raises(UsageError, match="local_batch"):
+        jaxmpi.InMemory(numbered(), LOCAL + RANK)
+
+
+def threads() -> int:
+    return sum(thread.name == THREAD for thread in threading.enumerate())
+
+
+class Together(Exception):
+    """What all ranks raise at once."""
+
+
+@pytest.mark.parametrize("error", [None, Together, AgreedError])
+def test_a_run_leaves_no_thread_no_memory_and_no_communicator(error):
+    before = threads()
+    feed = kept(numbered())
+    with contextlib.suppress(Together, AgreedError), feed.kept(Together):
+        next(feed.batches(0, 100))
+        assert threads() == before + 1
+        if error:
+            raise error
+    assert threads() == before
+    assert feed.memory is not None
+    assert feed.memory.group is None
+    memory = weakref.ref(feed.memory)
+    del feed
+    gc.collect()
+    assert memory() is None
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
+    """Its thread ends once nobody needs it."""
+    before = threads()
+    feed = kept(numbered())
+    with contextlib.suppress(ZeroDivisionError), feed.kept(Together):
+        next(feed.batches(0, 100))
+        raise ZeroDivisionError
+    memory = feed.memory
+    assert memory is not None
+    assert memory.group is not None
+    deadline = time.monotonic() + 20
+    while len(memory.shuffles) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    group = memory.group
+    del feed, memory
+    deadline = time.monotonic() + 5
+    while threads() > before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.001)
+    assert threads() == before
+    group.Free()

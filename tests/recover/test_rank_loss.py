@@ -1,0 +1,449 @@
+"""Going on without ranks that die: what comes of every fault, and that it is what a resume with fewer would give.
+
+uv run pytest -m faults tests/recover/test_rank_loss.py
+"""
+
+import contextlib
+import functools
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi.checkpoint import format, manifests
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.launch import command
+from jaxmpi.observe.flops import StepFlops
+from jaxmpi.observe.recorder import Recorder
+from jaxmpi.observe.step_timing import LOCAL, Window
+from jaxmpi.observe.trace import Tracer
+from jaxmpi.recover.shrink import CommittedState, Lost, ShrinkCoordinator
+from jaxmpi.trainer import lock_step, recovery
+from jaxmpi.trainer.progress import ProgressLog
+from jaxmpi.trainer.step import Metrics
+from jaxmpi.trainer.timetable import Timetable
+from launching import ROOT, leaked, mpirun_line, run, shared_memory, train
+from test_faults import MODEL, inject, left_behind, losses, start, trainer
+
+STEPS, RANKS = 40, 4
+NOTICED_S, NEXT_S = 10.0, 60.0  # from the fault to the word that a rank is gone, and to the end of the next step
+DIGITS = str(ROOT / "experiments" / "digits.py")
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_an_unknown_way_is_named_with_those_there_are():
+    with pytest.raises(
+        UsageError, match=r"unknown on_rank_loss 'shrik'; did you mean 'shrink'\? there are: end, shrink"
+    ):
+        Experiment(on_rank_loss="shrik")
+
+
+def test_the_launcher_keeps_the_job_alive():
+    version = "mpirun (Open MPI) 5.0.11"
+    assert command.outlives_ranks((DIGITS, "--on-rank-loss", "shrink"), version)
+    assert command.outlives_ranks((DIGITS, "--on-rank-loss=shrink"), version)
+    assert not command.outlives_ranks((DIGITS, "--on-rank-loss", "end"), version)
+    assert not command.outlives_ranks((DIGITS, "--on-rank-loss", "shrink"), "mpirun (Open MPI) 4.1.6")
+
+
+@pytest.mark.slow
+def test_a_launcher_that_ends_the_job_with_its_first_rank_is_refused(tmp_path):
+    ended = train(2, DIGITS, "--on-rank-loss", "shrink", "--run-dir", str(tmp_path / "run"))
+    assert ended.code == 2, ended.out
+    assert "on_rank_loss: got shrink, but this MPI ends a job with its first rank" in ended.out
+
+
+# ---------------------------------------------------------------- after a loss
+
+
+class Built(NamedTuple):
+    """Of the functions of a run, those that go over to the next."""
+
+    asked: str = ""
+    form: str = ""
+    rule: Any = SimpleNamespace(sharding=None)
+
+
+STATE = TrainState(np.int32(7), (), (), (), np.zeros(2, np.uint32))
+
+
+@pytest.fixture
+def survivor(monkeypatch) -> Any:
+    """The run of the only rank that is left after step 7, at whose loss a checkpoint was dropped."""
+    shrinking: Any = ShrinkCoordinator(SoloProcesses(), None, 2, None, is_unsaved=True)  # pyright: ignore[reportArgumentType]
+    shrinking.held = CommittedState(7, STATE, np.zeros(7), is_settled=True)
+    plan = SimpleNamespace(
+        clock=SimpleNamespace(effective_batch=8, total_steps=200),
+        scaled_for=2,
+        headline="",
+        timetable=Timetable(100, 100, 100, 100, 200),
+    )
+    whole: Any = SimpleNamespace(
+        shrinking=shrinking,
+        plan=plan,
+        experiment=Experiment(),
+        functions=Built(),
+        saver=SimpleNamespace(home=None),
+        notice=None,
+        guard=SimpleNamespace(recovery=None),
+        profiler=None,
+        at_start=(),
+    )
+    fakes = {
+        "gather_fault_tolerant": lambda control: SimpleNamespace(
+            processes=control, size=1, mine=(0,), comm=None, mesh=None
+        ),
+        "watch": lambda experiment, workers: contextlib.nullcontext(),
+        "job_of": lambda *args, **kwargs: SimpleNamespace(experiment=Experiment(), plan=plan),
+        "build_functions": lambda *args: Built(),
+        "handed_over": lambda *args: Recorder(None),
+        "memory_of_fewer": lambda *args: None,
+        "assembled": lambda job, **parts: whole,
+        "LockStep": lambda run, sums: SimpleNamespace(run=run, result={}, _evaluated=-1),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(recovery, name, fake)
+    monkeypatch.setattr(recovery.memory, "words", lambda *args: "")
+    monkeypatch.setattr(recovery.run_directory, "as_begun", lambda experiment, *args: experiment)
+    return whole
+
+
+def test_a_dropped_checkpoint_is_due_until_one_is_saved(survivor, monkeypatch):
+    with contextlib.ExitStack() as ends:
+        for _ in range(2):  # the second death comes before anything is saved
+            coordinator, position = recovery.gone_on(survivor, ends)
+            assert position.overdue.save
+
+        def lost(*args: Any, **options: Any) -> None:
+            raise Lost
+
+        monkeypatch.setattr(lock_step, "save", lost)
+        with pytest.raises(Lost):
+            lock_step.LockStep.save(coordinator, 7, STATE, is_last=False)
+        assert recovery.gone_on(survivor, ends)[1].overdue.save
+        monkeypatch.setattr(lock_step, "save", lambda *args, **options: None)
+        lock_step.LockStep.save(coordinator, 7, STATE, is_last=False)
+        assert not recovery.gone_on(survivor, ends)[1].overdue.save
+
+
+def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_counts(tmp_path):
+    """The window of a loop that began anew has fewer steps than sums that go over from the one before."""
+    (tmp_path / "record.jsonl").touch()
+    plan: Any = SimpleNamespace(
+        feed=SimpleNamespace(skipped=0, wait_s=0.0, source=range(64), memory=None),
+        clock=SimpleNamespace(effective_batch=8, total_steps=9),
+        examples=lambda step: 8 * step,
+        epoch=lambda step: step / 8,
+        lr_of=lambda step: 0.1,
+    )
+    workers: Any = SimpleNamespace(processes=SoloProcesses(), size=1, mine=(0,), mesh=None)
+    tracer = Tracer((0, 0), SoloProcesses(), ["host"], tmp_path / "trace.json")
+    with contextlib.closing(Recorder(tmp_path)) as recorder:
+        log = ProgressLog(
+            plan=plan,
+            workers=workers,
+            recorder=recorder,
+            tracer=tracer,
+            noise=None,
+            max_skipped=1.0,
+            flops=StepFlops(),
+            peak=None,
+        )
+        steps = [Metrics(jnp.float32(1), jnp.float32(4), squares=jnp.float32(square)) for square in (4, 4, 19)]
+        sums = np.sum([log.sums(step, metrics) for step, metrics in enumerate(steps, 1)], axis=0)
+        log.line(3, sums, Window(1, np.zeros(len(LOCAL)), np.zeros(1), 0, []))
+    (line,) = (json.loads(text) for text in (tmp_path / "record.jsonl").read_text().splitlines())
+    assert line["gradient_norm"] == 3.0
+
+
+# ---------------------------------------------------------------- collectives
+
+
+@pytest.mark.slow
+def test_collectives_have_the_bits_of_others_and_outlive_ranks():
+    """Rank 2, then rank 0 is killed between two steps: programs of those that live end, and new ones are right."""
+    line = [
+        *mpirun_line(4),
+        "--with-ft",
+        "ulfm",
+        sys.executable,
+        str(ROOT / "tests" / "fault_tolerant_checks.py"),
+        "2,0",
+    ]
+    ended = run(line, timeout_s=200)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 0, ended.out
+    assert {f"rank {r} is left among (1, 3)" for r in (1, 3)} <= set(ended.out.splitlines()), ended.out
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "softmax.py"
+    path.write_text(MODEL)
+    return path
+
+
+class Part(NamedTuple):
+    """Of a run: so many workers, up to a step."""
+
+    workers: int
+    upto: int
+
+
+@pytest.fixture(scope="session")
+def reference(model, tmp_path_factory):
+    """(parts of a run) -> what is equal on all workers in the end, if each part is resumed from the one before."""
+
+    @functools.cache
+    def made(*parts: Part, args: tuple[str, ...] = ()) -> dict[tuple[str, str], tuple[list[int], int]]:
+        folder = tmp_path_factory.mktemp("reference") / "run"
+        for part in parts:
+            resume = ["--resume"] * (part is not parts[0])
+            steps = ["--train-for", f"{part.upto}st", "--checkpoint-every", "0st", *resume]
+            job = start(trainer(model, folder, *steps, *args, ranks=part.workers))
+            assert job.end() == 0, job.out
+        return saved_state(folder)
+
+    return made
+
+
+def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
+    """Shapes and checksums of the last checkpoint: step, params and optimizer, slices included; no batch statistics."""
+    [last] = [path for path in manifests.found(run_dir / "checkpoints") if manifests.step_of(path) == STEPS]
+    files = manifests.read_manifest(last)["files"]
+    return {
+        (file, row["path"]): (row["shape"], row["crc32"])
+        for file, rows in files.items()
+        for row in rows
+        if file == "common.bin" or format.is_at(row["path"], format.RULE_STATE)
+    }
+
+
+class Row(NamedTuple):
+    """Faults, who is gone for them, and how many ranks there are."""
+
+    args: tuple[str, ...]
+    gone: list[int]
+    ranks: int = RANKS
+    within_s: float = NOTICED_S
+
+
+SHARDED = ("--exchange.shard-update", "on")
+COPIED = (*SHARDED, "--exchange.buddy", "1")
+ROWS = {
+    "kill_2": Row(inject("kill:rank=2,step=25"), [2]),
+    "kill_0": Row(inject("kill:rank=0,step=25"), [0]),
+    "kill_one_after_another": Row(inject("kill:rank=2,step=25", "kill:rank=0,step=33"), [2, 0]),
+    "kill_two_at_once": Row(inject("kill:rank=1,step=25", "kill:rank=2,step=25"), [1, 2]),
+    "kill_in_evaluation": Row(inject("kill:rank=1,step=20,at=eval"), [1]),
+    "kill_0_in_evaluation": Row(inject("kill:rank=0,step=20,at=eval"), [0]),
+    "kill_0_saving": Row(inject("kill:rank=0,step=20,at=save"), [0]),
+    "kill_3_saving": Row(inject("kill:rank=3,step=20,at=save"), [3]),
+    "kill_first_step": Row(inject("kill:rank=3,step=1"), [3]),
+    "kill_last_step": Row(inject("kill:rank=1,step=40"), [1]),
+    "kill_0_in_the_last_evaluation": Row(inject("kill:rank=0,step=40,at=eval"), [0]),
+    "kill_1_saving_the_last": Row(inject("kill:rank=1,step=40,at=save"), [1]),
+    "kill_to_one": Row(inject("kill:rank=0,step=25"), [0], ranks=2),
+    "raise": Row(inject("raise:rank=1,step=25"), [1]),
+    "raise_in_thread": Row(inject("raise:rank=1,step=25,thread=1"), [1]),
+    "exit_3": Row(inject("exit:rank=2,step=25"), [2]),
+    "exit_0": Row(inject("exit:rank=2,step=25,code=0"), [2]),
+    "stop": Row((*inject("stop:rank=2,step=25"), "--stall-timeout-s", "8"), [2], within_s=60),
+    "shm": Row((*inject("kill:rank=1,step=25"), "--exchange.strategy", "shm"), [1]),
+    "sharded": Row((*inject("kill:rank=2,step=25", "kill:rank=0,step=33"), *COPIED), [2, 0]),
+    "sharded_two_at_once": Row((*inject("kill:rank=0,step=25", "kill:rank=2,step=25"), *COPIED), [0, 2]),
+    "sharded_to_one": Row((*inject("kill:rank=0,step=25"), *COPIED), [0], ranks=2),
+}
+
+
+@pytest.mark.e2e
+def test_a_worker_goes_on_alone(model, tmp_path):
+    """Rank 0, which keeps the record, dies at step 4 of 6; rank 1 does that step by itself.
+
+    It has the copy of rank 0's slice of the optimizer's state, and puts the whole together. Gradients are clipped, of
+    slices by the exchange, and by the optimizer of one worker.
+    """
+    folder = tmp_path / "run"
+    args = ("--on-rank-loss", "shrink", "--train-for", "6st", *inject("kill:rank=0,step=4"), *COPIED)
+    args += ("--optim.clip-norm", "1")
+    job = start(trainer(model, folder, *args, ranks=2))
+    assert job.end() == 0, job.out
+    assert lines(folder, "lost") == [{"kind": "lost", "after": 3, "ranks": [0], "workers": 1}]
+    assert [(step, count) for step, count, _ in losses(folder)] == [(step, 64 * step) for step in range(1, 7)]
+    assert "finished with 1 of 2 workers" in job.out
+    before, after = (re.search(r"of params, ([\d.]+) of", held) for held in job.out.split("each worker holds")[1:3])
+    assert before
+    assert after
+    assert float(after[1]) > 1.9 * float(before[1])  # all of it, for half
+    assert [manifests.step_of(path) for path in manifests.found(folder / "checkpoints")] == [6]
+
+
+SHORT = """
+from jaxmpi.experiments.digits import experiment
+from jaxmpi.trainer import recovery
+
+recovery.available_bytes = lambda: -(10**12)
+"""
+
+
+@pytest.mark.faults
+def test_a_run_does_not_go_on_with_workers_that_would_not_fit(tmp_path):
+    (tmp_path / "short.py").write_text(SHORT)
+    args = ("--on-rank-loss", "shrink", "--train-for", "9st", *inject("kill:rank=0,step=4"), *COPIED)
+    job = start(trainer(tmp_path / "short.py", tmp_path / "run", *args, ranks=2))
+    assert job.end() == 1, job.out
+    assert "memory: got 1 worker on this host" in job.out
+    assert f"resume from the newest checkpoint in '{tmp_path / 'run'}'" in job.out
+    assert [step for step, _, _ in losses(tmp_path / "run")][-1] < 4
+
+
+CHANGED = """
+import jax
+import numpy as np
+
+from jaxmpi.experiments.digits import experiment
+from jaxmpi.recover.buddies import Copies
+
+as_sent, calls = Copies.renewed, iter(range(1, 99))
+
+
+def renewed(copies, rule_state):
+    slices = as_sent(copies, rule_state)
+    if next(calls) > 2 and int(copies._comm.rank) == 1:
+        first, *_ = jax.tree.leaves(slices.by_number[0])
+        first.view(np.uint32).reshape(-1)[0] ^= 1 << 3
+    return slices
+
+
+Copies.renewed = renewed
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # of two ranks; what the comparison finds: tests/ranks/test_sharded_over_mpi.py
+def test_a_run_ends_once_a_copy_is_not_its_slice_any_more(tmp_path):
+    """Memory that flips a bit of a copy: each step's from the second on, as the first set is of the start."""
+    (tmp_path / "changed.py").write_text(CHANGED)
+    args = ("--on-rank-loss", "shrink", *COPIED, "--log-every", "1", "--replica-check-every", "3st")
+    job = start(trainer(tmp_path / "changed.py", tmp_path / "run", *args, "--train-for", "9st", ranks=2))
+    assert job.end() == 1, job.out
+    expected = "copies of slice 0 of the optimizer's state differ after step 3: workers [0] and [1] apart"
+    assert expected in job.out, job.out
+    assert [step for step, _, _ in losses(tmp_path / "run")][-1] <= 3
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", ROWS)
+def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path):
+    row, folder, before = ROWS[name], tmp_path / "run", shared_memory()
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *row.args, ranks=row.ranks))
+    code = job.end()
+    assert code == 0, job.out
+    lost = lines(folder, "lost")
+    assert [rank for line in lost for rank in line["ranks"]] == row.gone, job.out
+    assert lost[-1]["workers"] == row.ranks - len(row.gone)
+    assert f"finished with {row.ranks - len(row.gone)} of {row.ranks} workers" in job.out
+    assert [(step, count) for step, count, _ in losses(folder)] == expected_steps(), job.out
+    assert [line["step"] for line in lines(folder, "eval")] == [20, 40]
+    assert all(line["eval_count"] == 360 for line in lines(folder, "eval"))
+    assert left_behind(folder) == []
+    assert leaked(before) == set()
+    told_times(job, row, lost)
+    # 64 examples do not divide by 3 when a run begins, and shared memory adds in another order than the ring.
+    if lost[0]["after"] and "shm" not in name:
+        args = SHARDED if name.startswith("sharded") else ()
+        assert saved_state(folder) == reference(*parts_of(row.ranks, lost), args=args)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_slice_that_dies_with_its_copy_ends_the_run_and_the_last_checkpoint_is_good(model, tmp_path):
+    folder, before = tmp_path / "run", shared_memory()
+    faults = inject("kill:rank=1,step=25", "kill:rank=2,step=25")
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *faults, *COPIED))
+    assert job.end() == 1, job.out
+    assert "every copy of 1 of 4 slices of the optimizer's state; go on from the last checkpoint" in job.out
+    assert left_behind(folder) == []
+    assert leaked(before) == set()
+    last = max(map(manifests.step_of, manifests.found(folder / "checkpoints")))
+    job = start(trainer(model, folder, "--resume", *SHARDED, ranks=2))
+    assert job.end() == 0, job.out
+    assert f"resumed at step {last}" in job.out
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_bad_exit_that_nobody_is_told_of_ends_the_job(model, tmp_path):
+    """Open MPI neither reports it nor ends the others."""
+    folder, before = tmp_path / "run", shared_memory()
+    faults = (*inject("exit:rank=2,step=25,hard=1"), "--stall-timeout-s", "8")
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *faults))
+    assert job.end() != 0
+    assert "late: rank 2 on" in job.out
+    assert left_behind(folder) == []
+    assert leaked(before) == set()
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (inject("nan:rank=2,step=25"), 1, "of worker 2 is not finite at step 25"),
+        (inject("sigterm:rank=2,step=25"), 75, "asked to leave: saved at step"),
+        (inject("kill:rank=all,step=25"), 137, "injecting kill:rank=all"),
+    ],
+    ids=["nan", "sigterm", "kill_all"],
+)
+def test_what_all_decide_together_they_still_do(args, code, said, model, tmp_path):
+    folder, before = tmp_path / "run", shared_memory()
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *args))
+    assert job.end() == code, job.out
+    assert said in job.out
+    assert left_behind(folder) == []
+    assert leaked(before) == set()
+
+
+def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    every = map(json.loads, (run_dir / "record.jsonl").read_text().splitlines())
+    return [line for line in every if line["kind"] == kind]
+
+
+def expected_steps() -> list[tuple[int, int]]:
+    """(step, examples so far) of each step, once: 1,437 examples in steps of 64."""
+    epochs = [divmod(step, 23) for step in range(1, STEPS + 1)]
+    return [(step, epoch * 1437 + batch * 64) for step, (epoch, batch) in enumerate(epochs, 1)]
+
+
+def parts_of(ranks: int, lost: list[dict[str, Any]]) -> list[Part]:
+    """The run as parts with as many workers each; two deaths after one step make one."""
+    sizes = {0: ranks} | {line["after"]: line["workers"] for line in lost}
+    ends = [*sorted(sizes)[1:], STEPS]
+    return [Part(size, end) for (_, size), end in zip(sorted(sizes.items()), ends, strict=True)]
+
+
+def told_times(job, row: Row, lost: list[dict[str, Any]]) -> None:
+    """How long it took to notice, and to the next line of progress, which comes with the next step or some later."""
+    fault, gone = job.when("injecting"), job.when(r"is gone; \d go on")
+    print(f"noticed and shrunk after {gone - fault:.2f} s", end="")
+    assert gone - fault < row.within_s
+    if lost[0]["after"] < STEPS:
+        following = min(at for at, line in job.lines if at > gone and re.match(rf"step \d+/{STEPS} ", line))
+        print(f", trained on after {following - fault:.2f} s", end="")
+        assert following - fault < row.within_s + NEXT_S
+    print()

@@ -1,0 +1,331 @@
+"""Who is late, by made-up words of ranks; and jobs in which a rank is really stopped."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.mailbox import Mailbox
+from jaxmpi.core.errors import UsageError
+from jaxmpi.recover import watchdog
+from jaxmpi.recover.watchdog import Watchdog, mine, watching
+from jaxmpi.runtime import failures, job_folder, spans
+from launching import CLUSTER, NOT_PERMITTED, PATH, ROOT, kill_session, mpirun_line, run
+
+
+class Letters(Mailbox):
+    """Post whose letters the test writes and reads."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, dict]] = []
+        self.coming: list[dict] = []
+
+    def send(self, to: int, message: dict) -> None:
+        self.sent.append((to, message))
+
+    def received(self) -> list[dict]:
+        come, self.coming = self.coming, []
+        return come
+
+
+def beat(rank: int, count: int, phase: str = "step 7", waits: tuple[str, ...] = (), patience: float = 1.0) -> dict:
+    opened = [f"waits for {name}" for name in waits]
+    told = {"waits": list(waits), "open": opened, "host": f"node{rank}"}
+    return {"kind": "beat", "rank": rank, "count": count, "phase": phase, "patience": patience, **told}
+
+
+def dog(rank: int = 0, stall_timeout_s: float = 10.0) -> tuple[Watchdog, Letters, io.StringIO]:
+    letters, out = Letters(), io.StringIO()
+    return Watchdog(letters, rank, 4, stall_timeout_s, "warn", out, now_s=0.0), letters, out
+
+
+def live(watch: Watchdog, letters: Letters, seconds: range, beats) -> None:
+    """A second after another; `beats` gives what the other ranks say in it."""
+    for now in seconds:
+        letters.coming += beats(now)
+        watch.turn(float(now))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.0)
+    failures.doing("step 7")
+
+
+def test_a_rank_that_is_silent_is_named_with_its_last_phase():
+    watch, letters, out = dog()
+    words = ("bucket 3 of 7 (conv1/kernel)",)
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (1, 2, 3)])
+    live(watch, letters, range(3, 16), lambda now: [beat(r, 5, waits=words) for r in (1, 3)])
+    told = out.getvalue()
+    assert "late: rank 2 on node2" in told
+    assert re.search(r"rank 2 on node2 does not answer, for \d+ s; last in step 7, computes", told)
+    assert "rank 1 on node1: step 7, waits for bucket 3 of 7 (conv1/kernel), for" in told
+    assert "on_stall warn" in told
+    assert [to for to, message in letters.sent if message["kind"] == "ask"] == [1, 3]
+    assert "stacks of rank 0:" in told
+    assert told.count("no progress") == 1
+
+
+def test_within_the_time_and_while_ranks_move_nothing_is_said():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 10), lambda now: [beat(r, 5) for r in (1, 2, 3)])
+    for now in range(10, 60):
+        failures.doing(f"step {now}")
+        live(watch, letters, range(now, now + 1), lambda now: [beat(r, now) for r in (1, 2, 3)])
+    assert out.getvalue() == ""
+
+
+def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 15), lambda now: [beat(r, 5) for r in (1, 2, 3)])
+    failures.doing("step 8")
+    live(watch, letters, range(15, 18), lambda now: [beat(r, 6) for r in (1, 2, 3)])
+    assert "goes on, " in out.getvalue()
+    live(watch, letters, range(18, 40), lambda now: [beat(r, 6) for r in (1, 2, 3)])
+    assert out.getvalue().count("no progress") == 2
+
+
+def test_who_has_come_least_far_is_late_else_who_waits_for_no_rank():
+    watch, letters, out = dog(stall_timeout_s=4.0)
+    failures.doing("step 8")
+    count = failures.at().count
+    live(watch, letters, range(1, 8), lambda now: [beat(r, count - (r == 3)) for r in (1, 2, 3)])
+    assert "late: rank 3 on node3\n" in out.getvalue()
+    watch, letters, out = dog(stall_timeout_s=4.0)
+    live(watch, letters, range(1, 8), lambda now: [beat(r, count, waits=("a bucket",) * (r != 1)) for r in (1, 2, 3)])
+    with spans.span("wait", "a bucket"):
+        live(watch, letters, range(8, 16), lambda now: [beat(r, count, waits=("a",) * (r != 1)) for r in (1, 2, 3)])
+        assert watch.late() == [1]
+
+
+def test_rank_1_judges_where_rank_0_is_silent_and_leaves_it_to_it_where_it_is_not():
+    watch, letters, out = dog(rank=1)
+    live(watch, letters, range(1, 20), lambda now: [beat(r, 5) for r in (0, 2, 3)])
+    assert out.getvalue() == ""
+    watch, letters, out = dog(rank=1)
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (0, 2, 3)])
+    live(watch, letters, range(3, 16), lambda now: [beat(r, 5) for r in (2, 3)])
+    assert "late: rank 0 on node0" in out.getvalue()
+
+
+def test_where_there_are_hosts_the_second_judge_is_on_another_than_the_first():
+    """A host that hangs takes ranks 0 and 1 with it, as ranks are mostly placed."""
+    assert watchdog.judges_of(["a", "a", "b", "b"]) == (0, 2)
+    assert watchdog.judges_of(["a", "a"]) == (0, 1)
+    watch, letters, out = dog(rank=2)
+    watch.judges = (0, 2)
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (0, 1, 3)])
+    assert {to for to, _ in letters.sent} == {0}
+    live(watch, letters, range(3, 16), lambda now: [beat(3, now)])
+    assert "late: rank 0 on node0, rank 1 on node1" in out.getvalue()
+
+
+def test_a_clock_that_jumps_or_a_process_that_slept_accuses_nobody():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 5), lambda now: [beat(r, 5) for r in (1, 2, 3)])
+    live(watch, letters, range(100_000, 100_004), lambda now: [beat(r, 5) for r in (1, 2, 3)])
+    assert out.getvalue() == ""
+
+
+def test_who_waits_while_others_work_is_not_stuck_but_who_is_silent_is():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 40), lambda now: [beat(1, 5), beat(2, now), beat(3, now)])
+    assert out.getvalue() == ""
+    live(watch, letters, range(40, 60), lambda now: [beat(2, now), beat(3, now)])
+    assert "late: rank 1 on node1" in out.getvalue()
+
+
+def test_what_compiles_or_writes_may_last_longer():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 55), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
+    assert out.getvalue() == ""
+    live(watch, letters, range(55, 70), lambda now: [beat(r, 5, patience=6.0 if r == 2 else 1.0) for r in (1, 2, 3)])
+    assert "no progress for 6" in out.getvalue()
+    watch, letters, out = dog()  # but whoever falls silent is given no more time than others
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5, patience=6.0) for r in (1, 2, 3)])
+    live(watch, letters, range(3, 20), lambda now: [beat(r, 6) for r in (1, 3)])
+    assert "late: rank 2 on node2" in out.getvalue()
+
+
+def test_a_rank_that_has_ended_is_not_missed():
+    watch, letters, out = dog()
+    live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (1, 2, 3)])
+    letters.coming += [{"kind": "bye", "rank": r} for r in (1, 2, 3)]
+    for now in range(3, 40):
+        failures.doing(f"step {now}")
+        live(watch, letters, range(now, now + 1), lambda now: [])
+    assert out.getvalue() == ""
+
+
+def test_ranks_answer_with_their_stacks():
+    watch, letters, _ = dog(rank=2)
+    letters.coming = [{"kind": "ask", "rank": 0}]
+    watch.turn(1.0)
+    [(to, answer)] = [(to, m) for to, m in letters.sent if m["kind"] == "stacks"]
+    assert to == 0
+    assert "test_ranks_answer_with_their_stacks" in answer["text"]
+    assert {to for to, m in letters.sent if m["kind"] == "beat"} == {0, 1}
+
+
+def test_what_a_rank_tells():
+    with spans.span("data", "batch of step 8"):
+        told = mine(3)
+    assert (told["rank"], told["phase"], told["open"]) == (3, "step 7", ["waits for batch of step 8"])
+
+
+def test_it_is_off_where_a_job_outlives_its_ranks(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", "1")
+    with watching(SoloProcesses(), 1.0, "abort") as why:
+        assert why == "watchdog off: this job goes on without ranks that die"
+
+
+def test_it_can_be_off():
+    with watching(SoloProcesses(), 0.0, "abort") as why:
+        assert why == "watchdog off: as asked"
+    with pytest.raises(UsageError, match="unknown on_stall 'explode'"), watching(SoloProcesses(), 1.0, "explode"):
+        pass
+
+
+STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.control import SoloProcesses\n"
+STUCK += "from jaxmpi.recover.watchdog import watching\nfrom jaxmpi.runtime import failures\nfailures.doing('step 3')\n"
+STUCK += "def spin():\n    time.sleep(60)\n\nwith watching(SoloProcesses(), 1.0, 'abort'):\n    spin()\n"
+
+
+@pytest.mark.e2e
+def test_a_single_process_that_is_stuck_ends_with_its_stack():
+    ended = run([sys.executable, "-c", STUCK], timeout_s=50)
+    assert not ended.timed_out
+    assert ended.code == watchdog.STALLED
+    assert "late: rank 0 on " in ended.out
+    assert "in spin" in ended.out
+
+
+# ---------------------------------------------------------------- real jobs
+
+STALL_S = 4
+TRAIN = ("-m", "jaxmpi.train", "experiments/digits.py", "--train-for", "100000st", "--local-batch", "8", "--quiet")
+TRAIN += ("--checkpoint-every", "0st", "--eval-every", "0st", "--stall-timeout-s", str(STALL_S))
+
+
+def ranks_of(run_dir: Path) -> dict[int, int]:
+    """Processes of ranks that train into a folder, by rank; on emulated hosts too, which have sessions of their own."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(run_dir).encode() in (entry / "cmdline").read_bytes():
+                environ = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v)
+                if b"OMPI_COMM_WORLD_RANK" in environ:
+                    found[int(environ[b"OMPI_COMM_WORLD_RANK"])] = int(entry.name)
+        except (OSError, ProcessLookupError):
+            continue
+    return found
+
+
+def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str, ...] = ()) -> tuple[str, float, int]:
+    """A job of which a rank is stopped once it trains: what it said, seconds until the rank was named, its code."""
+    said = folder / "said.txt"
+    line = [*before, *mpirun_line(ranks), sys.executable, *TRAIN, "--run-dir", str(folder / "run"), *more]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+    with said.open("w") as out:
+        job = subprocess.Popen(
+            job_folder.over_leftovers(line),
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**env, "PYTHONPATH": PATH},
+        )
+    try:
+        record, deadline = folder / "run" / "record.jsonl", time.monotonic() + 100
+        while not (record.exists() and record.read_text().count('"kind": "train"') > 3):
+            assert time.monotonic() < deadline, said.read_text()
+            assert job.poll() is None, said.read_text()
+            time.sleep(0.1)
+        os.kill(ranks_of(folder / "run")[victim], signal.SIGSTOP)
+        begin, named_s = time.monotonic(), float("inf")
+        while named_s == float("inf") and time.monotonic() < begin + STALL_S + 20:
+            if "late:" in said.read_text():
+                named_s = time.monotonic() - begin
+            time.sleep(0.05)
+        code = job.wait(timeout=40) if "warn" not in more else 0
+        if "warn" in more:
+            os.kill(ranks_of(folder / "run")[victim], signal.SIGCONT)
+            while "goes on" not in said.read_text() and time.monotonic() < begin + 40:
+                time.sleep(0.1)
+        return said.read_text(), named_s, code
+    finally:
+        kill_session(job.pid)
+        job.wait(timeout=20)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--rule.name", "easgd", "--exchange.strategy", "root", "--effective-batch", "0"),
+    ],
+)
+@pytest.mark.slow
+def test_a_job_that_is_stopped_as_a_whole_is_not_accused(rule, tmp_path):
+    """Ctrl-Z for longer than --stall-timeout-s, and fg."""
+    line = [*mpirun_line(2), sys.executable, *TRAIN, *rule, "--train-for", "300st", "--stall-timeout-s", "2"]
+    said, record = tmp_path / "said.txt", tmp_path / "run" / "record.jsonl"
+    with said.open("w") as out:
+        job = subprocess.Popen(
+            [*line, "--run-dir", str(record.parent)], stdout=out, stderr=out, cwd=ROOT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 100
+        while not (record.exists() and '"kind": "train"' in record.read_text()):
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+        everybody = [job.pid, *ranks_of(record.parent).values()]
+        for word, after_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 0)):
+            for pid in everybody:
+                os.kill(pid, word)
+            time.sleep(after_s)
+        assert job.wait(timeout=100) == 0, said.read_text()
+        assert "late:" not in said.read_text()
+    finally:
+        kill_session(job.pid)
+
+
+CASES = [(1, ()), pytest.param(0, ("--on-stall", "warn"), marks=pytest.mark.slow)]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("victim", "more"), CASES)
+def test_a_stopped_rank_is_named_with_its_phase_in_time(victim, more, tmp_path):
+    said, named_s, code = stopped(tmp_path, victim, 3, *more)
+    assert named_s < STALL_S + 5, said
+    judge = 1 if victim == 0 else 0
+    assert f"watchdog of rank {judge}/3 on " in said
+    assert re.search(rf"no progress for \d+ s; late: rank {victim} on \S+$", said, re.M), said
+    assert re.search(rf"rank {victim} on \S+ does not answer, for \d+ s; last in step \d+", said)
+    others = {0, 1, 2} - {victim}
+    assert all(f"stacks of rank {rank}:" in said for rank in others)
+    assert 'train.py", line' in said
+    if "warn" in more:
+        assert "goes on" in said
+    else:
+        assert code != 0
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_on_a_cluster(tmp_path):
+    cluster = [*CLUSTER, "--hosts", "3", "--rate", "1gbit", "--"]
+    probe = run([*cluster, "true"], timeout_s=30)
+    if probe.code == NOT_PERMITTED:
+        pytest.skip(probe.out.strip())
+    said, named_s, _ = stopped(tmp_path, 2, 3, before=tuple(cluster))
+    assert named_s < STALL_S + 5, said
+    assert re.search(r"late: rank 2 on node2$", said, re.M), said

@@ -1,0 +1,563 @@
+"""What the launcher says, and what is set in this process before the device starts."""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import IO
+
+import jax
+import pytest
+
+from jaxmpi.core.env import seconds_from
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime import affinity, caches, device_setup, failures, job_folder, launchers
+from jaxmpi.runtime.launchers import Launch
+from launching import ROOT, mpirun_line, run
+
+OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+MV2 = tuple(name.replace("OMPI", "MV2") for name in OMPI)
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+LAUNCHED = [
+    ({}, None),
+    (dict(zip(OMPI, ("3", "8", "1", "4"), strict=True)), Launch("Open MPI's mpirun", 3, 8, 1, 4)),
+    (dict(zip(MV2, ("3", "8", "1", "4"), strict=True)), Launch("MVAPICH's mpirun", 3, 8, 1, 4)),
+    (dict(zip(HYDRA, ("3", "8", "1", "4"), strict=True)), Launch("Hydra's mpiexec (MPICH, Intel MPI)", 3, 8, 1, 4)),
+    (dict(zip(SLURM, ("3", "8", "1", "4(x2)"), strict=True)), Launch("srun", 3, 8, 1, 4)),
+    (dict(zip(SLURM, ("5", "7", "1", "4,3"), strict=True)), Launch("srun", 5, 7, 1, 4)),
+    (dict(zip(SLURM, ("0", "1", "0", "1"), strict=True)), Launch("srun", 0, 1, 0, 1)),
+    # Of PMI alone, local ranks are unknown: one host is the guess.
+    ({"PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("Hydra's mpiexec (MPICH, Intel MPI)", 2, 4, 2, 4)),
+    # srun --mpi=pmi2 speaks PMI, and Slurm knows the local ranks.
+    (
+        {"PMI_RANK": "5", "PMI_SIZE": "8", **dict(zip(SLURM, ("5", "8", "1", "4(x2)"), strict=True))},
+        Launch("Hydra's mpiexec (MPICH, Intel MPI)", 5, 8, 1, 4),
+    ),
+    # mpirun inside a Slurm job is Open MPI's.
+    ({**dict(zip(OMPI, "0210", strict=True)), "SLURM_PROCID": "0"}, Launch("Open MPI's mpirun", 0, 2, 1, 0)),
+    # A batch script that starts a plain Python: a task number, but no step.
+    ({"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "8"}, None),
+]
+
+
+@pytest.mark.parametrize(("environ", "expected"), LAUNCHED)
+def test_what_each_launcher_says(environ, expected, no_launcher, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert launchers.launched() == expected
+    assert launchers.my_rank() == (expected.rank if expected else 0)
+
+
+def test_messages_name_rank_and_host(no_launcher, monkeypatch):
+    assert failures.who().startswith("rank 0/1 on ")
+    monkeypatch.setenv("PMI_RANK", "2")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert failures.who().startswith("rank 2/4 on ")
+
+
+def python(code: str, **environ: str) -> subprocess.CompletedProcess:
+    clean = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**clean, **environ}
+    )
+
+
+PINS = [
+    # local rank, local size, cores of this process, cores of the host -> cores to keep
+    (0, 2, 8, 8, [0, 1, 2, 3]),
+    (1, 2, 8, 8, [4, 5, 6, 7]),
+    (3, 4, 4, 4, [3]),
+    (5, 8, 2, 2, [1]),
+    (1, 3, 8, 8, None),  # does not divide
+    (1, 2, 4, 8, None),  # a part of the machine: whether others have the same is seen when MPI has started
+    (0, 1, 8, 8, list(range(8))),
+]
+
+
+@pytest.mark.parametrize(("rank", "size", "cores", "cpus", "expected"), PINS)
+def test_share_of_cores(rank, size, cores, cpus, expected, monkeypatch):
+    kept = []
+    monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
+    affinity.pin_cores(rank, size)
+    assert kept == ([] if expected is None else [expected])
+
+
+MASKS = [
+    # masks of the host's ranks, local rank -> cores to keep
+    ([[0, 1], [2, 3]], 1, None),
+    ([[4, 5, 6, 7]] * 2, 1, [6, 7]),
+    ([[4, 5, 6, 7], [0, 1], [4, 5, 6, 7], [0, 1]], 2, [6, 7]),
+    ([[4, 5], [0], [4, 5], [4, 5], [4, 5]], 3, [4]),
+    ([[0, 1, 2]] * 2, 1, None),  # does not divide
+    ([[]] * 2, 1, None),
+]
+
+
+@pytest.mark.parametrize(("masks", "rank", "expected"), MASKS)
+def test_share_of_a_mask_that_several_ranks_have(masks, rank, expected, monkeypatch):
+    kept = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
+    affinity.share_mask(masks, rank)
+    assert kept == ([] if expected is None else [expected])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity on this system")
+def test_pinning_for_real():
+    cores = sorted(os.sched_getaffinity(0))
+    pin = f"affinity.pin_cores(1, {len(cores)})"
+    job = python(f"import os; from jaxmpi.runtime import affinity; {pin}; print(len(os.sched_getaffinity(0)))")
+    bound = len(cores) < (os.cpu_count() or 1)
+    assert (job.stdout.strip(), job.stderr) == (str(len(cores) if bound or len(cores) == 1 else 1), "")
+
+
+FREED = """
+import resource, sys
+import numpy as np
+from jaxmpi.runtime import allocator
+if {keep}: allocator.keep_freed_memory()
+for _ in range(2): np.ones(8 << 20)  # 64 MiB, freed at once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4): np.ones(8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+HOLES = """
+import resource
+import numpy as np
+from jaxmpi.runtime import allocator
+allocator.keep_freed_memory()
+if {gives}: allocator.give_back_at_once()
+held = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
+before = held()
+freed, between = zip(*[(np.ones(8 << 17), np.ones(1 << 17)) for _ in range(8)])  # MiB
+del freed
+too_big_for_holes = [np.ones(9 << 17) for _ in range(8)]
+print((held() - before) // 1024)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
+def test_freed_memory_is_used_again_without_page_faults():
+    # A new 64 MiB takes 16384 faults of 4 KiB, or 32 of 2 MiB if the kernel gives huge pages.
+    assert int(python(FREED.format(keep=True)).stdout) < 32
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
+def test_freed_memory_that_is_given_back_leaves_no_holes():
+    kept, given = (int(python(HOLES.format(gives=gives)).stdout) for gives in (False, True))
+    assert kept >= 8 * (8 + 1 + 9) - 4
+    assert given <= 8 * (1 + 9) + 2
+
+
+@pytest.mark.e2e
+def test_prepare_under_a_launcher_sets_what_mpi_reads(tmp_path):
+    code = (
+        "import os; from jaxmpi.runtime import prepare; prepare.prepare(); "
+        "names = ('mpi_yield_when_idle', 'osc', 'opal_abort_delay'); "
+        "print(*(os.environ.get('OMPI_MCA_' + name) for name in names))"
+    )
+    ranks = dict(zip(OMPI, ("0", "4096", "0", "4096"), strict=True))
+    job = python(code, XDG_CACHE_HOME=str(tmp_path), **ranks)
+    assert (job.stdout.split(), job.returncode) == (["1", "^ucx", "None"], 0), job.stderr
+    ranks = dict(zip(OMPI, ("0", "8192", "0", "4096"), strict=True))  # two hosts
+    kept = python(code, XDG_CACHE_HOME=str(tmp_path), OMPI_MCA_mpi_yield_when_idle="0", OMPI_MCA_osc="rdma", **ranks)
+    assert kept.stdout.split() == ["0", "rdma", "1"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_says_nothing_of_programs_that_another_has_half_written(ranks, tmp_path):
+    """A program that is cut off in the cache is compiled; one process alone says so."""
+    script = "from jaxmpi.runtime import prepare\nprepare.prepare()\nimport jax\njax.jit(lambda x: x + 1)(1.0)\n"
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    names = {"RANK": 0, "SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_SIZE": ranks}
+    env |= {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+    for times in range(2):
+        ended = run([sys.executable, "-c", script], timeout_s=60, env=env)
+        assert ended.code == 0, ended.out
+        assert ("Error reading persistent" in ended.out) == (times == 1 and ranks == 1), ended.out
+        programs = list((tmp_path / "jaxmpi" / "xla").glob("*-cache"))
+        assert programs
+        for program in programs:
+            program.write_bytes(program.read_bytes()[:20])
+
+
+@pytest.mark.e2e
+def test_prepare_makes_devices_and_a_private_cache(tmp_path):
+    code = (
+        "import jax; from jaxmpi.runtime import device_setup, prepare; prepare.prepare(); "
+        "device_setup.make_cpu_devices(3); "
+        "print(len(jax.devices('cpu')), jax.config.jax_compilation_cache_dir)"
+    )
+    job = python(code, XDG_CACHE_HOME=str(tmp_path), JAX_PLATFORMS="cpu")
+    folder = tmp_path / "jaxmpi" / "xla"
+    assert job.stdout.split() == ["3", str(folder)], job.stderr
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture
+def cache_in_use(monkeypatch, no_launcher):
+    """(folder that JAX was told of) -> the one in use; JAX's settings come back."""
+    kept = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+
+    def in_use(told: str | None) -> str | None:
+        jax.config.update("jax_compilation_cache_dir", told)
+        caches.use_compilation_cache()
+        return getattr(jax.config, CACHE_SETTINGS[0])
+
+    yield in_use
+    for name, value in kept.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
+@pytest.mark.parametrize("trouble", ["writable", "of another user"])
+def test_a_cache_that_others_could_have_filled_is_not_used(
+    variable, trouble, cache_in_use, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "jaxmpi" / "xla"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = str(folder) if variable == "JAX_COMPILATION_CACHE_DIR" else None
+    folder.chmod(0o755)
+    assert cache_in_use(told) == str(folder)
+    if trouble == "writable":
+        folder.chmod(0o775)
+        said = f"others may write {str(folder)!r} (mode 775)"
+    elif os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        said = f"{str(folder)!r} belongs to user 12345; expected user 0"
+    else:
+        pytest.skip("only root can give a folder away")
+    assert cache_in_use(told) is None
+    out = capsys.readouterr().err
+    assert f"jaxmpi: nothing compiled is kept: {said}" in out
+    assert out.rstrip().endswith(f"or set {variable}")
+
+
+def test_too_few_devices_after_the_start_are_refused():
+    if jax.default_backend() != "cpu" or jax.local_device_count() != 8:
+        pytest.skip("needs the fake CPU devices alone")
+    with pytest.raises(UsageError, match="asked for 9 devices after the device started with 8; set it first"):
+        device_setup.make_cpu_devices(9)
+    device_setup.make_cpu_devices(8)
+
+
+FAIL = """
+from jaxmpi.runtime import failures
+from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.errors import UsageError
+failures.install_excepthooks()
+raise {error}
+"""
+ERRORS = [
+    ("UsageError('got 1; expected 2')", 2, "error: got 1; expected 2", False),
+    ("TrainingError('the loss is nan')", 1, "error: the loss is nan", False),
+    ("KeyError('x')", 1, "KeyError: 'x'", True),
+    ("KeyboardInterrupt", 130, "interrupted", False),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "message", "has_traceback"), ERRORS)
+def test_an_uncaught_error_names_the_rank_and_ends_with_its_code(error, code, message, has_traceback):
+    job = python(FAIL.format(error=error))
+    assert job.returncode == code
+    assert "jaxmpi: rank 0/1 on " in job.stderr
+    assert message in job.stderr
+    assert ("Traceback" in job.stderr) == has_traceback
+
+
+def test_an_error_in_a_thread_ends_a_process_without_other_ranks_too():
+    code = "import threading, time\nfrom jaxmpi.runtime import failures\nfailures.install_excepthooks()\n"
+    job = python(code + "threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(60)")
+    assert job.returncode == 1
+    assert "jaxmpi: rank 0/1 on " in job.stderr
+    assert "ZeroDivisionError" in job.stderr
+
+
+def test_a_thread_may_end_itself():
+    code = "import sys, threading\nfrom jaxmpi.runtime import failures\nfailures.install_excepthooks()\n"
+    job = python(
+        code + "thread = threading.Thread(target=lambda: sys.exit(0))\nthread.start()\nthread.join()\nprint('on')"
+    )
+    assert (job.returncode, job.stdout, job.stderr) == (0, "on\n", "")
+
+
+LAST_WORDS = """
+import os, signal
+from jaxmpi.runtime import failures
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background has not
+failures.READ_S = {patience_s}
+os.write(2, b"why\\n")
+failures.let_be_heard()
+os._exit(3)
+"""
+
+
+@contextlib.contextmanager
+def with_last_words(patience_s: float) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """A process that has just said `why`, and what it says that on."""
+    code = LAST_WORDS.format(patience_s=patience_s)
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as rank:
+        assert rank.stderr is not None
+        assert select.select([rank.stderr], [], [], 60)[0]
+        yield rank, rank.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("reads", [True, False])
+def test_last_words_are_waited_for_until_they_are_read(reads):
+    """By the launcher, which forgets what it has not read when a job is ended; Ctrl-C ends the wait."""
+    with with_last_words(patience_s=100) as (rank, words):
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(1)
+        assert words.read(4) == b"why\n" if reads else rank.send_signal(signal.SIGINT) is None
+        assert rank.wait(50) == 3
+
+
+def test_last_words_that_nobody_reads_hold_nobody_up():
+    with with_last_words(patience_s=0.5) as (rank, _):
+        assert rank.wait(60) == 3
+
+
+SLOW_END = """
+import os, threading, time
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.failures import JobControl
+ending = threading.Event()
+def abort(code):
+    ending.set()
+    time.sleep(0.5)
+    os._exit(code)
+failures.install_hooks(JobControl(0, 2, abort, lambda patience_s: True))
+threading.Thread(target=lambda: 1 / 0, daemon=True).start()
+ending.wait()
+"""
+
+
+@pytest.mark.e2e
+def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
+    assert python(SLOW_END).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("max 100000", 7), ("250000 100000", 2), ("50000 100000", 1), ("800000 100000", 8), ("", 7), ("odd", 7)],
+)
+def test_cores_of_a_quota(text, cores, tmp_path):
+    (tmp_path / "cpu.max").write_text(text)
+    assert affinity.quota_cores(tmp_path / "cpu.max", 7) == cores
+    assert affinity.quota_cores(tmp_path / "absent", 7) == 7
+
+
+def test_without_a_home_nothing_is_kept_and_training_goes_on(cache_in_use, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert cache_in_use(None) is None
+    assert "nothing compiled is kept" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_time_limits_that_are_none(text, monkeypatch):
+    monkeypatch.setenv("A_LIMIT_S", text)
+    with pytest.raises(SystemExit, match=rf"^jaxmpi: error: A_LIMIT_S: got '{text}'; expected seconds > 0$"):
+        seconds_from("A_LIMIT_S", 1)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("variable", "module"), [("JAXMPI_AGREE_TIMEOUT_S", "comm.control"), ("JAXMPI_EXIT_TIMEOUT_S", "runtime.failures")]
+)
+def test_a_time_limit_that_is_none_ends_a_process_with_one_line(variable, module):
+    job = python(f"import jaxmpi.{module}", **{variable: "soon"})
+    assert job.returncode == 1
+    assert job.stderr == f"jaxmpi: error: {variable}: got 'soon'; expected seconds > 0\n"
+
+
+GPUS = [
+    # CUDA_VISIBLE_DEVICES, local rank, ranks of the host -> device chosen, share of its memory
+    ("0,1", 1, 2, "1", None),
+    ("0,1", 3, 4, "1", "0.450"),
+    ("0,1", 2, 3, "0", "0.450"),
+    ("3", 1, 2, "all", "0.450"),  # the one that is visible; to be corrected if the launcher gave each rank its own
+    ("0,-1,1", 1, 3, "all", "0.300"),
+    ("", 1, 2, "all", None),
+    ("-1", 1, 2, "all", None),
+]
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "local_size", "device", "share"), GPUS)
+def test_each_local_rank_takes_its_gpu_and_share(visible, local_rank, local_size, device, share, monkeypatch):
+    """Only JAX's ear for its setting, and word of its backend, are others: the GPUs need not be there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv(device_setup.MEMORY_SHARE, "")  # so that it goes with the test
+    monkeypatch.delenv(device_setup.MEMORY_SHARE)
+    monkeypatch.setattr(device_setup, "_share", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    chosen = {}
+    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
+    device_setup.pin_gpu(local_rank, local_size)
+    assert (chosen.get("jax_cuda_visible_devices", "all"), os.environ.get(device_setup.MEMORY_SHARE)) == (device, share)
+
+
+SHARED = [
+    # CUDA_VISIBLE_DEVICES of ranks 0 and 1, further environment -> share of the memory of each
+    ("0", "0", {}, "0.450"),
+    ("0", "1", {}, None),  # a launcher or a script has given each its own
+    ("1", "0,1", {}, "0.450"),
+    ("0", "1", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}, "0.450"),  # the user's word
+]
+SHOW_SHARE = """
+import jaxmpi, os
+comm = jaxmpi.world()
+print(f"share of {comm.rank}:", os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"))
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("first", "second", "more", "share"),
+    [SHARED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in SHARED[1:])],
+)
+def test_ranks_on_one_gpu_share_its_memory(first, second, more, share):
+    """On any machine: which GPU a rank has is read from its environment before the device starts."""
+    ranks = [
+        ["env", f"CUDA_VISIBLE_DEVICES={visible}", sys.executable, "-c", SHOW_SHARE] for visible in (first, second)
+    ]
+    line = [*mpirun_line(1), *ranks[0], ":", "-n", "1", *ranks[1]]
+    ended = run(line, timeout_s=60, env={"JAX_PLATFORMS": "cpu", **more})
+    assert ended.code == 0, ended.out
+    assert sorted(ended.out.splitlines()) == [f"share of {rank}: {share}" for rank in (0, 1)]
+
+
+OF_A_STEP = [
+    # what two ranks of srun see, GPUs of the step on this host -> whether both take the same GPU
+    ("0", "1", True),
+    ("0", "2", False),
+    ("0", None, True),
+    ("0,1", "2", False),
+    ("0,1", "4", False),
+]
+
+
+@pytest.mark.parametrize(("visible", "gpus", "is_same"), OF_A_STEP)
+def test_srun_may_call_every_ranks_own_gpu_0(visible, gpus, is_same, no_launcher, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    if gpus is not None:
+        monkeypatch.setenv("SLURM_GPUS_ON_NODE", gpus)
+    found = set()
+    for rank in "01":
+        for name, value in zip(SLURM, (rank, "2", rank, "2"), strict=True):
+            monkeypatch.setenv(name, value)
+        found.add(device_setup.my_gpu())
+    assert len(found) == (1 if is_same else 2)
+
+
+@pytest.mark.parametrize(("backend", "is_late"), [("gpu", True), ("cpu", False)])
+def test_a_gpu_that_has_started_cannot_be_chosen_any_more(backend, is_late, monkeypatch):
+    """If there is no GPU, only JAX's word about its backend is another."""
+    jax.devices()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    chosen = []
+    monkeypatch.setattr(jax.config, "update", lambda *option: chosen.append(option))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    with pytest.raises(UsageError, match=r"call jaxmpi\.world\(\) before") if is_late else contextlib.nullcontext():
+        device_setup.pin_gpu(1, 2)
+    assert chosen == ([] if is_late else [("jax_cuda_visible_devices", "1")])
+
+
+@pytest.mark.parametrize(("local_rank", "mine"), [(0, "0,1"), (1, "2,3")])
+def test_each_local_rank_takes_as_many_gpus_as_it_drives(local_rank, mine, no_launcher, monkeypatch):
+    """Only JAX's ear for its setting is another: the GPUs need not be there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], (local_rank, 2, local_rank, 2), strict=True):
+        monkeypatch.setenv(name, str(value))
+    chosen = {}
+    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
+    device_setup.take_devices(2)
+    assert chosen == {"jax_cuda_visible_devices": mine, "jax_num_cpu_devices": 2}
+
+
+HOLDS = """
+import pathlib, sys
+from jaxmpi.runtime import job_folder
+with job_folder.own_segments(pathlib.Path(sys.argv[1])) as setting:
+    (pathlib.Path(setting[job_folder.SEGMENTS]) / "of a rank").write_text("memory")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("ends", ["by itself", "killed"])
+def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeypatch):
+    monkeypatch.delenv(job_folder.SEGMENTS, raising=False)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLDS, tmp_path], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert {path.name for path in tmp_path.glob("*/*")} == {"of a rank", job_folder.WORDS}
+        process.kill() if ends == "killed" else process.communicate()
+    deadline = time.monotonic() + (10 if ends == "killed" else 0)
+    while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("platform", ["quantum", "cuda"])
+def test_a_platform_that_is_not_there_is_one_sentence(platform):
+    """`cuda` is a name that JAX knows: without a GPU it ends in a bare assertion."""
+    code = "from jaxmpi.runtime import failures; failures.install_excepthooks(); import jax; jax.random.key(0)"
+    job = python(code, JAX_PLATFORMS=platform, CUDA_VISIBLE_DEVICES="-1")
+    assert job.returncode == 2
+    assert f"JAX_PLATFORMS is '{platform}': unset it" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a run for each
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
+    command = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py"
+    line = f"{command} --train-for 2st --run-dir {tmp_path}"
+    for name, redirected, said in (("/a >&-", "", ""), ("/b", " | head -1", "output cannot be written")):
+        text = f"({line}{name}; echo code $? >&2){redirected}"
+        job = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=100, cwd=ROOT)
+        assert "code 0" in job.stderr, job.stderr
+        assert said in job.stderr
+        assert "Traceback" not in job.stderr
+
+
+@pytest.mark.e2e
+def test_help_may_be_read_to_its_first_line():
+    line = f"{sys.executable} -m jaxmpi.train experiments/digits.py --help"
+    job = subprocess.run(["bash", "-c", f"({line}; echo code $? >&2) | true"], capture_output=True, text=True, cwd=ROOT)
+    assert job.stderr == "code 0\n"
+
+
+def test_an_mpi4jax_of_another_jaxlib_is_named_and_not_the_platform():
+    told = (
+        "Unable to initialize backend 'cpu': INVALID_ARGUMENT: XLA FFI handler registration for mpi_barrier_ffi failed"
+    )
+    with pytest.raises(UsageError, match="JAX refuses mpi4jax, which was built with another jaxlib"):
+        raise failures.no_device(RuntimeError(told))

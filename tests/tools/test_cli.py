@@ -1,0 +1,148 @@
+import contextlib
+import importlib.metadata
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmpi.models import MODELS
+from jaxmpi.tools import cli
+from launching import ROOT
+
+
+def run(*argv: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """The console script, as pip makes it."""
+    code = "import sys; from jaxmpi.tools.cli import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
+def test_help_lists_every_command(argv, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", *argv])
+    cli.main()
+    out = capsys.readouterr().out
+    assert all(name in out and text in out for name, (text, _) in cli.COMMANDS.items())
+
+
+@pytest.mark.parametrize("line", [*cli.COMMANDS, "data pack", "data check"])
+def test_every_command_has_help_of_one_form(line, monkeypatch, capsys):
+    """Usage; a sentence that says what it does; options; an example, whose options are among them."""
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", *line.split(), "--help"])
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    out = capsys.readouterr().out
+    usage, does, *_ = out.split("\n\n")
+    assert usage.startswith(f"usage: jaxmpi {line} ")
+    assert re.match(r"[A-Z][a-z]+ [^.]+[.:]", does)
+    [example] = re.findall(r"^example: (?:mpirun -n 8 )?jaxmpi (.*)", out, re.MULTILINE)
+    assert example.startswith(line)
+    assert all(out.count(flag) > 1 for flag in re.findall(r"(?<= )--?[a-z][\w-]*", example))
+
+
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", flag])
+    cli.main()
+    out = capsys.readouterr().out
+    assert f"jaxmpi {importlib.metadata.version('jaxmpi')}  jax {importlib.metadata.version('jax')}  " in out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["experiments", "--help"]])
+def test_output_that_nobody_reads_any_more_ends_a_command_without_a_traceback(argv):
+    """As after `| head`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", *argv]
+    with os.fdopen(write_end, "w") as unread:
+        ended = subprocess.run(line, stdout=unread, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT)
+    assert ended.stderr == ""
+
+
+def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxmpi", "trian"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert re.search(r"unknown command 'trian'; did you mean 'train'\? .*: .*models, .*train", said)
+
+
+@pytest.mark.e2e
+def test_train_prints_its_line_and_hands_on_the_trainers_exit_code(tmp_path):
+    job = run("train", str(tmp_path / "absent.py"))
+    assert job.stdout.splitlines()[0] == f"+ {sys.executable} -m jaxmpi.train {tmp_path / 'absent.py'}"
+    assert job.returncode != 0
+    assert "no experiment file" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.e2e
+def test_wrong_options_end_without_a_traceback():
+    job = run("train", "-n", "many", "x.py")
+    assert job.returncode == 2
+    assert job.stderr == "jaxmpi: error: -n: got 'many'; expected a number of workers >= 1\n"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_models_prints_the_exact_counts():
+    ended = run("models")
+    assert ended.returncode == 0, ended.stderr
+    counts = {
+        "alexnet": "60,965,224",
+        "vgg16": "138,357,544",
+        "vgg19": "143,667,240",
+        "googlenet": "13,378,280",
+        "googlenetbn": "19,147,888",
+        "resnet50": "25,557,032",
+    }
+    rows = {line.split()[1]: line for line in ended.stdout.splitlines() if len(line.split()) > 9}
+    assert all(count in rows[name] for name, count in counts.items()), ended.stdout
+    page = (ROOT / "docs" / "models.md").read_text().split("## The zoo")[1].split("### Memory")[0]
+    printed, documented = table_of(ended.stdout, "│"), table_of(page, "|")
+    assert printed.keys() == documented.keys() == MODELS.keys()
+    for name, cells in documented.items():
+        *exact, flop, gradient_bytes = zip(printed[name], cells, strict=True)
+        assert all(got == want for got, want in [*exact, gradient_bytes]), cells
+        assert float(flop[0]) == pytest.approx(float(flop[1]), rel=0.02)  # as this version of XLA counts
+
+
+def table_of(text: str, bar: str) -> dict[str, list[str]]:
+    """The cells of every model's row, by model."""
+    rows = [[cell.strip(" `") for cell in line.strip(bar).split(bar)] for line in text.splitlines()]
+    return {row[0]: row for row in rows if len(row) == 6 and row[1].isdigit()}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("after_s", [0.0, pytest.param(0.2, marks=pytest.mark.slow), 0.6])
+@pytest.mark.parametrize(
+    ("command", "imports"),
+    [(["jaxmpi.tools.cli", "train", "-n", "2"], "jaxmpi.launch.supervisor"), (["jaxmpi.train"], "jax._src.config")],
+)
+def test_ctrl_c_in_the_first_second_is_one_line(command, imports, after_s, tmp_path):
+    """While Python imports; a job that runs by then may say how it is saved."""
+    line = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        *command,
+        "experiments/digits.py",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert job.stderr
+    while imports not in (imported := job.stderr.readline()):
+        assert imported
+    time.sleep(after_s)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 130, said
+    assert "interrupted" in said
+    assert "Traceback" not in said

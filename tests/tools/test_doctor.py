@@ -1,0 +1,196 @@
+"""What the doctor says of ranks' facts, and of this machine."""
+
+import re
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxmpi.comm import mpi_info
+from jaxmpi.comm.control import met
+from jaxmpi.core.env import getting_mpi
+from jaxmpi.core.errors import UsageError
+from jaxmpi.tools import doctor
+from jaxmpi.tools.doctor import ADVICE, Timed, interfaces, of_test, pairs_of, shown, shown_pairs, slow_pairs, spelled
+from launching import CLUSTER, NOT_PERMITTED, mpirun, mpirun_line, run
+
+MULTIPLE = {"threads": "MPI_THREAD_MULTIPLE"}
+
+
+def rank(host: str = "a", cores: int = 8, mask: tuple[int, ...] = (0, 1), **more) -> dict:
+    facts = {
+        "host": host,
+        "launcher": "srun",
+        "cores": cores,
+        "may use": list(mask),
+        "whole cores": len(mask),
+        "shm free": 1 << 30,
+        "interfaces": {"eth0": "up, 1000 Mbit/s"},
+        "backend": "cpu",
+        "devices": ["cpu"],
+        "gpus": [],
+        "versions": {"jax": "0.10.2"},
+    }
+    return facts | more
+
+
+GOOD = [rank(mask=(0, 1, 2, 3)), rank(mask=(4, 5, 6, 7))]
+ILLS = {
+    "versions": ([rank(), rank("b", versions={"jax": "0.9"})], MULTIPLE, "jax is 0.9 on b (rank 1), 0.10.2 on a (rank"),
+    "crowded": ([rank(mask=(0,)), rank(mask=(0,))], MULTIPLE, "a has 2 ranks on 1 cores"),
+    "bound": ([rank(mask=(0,)), rank(mask=(1,))], MULTIPLE, "a: 2 ranks are bound to 2 of 8 cores"),
+    "threads": (GOOD, {"threads": "MPI_THREAD_SERIALIZED"}, "no overlap and no watchdog"),
+    "shared memory": ([rank() | {"shm free": 1 << 20}] * 2, MULTIPLE, "/dev/shm has 1 MiB free, expected 64"),
+    "gpus": ([rank(gpus=["0", "1"])], MULTIPLE, "a has 2 GPUs, but JAX runs on its CPU"),
+    "mpi": ([rank()], {"missing": "libmpi.so not found"}, "no MPI: libmpi.so not found; one worker runs without"),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_every_ill_has_its_advice_and_the_healthy_get_none(name, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    ranks, mpi, words = ILLS[name]
+    [line, *_] = ADVICE[name](ranks, mpi)
+    assert words in line
+    assert ADVICE[name](GOOD, MULTIPLE) == []
+
+
+def test_what_the_self_test_shows():
+    right, wrong = Timed("asa32", 1024, 1e-3, 1.0, True), Timed("ring32", 1024, 1e-3, 1.0, False)
+    assert of_test([right], [0.0, 1e-5, 1e-5, 1e-5]) == []
+    told = of_test([right, wrong], [0.0, 1e-5, 1e-5, 5e-3])
+    assert told[0] == "ring32 gave a wrong mean of 1024 floats: do not train here"
+    assert told[1].startswith("rank 3 is 5.0 ms away from rank 0")
+    assert of_test([], [0.0]) == []
+
+
+def test_the_page():
+    lines = shown(GOOD, MULTIPLE, [Timed("asa32", 1024, 1e-3, 1.5, True)], [0.0, 2e-5])
+    assert lines[-1] == "nothing to change"
+    assert "exchange  asa32        4,096 bytes      1.000 ms    1.500 GB/s  right" in lines
+    assert "host      a: 8 cores, /dev/shm 1024 MiB free; eth0 up, 1000 Mbit/s" in lines
+    assert "rank 1    a: cores 4-7; cpu, cpu" in lines
+    assert spelled([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert spelled([]) == "unknown"
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_every_pair_of_ranks_meets_once(size):
+    even = size + size % 2
+    turns = [[met(rank, turn, even) for rank in range(even)] for turn in range(even - 1)]
+    assert all(row[row[rank]] == rank != row[rank] for row in turns for rank in range(even))
+    assert sorted(row[0] for row in turns) == list(range(1, even))
+
+
+def test_a_pair_with_a_slow_link_is_named():
+    """A trip is 1 MiB there and 1 MiB back; 0.5 GB/s between hosts but for one pair, 5 GB/s inside one."""
+    hosts = ["a", "a", "b", "c"]
+    trips_s = np.full((4, 4), 2 * 2**20 / 0.5e9)
+    trips_s[0, 1] = trips_s[1, 0] = 2 * 2**20 / 5e9
+    trips_s[1, 3], trips_s[3, 1] = 2 * 2**20 / 0.01e9, 1.0  # the quicker of both ranks' clocks counts
+    np.fill_diagonal(trips_s, np.nan)
+    pairs = pairs_of(trips_s, hosts)
+    assert [(p.a, p.b) for p in (pairs[0], pairs[-1])] == [(1, 3), (0, 1)]
+    assert shown_pairs(pairs, hosts) == [
+        "pairs     on one host: 5 to 5 GB/s; slowest rank 0 on a and rank 1 on a",
+        "pairs     on two hosts: 0.01 to 0.5 GB/s; slowest rank 1 on a and rank 3 on c",
+    ]
+    told = "rank 1 on a and rank 3 on c exchange 0.01 GB/s, pairs on two hosts 0.5 in the median: look at the network"
+    [line] = slow_pairs(pairs, hosts)
+    assert line.startswith(told)
+    assert slow_pairs(pairs_of(np.full((1, 1), np.nan), ["a"]), ["a"]) == []
+
+
+def test_interfaces(tmp_path):
+    for name, files in {"eth0": {"operstate": "up", "speed": "25000"}, "lo": {}, "veth": {"operstate": "down"}}.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text + "\n")
+    assert interfaces(tmp_path) == {"eth0": "up, 25000 Mbit/s", "veth": "down"}
+    assert interfaces(tmp_path / "none") == {}
+
+
+def test_wrong_options(monkeypatch):
+    with pytest.raises(UsageError, match=r"got experiment\.py"):
+        doctor.main(["experiment.py"])
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(UsageError, match="under a launcher; the number of ranks is its own"):
+        doctor.main(["-n", "2"])
+
+
+@pytest.mark.e2e
+def test_without_mpi4py_it_says_how_this_environment_comes_by_an_mpi(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError('none here', name='mpi4py')")
+    ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=100, env={"PYTHONPATH": str(tmp_path)})
+    assert ended.code == 0, ended.out
+    assert "MPI       not used" in ended.out
+    told = f"- one worker runs, but not several: mpi4py cannot be imported (none here); {getting_mpi()}"
+    assert told in ended.out.splitlines()
+
+
+@pytest.mark.e2e
+def test_mpi4jax_that_was_built_for_another_mpi_is_named_with_the_way_out(tmp_path):
+    words = "MPI ABI incompatibility detected!\\n\\nBuild-time MPI: MPICH Version:      5.0.2\\nMPICH Release date"
+    (tmp_path / "mpi4jax.py").write_text(f'raise RuntimeError("{words}")')
+    ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=100, env={"PYTHONPATH": str(tmp_path)})
+    told = (
+        r"not several: mpi4jax was built for MPICH Version: 5\.0\.2, and mpi4py runs with .*; build both for the MPI "
+    )
+    assert re.search(told + "whose mpicc is on PATH: .* --no-binary mpi4py mpi4py mpi4jax`", ended.out), ended.out
+
+
+@pytest.mark.e2e
+def test_one_process_needs_no_mpi_to_run():
+    ended = run(["python", "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert "ranks     1 on 1 hosts, launcher none" in ended.out
+    assert "to change" in ended.out or "nothing to change" in ended.out
+
+
+@pytest.mark.slow  # two ranks: README's block
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_are_examined_together(ranks):
+    begin = time.monotonic()
+    ended = mpirun(ranks, "-m", "jaxmpi.tools.doctor", timeout_s=60)
+    assert ended.code == 0, ended.out
+    assert f"ranks     {ranks} on 1 hosts, launcher Open MPI's mpirun" in ended.out
+    assert "threads MPI_THREAD_MULTIPLE" in ended.out
+    assert len(re.findall(r"^rank \d", ended.out, re.M)) == ranks  # said once
+    assert len(re.findall(r"^exchange .* right$", ended.out, re.M)) == 4
+    assert re.search(r"^pairs     on one host: \S+ to \S+ GB/s; slowest rank \d on \S+ and rank \d", ended.out, re.M)
+    assert "change" in ended.out.splitlines()[-1] or ended.out.splitlines()[-1].startswith("- ")
+    if ranks == 4:
+        assert time.monotonic() - begin < 15
+
+
+@pytest.mark.slow
+def test_hosts_are_examined_together():
+    """Three emulated hosts of 200 Mbit/s, which carry 0.0239 GB/s of payload: no pair can be much faster."""
+    cluster = [*CLUSTER, "--hosts", "3", "--rate", "200mbit", "--"]
+    ended = run([*cluster, *mpirun_line(3), sys.executable, "-m", "jaxmpi.tools.doctor"], timeout_s=100)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert ended.code == 0, ended.out
+    assert "ranks     3 on 3 hosts" in ended.out
+    assert all(f"host      node{i}: " in ended.out for i in range(3))
+    found = re.search(r"^pairs     on two hosts: (\S+) to (\S+) GB/s", ended.out, re.M)
+    assert found, ended.out
+    # A card's bucket lets 250 kB of each 1 MiB through at once: at most 1 / (1 - 0.24) of the rate of the wire.
+    assert 0.01 < float(found[1]) <= float(found[2]) < 0.0239 / 0.76 * 1.05
+    assert "exchange  ring32" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [
+        ("Open MPI v5.0.10, package: Open MPI builder@host, ident: 5.0.10\0", "Open MPI v5.0.10"),
+        (
+            "MPICH Version:\t4.0.2\nMPICH Release date:\tThu Apr  7\nMPICH configure:\t--build=x,y\n",
+            "MPICH Version: 4.0.2",
+        ),
+    ],
+)
+def test_of_an_mpi_its_name_and_release_are_shown(version, shown):
+    assert mpi_info.library_of(version) == shown

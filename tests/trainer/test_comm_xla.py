@@ -1,0 +1,352 @@
+"""`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
+
+import importlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.comm.axis import after
+from jaxmpi.comm.xla_mesh import take_mpi
+from jaxmpi.config.schema import COMMS
+from jaxmpi.core.errors import UsageError
+from launching import PATH, ROOT, Ended, mpirun, run, train
+from tolerances import WIRE, U
+
+sys.path.insert(0, str(ROOT / "scripts"))
+mpiwrapper = importlib.import_module("mpiwrapper")
+
+ON_CPU = {"JAX_PLATFORMS": "cpu"}
+A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
+EXPERIMENT = """
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
+from jaxmpi.models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(source="digits", channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, train_for="20st", eval_every="20st", checkpoint_every="10st", log_every=1,
+)
+"""
+
+# The same, and what each device of a process holds of the optimizer's state, in bytes.
+WEIGHED = (
+    EXPERIMENT
+    + """
+import dataclasses
+import jax
+import jaxmpi
+
+
+class Weigh(jaxmpi.Callback):
+    def after_dispatch(self, step, state):
+        if step == 20:
+            parts = [part for x in jax.tree.leaves(state.rule_state) for part in x.addressable_shards]
+            for device in {part.device for part in parts}:
+                print("device holds", sum(part.data.nbytes for part in parts if part.device == device), flush=True)
+
+
+experiment = dataclasses.replace(experiment, callbacks=(Weigh(),))
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny experiment, and the runs of this module."""
+    made = tmp_path_factory.mktemp("xla")
+    (made / "tiny.py").write_text(EXPERIMENT)
+    return made
+
+
+def trained(folder: Path, name: str, *args: str, ranks: int = 4, env: dict[str, str] | None = None) -> Path:
+    """The run directory of a run that went well."""
+    args = (str(folder / "tiny.py"), "--run-dir", str(folder / name), *args)
+    ended = train(ranks, *args, env=ON_CPU | (env or {}))
+    assert ended.code == 0, ended.out
+    return folder / name
+
+
+def binaries(run_dir: Path) -> dict[str, bytes]:
+    """Every file of the last checkpoint but the manifest, which holds times."""
+    return {path.name: path.read_bytes() for path in sorted((run_dir / "checkpoints/step_00000020").glob("*.bin"))}
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in record(run_dir, "train")]
+
+
+def record(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The record's lines of a kind."""
+    rows = [json.loads(line) for line in (run_dir / "record.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def facts(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "config.json").read_text())
+
+
+def params(run_dir: Path) -> np.ndarray:
+    """f32[n]: of the last checkpoint, one leaf after another."""
+    folder = run_dir / "checkpoints/step_00000020"
+    index = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
+    raw = (folder / "common.bin").read_bytes()
+    leaves = [row for row in index if row["path"].startswith("params")]
+    return np.concatenate([np.frombuffer(raw, np.float32, int(np.prod(row["shape"])), row["offset"]) for row in leaves])
+
+
+@pytest.fixture(scope="module")
+def over_xla(folder: Path) -> Path:
+    """20 steps of 4 processes, one device each, if a proxy for downloads is set."""
+    return trained(folder, "xla", "--comm", "xla", "--exchange.strategy", "ring32", env=A_PROXY)
+
+
+@pytest.mark.e2e
+def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, folder):
+    over_mpi = trained(folder, "mpi", "--exchange.strategy", "ring32", "--devices", "2", ranks=2)
+    assert [row["step"] for row in record(over_xla, "train")] == list(range(1, 21))
+    assert facts(over_xla)["transport"] == "XLA collectives between processes, gloo"
+    assert facts(over_xla)["workers"] == 4
+    assert sorted(binaries(over_xla)) == ["common.bin", *(f"worker_0000{i}.bin" for i in range(4))]
+    assert_close(over_xla, over_mpi, "ring32")
+    [evaluation] = record(over_xla, "eval")
+    assert evaluation["eval_count"] == 360
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["asa16", "ar"])
+def test_other_strategies_leave_what_they_leave_over_mpi(strategy, folder):
+    xla, mpi = (
+        trained(folder, f"{strategy}-{comm}", "--comm", comm, "--exchange.strategy", strategy) for comm in COMMS
+    )
+    assert_close(xla, mpi, strategy)
+
+
+def assert_close(a: Path, b: Path, strategy: str) -> None:
+    """Gradients are compiled apart, and so differ by rounding: sums of 60 x 64 terms in f32, and the wire's twice.
+
+    A gradient's entry is below 4 here, and 20 updates of lr 0.05 at momentum 0.9 add at most ten of each to a param.
+    """
+    r, _ = WIRE[parse(strategy).name.partition(":")[2]]
+    apart = 20 * 0.05 * 10 * 4 * (60 * 64 * U + 2 * 2 * r)
+    np.testing.assert_allclose(params(a), params(b), rtol=0, atol=apart)
+    if not r:
+        np.testing.assert_allclose(losses(a), losses(b), rtol=0, atol=U * 60 * 2.3 * 20)  # as in test_train.py
+
+
+@pytest.mark.e2e
+def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
+    """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
+    shutil.copytree(over_xla, folder / "resumed")
+    shutil.rmtree(folder / "resumed/checkpoints/step_00000020")
+    args = ("--comm", "xla", "--exchange.strategy", "ring32", "--resume", "--devices", "2")
+    resumed = trained(folder, "resumed", *args, ranks=2)
+    assert facts(resumed)["workers"] == 4
+    assert binaries(resumed) == binaries(over_xla)
+    assert losses(resumed) == losses(over_xla)
+
+
+@pytest.mark.slow  # compiles every strategy; over devices of one process they are in test_strategies.py
+@pytest.mark.parametrize("which", ["all", "each once"])
+def test_strategies_and_compressors_in_a_shard_map_of_ones_own(which):
+    env = ON_CPU | {"PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"}
+    ended = mpirun(4, "tests/allreduce/over_xla.py", which, timeout_s=240, env=env)
+    assert ended.code == 0, ended.out
+    assert ended.out.count(" strategies and 2 compressors\n") == 4
+
+
+@pytest.mark.e2e
+def test_the_example_in_the_docs(tmp_path):
+    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.S)
+    (tmp_path / "example.py").write_text(example)
+    ended = mpirun(2, str(tmp_path / "example.py"), timeout_s=60, env=ON_CPU)
+    assert ended.code == 0, ended.out
+    assert ended.out.count("[[0.5 0.5 0.5]]") == 2
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # two jobs; along an axis: test_sharded.py
+def test_sharded_updates_leave_what_whole_ones_leave_with_a_share_of_the_velocity(over_xla, folder):
+    (folder / "weighed.py").write_text(WEIGHED)
+    args = ("--comm", "xla", "--devices", "2", "--exchange.strategy", "ar", "--exchange.shard-update", "on")
+    ended = train(2, str(folder / "weighed.py"), "--run-dir", str(folder / "sharded"), *args, env=ON_CPU)
+    assert ended.code == 0, ended.out
+    assert_close(folder / "sharded", over_xla, "ar")
+    assert_devices_hold(params(over_xla).nbytes / 4, ended, devices=4)
+
+
+def assert_devices_hold(velocity_bytes: float, ended: Ended, devices: int) -> None:
+    """Each, of the velocity, which has as many bytes as params; slices are rounded up, and there is a counter."""
+    held = [int(word) for word in re.findall(r"device holds (\d+)", ended.out)]
+    assert len(held) == devices
+    assert all(velocity_bytes <= each <= 1.05 * velocity_bytes for each in held), held
+
+
+BITS = {
+    "float32": [0x7FC00001, 0x80000000, 0xFF800000, 1],  # a NaN with a payload, -0, -inf, a subnormal
+    "float16": [0x7E01, 0x8000, 0xFC00, 1],
+    "bfloat16": [0x7FC1, 0x8000, 0xFF80, 1],
+    "int8": [0xFF, 0x80, 0, 1],
+    "int32": [0xFFFFFFFF, 0x80000000, 0, 1],
+}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("other", BITS)
+def test_what_waits_for_a_result_keeps_its_bits_and_does_wait(dtype, other):
+    x, result = (bits.astype(f"u{np.dtype(name).itemsize}").view(name) for name, bits in both(dtype, other))
+    run = jax.jit(after).lower(x, [result, result[:0]]).compile()
+    assert np.asarray(run(x, [result, result[:0]])).tobytes() == x.tobytes()
+    assert re.search(r"popcnt\(", run.as_text() or "")  # XLA has not seen that the result is not needed
+
+
+def both(*names: str) -> list[tuple[str, np.ndarray]]:
+    return [(name, np.array(BITS[name], np.uint32)) for name in names]
+
+
+# ---------------------------------------------------------------- how a job ends
+
+WORK = """
+import os, signal, sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jaxmpi
+from jaxmpi.comm.xla_mesh import global_mesh
+from jaxmpi.comm.control import processes
+
+rank = processes().rank
+{before}
+mesh, comm = global_mesh()
+along = NamedSharding(mesh, P("workers"))
+mean = jax.jit(jax.shard_map(
+    lambda x: jaxmpi.exchange(x, "ring32", comm=comm), mesh=mesh, in_specs=P("workers"), out_specs=P("workers"),
+    check_vma=False))
+x = jax.make_array_from_process_local_data(along, np.ones((1, 1000), np.float32))
+mean(x).block_until_ready()
+if rank == 1:
+    {fault}
+for i in range(10**6):
+    mean(x).block_until_ready()
+"""
+FAULTS = {
+    "raise": ("raise ValueError('boom')", "ValueError: boom"),
+    "exit_0_early": ("sys.exit(0)", "others had not"),
+    "terminated": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(100)", ""),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+}
+STARTS = {
+    "absent": ("if rank == 1: time.sleep(100)", "rank [1] did not answer in time"),
+    "device_used": ("jnp.zeros(1)", "must be called before any JAX calls"),
+    "other_mesh": ("if rank == 1: global_mesh('w')", "rank 1: axis: got w, expected workers (rank 0)"),
+}
+
+
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def job(folder: Path, name: str, before: str, fault: str, env: dict[str, str]) -> Ended:
+    (folder / f"{name}.py").write_text(WORK.format(before=before, fault=fault))
+    ended = mpirun(2, str(folder / f"{name}.py"), timeout_s=60, env=ON_CPU | env)
+    assert not ended.timed_out, ended.out[-3000:]
+    assert ended.code != 0
+    return ended
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("fault", ["raise", "terminated", *slow("exit_0_early", "killed")])
+def test_one_rank_fails_and_the_job_ends(fault, folder):
+    code, message = FAULTS[fault]
+    ended = job(folder, fault, "", code, {"JAXMPI_EXIT_TIMEOUT_S": "2"})
+    assert message in ended.out, ended.out[-3000:]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("start", ["device_used", *slow("absent", "other_mesh")])
+def test_a_start_that_cannot_be_is_named(start, folder):
+    code, message = STARTS[start]
+    ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
+    assert message in ended.out, ended.out[-3000:]
+    assert "Traceback" not in ended.out
+
+
+OVER_MPI = """
+import jax, jax.numpy as jnp, numpy as np, jaxmpi
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxmpi.comm.xla_mesh import global_mesh
+
+mesh, comm = global_mesh("workers")
+rows = NamedSharding(mesh, P("workers"))
+mine = jax.make_array_from_process_local_data(rows, np.full((1, 257, 257), jax.process_index() + 1, np.float32))
+
+def share(x):  # enough work for XLA's own threads, in which it makes no communicator
+    y = jnp.tanh(x[0] @ x[0])[:1, :7] * x[0, :1, :7]
+    whole = {name: jaxmpi.exchange(y, name, comm=comm) for name in ("ar", "ring32", "asa16")}
+    return whole | {"halves of ar": comm.allgather(comm.reduce_scatter(y[0, :6])).reshape(1, 6) / comm.size}
+
+mean = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P("workers"), out_specs=P("workers"), check_vma=False))(mine)
+for name, row in mean.items():
+    assert (np.asarray(row.addressable_data(0)) == 1.5).all(), (name, row.addressable_data(0))
+jaxmpi.comm.control.processes().barrier()
+print("summed", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory) -> dict[str, str]:
+    """Variables of a job in which XLA finds the MPI that runs it."""
+    mpicc = Path(sys.executable).parent / "mpicc"
+    if not mpicc.exists() or not shutil.which("cc"):
+        pytest.skip("a wrapper of MPI needs its mpicc and a C compiler")
+    library = tmp_path_factory.mktemp("wrapper") / "libmpiwrapper.so"
+    mpiwrapper.build(library, str(mpicc))
+    return ON_CPU | {"MPITRAMPOLINE_LIB": str(library)}
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a job more
+def test_xlas_collectives_go_over_the_mpi_that_runs_already(wrapped, tmp_path):
+    (tmp_path / "over_mpi.py").write_text(OVER_MPI)
+    by_mpi = wrapped | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}
+    ended = mpirun(2, str(tmp_path / "over_mpi.py"), timeout_s=100, env=by_mpi)
+    assert ended.code == 0, ended.out[-3000:]
+    assert ended.out.count("summed") == 2
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_xlas_collectives_over_mpi_or_says_what_they_lack(wrapped):
+    cases = (wrapped, "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"), (ON_CPU, "MPITRAMPOLINE_LIB is not set")
+    for env, said in cases:
+        ended = mpirun(2, "-m", "jaxmpi.tools.doctor", timeout_s=100, env=env)
+        assert ended.code == 0, ended.out[-3000:]
+        assert re.search(rf"^MPI .*, XLA's collectives over it {said}", ended.out, re.M), ended.out[-3000:]
+
+
+@pytest.mark.slow
+def test_the_bench_times_xlas_collectives_over_mpi_whose_mean_is_right(wrapped, tmp_path):
+    """A contender whose result is wrong ends the bench."""
+    out = tmp_path / "bench.json"
+    args = ("--strategies", "ring32", "--peers", "psum-over-mpi", "--sizes", "999", "--rounds", "2", "--warm-up", "1")
+    ended = run([sys.executable, "-m", "jaxmpi.bench", "-n", "2", *args, "--out", str(out)], timeout_s=200, env=wrapped)
+    assert ended.code == 0, ended.out[-3000:]
+    [case] = json.loads(out.read_text())["cases"]
+    assert [(row["by"], row["is_peer"]) for row in case["rows"]] == [("ring32", False), ("psum-over-mpi", True)]
+
+
+def test_a_wrapper_that_is_missing_or_no_wrapper_is_named(monkeypatch):
+    monkeypatch.delenv("MPITRAMPOLINE_LIB", raising=False)
+    with pytest.raises(UsageError, match="got JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi; MPITRAMPOLINE_LIB is not set"):
+        take_mpi(devices=1)
+    monkeypatch.setenv("MPITRAMPOLINE_LIB", "libc.so.6")
+    with pytest.raises(UsageError, match=r"MPITRAMPOLINE_LIB=libc\.so\.6 is no MPIwrapper"):
+        take_mpi(devices=1)

@@ -1,0 +1,250 @@
+"""Whole runs with the data in the memory of the workers: the same as from files, in every bit."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxmpi.data import packing
+from jaxmpi.observe import record_reader
+from jaxmpi.observe.report_charts import charts
+from launching import Ended, leaked, mpirun, shared_memory, train, train_here
+
+TINY = """
+from jaxmpi.config.data import Data
+from jaxmpi.config.schema import Experiment
+from jaxmpi.config.optim import Optim
+from jaxmpi.models.cnn import digits_cnn_tiny
+
+experiment = Experiment(
+    model=digits_cnn_tiny(),
+    data=Data(channels=1, mean=(0.305,), std=(0.376,)),
+    optim=Optim("momentum", lr=0.05, lr_scaling="none"),
+    effective_batch=60, eval_every="100st", log_every=5,
+)
+"""
+# A file that stalls: one of these examples takes longer than anybody waits.
+STALLS = """
+import time
+import numpy as np
+
+class Stalls:
+    name, classes = "stalls", 10
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        time.sleep(1000 * (index == 9))
+        return np.full((8, 8, 1), index, np.uint8), index
+""" + TINY.replace("data=Data(", 'data=Data("array", train=Stalls(), validation=Stalls(), ')
+PARTITION = ("--data.memory", "partition")
+SLOW = pytest.mark.slow
+pytestmark = pytest.mark.timeout(1200)  # each job has a limit of its own
+
+
+def result(folder: Path, step: int) -> dict[str, bytes]:
+    """What a checkpoint holds, times apart."""
+    place = folder / "checkpoints" / f"step_{step:08d}"
+    return {path.name: path.read_bytes() for path in sorted(place.glob("*.bin"))}
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of a record of one kind."""
+    lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def run(
+    folder: Path, until: str, *args: str, ranks: int = 2, timeout_s: float = 300, experiment_text: str = TINY
+) -> Ended:
+    experiment = folder.parent / "tiny.py"
+    experiment.write_text(experiment_text)
+    line = (str(experiment), "--exchange.strategy", "ring16", "--run-dir", str(folder), "--train-for", until)
+    return train(ranks, *line, *args, timeout_s=timeout_s) if ranks > 1 else train_here(*line, *args)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> tuple[str, ...]:
+    packing.main(["pack", "digits", str(tmp_path / "packed"), "--quality", "0"])
+    return ("--data.source", "packed", "--data.dir", str(tmp_path / "packed"))
+
+
+@pytest.mark.slow  # three runs; test_group_cache.py proves the batches
+def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
+    """An epoch is 24 steps, so that records move in three pieces each; what moved is told wherever a run is seen."""
+    for name, args in (("files", ()), ("memory", (*PARTITION, "--data.shuffle-period", "8st", "--trace", "9:30"))):
+        ended = run(tmp_path / name, "50st", *packed, *args)
+        assert ended.code == 0, ended.out
+    files = result(tmp_path / "files", 50)
+    assert sorted(files) == ["common.bin", "worker_00000.bin", "worker_00001.bin"]
+    assert result(tmp_path / "memory", 50) == files
+    assert "evaluation on 360" in ended.out
+    said = r"training data in memory, 0\.\d MB a worker: groups of 2 workers .*, shuffled in pieces of 8 steps"
+    assert re.search(said, ended.out), ended.out
+    assert re.search(r"step \d+/50 .* shuffles? [\d.e-]+ s [\d.]+ [kM]B", ended.out), ended.out
+    [loaded] = records(tmp_path / "memory", "memory")
+    assert (loaded["group_size"], loaded["examples"]) == (2, 1437)
+    assert 0 < loaded["worker_bytes"] < 400_000
+    moved = records(tmp_path / "memory", "shuffle")
+    assert [row["shuffle"] for row in moved] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(0 < row["moved_bytes"] < loaded["worker_bytes"] and row["shuffle_s"] > 0 for row in moved)
+    record = record_reader.read(tmp_path / "memory")
+    assert {"Shuffles of data in memory", "What shuffles move"} <= {chart.title for chart in charts([record])}
+    events = json.loads((tmp_path / "memory" / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event.get("cat") == "shuffle"} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["1", "2", "4"])
+def test_resume_in_the_middle_of_an_epoch_is_bit_exact(tmp_path, packed, group):
+    """From memory, then from files, beside a run from files alone."""
+    args = (*packed, "--checkpoint-every", "30st")
+    memory = (*args, *PARTITION, "--data.group-size", group)
+    for folder, until, more in (
+        ("whole", "60st", args),
+        ("parts", "30st", memory),
+        ("parts", "50st", (*memory, "--resume")),
+        ("parts", "60st", (*args, "--resume")),
+    ):
+        ended = run(tmp_path / folder, until, *more, ranks=4)
+        assert ended.code == 0, ended.out
+    assert "resumed at step 50" in ended.out
+    assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
+
+
+@pytest.mark.slow
+def test_resume_on_other_numbers_of_workers(tmp_path, packed):
+    """From memory beside from files, in groups of all workers: three begin, two go on into the next epoch."""
+    args = (*packed, "--checkpoint-every", "20st", "--eval-every", "1000st")
+    for name, more in (("files", ()), ("memory", PARTITION)):
+        for ranks, until, resume in ((3, "20st", ()), (2, "40st", ("--resume",))):
+            ended = run(tmp_path / name, until, *args, *more, *resume, ranks=ranks)
+            assert ended.code == 0, ended.out
+        assert "resumed at step 20" in ended.out
+    assert result(tmp_path / "memory", 40) == result(tmp_path / "files", 40)
+    steps = [[row["step"], row["examples"], row["loss"]] for row in records(tmp_path / "memory", "train")]
+    assert steps == [[row["step"], row["examples"], row["loss"]] for row in records(tmp_path / "files", "train")]
+
+
+@pytest.mark.slow
+def test_where_the_order_depends_on_the_group_another_size_is_refused(tmp_path, packed):
+    args = (*packed, *PARTITION, "--data.shuffle-period", "2", "--checkpoint-every", "30st")
+    for folder, until, more in (("whole", "60st", ()), ("parts", "30st", ()), ("parts", "60st", ("--resume",))):
+        ended = run(tmp_path / folder, until, *args, *more)
+        assert ended.code == 0, ended.out
+    assert result(tmp_path / "parts", 60) == result(tmp_path / "whole", 60)
+    ended = run(tmp_path / "parts", "70st", *args, "--resume", "--data.group-size", "auto")  # one worker would fit
+    assert "groups of 2 workers" in ended.out, ended.out
+    ended = run(tmp_path / "parts", "90st", *args, "--resume", "--data.group-size", "1")
+    assert ended.code != 0
+    assert re.search(r"order: got\s*, expected shuffled over 2 workers every 2 epochs", ended.out), ended.out
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("ranks", "on_error"),
+    [(1, "stop"), *(pytest.param(2, on_error, marks=SLOW) for on_error in ("stop", "skip"))],
+)
+def test_a_damaged_record_ends_the_job_or_is_counted(tmp_path, packed, ranks, on_error):
+    shard = tmp_path / "packed" / "train" / "shard-00000.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[-5] ^= 1
+    shard.write_bytes(raw)
+    ended = run(tmp_path / "run", "48st", *packed, *PARTITION, "--data.on-error", on_error, ranks=ranks)
+    if on_error == "stop":
+        assert ended.code != 0
+        assert re.search(r"shard-00000\.bin at byte \d+ \(example 1436\) is corrupt: its checksum", ended.out), (
+            ended.out
+        )
+    else:
+        assert ended.code == 0, ended.out
+        assert "skipped 2" in ended.out  # once an epoch
+    assert not ended.timed_out
+
+
+@pytest.mark.e2e
+def test_a_group_that_does_not_divide_the_workers(tmp_path):
+    ended = run(tmp_path / "run", "5st", *PARTITION, "--data.group-size", "3", ranks=1)
+    assert ended.code != 0
+    assert "data.group_size: got 3 with 1 workers; expected one of 1" in ended.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "comm"), [(1, "mpi"), (2, "xla")])
+def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
+    args = (*packed, "--devices", "2", "--comm", comm, "--exchange.strategy", "asa32")
+    for name, more in (("files", ()), ("memory", PARTITION)):
+        ended = run(tmp_path / name, "30st", *args, *more, ranks=ranks)
+        assert ended.code == 0, ended.out
+    assert result(tmp_path / "memory", 30) == result(tmp_path / "files", 30)
+
+
+KILLED = """
+import os, signal, sys
+from jaxmpi.input_pipeline import memory_shuffle
+from jaxmpi.trainer import main as train
+{where}
+whole, calls = kind.{name}, []
+
+def killed(self, *args):
+    calls.append(1)
+    if len(calls) == {calls} and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(self, *args)
+
+kind.{name} = killed
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("where", "name", "calls"),
+    [
+        pytest.param("kind = memory_shuffle.PeerArena", "gather", 3, marks=SLOW),
+        pytest.param("kind = memory_shuffle.MemoryShuffle", "_wait", 6, marks=SLOW),
+    ],
+    ids=["one reads", "one waits"],
+)
+def test_a_rank_that_is_killed_while_records_move(tmp_path, where, name, calls):
+    (tmp_path / "tiny.py").write_text(TINY)
+    (tmp_path / "killed.py").write_text(KILLED.format(where=where, name=name, calls=calls))
+    before, begin = shared_memory(), time.monotonic()
+    line = (str(tmp_path / "killed.py"), str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / "run"))
+    ended = mpirun(3, *line, *PARTITION, "--train-for", "100ep", timeout_s=100)
+    assert not ended.timed_out, ended.out
+    assert ended.code != 0
+    assert re.search(r"process rank 1 .*?signal 9", ended.out, re.DOTALL), ended.out
+    assert time.monotonic() - begin < 60
+    assert leaked(before) == set()
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_be_read_ends_a_job_that_loads_it_into_memory(tmp_path):
+    """The other rank has read its part by then, and waits."""
+    for i in range(10):
+        path = tmp_path / "train" / f"class {i}" / "one.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(path)
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # reading it gives EIO
+    files = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--data.validation-split", "train")
+    ended = run(tmp_path / "run", "2ep", *files, "--data.on-error", "skip", "--effective-batch", "4", *PARTITION)
+    assert ended.code not in (0, -9), ended.out
+    assert re.search(rf"{path} \(example 9\) cannot be read: .*Input/output error", ended.out), ended.out
+    assert "rank 1" in ended.out
+
+
+@pytest.mark.slow
+def test_a_read_that_stalls_ends_a_job_that_loads_it_into_memory(tmp_path):
+    options = ("--data.on-error", "skip", "--data.stall-timeout-s", "2", "--effective-batch", "4")
+    ended = run(tmp_path / "run", "2ep", *options, *PARTITION, experiment_text=STALLS)
+    assert ended.code not in (0, -9), ended.out
+    assert re.search(r"stalls\[9\] \(example 9\) has not been read for 2 s", ended.out), ended.out
+    assert "rank 1" in ended.out

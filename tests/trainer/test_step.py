@@ -1,0 +1,475 @@
+"""Losses to gradients to metrics: exact counts, micro-batches, short batches, N workers against one."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from jaxmpi.allreduce.api import exchange
+from jaxmpi.comm import topology
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.topology import gather_workers, put
+from jaxmpi.config.data import Data
+from jaxmpi.config.exchange_config import ExchangeConfig
+from jaxmpi.config.rule_config import RuleConfig
+from jaxmpi.config.schema import Experiment
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.train_state import TrainState, create
+from jaxmpi.data import ArraySource, Augment, Loader, Sampler
+from jaxmpi.model.contract import Model
+from jaxmpi.models.cnn import digits_cnn_tiny
+from jaxmpi.rules import base, registry
+from jaxmpi.tasks import classes, inputs
+from jaxmpi.tasks.supervised import Supervised
+from jaxmpi.trainer import build, step
+from jaxmpi.trainer.training_plan import job_of
+from tolerances import U
+
+KEY = jax.random.key_data(jax.random.key(0))
+NAN = float("nan")
+
+RANKINGS = [
+    # logits, label -> classes ahead
+    ([0.1, 0.9, 0.5], 1, 0),
+    ([0.1, 0.9, 0.5], 2, 1),
+    ([0.1, 0.9, 0.5], 0, 2),
+    ([0.5, 0.5, 0.5], 0, 0),
+    ([0.5, 0.5, 0.5], 1, 1),
+    ([0.5, 0.5, 0.5], 2, 2),
+    ([1.0, 0.5, 0.5], 2, 2),
+    ([NAN, 0.5, 0.1], 0, 3),  # no hit whatever k, as long as there are 5 classes
+    ([NAN, 0.5, 0.1], 1, 1),
+    ([NAN, NAN, NAN], 0, 3),
+    ([np.inf, 0.5, -np.inf], 0, 0),
+    ([-np.inf, -np.inf, 0.0], 1, 2),
+]
+
+
+@pytest.mark.parametrize(("logits", "label", "ahead"), RANKINGS)
+def test_ranking(logits, label, ahead):
+    assert classes.ranking(jnp.array([logits]), jnp.array([label])).tolist() == [ahead]
+
+
+def test_ranking_is_a_permutation_of_the_classes():
+    logits = np.random.default_rng(0).integers(0, 3, 7).astype(np.float32)  # ties for sure
+    places = classes.ranking(jnp.tile(logits, (7, 1)), jnp.arange(7))
+    assert sorted(places.tolist()) == list(range(7))
+
+
+def forward(apply, loss=classes.cross_entropy, **kwargs) -> step.Forward:
+    model = Model("test", lambda key, image: ({}, {}), apply, kwargs.pop("shape", (3,)), 2, **kwargs.pop("facts", {}))
+    dtypes = [kwargs[name] for name in ("compute_dtype",) if name in kwargs]
+    made = Supervised(model, loss, kwargs.pop("data", Data()), *dtypes)
+    return step.Forward(classes.classification(made), **kwargs)
+
+
+def evaluated(made: step.Forward, params, batch) -> dict[str, float]:
+    """Sums over a batch."""
+    return {name: float(sums) for name, (sums, _) in step.eval_step(made, params, {}, batch).items()}
+
+
+# ---------------------------------------------------------------- gradients of exact arithmetic
+
+
+def linear(params, model_state, image, key, train):
+    return image * params["w"][None], {"calls": model_state["calls"] + 1}
+
+
+def integer_loss(outputs, labels):
+    """Its gradient is sum_j weight_j label_j image_j: integers, so that f32 adds them exactly in any order."""
+    return outputs.sum(-1) * labels.astype(jnp.float32)
+
+
+def integer_batch(size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    image = rng.integers(-8, 9, (size, 3)).astype(np.float32)
+    return {
+        "image": image,
+        "label": rng.integers(0, 9, size).astype(np.int32),
+        "weight": np.full(size, 0.25, np.float32),
+    }
+
+
+def integer_gradients(batch, micro_batch: int = 0):
+    run = jax.jit(step.local_gradients(forward(linear, integer_loss), micro_batch))
+    return run({"w": jnp.ones(3)}, {"calls": jnp.int32(0)}, batch, KEY, jnp.int32(0))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 6, 12])
+def test_micro_batches_add_up_to_the_whole_batch_exactly(micro_batch):
+    batch = integer_batch(12)
+    grads, _, metrics = integer_gradients(batch)
+    expected = (batch["weight"] * batch["label"]) @ batch["image"].astype(np.float64)
+    assert grads["w"].tolist() == expected.tolist()
+    piecewise, state, more = integer_gradients(batch, micro_batch)
+    assert piecewise["w"].tolist() == grads["w"].tolist()
+    assert jax.tree.map(float, more[:2]) == metrics[:2]
+    assert float(metrics.count) == 12
+    assert int(state["calls"]) == 12 // micro_batch  # it did run piece by piece
+
+
+def test_micro_batches_draw_different_random_numbers():
+    def noisy(params, model_state, image, key, train):
+        return image * params["w"][None] * jax.random.uniform(key), model_state
+
+    def grads(micro_batch, t):
+        batch = jax.tree.map(lambda x: np.repeat(x[:1], 4, 0), integer_batch(4))
+        run = step.local_gradients(forward(noisy, integer_loss), micro_batch)
+        return run({"w": jnp.ones(3)}, {}, batch, KEY, jnp.int32(t))[0]["w"].tolist()
+
+    assert grads(0, 0) == grads(0, 0)
+    assert grads(0, 0) != grads(0, 1)
+    assert grads(0, 0) != grads(2, 0)
+
+
+def test_what_only_fills_a_batch_changes_nothing_not_even_where_it_is_nan():
+    batch = integer_batch(4)
+    padded = {
+        "image": np.concatenate([batch["image"], np.full((2, 3), np.nan, np.float32)]),
+        "label": np.concatenate([batch["label"], np.ones(2, np.int32)]),
+        "weight": np.concatenate([batch["weight"], np.zeros(2, np.float32)]),
+    }
+    grads, _, metrics = integer_gradients(batch)
+    _, _, with_fillers = integer_gradients(padded)
+    assert jax.tree.map(float, with_fillers[:2]) == jax.tree.map(float, metrics[:2])
+    finite = {**padded, "image": np.nan_to_num(padded["image"], nan=3.0)}
+    assert integer_gradients(finite)[0]["w"].tolist() == grads["w"].tolist()
+
+
+@pytest.mark.parametrize(("examples", "batch", "workers"), [(10, 8, 4), (9, 8, 4), (5, 4, 2), (2, 4, 4), (6, 4, 1)])
+def test_the_mean_over_workers_is_that_of_the_batch_however_short(examples, batch, workers):
+    """Weights are workers / count, here powers of two, and all else integers."""
+    everything = integer_batch(examples)
+    source = ArraySource(everything["image"], everything["label"], classes=9)
+    last = Sampler(examples, batch).steps_per_epoch - 1
+    share = Sampler(examples, batch).indices(last)
+    assert share.count < batch
+    expected = (everything["label"][share.indices] @ everything["image"][share.indices]) / share.count
+    total, count = np.zeros(3), 0.0
+    for rank in range(workers):
+        with Loader(source, Sampler(examples, batch, rank, workers), Data(), True, last, last + 1) as loader:
+            [made] = loader
+        grads, _, metrics = integer_gradients({"image": made.image, "label": made.label, "weight": made.weight})
+        total, count = total + np.asarray(grads["w"], np.float64) / workers, count + float(metrics.count)
+    assert total.tolist() == expected.tolist()
+    assert count == share.count
+
+
+# ---------------------------------------------------------------- N workers x B/N = 1 worker x B
+
+D, CLASSES, LR, STEPS = 6, 4, 0.1, 20
+
+
+def softmax_regression(params, model_state, image, key, train):
+    return image @ params["w"] + params["b"][None], model_state
+
+
+def run(workers: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """(params of all workers, gradients of all workers at the first step) after 20 steps of the real loader."""
+    rng = np.random.default_rng(1)
+    images = rng.uniform(-1, 1, (50, D)).astype(np.float32)
+    source = ArraySource(images, rng.integers(0, CLASSES, 50), classes=CLASSES)
+    comm = AxisComm("w", workers)
+    exchanged = base.Exchange(functools.partial(exchange, comm=comm), functools.partial(exchange, op="sum", comm=comm))
+    rule = registry.build(RuleConfig(), optax.sgd(LR), exchanged, optimizer="sgd", linear=True)
+    gradients = step.local_gradients(forward(softmax_regression, shape=(D,)))
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="w")
+    def one(state, batch):
+        own = gradients(state.params, state.model_state, batch, state.key, state.step)[0]
+        return step.train_step(state, batch, gradients=gradients, rule=rule), own
+
+    params = {"w": np.zeros((D, CLASSES), np.float32), "b": np.zeros(CLASSES, np.float32)}
+    state = topology.stack([create(params, {}, rule.init(params), seed=0, worker=r) for r in range(workers)])
+    loaders = [Loader(source, Sampler(50, batch, r, workers), Data(), True, 0, STEPS) for r in range(workers)]
+    first = None
+    for batches in zip(*loaders, strict=True):
+        arrays = [{"image": b.image, "label": b.label, "weight": b.weight} for b in batches]
+        (state, metrics), own = one(state, topology.stack(arrays))
+        assert np.asarray(metrics.count).sum() == batches[0].count
+        first = own if first is None else first
+    assert state.step.tolist() == [STEPS] * workers
+    return flat(state.params), flat(first)
+
+
+def flat(trees) -> np.ndarray:
+    """f32[workers, params]."""
+    return np.concatenate([np.asarray(trees["w"]).reshape(len(trees["b"]), -1), np.asarray(trees["b"])], 1)
+
+
+def test_n_workers_on_shares_are_one_worker_on_the_batch():
+    """Softmax regression is convex, with curvature at most 0.5 (|x|^2 + 1) <= 0.5 (D + 1), so that steps of LR <= 2 /
+    curvature bring two points no further apart, and rounding errors add up over steps. |x| <= 1, |p - y| <= 1.
+
+    An entry of the gradient is a mean of x (p - y). Logits have D + 1 products and sums of at most D max|w|; p changes
+    by no more than they do, and has 16 roundings of its own (exp and division); the sum over examples and workers
+    has at most B + N of numbers that are at most 1 in the mean. In the norm: times the root of the number of params.
+    """
+    assert LR <= 2 / (0.5 * (D + 1))
+    batch = 12  # 50 = 4 x 12 + 2: the last step of every epoch is short
+    one, _ = run(1, batch)
+    largest = 2 * np.abs(one).max() + 1
+    for workers in (2, 3, 4):
+        many, own = run(workers, batch)
+        assert len({row.tobytes() for row in many}) == 1
+        assert len({row.tobytes() for row in own}) == workers  # each saw examples of its own
+        gradient_error = ((D + 1) * D * largest + 16 + batch + workers) * U
+        local = (LR * gradient_error + 2 * U * largest) * np.sqrt(one.size)
+        error = 2 * STEPS * local  # both runs err
+        assert np.linalg.norm(many[0].astype(np.float64) - one[0]) <= error
+        assert error < 1e-3 * np.linalg.norm(one)
+
+
+# ---------------------------------------------------------------- dtypes, normalisation, evaluation
+
+
+def test_bf16_is_what_computes_and_f32_what_is_kept():
+    seen = []
+
+    def apply(params, model_state, image, key, train):
+        seen.append((params["w"].dtype, image.dtype))
+        return image @ params["w"], {"mean": image.mean(0), "count": model_state["count"] + 1}
+
+    run = step.local_gradients(forward(apply, compute_dtype=jnp.bfloat16))
+    batch = {
+        "image": np.ones((4, 3), np.float32),
+        "label": np.zeros(4, np.int32),
+        "weight": np.full(4, 0.25, np.float32),
+    }
+    params, state = {"w": jnp.ones((3, 2))}, {"mean": jnp.zeros(3), "count": jnp.int32(0)}
+    grads, state, metrics = run(params, state, batch, KEY, jnp.int32(0))
+    assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))}
+    assert {leaf.dtype for leaf in jax.tree.leaves((grads, metrics[:2], state["mean"]))} == {jnp.dtype("float32")}
+    assert state["count"].dtype == jnp.int32
+
+
+def test_normalise_per_channel():
+    data = Data(mean=(0.5, 0.25, 0.0), std=(0.5, 1.0, 2.0))
+    image = np.array([[[[255, 0, 51]]]], np.uint8)
+    np.testing.assert_allclose(inputs.normalise(jnp.asarray(image), data), [[[[1.0, -0.25, 0.1]]]], rtol=4 * U)
+
+
+@pytest.mark.parametrize("data", [Data(), Data(mean=(0.0,)), Data(std=(1.0,))])
+def test_normalise_by_one_number_for_all_channels(data):
+    image = jnp.asarray(np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3))
+    np.testing.assert_allclose(inputs.normalise(image, data), np.asarray(image) / 255, rtol=2 * U)
+
+
+def test_prepared_images_are_not_normalised():
+    image = jnp.ones((1, 2, 2, 3))
+    assert inputs.normalise(image, Data()) is image
+    with pytest.raises(UsageError, match="for images of uint8; got float32, which are taken as ready"):
+        inputs.normalise(image, Data(mean=(0.5,)))
+
+
+def test_images_that_the_loader_took_a_mean_image_from_are_ready_and_others_are_refused():
+    data, image = Data(channels=1, std=(0.376,), mean_image="mean.npy"), np.full((1, 2, 2, 1), 51, np.uint8)
+    subtracted = Augment(data, False, 0, np.full((2, 2, 1), 25.5, np.float32))(image[0], 0, 0, "photo0.jpg")
+    ready = inputs.normalise(jnp.asarray(subtracted), data)
+    np.testing.assert_allclose(ready, np.full((2, 2, 1), 0.1 / 0.376), rtol=4 * U)
+    with pytest.raises(UsageError, match=r"data\.mean_image is subtracted by loaders; got images of uint8"):
+        inputs.normalise(jnp.asarray(image), data)
+
+
+def test_evaluation_counts_real_examples_only():
+    logits = np.array([[9, 0, 0, 0, 0, 0], [9, 8, 7, 6, 5, 4], [0, 9, 0, 0, 0, 0], [0, 0, 0, 0, 0, np.nan]], np.float32)
+    batch = {"image": logits, "label": np.array([0, 4, 0, 0], np.int32), "weight": np.array([1, 1, 1, 0], np.float32)}
+    sums = evaluated(forward(lambda p, s, image, key, train: (image, s), shape=(6,)), {}, batch)
+    assert (sums["top1"], sums["top5"], sums["count"]) == (1, 3, 3)
+    exact = -(
+        np.log(np.exp(logits[:3].astype(np.float64)) / np.exp(logits[:3].astype(np.float64)).sum(1, keepdims=True))
+    )
+    np.testing.assert_allclose(sums["loss"], exact[[0, 1, 2], [0, 4, 0]].sum(), rtol=32 * U)
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def next_token(params, model_state, tokens, key, train):
+    assert tokens.dtype == jnp.int32
+    return jnp.take(params["logits"], tokens, axis=0), model_state
+
+
+def of_tokens(**kwargs) -> step.Forward:
+    return forward(next_token, shape=(4,), facts={"input_dtype": jnp.int32, "label_shape": (4,)}, **kwargs)
+
+
+def test_a_sequences_loss_and_hits_are_means_over_its_tokens():
+    rng = np.random.default_rng(1)
+    table = rng.standard_normal((6, 6)).astype(np.float32)
+    tokens, labels = rng.integers(0, 6, (2, 3, 4)).astype(np.int32)
+    batch = {"image": tokens, "label": labels, "weight": np.array([1, 1, 0], np.float32)}
+    sums = evaluated(of_tokens(), {"logits": table}, batch)
+    wide = table.astype(np.float64)[tokens]
+    exact = np.log(np.exp(wide).sum(-1)) - np.take_along_axis(wide, labels[..., None], -1)[..., 0]
+    np.testing.assert_allclose(sums["loss"], exact[:2].mean(1).sum(), rtol=64 * U)
+    assert sums["top1"] == (wide.argmax(-1) == labels)[:2].mean(1).sum()  # quarters are exact
+    assert sums["count"] == 2
+    run = jax.jit(step.local_gradients(of_tokens(), 1), static_argnums=())
+    grads, _, training = run({"logits": table}, {}, batch, KEY, jnp.int32(0))
+    np.testing.assert_allclose(float(training.loss), sums["loss"], rtol=64 * U)
+    chances = np.exp(wide) / np.exp(wide).sum(-1, keepdims=True) - np.eye(6)[labels]
+    expected = sum(np.eye(6)[tokens[i]].T @ chances[i] / 4 for i in range(2))
+    np.testing.assert_allclose(grads["logits"], expected, atol=64 * U)
+
+
+def test_ranking_of_tokens_is_that_of_each():
+    logits = np.random.default_rng(0).integers(0, 3, (2, 5, 7)).astype(np.float32)
+    labels = np.arange(10).reshape(2, 5) % 7
+    each = classes.ranking(jnp.asarray(logits.reshape(10, 7)), jnp.asarray(labels.reshape(10)))
+    assert classes.ranking(jnp.asarray(logits), jnp.asarray(labels)).reshape(10).tolist() == each.tolist()
+
+
+def test_tokens_are_whole_numbers_of_the_models_length():
+    batch = {"image": np.zeros((1, 4), np.float32), "label": np.zeros((1, 4), np.int32), "weight": np.ones(1)}
+    with pytest.raises(UsageError, match="test: got examples of float32; expected tokens, whole numbers"):
+        step.eval_step(of_tokens(), {"logits": np.eye(6, dtype=np.float32)}, {}, batch)
+    with pytest.raises(
+        UsageError, match=r"test: got examples of shape \(3,\); expected \(4,\): change the data's window"
+    ):
+        step.eval_step(of_tokens(), {}, {}, batch | {"image": np.zeros((1, 3), np.int32)})
+
+
+# ---------------------------------------------------------------- workers on devices
+
+
+def test_over_devices_gives_each_device_its_row():
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), (topology.AXIS,))
+
+    def shift(x, by):
+        return {"sum": jax.lax.psum(x, topology.AXIS), "own": x + by}
+
+    got = step.over_devices(shift, mesh)(np.arange(4.0, dtype=np.float32), np.full(4, 10, np.float32))
+    assert jax.tree.map(lambda x: x.tolist(), got) == {"sum": [6] * 4, "own": [10, 11, 12, 13]}
+
+
+def test_stack_and_state():
+    states = [create({"w": np.ones(2)}, {}, {}, seed=3, worker=worker) for worker in range(3)]
+    stacked = topology.stack(states)
+    assert isinstance(stacked, TrainState)
+    assert stacked.params["w"].shape == (3, 2)
+    assert len({row.tobytes() for row in stacked.key}) == 3  # dropout differs between workers
+    assert (create({}, {}, {}, seed=3, worker=1).key == stacked.key[1]).all()
+    assert (create({}, {}, {}, seed=4, worker=1).key != stacked.key[1]).any()
+
+
+# ---------------------------------------------------------------- memory
+
+
+def tanh_layers(widths: list[int]) -> tuple:
+    """(gradients of a model of dense layers, its params, a batch)."""
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(0, a**-0.5, (a, b)), jnp.float32) for a, b in itertools.pairwise(widths)]
+
+    def apply(params, model_state, image, key, train):
+        for weights in params:
+            image = jnp.tanh(image @ weights)
+        return image, model_state
+
+    gradients = step.local_gradients(forward(apply, shape=(widths[0],)))
+    image = rng.normal(size=(4, widths[0])).astype(np.float32)
+    return gradients, params, {"image": image, "label": jnp.zeros(4, jnp.int32), "weight": jnp.ones(4)}
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """What a program takes beyond its arguments and results."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+def test_looking_at_gradients_keeps_none_of_them_alive():
+    """A step that tells what it saw of them takes no more memory than one that does not, but for what it tells."""
+    gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
+
+    def update(params, sees: bool):
+        grads, _, metrics = gradients(params, {}, batch, KEY, jnp.array(0))
+        after = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return (after, metrics) if sees else (after, None)
+
+    jitted = jax.jit(update, static_argnums=1, donate_argnums=0)
+
+    of_one = [temporary_bytes(jitted.lower(params, sees).compile()) for sees in (False, True)]
+    assert of_one[1] - of_one[0] < 4 * 512 * 512
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
+def test_params_are_updated_in_place_with_the_same_bits():
+    """No leaf is copied before a step, for which all gradients are there at once instead: as much memory, but for a
+    leaf."""
+    gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
+    jitted = {}
+    for name, form in {"early": gradients, "waiting": step.in_place(gradients)}.items():
+
+        def update(params, form=form):
+            grads, _, metrics = form(params, {}, batch, KEY, jnp.array(0))
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), metrics
+
+        jitted[name] = jax.jit(update, donate_argnums=0).lower(params).compile()
+    copies = {name: compiled.as_text().count(" copy(%params") for name, compiled in jitted.items()}
+    assert copies["waiting"] == 0 < copies["early"]
+    assert temporary_bytes(jitted["waiting"]) - temporary_bytes(jitted["early"]) < 4 * 512 * 512
+    early, waiting = (compiled(jax.tree.map(jnp.copy, params)) for compiled in jitted.values())
+    assert [leaf.tobytes() for leaf in jax.tree.leaves(early)] == [leaf.tobytes() for leaf in jax.tree.leaves(waiting)]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="how XLA copies on CPUs")
+def test_one_workers_step_is_made_so(monkeypatch):
+    workers = gather_workers(1)
+    data = Data("digits", channels=1)
+    experiment = Experiment(model=digits_cnn_tiny(), data=data, effective_batch=20, exchange=ExchangeConfig("asa32"))
+    job = job_of(experiment, workers)
+
+    def copies() -> int:
+        functions = build.build_functions(job)
+        state = put(build.initial_states(job, functions.rule), workers)
+        program = functions.train_step.lower(state, next(job.plan.feed.batches()))  # pyright: ignore[reportFunctionMemberAccess]
+        return program.compile().as_text().count(" copy(%state_params")
+
+    as_it_is = copies()
+    monkeypatch.setattr(step, "in_place", lambda gradients: gradients)
+    assert as_it_is < copies()
+
+
+def test_waiting_gradients_that_are_not_finite_stay_so():
+    gradients, params, batch = tanh_layers([4, 3, 2])
+    bad = [params[0].at[0, 0].set(jnp.nan), params[1]]
+    grads, _, metrics = step.in_place(gradients)(bad, {}, batch, KEY, jnp.array(0))
+    assert not np.asarray(metrics.finite).any()
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("bad", ["loss", "a gradient", "nothing"])
+def test_marked_gradients_tell_all_workers_what_is_not_finite_on_one(bad):
+    """The vote calls a gradient beyond 1.8e19 infinite, whose update would be finite."""
+    grads = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "empty": jnp.zeros(0)}
+    loss = jnp.inf if bad == "loss" else 1.0
+    metrics = step.Metrics(jnp.asarray(loss), jnp.ones(()), jnp.array([True, True, bad != "a gradient"]))
+    told, _, _ = step.marked(lambda: (grads, {}, metrics))()
+    assert np.isnan(told["b"]).all() == (bad != "nothing")
+    assert (told["w"] == 1).all()
+
+
+@pytest.mark.parametrize("bad", ["loss", "a gradient"])
+def test_a_step_that_is_skipped_changes_nothing(bad):
+    params = {"w": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
+    finite = jnp.array([True, bad != "a gradient"])
+    metrics = step.Metrics(jnp.asarray(jnp.inf if bad == "loss" else 1.0), jnp.ones(()), finite, squares=jnp.ones(()))
+    grads = jax.tree.map(lambda p: p * np.float32(1e19), params)
+    rule = registry.build(
+        RuleConfig(), optax.sgd(0.1, 0.9), base.Exchange(lambda g: g, lambda g: g), optimizer="sgd", linear=True
+    )
+    before = create(params, {"mean": np.zeros(2, np.float32)}, rule.init(params), seed=0, worker=0)
+    made = step.marked(lambda *_: (grads, {"mean": jnp.ones(2)}, metrics))
+    one = functools.partial(step.train_step, gradients=made, rule=rule, guard=step.or_before)
+    after, told = jax.jit(one)(before, {})
+    assert not told.applied
+    assert after.step == before.step + 1
+    same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), before, after)
+    assert all(jax.tree.leaves(same._replace(step=True)))

@@ -1,0 +1,361 @@
+"""The zoo: exact counts and shapes, the layers against plain references, and that the tiny ones learn."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmpi.models.__main__ as report
+from jaxmpi.core.errors import UsageError
+from jaxmpi.models import MODELS
+from jaxmpi.models import layers as layers_module
+from jaxmpi.models.googlenet import (
+    AUX_WEIGHT,
+    BLOCKS,
+    STARTS,
+    Auxiliary,
+    GoogLeNet,
+    Inception,
+    googlenet,
+    googlenet_loss,
+    googlenet_tiny,
+)
+from jaxmpi.models.googlenetbn import GoogLeNetBN, googlenetbn_tiny
+from jaxmpi.models.layers import average_pool, conv, he_normal, local_response_norm, max_pool, normal
+
+KEY = jax.random.key(0)
+TINY = [name for name in MODELS if name.endswith("_tiny")]
+IN_CHANNELS = {"3a": 192, "3b": 256, "4a": 480, "4b": 512, "4c": 512}
+IN_CHANNELS |= {"4d": 512, "4e": 528, "5a": 832, "5b": 832}
+BLOCK_PARAMS = {"3a": 163_696, "3b": 388_736, "4a": 376_176, "4b": 449_160, "4c": 510_104}
+BLOCK_PARAMS |= {"4d": 605_376, "4e": 868_352, "5a": 1_043_456, "5b": 1_444_080}
+
+
+def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def noise(shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(f, x, g):
+    y, pull = jax.vjp(f, x)
+    return y, pull(g)[0]
+
+
+def outputs_of(model, train, batch=2):
+    params, state, _ = report.shapes(model)
+    return jax.eval_shape(lambda p, s, x: model.apply(p, s, x, KEY, train)[0], params, state, model.example(batch))
+
+
+def test_googlenet_counts():
+    params, state, _ = report.shapes(googlenet())
+    assert state == {}
+    assert count(params) == 13_378_280
+    assert count(params["aux1"]) == 3_188_840
+    assert count(params["aux2"]) == 3_190_888
+    assert count(params["stem7"]) == 9_472
+    assert count(params["stem1"]) == 4_160
+    assert count(params["stem3"]) == 110_784
+    assert count(params["logits"]) == 1_025_000
+    assert {name: count(block) for name, block in params["blocks"].items()} == BLOCK_PARAMS
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_inception_block_alone(name):
+    block = nnx.eval_shape(lambda: Inception(IN_CHANNELS[name], BLOCKS[name], STARTS["he"], nnx.Rngs(0)))
+    assert count(nnx.state(block, nnx.Param)) == BLOCK_PARAMS[name]
+
+
+def test_googlenet_small_images_change_only_the_class_layers():
+    full, small = (report.shapes(m)[0] for m in (googlenet(), googlenet(10, image_size=64)))
+    shapes_of = [dict(jax.tree_util.tree_leaves_with_path(p)) for p in (full, small)]
+    changed = {
+        jax.tree_util.keystr(path) for path, leaf in shapes_of[0].items() if leaf.shape != shapes_of[1][path].shape
+    }
+    heads = ("['logits']", "['aux1']['logits']", "['aux2']['logits']")
+    assert changed == {h + leaf for h in heads for leaf in ("['kernel']", "['bias']")}
+
+
+@pytest.mark.parametrize("size", [32, 64, 224])
+def test_googlenet_shapes(size):
+    model = googlenet(10, image_size=size)
+    assert [o.shape for o in outputs_of(model, True)] == [(2, 10)] * 3
+    assert outputs_of(model, False).shape == (2, 10)
+
+
+def test_googlenet_published_and_he_start():
+    published = _stds("published")
+    assert published["kernel stem7"] == pytest.approx(0.1, rel=0.05)
+    assert published["kernel reduce5"] == pytest.approx(0.2, rel=0.05)
+    assert published["bias stem7"] == pytest.approx(0.2)
+    he = _stds("he")
+    assert he["kernel reduce5"] == pytest.approx(math.sqrt(2 / 192), rel=0.05)
+    assert he["kernel logits"] == pytest.approx(0.01, rel=0.05)
+    assert he["bias stem7"] == 0
+
+
+def _stds(start):
+    module = GoogLeNet(10, 3, STARTS[start], nnx.Rngs(0))
+    layers = {"stem7": module.stem7, "reduce5": module.blocks["3a"].reduce5}
+    layers["logits"] = module.logits
+    out = {f"kernel {name}": float(layer.kernel[...].std()) for name, layer in layers.items()}
+    return out | {f"bias {name}": float(layer.bias[...].mean()) for name, layer in layers.items()}
+
+
+def test_unknown_start_and_size_are_refused():
+    with pytest.raises(UsageError, match="did you mean 'published'"):
+        googlenet(init="publishd")
+    with pytest.raises(UsageError, match="image_size, px: got 8; expected a whole number >= 16"):
+        googlenet(image_size=8)
+
+
+def test_googlenet_loss_weighs_the_auxiliary_heads():
+    logits, labels = [noise((4, 10), seed) for seed in range(3)], jnp.arange(4)
+    main, aux1, aux2 = (optax.softmax_cross_entropy_with_integer_labels(each, labels) for each in logits)
+    loss = googlenet_loss(tuple(logits), labels)
+    assert loss.shape == (4,)
+    np.testing.assert_allclose(loss, main + AUX_WEIGHT * (aux1 + aux2), rtol=1e-6)
+    np.testing.assert_allclose(googlenet_loss(logits[0], labels), main, rtol=1e-6)
+
+
+class Tiny:
+    """One batch for a tiny model, and its compiled gradients: compiling is what takes the time."""
+
+    def __init__(self, name):
+        self.model = MODELS[name]()
+        self.image = noise((16, *self.model.input_shape))
+        labels = jnp.arange(16) % self.model.classes
+        self.params, self.state = self.model.init(KEY, self.image[:1])
+
+        def loss(params, key, heads):
+            outputs, _ = self.model.apply(params, self.state, self.image, key, True)
+            if isinstance(outputs, tuple):
+                main = googlenet_loss(outputs[0], labels)
+                return (main + heads * (googlenet_loss(outputs, labels) - main)).mean()
+            return googlenet_loss(outputs, labels).mean()
+
+        options = {"xla_backend_optimization_level": 0}  # compiles in half the time
+        self.gradients = jax.jit(jax.value_and_grad(loss), compiler_options=options)
+
+
+tiny_run = functools.cache(Tiny)
+
+
+@pytest.mark.e2e
+def test_auxiliary_heads_reach_the_inner_blocks():
+    tiny = tiny_run("googlenet_tiny")
+    _, both = tiny.gradients(tiny.params, KEY, 1.0)
+    _, main = tiny.gradients(tiny.params, KEY, 0.0)
+    for head in ("aux1", "aux2"):
+        assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(main[head]))
+        assert float(jnp.abs(both[head]["logits"]["kernel"]).max()) > 0
+    assert float(jnp.abs(both["stem7"]["kernel"] - main["stem7"]["kernel"]).max()) > 0
+
+
+ELSEWHERE = ("alexnet", "vgg", "lstm", "gpt", "lm300m")  # test_alexnet_vgg.py, test_language_models.py
+
+
+DEEP = ("resnet101_tiny", "resnet152_tiny")  # more of the same blocks
+DEEP += ("resnet18_tiny", "resnet50_tiny", "googlenetbn_tiny")  # resnet18 learns in test_batch_norm.py
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in DEEP else ())
+        for name in TINY
+        if not name.startswith(ELSEWHERE)
+    ],
+)
+def test_tiny_model_learns(name):
+    tiny = tiny_run(name)
+    params = jax.tree.map(np.array, tiny.params)  # NumPy: nothing to compile
+    velocity, losses = jax.tree.map(np.zeros_like, params), []
+    for i in range(80):
+        value, grads = tiny.gradients(params, jax.random.fold_in(KEY, i), 1.0)
+        velocity = jax.tree.map(
+            lambda v, g: np.float32(0.9) * v - np.float32(0.05) * g, velocity, jax.device_get(grads)
+        )
+        params = jax.tree.map(np.add, params, velocity)
+        losses.append(float(value))
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_and_names(name):
+    model = MODELS[name]()
+    train = outputs_of(model, True)
+    main = train[0] if isinstance(train, tuple) else train
+    assert main.shape == outputs_of(model, False).shape == (2, *model.label_shape, model.classes)
+    assert model.name == name
+
+
+def test_dropout_follows_the_key_in_training_only():
+    model = googlenet_tiny()
+    image = noise((2, *model.input_shape))
+    params, state = model.init(KEY, image[:1])
+    apply = jax.jit(lambda key, train: model.apply(params, state, image, key, train)[0], static_argnums=1)
+    one, again, other = (apply(jax.random.key(seed), True) for seed in (1, 1, 2))
+    for head in range(3):
+        np.testing.assert_array_equal(one[head], again[head])
+        assert not np.array_equal(one[head], other[head])
+    np.testing.assert_array_equal(apply(jax.random.key(1), False), apply(jax.random.key(2), False))
+
+
+def rates_of(model: nnx.Module) -> dict[str, float]:
+    """Dropout rates by path."""
+    layers = ((path, layer) for path, layer in nnx.iter_graph(model) if isinstance(layer, nnx.Dropout))
+    return {"/".join(map(str, path)): float(layer.rate) for path, layer in layers}
+
+
+def test_googlenet_drops_as_published():
+    """Szegedy et al. 2015: 40 % before the logits (table 1), 70 % in the auxiliary heads (section 5)."""
+    module = nnx.eval_shape(lambda: GoogLeNet(10, 3, STARTS["published"], nnx.Rngs(0)))
+    assert rates_of(module) == {"drop": 0.4, "aux1/drop": 0.7, "aux2/drop": 0.7}
+
+
+def check_kept(whole: jax.Array, dropped: jax.Array, kept: float) -> None:
+    """Entries are 0, or as they would be without dropout over the part that is kept."""
+    entries = np.asarray(whole) > 1e-3
+    expected, got = np.asarray(whole)[entries] / kept, np.asarray(dropped)[entries]
+    assert got.size > 500
+    np.testing.assert_allclose(got[got != 0], expected[got != 0], rtol=1e-5)
+    # The part kept of n has a standard error of sqrt(kept (1 - kept) / n).
+    assert (got != 0).mean() == pytest.approx(kept, abs=5 * math.sqrt(kept * (1 - kept) / got.size))
+
+
+def test_the_main_head_keeps_60_percent_and_divides_by_it():
+    model, image = googlenet_tiny(64), noise((32, 32, 32, 3))
+    params, state = model.init(KEY, image[:1])
+    params["logits"]["kernel"] = jnp.eye(64)  # the logits are what dropout leaves
+
+    def heads(params, image):
+        whole, _ = model.apply(params, state, image, KEY, False)
+        (dropped, *_), _ = model.apply(params, state, image, KEY, True)
+        return whole, dropped
+
+    run = jax.jit(heads, compiler_options={"xla_backend_optimization_level": 0})
+    whole, dropped = run(params, image)
+    check_kept(whole, dropped, 0.6)
+
+
+def test_an_auxiliary_head_keeps_30_percent_and_divides_by_it():
+    module = Auxiliary(1, (1, 64), 64, STARTS["he"], nnx.Rngs(0))
+    module.hidden.kernel[...], module.hidden.bias[...] = jnp.zeros((16, 64)), jnp.ones(64)
+    module.logits.kernel[...] = jnp.eye(64)
+    check_kept(jnp.ones((32, 64)), module(noise((32, 4, 4, 1))), 0.3)
+
+
+def test_googlenetbn_drops_nothing():
+    """Ioffe & Szegedy 2015, section 4.2.1; nor does models/googlenetbn.lua."""
+    assert rates_of(nnx.eval_shape(lambda: GoogLeNetBN(10, 3, nnx.Rngs(0)))) == {}
+    model = googlenetbn_tiny()
+    params, state = model.init(KEY, noise((1, *model.input_shape)))
+    apply = jax.jit(lambda key: model.apply(params, state, noise((2, *model.input_shape)), key, True)[0])
+    jax.tree.map(np.testing.assert_array_equal, apply(jax.random.key(1)), apply(jax.random.key(2)))
+
+
+def test_init_is_a_function_of_the_key():
+    model = MODELS["digits_cnn"]()
+    image = jnp.zeros((1, 8, 8, 1))
+    eager, traced = model.init(KEY, image)[0], jax.jit(model.init)(KEY, image)[0]
+    jax.tree.map(np.testing.assert_array_equal, eager, traced)
+    other = model.init(jax.random.key(1), image)[0]
+    assert not np.array_equal(eager["conv1"]["kernel"], other["conv1"]["kernel"])
+    assert not np.array_equal(eager["conv1"]["kernel"].ravel()[:9], eager["conv2"]["kernel"].ravel()[:9])
+
+
+def test_initialisers_draw_the_same_under_vmap():
+    keys = jax.random.split(KEY, 3)
+    mapped = jax.vmap(lambda key: normal(0.5)(key, (4, 2)))(keys)
+    np.testing.assert_array_equal(mapped, jnp.stack([normal(0.5)(key, (4, 2)) for key in keys]))
+    assert float(he_normal(KEY, (3, 3, 50, 60)).std()) == pytest.approx(math.sqrt(2 / 450), rel=0.02)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (7, 8), (9, 4)])
+def test_max_pool_is_reduce_window(size, stride):
+    # Few different values, so that ties decide where the gradient goes.
+    x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (2, *size, 3)).astype(np.float32))
+
+    def plain(x):
+        pads = ((0, 0), (1, 1), (1, 1), (0, 0))
+        strides = (1, stride, stride, 1)
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), strides, pads)
+
+    want, pull_want = jax.vjp(plain, x)
+    got, pull_got = jax.vjp(lambda x: max_pool(x, stride), x)
+    g = noise(want.shape)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(pull_got(g)[0], pull_want(g)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_average_pool_at_14_is_5_by_3_and_at_4_nothing():
+    x = noise((2, 14, 14, 3))
+    want = lax.reduce_window(x, 0.0, lax.add, (1, 5, 5, 1), (1, 3, 3, 1), "VALID") / 25
+    np.testing.assert_allclose(average_pool(x, 4), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(average_pool(x[:, :4, :4], 4), x[:, :4, :4])
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+def test_average_pool_weights(size):
+    bins = layers_module._bins(size, 4)
+    assert bins.shape == (4, size)
+    np.testing.assert_allclose(bins.sum(1), 1)
+    assert (bins.sum(0) > 0).all()  # no entry is left out
+
+
+@pytest.mark.parametrize("channels", [3, 8])
+def test_local_response_norm_value_and_gradient(channels):
+    x, alpha = 3 * noise((2, 2, 2, channels)), 0.1
+
+    def plain(x):
+        energy = [(x[..., max(c - 2, 0) : c + 3] ** 2).sum(-1) for c in range(channels)]
+        return x / (2 + alpha * jnp.stack(energy, -1)) ** 0.75
+
+    g = noise(x.shape, 1)
+    want, want_gradient = pulled(plain, x, g)
+    got, got_gradient = pulled(lambda x: local_response_norm(x, 5, 2.0, alpha), x, g)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(got_gradient, want_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("image", "size", "stride"), [(2, 3, 1), (3, 5, 1), (4, 7, 2), (5, 1, 1), (9, 3, 2)])
+def test_conv_is_the_convolution(image, size, stride):
+    x, kernel, pad = noise((2, image, image, 3)), noise((size, size, 3, 4), 1), (size - 1) // 2
+    want = lax.conv_general_dilated(
+        x, kernel, (stride, stride), [(pad, pad)] * 2, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    np.testing.assert_allclose(conv(x, kernel, stride), want, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_stays_bfloat16():
+    model = googlenet_tiny()
+    params, state, image = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), report.shapes(model))
+
+    def loss(params, state, image):
+        outputs, _ = model.apply(params, state, image, KEY, True)
+        return googlenet_loss(outputs, jnp.zeros(1, int)).sum(), outputs
+
+    grads, outputs = jax.eval_shape(jax.grad(loss, has_aux=True), params, state, image)
+    assert {leaf.dtype for leaf in jax.tree.leaves((grads, outputs))} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_table_row():
+    name, depth, params, size, flop, gradient_bytes = report.row(googlenet())
+    assert (name, depth, params, size) == ("googlenet", "22", "13,378,280", "224x224x3")
+    assert 2.9 < float(flop) < 3.3  # 1.5 G multiply-adds in the paper
+    assert gradient_bytes == f"{4 * 13_378_280:,}"
