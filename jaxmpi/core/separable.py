@@ -11,8 +11,9 @@ tensor among others. So expressions are compared: how each update is computed, b
 slices it must be as for whole tensors, but for shapes; for whole tensors dealt to workers, as if no others were there.
 Among the programs compared are those that these workers will run.
 
-What has effects beside its results, as references and messages, is refused: its origin is not known. A loop counts as
-one equation of all that goes into it, so one over the whole tree is refused, too.
+Of a message, a callback, or a reference that is written to the origin is not known, so an update that depends on one
+is refused. A loop counts as one equation of all that goes into it, and so does a concatenation: what takes the whole
+tree through one is refused, too.
 """
 
 import math
@@ -55,9 +56,12 @@ CHANGES = (
 )
 NO_TENSORS = (
     "sharded: this optimizer fails for a worker without tensors ({error}), and of {workers} workers some have none of "
-    "{tensors}; take at most {tensors} workers, or leave it unsharded"
+    "{tensors}; take fewer workers, or leave it unsharded"
 )
-NO_HASH = "sharded: got an optimizer without a hash ({error}); expected an optax.GradientTransformation of functions"
+NO_HASH = (
+    "sharded: got an optimizer, or a setting of it, without a hash ({error}); expected an optax.GradientTransformation "
+    "of functions, and settings that are numbers or functions"
+)
 
 
 def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> str:
@@ -71,7 +75,6 @@ def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]
     Raises:
         UsageError: neither; the tensor whose update differs.
     """
-    check_hash(tx)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
     names, owners = [name for name, _ in named_leaves(like)], deal(like, workers, cost).owners
     try:
@@ -84,6 +87,7 @@ def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]
             check(not others, why.format(what=f"the update of {name}"))
         if all(origin.is_entrywise for origin in updates) and not goes_by_shape(whole, tx, like, workers):
             return "entries"
+        check_hash(tx)
         check(whole.keeps_dtypes, CHANGES)
         differs = by_others(whole, tx, like, owners, workers)
         check(not differs, MIXED.format(what=differs))
@@ -145,8 +149,8 @@ def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
 def by_others(whole: "Traced", tx: Any, like: PyTree, owners: Sequence[int], workers: int) -> str:
     """An update or a part of the state that is another one if an optimizer is given some tensors alone; else empty.
 
-    It is given those of each worker. So that other numbers of workers have the same verdict, it is also given the first
-    and the last tensor of each shape alone.
+    It is given those of each worker. It is also given the first and the last tensor of each shape alone, so that other
+    numbers of workers mostly have the same verdict.
 
     Args:
         owners: by tensor: the worker that is to update it.

@@ -191,7 +191,7 @@ def why_whole(on: Job) -> str:
         return "there is one worker"
     try:
         check_compatible(on.experiment)
-        rule_in_program(on)
+        rule_state(rule_in_program(on), on.plan.params())
         chosen_overlap(on, on.experiment.exchange.strategy)
     except errors.UsageError as error:
         return str(error)

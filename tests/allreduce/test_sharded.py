@@ -711,23 +711,39 @@ def test_an_optimizer_that_fails_without_tensors_is_refused_where_a_worker_has_n
     first = lambda u: jax.tree.map(lambda x: x / x.max(), u) if jax.tree.leaves(u)[0].size else u  # noqa: E731
     tx = step_of_one_s_own(first)
     assert cut_for(tx, {**LAYER, "more": LAYER["bias"]}, 2) == "leaves"
-    with pytest.raises(UsageError, match=r"fails for a worker without tensors \(IndexError.*take at most 4 workers"):
+    with pytest.raises(UsageError, match=r"fails for a worker without tensors \(IndexError.*take fewer workers"):
         cut_for(tx, {**LAYER, "more": LAYER["bias"]}, 8)
 
 
-def test_an_optimizer_without_a_hash_is_refused():
+def test_whole_tensors_need_an_optimizer_with_a_hash():
+    """What is made of it is kept by it; slices are not."""
+
     @dataclasses.dataclass
     class Halve:
-        by: float = 0.5
+        mean: bool = False
 
         def __call__(self, updates: Any, state: Any, params: Any = None) -> Any:
-            return jax.tree.map(lambda u: u * self.by, updates), state
+            return jax.tree.map(lambda u: u / 2 + (u.mean() if self.mean else 0), updates), state
 
-    for tx in (optax.GradientTransformation(ADAM.init, Halve()), Halve()):
-        with pytest.raises(
-            UsageError, match=r"got an optimizer without a hash \(unhashable type: 'Halve'\); expected an"
-        ):
-            cut_for(tx, FEW, 2)
+    halved, centred = (optax.GradientTransformation(lambda params: (), Halve(mean)) for mean in (False, True))
+    assert cut_for(halved, FEW, 2) == "entries"
+    with pytest.raises(
+        UsageError, match=r"got an optimizer, .* without a hash \(unhashable type: 'Halve'\); expected an"
+    ):
+        cut_for(centred, FEW, 2)
+
+
+def test_the_tensors_of_each_worker_are_compared_as_its_cost_deals_them():
+    """Two workers have two tensors each, or one and three."""
+
+    def by_pairs(updates: Any) -> Any:
+        factor = 0.5 if len(jax.tree.leaves(updates)) == 2 else 1.0
+        return jax.tree.map(lambda u: u / u.max() * factor, updates)
+
+    tx, params = step_of_one_s_own(by_pairs), [np.zeros(n, np.float32) for n in (10, 9, 8, 7)]
+    assert cut_for(tx, params, 2, cost=lambda shape: 100.0 if tuple(shape) == (10,) else 1.0) == "leaves"
+    with pytest.raises(UsageError, match=r"sharded: the update of \d depends on other tensors"):
+        cut_for(tx, params, 2)
 
 
 def test_whole_tensors_need_a_state_that_keeps_its_dtypes():

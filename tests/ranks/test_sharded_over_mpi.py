@@ -221,7 +221,7 @@ def test_ranks_that_clip_at_other_norms_are_refused(way):
         way(tx.update)(tree(RANK), state, params)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+@pytest.mark.skipif(SIZE == 1, reason="importing mpi4jax starts MPI")
 def test_an_optimizer_with_messages_of_another_library_is_refused():
     import mpi4jax
     from mpi4py import MPI
@@ -231,6 +231,7 @@ def test_an_optimizer_with_messages_of_another_library_is_refused():
         cut_for(optax.chain(optax.adam(1e-3), optax.stateless(summed)), {"bias": jnp.zeros(4)}, 2)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_sums_that_nobody_uses_are_waited_for():
     """Those of frozen layers: the thread writes into the program's buffers until then."""
     exchange_handlers()  # all ranks make them together
