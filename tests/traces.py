@@ -1,4 +1,4 @@
-"""What a trace has to be, for tests of several rooms."""
+"""Check of traces, for tests of several rooms."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def check_schema(trace: Any, ranks: int) -> list[dict]:
-    """What the Trace Event Format asks for, as far as it is used; the events with a length."""
+    """Assert what the Trace Event Format asks for, as far as it is used; return the events with a length."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
     named = {"process_name": set(), "thread_name": set()}
     lengths = []

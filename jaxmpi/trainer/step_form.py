@@ -13,7 +13,6 @@ ranks come to the same answers.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -193,12 +192,13 @@ def deal_of(job: Job) -> Deal | None:
     """
     optim, params = job.experiment.optim, job.plan.params()
     check_floats(params)
+    if optim.transform is None:
+        row = optimizers.OPTIMIZERS[optim.name]
+        return None if row.cut == "entries" else deal(params, job.workers.size, row.cost)
     check_hash(optim)
     leaves, structure = jax.tree.flatten(params)
-    if cut_of(optim, job.plan.lr, structure, tuple(leaf.shape for leaf in leaves), job.workers.size) == "entries":
-        return None
-    row = optimizers.OPTIMIZERS.get(optim.name)
-    return deal(params, job.workers.size, row.cost if row else math.prod)
+    cut = cut_of(optim, job.plan.lr, structure, tuple(leaf.shape for leaf in leaves), job.workers.size)
+    return None if cut == "entries" else deal(params, job.workers.size)
 
 
 @functools.lru_cache(4)  # a run asks several times, and a user's own optimizer takes seconds

@@ -73,7 +73,7 @@ class TrainingPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, by whom, and in numbers: what all parts of a run are made for."""
+    """Experiment, workers and plan of a run: all its parts are made for them."""
 
     experiment: Experiment
     workers: Workers

@@ -693,7 +693,7 @@ def test_a_state_of_other_shapes_after_an_update_is_refused():
 
 
 def test_a_rate_for_each_column_is_not_cut_through_rows():
-    """Of a slice, one entry wide, it would make as many columns as there are rates."""
+    """A slice is one entry wide, and would become as many columns as there are rates."""
     tx = optax.chain(optax.scale_by_adam(), optax.scale(-jnp.full(10, 1e-3)))
     assert cut_for(tx, {"head": np.zeros((128, 10), np.float32)}, 2) == "leaves"
     assert cut_for(tx, {"bias": np.zeros(10, np.float32)}, 2) == "leaves"  # of a slice of it there is no product at all
@@ -707,7 +707,7 @@ def test_slices_are_compared_for_the_workers_that_there_are():
 
 
 def test_an_optimizer_that_fails_without_tensors_is_refused_where_a_worker_has_none():
-    """Of eight workers four have none of four tensors."""
+    """Four tensors leave four of eight workers without one."""
     first = lambda u: jax.tree.map(lambda x: x / x.max(), u) if jax.tree.leaves(u)[0].size else u  # noqa: E731
     tx = step_of_one_s_own(first)
     assert cut_for(tx, {**LAYER, "more": LAYER["bias"]}, 2) == "leaves"
@@ -716,7 +716,7 @@ def test_an_optimizer_that_fails_without_tensors_is_refused_where_a_worker_has_n
 
 
 def test_whole_tensors_need_an_optimizer_with_a_hash():
-    """What is made of it is kept by it; slices are not."""
+    """The layout of its state is kept by that hash; slices need no layout."""
 
     @dataclasses.dataclass
     class Halve:
