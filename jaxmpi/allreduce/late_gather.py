@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, LATE, OPEN, SEND
-from jaxmpi.allreduce.sharded import Shards, cut, joined_rows
+from jaxmpi.allreduce.sharded import Shards
+from jaxmpi.allreduce.slice_vectors import cut, joined
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import Entries, shape_of_slice, whole_of
 from jaxmpi.runtime import host_callbacks
@@ -124,7 +125,7 @@ class LateGather:
     def chunks(self, slices: PyTree) -> list[jax.Array]:
         """f32[m] each: this worker's part of each bucket."""
         own = [leaf.reshape(-1) for leaf in jax.tree.leaves(slices)]
-        return [joined_rows([own[i] for i in bucket]) for bucket in self.shards.choice.buckets(self.leaves)]
+        return [joined([own[i] for i in bucket]) for bucket in self.shards.choice.buckets(self.leaves)]
 
     def widths(self, bucket: Sequence[int]) -> list[int]:
         """Entries of a slice of each leaf of a bucket."""

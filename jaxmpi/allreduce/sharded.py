@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.algorithms.spec import Halves
+from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import (
     BUCKET_BYTES,
@@ -51,7 +50,17 @@ from jaxmpi.allreduce.comm_thread_handlers import RANK
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, is_carried
 from jaxmpi.allreduce.early_scatter import scattering
+from jaxmpi.allreduce.slice_vectors import (
+    MOST_VECTORS,
+    Jit,
+    RowsInColumns,
+    SlicesInBuckets,
+    as_part,
+    cut,
+    joined,
+)
 from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.mpi import workers_of
@@ -62,7 +71,7 @@ from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, RanksOwn, clipped, named_leaves
 from jaxmpi.core.separable import cut_for, schedule_free_parts
-from jaxmpi.core.slices import Entries, rows_of, shape_of_slice, whole_of
+from jaxmpi.core.slices import Entries, rows_of, shape_of_slice
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.in_flight import without_messages
 
@@ -113,7 +122,7 @@ class Shards(NamedTuple):
         rank = self.comm.rank
         if self.is_beside:  # one rank of a host traces for all
             [rank] = host_callbacks.call(RANK, [], [jax.ShapeDtypeStruct((), jnp.int32)], effect=None)
-        return jnp.asarray(self.chunks, jnp.int32)[rank]
+        return jnp.int32(self.chunks[rank]) if isinstance(rank, int) else jnp.asarray(self.chunks, jnp.int32)[rank]
 
     @property
     def cut(self) -> Entries | Leaves:
@@ -132,14 +141,13 @@ class Shards(NamedTuple):
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         """This worker's slices of the mean (or sum) over workers, and |mean|^2, f32[], if it is asked for; else 0.
 
-        Communicates: the strategy's first half once a bucket; with `clip_norm` or `gives_square` w floats as well.
-        Only these if `early`: the slices are there, not yet clipped.
+        Communicates: the strategy's first half once a bucket, with shm once in all; with `clip_norm` or `gives_square`
+        w floats as well. Only these if `early`: the slices are there, not yet clipped.
         """
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grads)
-        if self.early:
-            needs_norm = self.clip_norm or self.gives_square
-            return self._run("norm", grads, like, self._half("norm", like)) if needs_norm else (grads, jnp.zeros(()))
-        return self._run("reduce-scatter", grads, like, self._half("reduce-scatter", like))
+        if self.early and not (self.clip_norm or self.gives_square):
+            return grads, jnp.zeros(())
+        slices, square = self._run(NORM if self.early else SCATTER, grads, grads)
+        return of_leaves(slices, grads), square
 
     def scattering(self, gradients: Callable[..., tuple], sum_name: str) -> Callable[..., tuple]:
         """A function whose first result is gradients, with this worker's slices of their mean instead; for jit.
@@ -156,7 +164,7 @@ class Shards(NamedTuple):
 
         def scatter(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             rows = [rows_of(leaf, self.size) for leaf in leaves]
-            flat = joined_rows(rows).reshape(-1)
+            flat = joined(rows).reshape(-1)
             mine, through = scatter_beside(sum_name, self.size, flat, divisor, through)
             parts = zip(cut(mine, [row.shape[1] for row in rows]), leaves, strict=True)
             return [part.reshape(shape_of_slice(leaf.shape, self.size)) for part, leaf in parts], through
@@ -176,56 +184,85 @@ class Shards(NamedTuple):
     def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
         """The whole tree of all workers' slices, in the shapes of `like`, with the same bits on all workers.
 
-        Communicates: the strategy's second half once a bucket.
+        Communicates: the strategy's second half once a bucket, with shm once in all.
         """
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-        half = f"allgather:{wire}"
-        return self._run(half, slices, like, self._half(half, like))
+        return of_leaves(self._run(GATHER + wire, slices, like), like)
 
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
         """The new params, of all workers' new slices: written where all read them, or gathered."""
         return self.shared_params.renewed(slices) if self.shared_params else self.gather(slices, params)
 
-    def _half(self, half: str, like: PyTree) -> Callable[[PyTree], Any]:
-        name, _, wire = half.partition(":")
-        if name == "norm":
-            return self._normed
-        if name == "reduce-scatter":
-            return functools.partial(self._scattered, like=like)
-        return functools.partial(self._gathered, like=like, wire=wire)
-
-    def _run(self, half: str, tree: PyTree, like: PyTree, program: Callable[[PyTree], Any]) -> Any:
-        leaves, comm = jax.tree.leaves(tree), self.comm
-        clips = f", clip_norm {self.clip_norm:g}" if self.clip_norm else ""
-        named = self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}")
-        with one_thread(comm) as is_part:
-            traced = is_traced(leaves)
-            if traced and self.is_beside:  # ranks compare the plan when they run it
-                return program(jax.tree.map(lambda x: guarded(x, comm), tree))
-            comm.assert_same(named.fingerprint(tree, TRACED if traced else "exchange"))
-            if not traced:
-                leaves, structure = jax.tree.flatten(like)
+    def _run(self, half: str, given: PyTree, like: PyTree) -> Any:
+        """A half. Programs see lists of leaves: a user's tree need not travel with one to the other ranks of a host."""
+        leaves, structure = jax.tree.flatten(given)
+        listed = given if isinstance(given, DealtLeaves) else leaves
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(like)]
+        with one_thread(self.comm) as is_part:
+            if not is_traced(leaves):
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
-                return outside_jit(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves))(tree)
-            number = None if is_part else number_of(comm, f"{named.what(leaves)}, {caller()}")
-            tree = jax.tree.map(lambda x: guarded(x, comm), tree)
-            with compared(comm, number):
-                return program(tree)
+                self.comm.assert_same(agreed(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves)))
+                return outside_jit(lasting, half, tuple(shapes))(listed)
+            run = self._half(half, shapes, as_part, as_part)
+            if self.is_beside:  # ranks compare the plan when they run it
+                return run(jax.tree.map(lambda x: guarded(x, self.comm), listed))
+            named = self._named(half)
+            self.comm.assert_same(named.fingerprint(given, TRACED))
+            number = None if is_part else number_of(self.comm, f"{named.what(leaves)}, {caller()}")
+            listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
+            with compared(self.comm, number):
+                return run(listed)
 
-    def _vectors(self, like: PyTree) -> "SlicesInBuckets | RowsInColumns":
+    def _named(self, half: str) -> Choice:
+        """The exchange as ranks compare it, and as messages name it."""
+        clips = f", clip_norm {self.clip_norm!r}" if self.clip_norm else ""
+        return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}")
+
+    def _half(self, half: str, like: list[jax.ShapeDtypeStruct], jit: Jit, exchanging: Jit) -> Callable[[Any], Any]:
+        """A half of lists of leaves, or `DealtLeaves`, of trees whose leaves have these shapes.
+
+        Args:
+            jit: for the pieces that do not communicate.
+            exchanging: for the one that does.
+        """
+        clip = self._clipping(jit, exchanging)
+        if self.size == 1 or half == NORM:
+            return exchanging(as_part) if half.startswith(GATHER) else clip
+        vectors = self._vectors(like)
+        if half == SCATTER:
+
+            def scattered(joined: list[jax.Array]) -> Sequence[jax.Array]:
+                return vectors.scattered(self._chunks_of_sums([vectors.flat(x) for x in joined]))
+
+            join, scatter, unpack = vectors.joining(jit), exchanging(scattered), vectors.unpacking(jit)
+            return lambda grads: clip(unpack(scatter(join(grads))))
+
+        def gathered(packed: list[jax.Array]) -> Sequence[jax.Array]:
+            return vectors.gathered(self._rows_of_all([x.reshape(-1) for x in packed], half.removeprefix(GATHER)))
+
+        pack, gather, split = vectors.packing(jit), exchanging(gathered), vectors.splitting(jit)
+        return lambda slices: split(gather(pack(slices)))
+
+    def _clipping(self, jit: Jit, exchanging: Jit) -> Callable[[Any], tuple[Any, jax.Array]]:
+        """Slices, clipped by the norm of all workers' slices, and that squared; 0 if nobody asks for it."""
+        if not (self.clip_norm or self.gives_square):
+            zero = exchanging(lambda slices: (slices, jnp.zeros(())))
+            return zero if self.size == 1 else lambda slices: (slices, jnp.zeros(()))
+
+        def clip(slices: Any, square: jax.Array) -> Any:
+            return clipped(slices, jnp.sqrt(square), self.clip_norm)
+
+        own, total = jit(squares), exchanging(lambda square: self._of_all(square).sum())  # in one order on all workers
+        scale = jit(clip) if self.clip_norm else lambda slices, square: slices
+
+        def run(slices: Any) -> tuple[Any, jax.Array]:
+            square = total(own(slices))
+            return scale(slices, square), square
+
+        return run
+
+    def _vectors(self, like: PyTree) -> SlicesInBuckets | RowsInColumns:
         order = self.choice if self.is_beside else None  # buckets by the order in which gradients come
         return vectors_of(like, self.size, self.choice.bucket_bytes, self.deal, order)
-
-    def _scattered(self, grads: PyTree, like: PyTree) -> tuple[PyTree, jax.Array]:
-        if self.size == 1:
-            return self._clipped(grads)
-        vectors = self._vectors(like)
-        return self._clipped(vectors.slices(self._chunks_of_sums(vectors.of_tree(grads))))
-
-    def _normed(self, slices: PyTree) -> tuple[PyTree, jax.Array]:
-        leaves, structure = jax.tree.flatten(slices)
-        leaves, square = self._clipped(leaves)
-        return jax.tree.unflatten(structure, leaves), square
 
     def _chunks_of_sums(self, flats: list[jax.Array]) -> list[jax.Array]:
         """f32[n] -> f32[n / w] each: this worker's chunk of the mean, or sum, over workers."""
@@ -235,7 +272,7 @@ class Shards(NamedTuple):
             sums = self._carried(strategy, "scatter", flats)
             return [total.reshape(comm.size, -1)[self.chunk()] / divisor for total in sums]
         check_counts(flats, strategy, comm)
-        return [self.halves.scattered(flat, comm, parse(strategy).wire, divisor) for flat in flats]
+        return self.halves.scattered(flats, comm, parse(strategy).wire, divisor)
 
     def _rows_of_all(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
         """f32[m] -> f32[w, m] each: all workers' chunks, by number."""
@@ -244,7 +281,7 @@ class Shards(NamedTuple):
             spread_out = [spread(chunk, comm.size, self.chunk()).reshape(-1) for chunk in chunks]
             rows = self._carried(strategy, "gather", spread_out)
         else:
-            rows = [self.halves.gather(chunk, comm, WIRES[wire]) for chunk in chunks]
+            rows = self.halves.gathered(chunks, comm, WIRES[wire])
         return [row.reshape(comm.size, -1) for row in rows]
 
     def _is_carried(self, strategy: str) -> bool:
@@ -260,87 +297,12 @@ class Shards(NamedTuple):
         plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
         return Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half)
 
-    def _clipped(self, slices: PyTree) -> tuple[PyTree, jax.Array]:
-        square = jnp.zeros(())
-        if self.clip_norm or self.gives_square:
-            square = self._of_all(squares(slices)).sum()  # in one order on all workers
-        return clipped(slices, jnp.sqrt(square), self.clip_norm), square
-
     def _of_all(self, x: jax.Array) -> jax.Array:
         """f32[] -> f32[w], by worker."""
         if not self.is_beside:
             return self.comm.allgather(x)
         [by_number] = self._rows_of_all([x.reshape(1)], "32")
         return by_number.reshape(-1)[jnp.asarray(self.chunks)]
-
-    def _gathered(self, slices: PyTree, like: PyTree, wire: str) -> PyTree:
-        if self.size == 1:
-            return slices
-        vectors = self._vectors(like)
-        return vectors.whole(self._rows_of_all(vectors.of_slices(slices), wire))
-
-
-class SlicesInBuckets(NamedTuple):
-    """A tree as vectors that travel, each w rows; row c has slice c of some leaves. Nothing communicates."""
-
-    structure: Any
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    workers: int
-    buckets: list[list[int]]  # leaves of each vector; empty ones are in none
-
-    def _widths(self, bucket: list[int]) -> list[int]:
-        return [math.prod(shape_of_slice(self.leaves[i].shape, self.workers)) for i in bucket]
-
-    def of_tree(self, tree: PyTree) -> list[jax.Array]:
-        """f32[w m] each, of a whole tree."""
-        rows = [rows_of(leaf, self.workers) for leaf in jax.tree.leaves(tree)]
-        return [joined_rows([rows[i] for i in bucket]).reshape(-1) for bucket in self.buckets]
-
-    def slices(self, chunks: Sequence[jax.Array]) -> PyTree:
-        """A worker's slices, of its f32[m] each."""
-        shapes = [shape_of_slice(leaf.shape, self.workers) for leaf in self.leaves]
-        out = [jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, self.leaves, strict=True)]
-        for bucket, mine in zip(self.buckets, chunks, strict=True):
-            for i, part in zip(bucket, cut(mine, self._widths(bucket)), strict=True):
-                out[i] = part.reshape(shapes[i])
-        return jax.tree.unflatten(self.structure, out)
-
-    def of_slices(self, slices: PyTree) -> list[jax.Array]:
-        """f32[m] each, of a worker's slices."""
-        parts = [part.reshape(-1) for part in jax.tree.leaves(slices)]
-        return [joined_rows([parts[i] for i in bucket]) for bucket in self.buckets]
-
-    def whole(self, vectors: Sequence[jax.Array]) -> PyTree:
-        """The tree of f32[w, m] each."""
-        out = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
-        for bucket, rows in zip(self.buckets, vectors, strict=True):
-            for i, part in zip(bucket, cut(rows, self._widths(bucket)), strict=True):
-                out[i] = whole_of(part, self.leaves[i])
-        return jax.tree.unflatten(self.structure, out)
-
-
-class RowsInColumns(NamedTuple):
-    """The same if workers have whole tensors: a vector is some columns of the matrix of all rows."""
-
-    deal: Deal
-    spans: list[tuple[int, int]]
-
-    def of_tree(self, tree: PyTree) -> list[jax.Array]:
-        """f32[w m] each, of a whole tree."""
-        leaves = jax.tree.leaves(tree)
-        return [self.deal.columns(leaves, start, stop).reshape(-1) for start, stop in self.spans]
-
-    def slices(self, chunks: Sequence[jax.Array]) -> DealtLeaves:
-        """A worker's row, of its f32[m] each."""
-        return DealtLeaves(jnp.concatenate(chunks))
-
-    def of_slices(self, slices: DealtLeaves) -> list[jax.Array]:
-        """f32[m] each, of a worker's row."""
-        return [slices.entries[start:stop] for start, stop in self.spans]
-
-    def whole(self, vectors: Sequence[jax.Array]) -> PyTree:
-        """The tree of f32[w, m] each."""
-        return self.deal.whole_of(jnp.concatenate(vectors, 1))
 
 
 def vectors_of(
@@ -356,27 +318,29 @@ def vectors_of(
         width = max(1, width, -(-deal.width // MOST_VECTORS))
         starts = range(0, deal.width, width)
         return RowsInColumns(deal, [(start, min(start + width, deal.width)) for start in starts])
-    leaves, structure = jax.tree.flatten(like)
+    leaves = jax.tree.leaves(like)
     buckets = order.buckets(leaves) if order else assign_buckets([leaf.size for leaf in leaves], bucket_bytes)
-    return SlicesInBuckets(structure, tuple(leaves), workers, buckets)
+    return SlicesInBuckets(tuple(leaves), workers, buckets)
 
 
 @functools.cache
-def outside_jit(shards: Shards, half: str, structure: Any, shapes: tuple) -> Callable[[PyTree], Any]:
-    """A half as a program of its own."""
-    like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
-    return in_turn(shards._half(half, like))
+def agreed(shards: Shards, half: str, structure: Any, shapes: tuple) -> Fingerprint:
+    """What ranks compare before a half of a tree of these shapes, outside jit."""
+    return shards._named(half).fingerprint(jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes]))
 
 
-def joined_rows(rows: Sequence[jax.Array]) -> jax.Array:
-    """Arrays side by side along their last axis; one alone is not copied."""
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, -1)
+@functools.cache
+def outside_jit(shards: Shards, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], Any]:
+    """A half as programs, of trees whose leaves have these shapes."""
+    size_bytes = shards.choice.bucket_bytes
+    if size_bytes is not None and is_one(shards.comm.hosts):
+        shards = shards._replace(choice=shards.choice._replace(bucket_bytes=min(size_bytes, ONE_HOST_BUCKET_BYTES)))
+    return shards._half(half, [*like], shards.comm.jit, in_turn)
 
 
-def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    """Pieces of an array along its last axis."""
-    ends = np.cumsum(widths)
-    return [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]
+def of_leaves(made: Any, like: PyTree) -> Any:
+    """A tree like another one, of its leaves; `DealtLeaves` stay."""
+    return made if isinstance(made, DealtLeaves) else jax.tree.unflatten(jax.tree.structure(like), made)
 
 
 def squares(slices: PyTree) -> jax.Array:
@@ -384,7 +348,9 @@ def squares(slices: PyTree) -> jax.Array:
     return sum((jnp.square(x).sum() for x in jax.tree.leaves(slices)), jnp.zeros(()))
 
 
-MOST_VECTORS = 1024  # of a row of whole tensors: each is a collective of the program
+# Of programs outside jit: inside a host a message costs less than joining leaves (docs/decisions/0024).
+ONE_HOST_BUCKET_BYTES = 1 << 20
+SCATTER, GATHER, NORM = "reduce-scatter", "allgather:", "norm"  # halves; behind GATHER stands the wire
 NO_HALVES = (
     "got strategy {strategy!r} for sharded updates; expected one whose sum is a reduce-scatter and an allgather: "
     "{able}, or auto"
@@ -498,7 +464,7 @@ def sharded(
         strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
-        bucket_bytes: as of `exchange`.
+        bucket_bytes: as of `exchange`; outside jit on one host at most 1 MiB.
         clip_norm: largest global norm of the mean gradient, as `optax.clip_by_global_norm` before tx; 0: any.
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
             updates bring params to within a rounding of it. Params must then be changed by these updates alone.

@@ -24,7 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, DeviceRows, in_order
-from jaxmpi.allreduce.sharded import Shards, squares, vectors_of
+from jaxmpi.allreduce.sharded import Shards, of_leaves, squares, vectors_of
+from jaxmpi.allreduce.slice_vectors import as_part
 from jaxmpi.core.deals import Deal, Leaves
 from jaxmpi.core.pytrees import PyTree, clipped
 from jaxmpi.core.slices import Entries
@@ -162,6 +163,9 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
     like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
     of, places, processes = shards.of, shards.mesh.size, shards.of.size
     vectors = vectors_of(like, shards.size, of.choice.bucket_bytes, shards.deal)
+    join, unpack, pack, split = (
+        piece(as_part) for piece in (vectors.joining, vectors.unpacking, vectors.packing, vectors.splitting)
+    )
     divisor = shards.size if of.choice.op == "mean" else 1
     along, chunks = PartitionSpec(*shards.mesh.axis_names), np.array(of.chunks)
 
@@ -177,7 +181,7 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
         return [lying(each[0]).as_cut(functools.reduce(jnp.add, each)) for each in of_devices]
 
     def slices(sums: list[jax.Array]) -> tuple[PyTree, jax.Array]:
-        made = vectors.slices([each / divisor for each in sums])
+        made = of_leaves(unpack(vectors.scattered([each / divisor for each in sums])), like)
         needs_square = of.clip_norm or of.gives_square
         return with_axis(made), (squares(made) if needs_square else jnp.zeros(()))[None]
 
@@ -187,16 +191,16 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
 
     def whole(travelled: list[jax.Array]) -> PyTree:
         rows = [lying(x).as_it_was(x).reshape(shards.size, -1) for x in travelled]
-        return with_axis(vectors.whole(rows))
+        return with_axis(of_leaves(split(vectors.gathered(rows)), like))
 
     add = of.comm.jit(added)
     first = shards.mesh.devices.flat[0]
     return Programs(
-        vectors=over(lambda tree: vectors.of_tree(without_axis(tree))),
+        vectors=over(lambda tree: [vectors.flat(x) for x in join(without_axis(tree))]),
         added=lambda parts: add(jax.device_put(parts, first)),
         slices=over(slices),
         clipped=over(clip),
-        of_slices=over(lambda tree: vectors.of_slices(without_axis(tree))),
+        of_slices=over(lambda tree: [x.reshape(-1) for x in pack(without_axis(tree))]),
         whole=over(whole),
     )
 

@@ -61,13 +61,13 @@ class SubComm:
         """The rows of all, added in rank order, on whatever hosts they are."""
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
-    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Columns of an all-to-all, added one after another."""
-        return add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor
+        return [add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor for x in vectors]
 
-    def gather_on_host(self, x: jax.Array) -> jax.Array:
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
         """Rows of an all-gather."""
-        return self.allgather(x).reshape(-1)
+        return [self.allgather(x).reshape(-1) for x in vectors]
 
     def assert_same(self, mine: Fingerprint) -> None:
         """Delegate to the whole communicator."""

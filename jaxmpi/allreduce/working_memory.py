@@ -11,7 +11,7 @@ AT_WORK = {"shm": 1, "asa": 3, "none": 1}
 OTHERS, COMPRESSORS = 4, 6
 SHARDED = 2  # at least: rows of a bucket, and new params
 SHARDED_OF_DEVICES = 3  # 2.2 to 2.9 with any strategy, if devices of a process add up first; 3.1 to 3.7 unsharded
-SHARED_PARAMS = 0.75  # a rank's slices, some buckets, and holes in the heap: 0.28 and 0.73 on 4 ranks
+SHARED_PARAMS = 1.25  # slices, joined leaves below 1 MiB and holes in the heap: GoogLeNet 1.23, AlexNet 0.68, 3 ranks
 
 
 def at_work(

@@ -77,15 +77,15 @@ class AxisComm:
         check_one_host(self.hosts)
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
-    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Columns of an all-to-all, added one after another."""
         check_one_host(self.hosts)
-        return add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor
+        return [add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor for x in vectors]
 
-    def gather_on_host(self, x: jax.Array) -> jax.Array:
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
         """Rows of an all-gather."""
         check_one_host(self.hosts)
-        return self.allgather(x).reshape(-1)
+        return [self.allgather(x).reshape(-1) for x in vectors]
 
     def assert_same(self, mine: Fingerprint) -> None:
         """One program for all workers: nothing can differ, but there may be others than are counted on.

@@ -86,12 +86,12 @@ class Comm(Protocol):
         """
         ...
 
-    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
-        """f32[size m] -> f32[m]: this worker's slice of the sum that `sum_on_host` gives, in the same bits."""
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """f32[size m] -> f32[m] each: this worker's slice of the sum that `sum_on_host` gives, in the same bits."""
         ...
 
-    def gather_on_host(self, x: jax.Array) -> jax.Array:
-        """f32[m] -> f32[size m]: the slices of all workers, which share one host."""
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """f32[m] -> f32[size m] each: the slices of all workers, which share one host."""
         ...
 
     def assert_same(self, mine: Fingerprint) -> None:
@@ -187,13 +187,13 @@ class SoloComm:
         """The vectors over `divisor`."""
         return [vector / divisor for vector in vectors]
 
-    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
-        """X over `divisor`."""
-        return x / divisor
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """The vectors over `divisor`."""
+        return self.sum_on_host(vectors, divisor)
 
-    def gather_on_host(self, x: jax.Array) -> jax.Array:
-        """X itself."""
-        return x
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """The vectors themselves."""
+        return [*vectors]
 
     def assert_same(self, mine: Fingerprint) -> None:
         """One rank agrees with itself."""

@@ -51,15 +51,15 @@ class RankComm:
         check_one_host(self.hosts)
         return self._shared_sum.sum(vectors, divisor)
 
-    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Through shared memory."""
         check_one_host(self.hosts)
-        return self._shared_sum.scatter(x, divisor)
+        return self._shared_sum.scatter(vectors, divisor)
 
-    def gather_on_host(self, x: jax.Array) -> jax.Array:
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
         """Through shared memory."""
         check_one_host(self.hosts)
-        return self._shared_sum.gather(x)
+        return self._shared_sum.gather(vectors)
 
     def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The same outside jit, done when it returns."""

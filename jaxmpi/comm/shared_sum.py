@@ -111,26 +111,28 @@ class SharedSum:
         pairs = [(i, i) for i in range(len(like))] if in_place else []
         return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor))
 
-    def scatter(self, x: jax.Array, divisor: float = 1) -> jax.Array:
-        """f32[w m] -> f32[m]: slice r of the sum over the w ranks of this host, on rank r; inside or outside jit.
+    def scatter(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """f32[w m] -> f32[m] each: slice r of the sum over the w ranks of this host, on rank r; inside or outside jit.
 
-        The bits of `sum` with the same divisor. Communicates: one call, through shared memory. Raises, if results are
-        waited for: as `add`.
+        The bits of `sum` with the same divisor. Communicates: one call in all, through shared memory. Raises, if
+        results are waited for: as `add`.
         """
-        check(x.size % self.size == 0, f"a scatter over {self.size} ranks got {x.size} floats; expected a multiple")
-        return self._half("scatter", x, x.size // self.size, divisor)
+        for x in vectors:
+            check(x.size % self.size == 0, f"a scatter over {self.size} ranks got {x.size} floats; expected a multiple")
+        return self._half("scatter", vectors, [x.size // self.size for x in vectors], divisor)
 
-    def gather(self, x: jax.Array) -> jax.Array:
-        """f32[m] -> f32[w m]: the slices of all ranks of this host, in their order; inside or outside jit.
+    def gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """f32[m] -> f32[w m] each: the slices of all ranks of this host, in their order; inside or outside jit.
 
-        Communicates: one call, through shared memory. Raises, if results are waited for: as `add`.
+        Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
-        return self._half("gather", x, x.size * self.size)
+        return self._half("gather", vectors, [x.size * self.size for x in vectors])
 
-    def _half(self, half: str, x: jax.Array, floats: int, divisor: float = 1) -> jax.Array:
-        check(x.dtype == np.float32, f"a {half} over this host got {x.dtype}{list(x.shape)}; expected float32")
-        like = [jax.ShapeDtypeStruct((floats,), x.dtype)]
-        return host_callbacks.call(self.name, [x], like, [], self.effect, divisor=float(divisor), half=half)[0]
+    def _half(self, half: str, vectors: Sequence[jax.Array], sizes: list[int], divisor: float = 1) -> list[jax.Array]:
+        for x in vectors:
+            check(x.dtype == np.float32, f"a {half} over this host got {x.dtype}{list(x.shape)}; expected float32")
+        like = [jax.ShapeDtypeStruct((size,), np.float32) for size in sizes]
+        return host_callbacks.call(self.name, vectors, like, [], self.effect, divisor=float(divisor), half=half)
 
     def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """`sum` outside jit, without a program: done when it returns, in order behind the programs begun before.
@@ -149,7 +151,12 @@ class SharedSum:
         return jax.device_put(results, [x.sharding for x in arrays])
 
     def add(
-        self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], divisor: float = 1, half: str = ""
+        self,
+        operands: Sequence[np.ndarray],
+        results: Sequence[np.ndarray],
+        divisor: float = 1,
+        half: str = "",
+        through: int = 0,
     ) -> None:
         """results[i] <- (sum_r operands[i] of rank r) / divisor; a result may be its operand.
 
@@ -157,22 +164,22 @@ class SharedSum:
         spinning.
 
         Args:
-            half: scatter or gather, of the first vector, instead of a sum; others come out as they went in.
+            half: scatter or gather, instead of a sum.
+            through: of the operands, the last so many come out as they went in.
 
         Raises:
             UsageError: no f32, or ranks gave different sizes or divisors, or came to different halves.
             TrainingError: a rank has ended, failed, or not moved within the time limit; it is named.
         """
         try:
-            through = slice(1, None) if half else slice(0)
-            for source, to in zip(operands[through], results[through], strict=True):
+            summed = len(operands) - through
+            for source, to in zip(operands[summed:], results[summed:], strict=True):
                 host_callbacks.copy_unless_shared(source, to)
-            summed = slice(0, 1) if half else slice(None)
-            vectors, totals = [flat(x) for x in operands[summed]], [flat(x) for x in results[summed]]
+            vectors, totals = [flat(x) for x in operands[:summed]], [flat(x) for x in results[:summed]]
             if half == "scatter":
-                vectors, totals = [*vectors[0].reshape(self.size, -1)], self._of_this_rank(totals[0])
+                vectors, totals = self._of_all_ranks(vectors), self._of_this_rank(totals)
             elif half == "gather":
-                vectors, totals = self._of_this_rank(vectors[0]), [*totals[0].reshape(self.size, -1)]
+                vectors, totals = self._of_this_rank(vectors), self._of_all_ranks(totals)
             whole = totals if half == "gather" else vectors  # of which each has a size
             sizes = tuple(x.size for x in whole if x is not None)
             is_fit = len(vectors) == len(totals) and all(
@@ -187,9 +194,13 @@ class SharedSum:
             self.board.fail()
             raise
 
-    def _of_this_rank(self, vector: np.ndarray) -> "Vectors":
-        """A vector a rank, of which this one has its own."""
-        return [vector if rank == self.rank else None for rank in range(self.size)]
+    def _of_all_ranks(self, vectors: Sequence[np.ndarray]) -> "Vectors":
+        """Slices of vectors, one a rank."""
+        return [row for vector in vectors for row in vector.reshape(self.size, -1)]
+
+    def _of_this_rank(self, slices: Sequence[np.ndarray]) -> "Vectors":
+        """The same of which this rank has its own."""
+        return [mine if rank == self.rank else None for mine in slices for rank in range(self.size)]
 
     def _run(
         self, vectors: "Vectors", totals: "Vectors", sizes: tuple[int, ...], divisor: np.float32, is_gather: bool
@@ -205,18 +216,18 @@ class SharedSum:
         """Every rank sums all ranks' rows, where it wants the sum."""
         rows = self._rows_of_all(vectors, chunk)
         wanted = [piece.place for piece in chunk.pieces if totals[piece.vector] is not None]
-        columns = slice(wanted[0].start, wanted[-1].stop) if wanted else slice(0)
         total = np.empty_like(rows[0])
-        np.copyto(total[columns], rows[0][columns])
-        for row in rows[1:]:
-            total[columns] += row[columns]
+        for columns in [slice(None)] if len(wanted) == len(chunk.pieces) else wanted:
+            np.copyto(total[columns], rows[0][columns])
+            for row in rows[1:]:
+                total[columns] += row[columns]
         copy_out(total, chunk, totals, divisor)
 
     def _gather_together(self, vectors: "Vectors", totals: "Vectors", chunk: "Chunk", divisor: np.float32) -> None:
         """Every rank copies all ranks' rows."""
         rows = self._rows_of_all(vectors, chunk)
         for piece in chunk.pieces:
-            copy_out(rows[piece.vector], Chunk((piece,), chunk.floats), totals, divisor)
+            copy_out(rows[piece.vector % self.size], Chunk((piece,), chunk.floats), totals, divisor)
 
     def _rows_of_all(self, vectors: "Vectors", chunk: "Chunk") -> np.ndarray:
         """f32[w, n]: a chunk of every rank. Rows are free: all have come to a call since their last use."""
@@ -278,7 +289,7 @@ class SharedSum:
                 self.board.post(SUMMED, first + j + 1)
             if j >= lag:
                 k = first + j - lag
-                for rank in {piece.vector for piece in chunks[j - lag].pieces}:
+                for rank in {piece.vector % self.size for piece in chunks[j - lag].pieces}:
                     self.board.wait(rank, SUMMED, k + 1)
                     if rank not in seen:
                         self.board.check_same(rank)
@@ -306,7 +317,8 @@ def scatter_beside(
         *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in through),
     ]
     pairs = [(i, i) for i in range(1, len(like))]
-    own, *rest = host_callbacks.call(name, [x, *through], like, pairs, divisor=float(divisor), half="scatter")
+    options = {"divisor": float(divisor), "half": "scatter", "through": len(through)}
+    own, *rest = host_callbacks.call(name, [x, *through], like, pairs, **options)
     return own, rest
 
 

@@ -55,13 +55,13 @@ class ForkComm(SoloComm):
         """The sum in rank order, over `divisor`."""
         return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
 
-    def scatter_on_host(self, x: jax.Array, divisor: float = 1) -> jax.Array:
-        """This worker's slice of the sum."""
-        return self.shared.scatter(x, divisor) if self.size > 1 else super().scatter_on_host(x, divisor)
+    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
+        """This worker's slice of each sum."""
+        return self.shared.scatter(vectors, divisor) if self.size > 1 else super().scatter_on_host(vectors, divisor)
 
-    def gather_on_host(self, x: jax.Array) -> jax.Array:
-        """Every worker's slice."""
-        return self.shared.gather(x) if self.size > 1 else x
+    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Every worker's slices."""
+        return self.shared.gather(vectors) if self.size > 1 else super().gather_on_host(vectors)
 
     def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """The same outside jit, done when it returns."""
@@ -85,7 +85,7 @@ class ForkComm(SoloComm):
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
         """This worker's slice of the sum in rank order."""
-        return self.scatter_on_host(x)
+        return self.scatter_on_host([x])[0]
 
     def alltoall(self, x: PyTree) -> PyTree:
         """This worker's column of all rows."""

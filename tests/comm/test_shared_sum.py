@@ -153,29 +153,31 @@ def test_any_calls_one_after_another(tiny):
     holds()
 
 
-halves = st.lists(st.tuples(st.sampled_from(["", "scatter", "gather"]), st.integers(0, 40) | st.just(900)), max_size=6)
+widths = st.lists(st.integers(0, 40) | st.just(900), min_size=1, max_size=3)
+halves = st.lists(st.tuples(st.sampled_from(["", "scatter", "gather"]), widths), max_size=6)
 
 
 def test_any_sums_and_halves_one_after_another(tiny):
     """A scatter gives each rank its slice of the sum, a gather all ranks' slices; ranks leave a scatter at once."""
 
     @given(st.integers(1, 6), halves)
-    def holds(size: int, order: list[tuple[str, int]]) -> None:
-        given = [random_vectors(size, [width * (1 if half == "gather" else size)], width) for half, width in order]
+    def holds(size: int, order: list[tuple[str, list[int]]]) -> None:
+        longer = [[width * (1 if half == "gather" else size) for width in widths] for half, widths in order]
+        given = [random_vectors(size, each, sum(each)) for each in longer]
 
-        def work(engine: SharedSum, rank: int) -> list[np.ndarray]:
+        def work(engine: SharedSum, rank: int) -> list[list[np.ndarray]]:
             made = []
-            for (half, width), rows in zip(order, given, strict=True):
-                made.append(np.full(width * (1 if half == "scatter" else size), 77, np.float32))
-                engine.add(rows[rank], made[-1:], half=half)
+            for (half, widths), rows in zip(order, given, strict=True):
+                made.append([np.full(w * (1 if half == "scatter" else size), 77, np.float32) for w in widths])
+                engine.add(rows[rank], made[-1], half=half)
             return made
 
         for rank, made in enumerate(together(size, work)):
-            for (half, _), rows, got in zip(order, given, made, strict=True):
-                each = [row[0] for row in rows]
-                want = np.concatenate(each) if half == "gather" else in_rank_order(each)
-                want = want.reshape(size, -1)[rank] if half == "scatter" else want
-                assert got.tobytes() == want.tobytes()
+            for (half, _), rows, results in zip(order, given, made, strict=True):
+                for each, got in zip(zip(*rows, strict=True), results, strict=True):
+                    want = np.concatenate(each) if half == "gather" else in_rank_order([*each])
+                    want = want.reshape(size, -1)[rank] if half == "scatter" else want
+                    assert got.tobytes() == want.tobytes()
 
     holds()
 

@@ -183,6 +183,39 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), beside, alone)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+@pytest.mark.parametrize("strategy", ["asa32", "ring32", "shm"])
+@pytest.mark.parametrize(
+    "shapes", [[(300_000,), (700, 5), (), (0, 3), (7,)], [(0, 3)], []], ids=["mixed", "empty", "none"]
+)
+def test_halves_in_pieces_have_the_bits_of_those_in_one_program(strategy, shapes):
+    """Also of a tree of a class that the other ranks of a host could not be sent: pickle knows nothing of it."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Local:
+        def __init__(self, leaves: Any) -> None:
+            self.leaves = leaves
+
+        def tree_flatten(self) -> tuple[Any, Any]:
+            return self.leaves, None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, leaves: Any) -> "Local":
+            return cls(leaves)
+
+    rng = np.random.default_rng(RANK)
+    given = Local([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes])
+    halves = shards_of(strategy, "mean", COMM, 4 << 20)
+    there_and_back = lambda tree: halves.gather(halves.scatter(tree)[0], tree)  # noqa: E731
+    whole, inside = there_and_back(given), jax.jit(there_and_back)(given)
+    assert isinstance(whole, Local)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), whole, inside)
+    clipped = halves._replace(clip_norm=0.1).scatter(given)
+    norm = np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in whole.leaves))
+    # A sum of n squares in f32 is off by less than n u of itself.
+    np.testing.assert_allclose(np.sqrt(float(clipped[1])), norm, rtol=sum(x.size for x in whole.leaves) * 2.0**-24)
+
+
 def called(equation: Any) -> Any:
     """Which function of the thread an equation calls."""
     return dict(equation.params.get("constants", ())).get("name")

@@ -23,18 +23,23 @@ def shared_memory_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> 
 def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """The first half: f32[n] -> f32[n / w], the slice that this rank takes of the sum."""
     del wire
-    return comm.scatter_on_host(x)
+    return comm.scatter_on_host([x])[0]
 
 
-def mean_slice(x: jax.Array, comm: Comm, divisor: float) -> jax.Array:
-    """The first half over a divisor."""
-    return comm.scatter_on_host(x, divisor)
+def mean_slices(vectors: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
+    """The first half of all vectors in one call, over a divisor: the chain starts and ends once."""
+    return comm.scatter_on_host(vectors, divisor)
 
 
 def gathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """The second half: f32[n / w] -> f32[n], through the same memory."""
     del wire
-    return comm.gather_on_host(mine)
+    return comm.gather_on_host([mine])[0]
+
+
+def all_gathered(chunks: list[jax.Array], comm: Comm) -> list[jax.Array]:
+    """The second half of all vectors in one call."""
+    return comm.gather_on_host(chunks)
 
 
 def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
@@ -51,7 +56,7 @@ SHARED_MEMORY = StrategySpec(
     shared_memory,
     ("32",),
     means=shared_memory_means,
-    halves=Halves(summed_slice, gathered, own_chunks, means=mean_slice, gathers=("32",)),
+    halves=Halves(summed_slice, gathered, own_chunks, mean_slices, all_gathered, gathers=("32",)),
     fits=is_one,
     seconds=shared_memory_seconds,
     is_candidate=lambda net: net.hosts == 1,

@@ -15,6 +15,7 @@ from jaxmpi.comm.base import Comm
 
 Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
 Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
+Wholes = Callable[[list[jax.Array], Comm], list[jax.Array]]
 SumOnHost = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
 PartsOnHost = Callable[[int, HostComm, HostWire], "Iterator[Part]"]  # of f32[n], the same on all ranks
 Cost = Callable[[Net, float, str], float]  # (network, floats, wire) -> seconds
@@ -49,16 +50,25 @@ class Halves(NamedTuple):
     scatter: Callable[..., jax.Array]  # (f32[n], comm, wire) -> f32[n / w], the sum over workers of this one's chunk
     gather: Callable[..., jax.Array]  # (f32[n / w], comm, wire) -> f32[n]
     chunks: Callable[..., tuple[int, ...]]  # (comm) -> by rank, which chunk is its own
-    means: Callable[..., jax.Array] | None = None  # (f32[n], comm, divisor): the first half, as of StrategySpec.means
+    means: Means | None = None  # the first half of all vectors at once, as of StrategySpec.means
+    wholes: Wholes | None = None  # the second half of all at once; as `means`, for all wires in `gathers` alike
     on_host: HalvesOnHost | None = None
     gathers: Collection[str] = tuple(WIRES)  # wires that the second half takes
 
-    def scattered(self, x: jax.Array, comm: Comm, wire: Wire, divisor: float) -> jax.Array:
-        """f32[n] -> f32[n / w]: this worker's chunk of the sum over `divisor`, as it is divided without halves.
+    def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
+        """f32[n] -> f32[n / w] each: this worker's chunk of the sum over `divisor`, as it is divided without halves.
 
         XLA may divide by a constant as the product with its inverse, which rounds otherwise.
         """
-        return self.means(x, comm, divisor) if self.means else self.scatter(x, comm, wire) / divisor
+        if self.means and vectors:
+            return self.means(vectors, comm, divisor)
+        return [self.scatter(x, comm, wire) / divisor for x in vectors]
+
+    def gathered(self, chunks: list[jax.Array], comm: Comm, wire: Wire) -> list[jax.Array]:
+        """f32[n / w] -> f32[n] each: the chunks of all workers."""
+        if self.wholes and chunks:
+            return self.wholes(chunks, comm)
+        return [self.gather(chunk, comm, wire) for chunk in chunks]
 
     def across(self, cross: "Halves") -> "Halves":
         """Those of `hier-<cross>`, with the halves between hosts filled in."""
