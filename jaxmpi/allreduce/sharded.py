@@ -214,7 +214,7 @@ class Shards(NamedTuple):
 
     def _named(self, half: str) -> Choice:
         """The exchange as ranks compare it, and as messages name it."""
-        clips = f", clip_norm {self.clip_norm!r}" if self.clip_norm else ""
+        clips = f", clip_norm {float(self.clip_norm)!r}" if self.clip_norm else ""
         return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}")
 
     def _half(self, half: str, like: list[jax.ShapeDtypeStruct], jit: Jit, exchanging: Jit) -> Callable[[Any], Any]:
@@ -333,7 +333,7 @@ def agreed(shards: Shards, half: str, structure: Any, shapes: tuple) -> Fingerpr
 def outside_jit(shards: Shards, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], Any]:
     """A half as programs, of trees whose leaves have these shapes."""
     size_bytes = shards.choice.bucket_bytes
-    if size_bytes is not None and is_one(shards.comm.hosts):
+    if size_bytes is not None and not shards.deal and is_one(shards.comm.hosts):
         shards = shards._replace(choice=shards.choice._replace(bucket_bytes=min(size_bytes, ONE_HOST_BUCKET_BYTES)))
     return shards._half(half, [*like], shards.comm.jit, in_turn)
 
@@ -348,7 +348,7 @@ def squares(slices: PyTree) -> jax.Array:
     return sum((jnp.square(x).sum() for x in jax.tree.leaves(slices)), jnp.zeros(()))
 
 
-# Of programs outside jit: inside a host a message costs less than joining leaves (docs/decisions/0024).
+# Of programs outside jit with slices: inside a host a message costs less than joining leaves (docs/decisions/0024).
 ONE_HOST_BUCKET_BYTES = 1 << 20
 SCATTER, GATHER, NORM = "reduce-scatter", "allgather:", "norm"  # halves; behind GATHER stands the wire
 NO_HALVES = (
@@ -464,7 +464,7 @@ def sharded(
         strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
-        bucket_bytes: as of `exchange`; outside jit on one host at most 1 MiB.
+        bucket_bytes: as of `exchange`; for slices outside jit on one host at most 1 MiB, if it is a number.
         clip_norm: largest global norm of the mean gradient, as `optax.clip_by_global_norm` before tx; 0: any.
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
             updates bring params to within a rounding of it. Params must then be changed by these updates alone.
