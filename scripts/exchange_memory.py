@@ -9,8 +9,9 @@ Each strategy has a job of its own. A rank holds the gradients and a compressor'
 jit. The kernel counts the peak growth of its memory: means, copies, MPI's buffers. Calls under `used` begin with a heap
 that has returned freed memory; `kept` is after as many calls without that, with holes in the heap. Compiling and a
 first exchange of single numbers (connections, code) do not count. The figure is that of the rank that grows most.
-`sharded <strategy>` is an update by sgd with `--exchange.shard-update on`, beside gradients and params. With
-`--devices K` a rank drives K workers, and figures are a worker's.
+`sharded <strategy>` is an update by sgd with `--exchange.shard-update on`, beside gradients and params; `whole
+<strategy>` the same of whole tensors, of which each worker has some. With `--devices K` a rank drives K workers, and
+figures are a worker's.
 """
 
 import ctypes
@@ -33,6 +34,7 @@ from jaxmpi.bench.options import trees
 from jaxmpi.comm.control import processes
 from jaxmpi.comm.topology import AXIS, spread
 from jaxmpi.comm.xla_mesh import local_mesh
+from jaxmpi.core.deals import deal
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.trainer import step as steps
@@ -67,8 +69,9 @@ def on_devices(tree: list[jax.Array], mesh: jax.sharding.Mesh | None) -> list[ja
 def grown(name: str, shapes: list[tuple[int, ...]], devices: int) -> tuple[int, int]:
     """Peak growth of this rank's memory, in bytes: used, and kept."""
     mesh = local_mesh(AXIS, devices) if devices > 1 else None
-    if name.startswith("sharded "):
-        return grown_sharded(name.removeprefix("sharded "), shapes, mesh)
+    way, _, strategy = name.rpartition(" ")
+    if way:
+        return grown_sharded(strategy, shapes, mesh, takes_whole=way == "whole")
     tx = exchange_gradients(name) if compression.is_compressor(name) else None
     step = jax.jit(tx.update if tx else lambda grads, state: (exchange(grads, name), state))
     if mesh:
@@ -88,7 +91,9 @@ def grown(name: str, shapes: list[tuple[int, ...]], devices: int) -> tuple[int, 
     return used, kept
 
 
-def grown_sharded(strategy: str, shapes: list[tuple[int, ...]], mesh: jax.sharding.Mesh | None) -> tuple[int, int]:
+def grown_sharded(
+    strategy: str, shapes: list[tuple[int, ...]], mesh: jax.sharding.Mesh | None, *, takes_whole: bool
+) -> tuple[int, int]:
     """The same of an update in slices, in the programs of the trainer's split form."""
     comm = jaxmpi.world()
     mean = lambda tree: exchange(tree, strategy)  # noqa: E731
@@ -96,16 +101,28 @@ def grown_sharded(strategy: str, shapes: list[tuple[int, ...]], mesh: jax.shardi
     used = kept = 0
     for exchanged in ([(1,)] * 2, shapes):
         shares = strategy == "shm" and not mesh
-        halves = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=processes() if shares else None)
-        shards = ShardsOfDevices(of=halves, mesh=mesh) if mesh else halves
+        workers = comm.size * (mesh.size if mesh else 1)
+        like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in exchanged]
+        dealt = deal(like, workers) if takes_whole else None
+        halves = shards_of(
+            strategy,
+            "mean",
+            comm,
+            BUCKET_BYTES,
+            deal=None if mesh else dealt,
+            host=processes() if shares else None,
+        )
+        shards = ShardsOfDevices(of=halves, mesh=mesh, deal=dealt) if mesh else halves
         rule = gradients(optax.sgd(0.1), base.Exchange(mean, mean, over, shards=shards))
         grads, params = (on_devices([jnp.ones(shape) for shape in exchanged], mesh) for _ in range(2))
         if halves.shared_params:
             params = halves.shared_params.filled(params)
-        params, _ = jax.block_until_ready(rule.update(grads, rule.init(grads), params))  # compiles
+        assert rule.sharding
+        state = over(rule.sharding.init)(params, shards.chunk())
+        params, state = jax.block_until_ready(rule.update(grads, state, params))  # compiles
         before, peaks = count_anew(), []
         for call in range(2 * CALLS):
-            params, _ = jax.block_until_ready(rule.update(grads, rule.init(grads), params))
+            params, state = jax.block_until_ready(rule.update(grads, state, params))
             peaks.append(held_bytes("VmHWM") - before)
             if call < CALLS:
                 count_anew()

@@ -224,9 +224,11 @@ class Shards(NamedTuple):
             jit: for the pieces that do not communicate.
             exchanging: for the one that does.
         """
+        if self.size == 1:
+            return exchanging(as_part if half.startswith(GATHER) else self._clipping(as_part, as_part))
         clip = self._clipping(jit, exchanging)
-        if self.size == 1 or half == NORM:
-            return exchanging(as_part) if half.startswith(GATHER) else clip
+        if half == NORM:
+            return clip
         vectors = self._vectors(like)
         if half == SCATTER:
 
@@ -245,8 +247,7 @@ class Shards(NamedTuple):
     def _clipping(self, jit: Jit, exchanging: Jit) -> Callable[[Any], tuple[Any, jax.Array]]:
         """Slices, clipped by the norm of all workers' slices, and that squared; 0 if nobody asks for it."""
         if not (self.clip_norm or self.gives_square):
-            zero = exchanging(lambda slices: (slices, jnp.zeros(())))
-            return zero if self.size == 1 else lambda slices: (slices, jnp.zeros(()))
+            return lambda slices: (slices, jnp.zeros(()))
 
         def clip(slices: Any, square: jax.Array) -> Any:
             return clipped(slices, jnp.sqrt(square), self.clip_norm)
@@ -325,14 +326,14 @@ def vectors_of(
 
 @functools.cache
 def agreed(shards: Shards, half: str, structure: Any, shapes: tuple) -> Fingerprint:
-    """What ranks compare before a half of a tree of these shapes, outside jit."""
+    """The facts that ranks compare before a half of a tree of these shapes, outside jit."""
     return shards._named(half).fingerprint(jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes]))
 
 
 @functools.cache
 def outside_jit(shards: Shards, half: str, like: tuple[jax.ShapeDtypeStruct, ...]) -> Callable[[Any], Any]:
     """A half as programs, of trees whose leaves have these shapes."""
-    if shards.deal:  # in one program XLA makes columns one after another: 4.5 copies of GoogLeNet's, and 5.4 in pieces
+    if shards.deal:  # in one program XLA makes columns one after another, which takes a copy of the gradients less
         return in_turn(shards._half(half, [*like], as_part, as_part))
     size_bytes = shards.choice.bucket_bytes
     if size_bytes is not None and is_one(shards.comm.hosts):
@@ -350,7 +351,8 @@ def squares(slices: PyTree) -> jax.Array:
     return sum((jnp.square(x).sum() for x in jax.tree.leaves(slices)), jnp.zeros(()))
 
 
-# Of programs outside jit with slices: inside a host a message costs less than joining leaves (docs/decisions/0024).
+# The most for slices in programs of their own: inside a host a message costs less than joining leaves
+# (docs/decisions/0024).
 ONE_HOST_BUCKET_BYTES = 1 << 20
 SCATTER, GATHER, NORM = "reduce-scatter", "allgather:", "norm"  # halves; behind GATHER stands the wire
 NO_HALVES = (

@@ -4,7 +4,7 @@ A program that communicates cannot be read from the cache of compiled programs, 
 leaves of GoogLeNet in it 8 ranks on 2 cores took 35 s for their first update. So outside jit a half of the exchange is
 pieces: one program joins leaves, one moves vectors, one splits what has come. Only the one in the middle communicates,
 and it sees some dozens of arrays. Ranks of a host compile the others once, and the cache keeps them: 17 s for the first
-update, 6 s if they are in the cache.
+update, 6 s if they are in the cache. A half with whole tensors stays one program: it holds less at once.
 
 Tried and dropped: chunks of vectors as arguments of the optimizer's program, in place of slices. XLA rounds moments
 otherwise where it reads them out of a longer vector, so workers' bits were no more those of an unsharded update.

@@ -141,12 +141,17 @@ def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> Worker
     exchanges = workers.size > 1 and not is_whole
     shards = rule.sharding and rule.sharding.shards
     shares, is_early = bool(shards and shards.shared_params), bool(shards and shards.early)
+    takes_whole = bool(shards) and isinstance(shards.cut, Leaves)
     arrays = at_work(
-        strategy, is_sharded=bool(rule.sharding), shares_params=shares, adds_devices=experiment.devices > 1
+        strategy,
+        is_sharded=bool(rule.sharding),
+        shares_params=shares,
+        takes_whole=takes_whole,
+        adds_devices=experiment.devices > 1,
     )
     slices = -(-params // workers.size)
     beside = optimizers.arrays_of(experiment.optim, gives_square=not shards and rule.measured is not None)
-    if shards and isinstance(shards.cut, Leaves):
+    if takes_whole:
         beside += DEALT_ARRAYS
     has_mean = not is_early or bool(experiment.optim.clip_norm or (shards and shards.gives_square))  # the mean is
     stepped = slices * (1 + padding(rule)) if shards else params
@@ -161,7 +166,7 @@ def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> Worker
         copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
-        exchange=exchanges * (slices if is_early else round(arrays * params)),
+        exchange=exchanges * (slices if is_early else round(arrays * params * (1 + padding(rule)))),
         update=exchanges * round((beside + has_mean) * stepped),
         chosen=exchanges * (experiment.on_nonfinite == "skip") * (params + model_state + moments),
         is_whole=is_whole,
