@@ -1,4 +1,4 @@
-"""A small CNN on scikit-learn's 1,797 handwritten digits, the data that is on every machine.
+"""A small CNN on scikit-learn's 1,797 handwritten digits, which need no download.
 
 mpirun -n 4 python -m jaxmpi.train experiments/digits.py
 

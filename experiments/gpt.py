@@ -1,4 +1,4 @@
-"""A small GPT over bytes, on the source of Python's standard library, which is on every machine.
+"""A small GPT over bytes of the source of Python's standard library.
 
 mpirun -n 2 python -m jaxmpi.train experiments/gpt.py
 

@@ -1,4 +1,4 @@
-"""The 300-million-parameter language model of the ring-allreduce article (Gibiansky 2017), for benchmarks and plans.
+"""The ring-allreduce article's 300-million-parameter model (Gibiansky 2017), for benchmarks and plans.
 
 jaxmpi bench -n 2 --tree lm300m --peers none
 jaxmpi plan --experiment experiments/lm300m.py --step-s 1.0

@@ -1,4 +1,4 @@
-"""A language model of two LSTM layers over bytes, on the source of Python's standard library.
+"""Two LSTM layers over bytes of the source of Python's standard library.
 
 mpirun -n 2 python -m jaxmpi.train experiments/lstm.py
 

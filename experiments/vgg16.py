@@ -1,4 +1,4 @@
-"""VGG-16 by data-parallel SGD after Theano-MPI (Ma et al. 2016); a tiny one on digits if there is no data.
+"""VGG-16 after Theano-MPI (Ma et al. 2016), or on digits without data.
 
 mpirun -n 8 python -m jaxmpi.train experiments/vgg16.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/vgg16.py
@@ -7,7 +7,7 @@ Batch 32 a worker; rate 0.002, divided by 10 after 15, 30 and 35 of 40 epochs, b
 decay. Theano-MPI's table 1 has no row for it; batch from section 4 of the paper, the rest from its code. Not run on
 ImageNet here.
 
-The second line on digits, with 2 workers: 97 % top-1 (docs/results.md).
+The second line trains a tiny model on digits, with 2 workers: 97 % top-1 (docs/results.md).
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

@@ -1,4 +1,4 @@
-"""Models by name. A model never sees rank or communicator; `jaxmpi models` prints the table."""
+"""Models by name, without rank or communicator; `jaxmpi models` prints the table."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""`jaxmpi models`: cost of each model. Abstract shapes only: no params are allocated.
+"""`jaxmpi models`: cost of each model, from shapes; nothing is allocated.
 
 `jaxmpi models --tree alexnet vgg16` prints the shapes of their params, and so of their gradients, as JSON.
 """
@@ -30,7 +30,7 @@ WEIGHT_LAYERS = ("conv_general_dilated", "dot_general")
 
 
 def depth(jaxpr: Any) -> int:
-    """Weight layers on the longest path from inputs to outputs of a jaxpr."""
+    """Weight layers on a jaxpr's longest path from inputs to outputs."""
     return max(_depths(jaxpr, [0] * len(jaxpr.invars)), default=0)
 
 
@@ -54,14 +54,17 @@ def _depths(jaxpr: Any, inputs: list[int]) -> list[int]:
 
 
 def flop(jaxpr: Any) -> float:
-    """FLOP of a jaxpr, as XLA counts before it compiles, but with all turns of a loop; XLA counts its body once."""
+    """FLOP of a jaxpr as XLA counts it before compilation.
+
+    XLA counts a loop's body once; all turns count here.
+    """
     cost: Any = jax.jit(core.jaxpr_as_fun(jaxpr)).lower(*jaxpr.in_avals).cost_analysis()
     turns = ((each.params["length"], each.params["jaxpr"]) for each in scans(jaxpr.jaxpr))
     return cost.get("flops", 0.0) + sum((length - 1) * flop(body) for length, body in turns)
 
 
 def scans(jaxpr: Any) -> Iterator[Any]:
-    """The loops of a jaxpr and of functions that it calls; not those inside of loops."""
+    """Outermost loops of a jaxpr and of the functions that it calls."""
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if equation.primitive.name == "scan":

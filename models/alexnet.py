@@ -1,4 +1,4 @@
-"""AlexNet. Krizhevsky, Sutskever & Hinton 2012, "ImageNet classification with deep convolutional neural networks"."""
+"""AlexNet (Krizhevsky et al. 2012, "ImageNet classification with deep convolutional neural networks")."""
 
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ STARTS: dict[str, Start] = {"published": published_start, "he": he_start}
 
 
 class AlexNet(nnx.Module):
-    """Five convolutions, three dense layers; all channels but the image's divided by `shrink`."""
+    """Five convolutions and three dense layers; inner channels divided by `shrink`."""
 
     def __init__(self, classes: int, channels: int, start: Start, rngs: nnx.Rngs, *, shrink: int = 1):
         def layer(place: str, channels: int) -> Conv:
@@ -86,7 +86,7 @@ class AlexNet(nnx.Module):
 
 
 def alexnet(classes: int = 1000, image_size: int = 227, channels: int = 3, init: str = "published") -> Model:
-    """AlexNet: 60,965,224 params at the defaults; conv2, conv4 and conv5 are in two groups.
+    """AlexNet: 60,965,224 params at the defaults; two groups in conv2, conv4, conv5.
 
     At other sizes than 227 px the last pool adapts, so that all but the class layer keep their shape.
 

@@ -1,6 +1,7 @@
-"""Encoder and decoder for two sequences. Vaswani et al. 2017, "Attention is all you need", with norms in front.
+"""Encoder and decoder for two sequences, with norms in front.
 
-Not a `Model`, which has one input: a task of one's own calls it, as experiments/tasks/translation.py does.
+Vaswani et al. 2017, "Attention is all you need". Not a `Model`, which has one input: a task of one's own calls it, as
+experiments/tasks/translation.py does.
 """
 
 import math
@@ -18,7 +19,7 @@ from jaxmpi.models.layers import Array, Dense, normal
 
 
 class Attention(nnx.Module):
-    """Queries of one sequence over keys and values of another, or of its own."""
+    """Attention of a sequence to another, or to itself."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         width, self.heads = shape.width, shape.heads
@@ -27,13 +28,19 @@ class Attention(nnx.Module):
         self.out = Dense((width, width), init=normal(STD), rngs=rngs)
 
     def __call__(self, x: Array, memory: Array, seen: Array) -> Array:
-        """f32[batch, places, width], f32[batch, others, width], what each place sees -> f32[batch, places, width]."""
+        """Attend from each place to those of `memory` that it sees.
+
+        f32[batch, places, width], f32[batch, others, width], bool -> f32[batch, places, width].
+        """
         k, v = jnp.split(self.kv(memory), 2, axis=-1)
         return self.out(attend(self.q(x), k, v, self.heads, seen))
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), in a decoder x + attention(norm(x), memory), then x + mlp(norm(x))."""
+    """A layer with norms in front; a decoder's also attends to memory.
+
+    x + attention(norm(x)), in a decoder x + attention(norm(x), memory), then x + mlp(norm(x)).
+    """
 
     def __init__(self, shape: Shape, is_decoder: bool, rngs: nnx.Rngs):
         width = shape.width
@@ -56,7 +63,7 @@ class Layer(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """Embeddings of words and places, layers of an encoder and a decoder, logits."""
+    """Embeddings of words and places, encoder layers, decoder layers, and logits."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         std = 1 / math.sqrt(shape.width)

@@ -1,4 +1,4 @@
-"""GoogLeNet with both auxiliary heads. Szegedy et al. 2015, "Going deeper with convolutions", table 1."""
+"""GoogLeNet of Szegedy et al. 2015, "Going deeper with convolutions", table 1."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from jaxmpi.models.layers import (
 
 
 class Widths(NamedTuple):
-    """Output channels of one inception block; `reduce3` and `reduce5` feed the wider kernels."""
+    """Output channels of an inception block; `reduce3` and `reduce5` feed wider kernels."""
 
     one: int
     reduce3: int
@@ -56,7 +56,7 @@ AUX_WEIGHT = 0.3  # of each auxiliary loss, in training
 
 
 class Start(NamedTuple):
-    """Initial params: (kind of layer) -> initialiser, and the bias of all convolutions."""
+    """Initial params: kernels by kind of layer, and the convolutions' bias."""
 
     kernel: Callable[[str], Init]
     bias: float
@@ -75,7 +75,7 @@ STARTS = {
 
 
 class Inception(nnx.Module):
-    """1x1, 3x3 and 5x5 convolutions and a pool side by side, their channels concatenated."""
+    """1x1, 3x3 and 5x5 convolutions and a pool, their channels concatenated."""
 
     def __init__(self, channels: int, widths: Widths, start: Start, rngs: nnx.Rngs):
         def layer(place: str, channels: int, size: int) -> Conv:
@@ -90,7 +90,7 @@ class Inception(nnx.Module):
         self.pool = layer("pool", channels, 1)
 
     def __call__(self, x: Array) -> Array:
-        """f32[batch, h, w, in] -> f32[batch, h, w, one + three + five + pool]."""
+        """f32[batch, h, w, in] -> f32[batch, h, w, `Widths.out`]."""
         branches = (
             self.one(x),
             self.three(self.reduce3(x)),
@@ -101,7 +101,7 @@ class Inception(nnx.Module):
 
 
 class Auxiliary(nnx.Module):
-    """A classifier on an inner block: average pool to 4x4, 1x1 convolution, two dense layers."""
+    """Inner classifier: average pool to 4x4, 1x1 convolution, two dense layers."""
 
     def __init__(self, channels: int, widths: tuple[int, int], classes: int, start: Start, rngs: nnx.Rngs):
         reduced, hidden = widths
@@ -119,7 +119,7 @@ class Auxiliary(nnx.Module):
 
 
 class GoogLeNet(nnx.Module):
-    """Stem, inception blocks, heads on 4a, 4d and the last; every width divided by `shrink`."""
+    """Stem, inception blocks, three heads (4a, 4d, last); widths divided by `shrink`."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class GoogLeNet(nnx.Module):
         self.logits = Dense((inner, classes), init=start.kernel("logits"), rngs=rngs)
 
     def __call__(self, x: Array, train: bool) -> Array | tuple[Array, Array, Array]:
-        """Image -> main logits f32[batch, classes]; in training (main, after 4a, after 4d)."""
+        """Image -> logits f32[batch, classes]; in training (main, after 4a, after 4d)."""
         x = local_response_norm(max_pool(self.stem7(x), 2))
         x = local_response_norm(max_pool(self.stem3(self.stem1(x)), 2))
         inner = {}
@@ -186,7 +186,7 @@ def googlenet(classes: int = 1000, image_size: int = 224, channels: int = 3, ini
 
 
 def googlenet_tiny(classes: int = 10, image_size: int = 32, channels: int = 3, init: str = "he") -> Model:
-    """GoogLeNet with a sixteenth of the channels and four of the blocks: milliseconds a step."""
+    """GoogLeNet with a sixteenth of the channels and four of the blocks."""
     return _model("googlenet_tiny", classes, image_size, channels, init, shrink=16, blocks=TINY_BLOCKS)
 
 

@@ -1,4 +1,4 @@
-"""GoogLeNet with batch normalisation and one auxiliary head: IBM's "GoogleNetBN". Ioffe & Szegedy 2015, figure 5."""
+"""IBM's "GoogleNetBN": GoogLeNet with batch normalisation (Ioffe & Szegedy 2015, figure 5)."""
 
 import functools
 from collections.abc import Iterable
@@ -17,7 +17,10 @@ conv_norm = functools.partial(ConvNorm, eps=1e-3, bias=True)  # momentum 0.9
 
 
 class Widths(NamedTuple):
-    """Output channels of one inception block; `one` 0 leaves the branch out, `pool` 0 its convolution."""
+    """Output channels of an inception block.
+
+    `one` 0 leaves its branch out, `pool` 0 its convolution.
+    """
 
     one: int
     reduce3: int
@@ -54,7 +57,7 @@ AUX_AFTER = "4d"
 
 
 def mean_pool(x: Array) -> Array:
-    """Mean over 3x3 at every place, zero-padded by 1; the padding counts, so that the divisor is always 9."""
+    """Sum over 3x3 at every place, zero-padded by 1, divided by 9."""
     for axis in (1, 2):  # sums of sums: half the time of a `reduce_window` on CPU
         n = x.shape[axis]
         padded = jnp.pad(x, [(1, 1) if i == axis else (0, 0) for i in range(x.ndim)])
@@ -71,7 +74,7 @@ def through(x: Array, train: bool, *layers: ConvNorm | None) -> Array:
 
 
 class Inception(nnx.Module):
-    """1x1, 3x3 and double 3x3 convolutions and a pool side by side, their channels concatenated."""
+    """1x1, 3x3, double 3x3 convolutions and a pool, their channels concatenated."""
 
     def __init__(self, channels: int, widths: Widths, is_max: bool, rngs: nnx.Rngs):
         layer = functools.partial(conv_norm, rngs=rngs)
@@ -98,7 +101,7 @@ class Inception(nnx.Module):
 
 
 class Auxiliary(nnx.Module):
-    """A classifier on an inner block: average pool to 4x4, 1x1 convolution, two dense layers."""
+    """Inner classifier: average pool to 4x4, 1x1 convolution, two dense layers."""
 
     def __init__(self, channels: int, widths: tuple[int, int], classes: int, rngs: nnx.Rngs):
         reduced, hidden = widths
@@ -107,13 +110,13 @@ class Auxiliary(nnx.Module):
         self.logits = Dense((hidden, classes), init=normal(0.01), rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        """f32[batch, h, w, in] -> logits f32[batch, classes]; only training runs this head."""
+        """f32[batch, h, w, in] -> logits f32[batch, classes]; runs in training only."""
         x = through(average_pool(x, 4), True, self.reduce)
         return self.logits(jax.nn.relu(self.hidden(x.reshape(x.shape[0], -1))))
 
 
 class GoogLeNetBN(nnx.Module):
-    """Stem, inception blocks, heads on 4d and the last; every width divided by `shrink`."""
+    """Stem, inception blocks, two heads (4d, last); widths divided by `shrink`."""
 
     def __init__(self, classes: int, channels: int, rngs: nnx.Rngs, *, blocks: Iterable[str] = BLOCKS, shrink: int = 1):
         layer = functools.partial(conv_norm, rngs=rngs)

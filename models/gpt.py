@@ -1,4 +1,4 @@
-"""GPT. Radford et al. 2019, "Language models are unsupervised multitask learners": a decoder with norms in front."""
+"""GPT (Radford et al. 2019, "Language models are unsupervised multitask learners")."""
 
 import math
 from typing import NamedTuple
@@ -27,7 +27,10 @@ class Shape(NamedTuple):
 
 
 class LayerNorm(nnx.Module):
-    """y = scale (x - m) / sqrt(v + eps) + bias over the last axis, in f32 (Ba et al. 2016, arXiv:1607.06450)."""
+    """Layer normalisation over the last axis (Ba et al. 2016, arXiv:1607.06450).
+
+    y = scale (x - m) / sqrt(v + eps) + bias, with m, v and the quotient in f32.
+    """
 
     def __init__(self, width: int):
         self.scale = nnx.Param(jnp.ones(width))
@@ -43,7 +46,7 @@ class LayerNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is four times as wide, with GELU."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), four times as wide (GELU)."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         width, added = shape.width, normal(STD / math.sqrt(2 * shape.layers))  # 2 additions a layer
@@ -61,9 +64,10 @@ class Block(nnx.Module):
 
 
 def attention(qkv: Array, heads: int) -> Array:
-    """softmax(q k^T / sqrt(d)) v over places up to one's own, head by head (Vaswani et al. 2017, section 3.2).
+    """Causal attention, head by head (Vaswani et al. 2017, section 3.2).
 
-    f32[batch, window, 3 width] -> f32[batch, window, width]; d = width / heads. The softmax is in f32.
+    softmax(q k^T / sqrt(d)) v over places up to one's own, d = width / heads; the softmax is in f32.
+    f32[batch, window, 3 width] -> f32[batch, window, width].
     """
     q, k, v = jnp.split(qkv, 3, axis=-1)
     window = qkv.shape[1]
@@ -71,8 +75,9 @@ def attention(qkv: Array, heads: int) -> Array:
 
 
 def attend(q: Array, k: Array, v: Array, heads: int, seen: Array) -> Array:
-    """softmax(q k^T / sqrt(d)) v over the places that are seen, head by head; the softmax is in f32.
+    """Attention over the places that are seen, head by head.
 
+    softmax(q k^T / sqrt(d)) v, the softmax in f32.
     f32[batch, places, width], f32[batch, others, width] twice, bool[batch or 1, 1, places or 1, others] -> the first's.
     """
     batch, _, width = q.shape

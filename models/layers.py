@@ -1,4 +1,4 @@
-"""Layers that more than one family shares. Images are [batch, height, width, channels]."""
+"""Layers that several families share; images are [batch, height, width, channels]."""
 
 import functools
 import inspect
@@ -38,7 +38,7 @@ def with_classes(make: Callable[..., Model]) -> Callable[..., Model]:
 
 
 def check_sizes(name: str, classes: int, image_size: int, channels: int, smallest: int) -> None:
-    """Raise `UsageError` unless these are whole numbers, and an image has at least `smallest` px."""
+    """Raise `UsageError` unless sizes are whole numbers and image_size >= smallest."""
     check_whole(f"{name}: classes", classes)
     check_whole(f"{name}: image_size, px", image_size, smallest)
     check_whole(f"{name}: channels", channels)
@@ -54,7 +54,7 @@ def normal(std: float) -> Init:
 
 
 def _drawn(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, draw: Callable[[np.random.Generator], Any]) -> Array:
-    """`draw(generator)`, by NumPy from the key; the numbers are the same whether the key is concrete or traced.
+    """`draw(generator)` of NumPy from the key, equal for concrete and traced keys.
 
     jax.random compiles one program a shape, seconds for a deep network; NumPy compiles none.
     """
@@ -70,22 +70,25 @@ def _drawn(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, draw: Callable[
 
 
 def he_normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
-    """N(0, 2 / fan_in), fan_in = all but the last axis (He et al. 2015, arXiv:1502.01852, eq. 10)."""
+    """N(0, 2 / fan_in) (He et al. 2015, arXiv:1502.01852, eq. 10)."""
     return normal(math.sqrt(2 / math.prod(shape[:-1])))(key, shape, dtype)
 
 
 def glorot_uniform(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
-    """U(-a, a), a = sqrt(6 / (fan_in + fan_out)), fans with the kernel's area (Glorot & Bengio 2010, eq. 16)."""
+    """Glorot-uniform values (Glorot & Bengio 2010, eq. 16).
+
+    U(-a, a), a = sqrt(6 / (fan_in + fan_out)), fans with the kernel's area.
+    """
     *area, fan_in, fan_out = shape
     bound = math.sqrt(6 / (math.prod(area) * (fan_in + fan_out)))
     return _drawn(key, shape, dtype, lambda rng: rng.uniform(-bound, bound, shape))
 
 
 class Conv(nnx.Module):
-    """relu(conv(x, kernel) + bias), zero-padded by `pad`; kernel f32[size, size, in // groups, out].
+    """relu(conv(x, kernel) + bias), kernel f32[size, size, in // groups, out].
 
-    `pad` is `(size - 1) // 2` unless given. Group i of `groups` takes the i-th part of the input's channels to the
-    i-th part of the output's.
+    The input is zero-padded by `pad`, `(size - 1) // 2` unless given. Group i of `groups` takes the i-th part of the
+    input's channels to the i-th part of the output's.
     """
 
     def __init__(
@@ -106,7 +109,10 @@ class Conv(nnx.Module):
         self.bias = nnx.Param(jnp.asarray(np.full(out, bias, np.float32)))
 
     def __call__(self, x: Array) -> Array:
-        """f32[batch, h, w, in] -> f32[batch, h', w', out], h' = (h + 2 pad - size) // stride + 1."""
+        """f32[batch, h, w, in] -> f32[batch, h', w', out].
+
+        h' = (h + 2 pad - size) // stride + 1.
+        """
         x = conv(x, self.kernel[...], self.stride, self.pad, self.groups)
         return jax.nn.relu(_add(x, self.bias[...]))
 
@@ -136,7 +142,7 @@ def he_start(place: str) -> tuple[Init, float]:
 
 
 class Classifier(nnx.Module):
-    """Two dense layers with ReLU and dropout, then logits: the end of AlexNet and VGG."""
+    """End of AlexNet and VGG: two dense ReLU layers with dropout, logits."""
 
     def __init__(self, widths: tuple[int, int, int], drop: float, start: Start, rngs: nnx.Rngs):
         features, hidden, classes = widths
@@ -151,7 +157,7 @@ class Classifier(nnx.Module):
         self.drop = nnx.Dropout(drop, rngs=rngs)
 
     def __call__(self, x: Array, train: bool) -> Array:
-        """f32[batch, h, w, channels], h w channels = features -> logits f32[batch, classes]."""
+        """f32[batch, ...] of `features` entries each -> logits f32[batch, classes]."""
         x = x.reshape(x.shape[0], -1)
         for layer in (self.fc6, self.fc7):
             x = self.drop(jax.nn.relu(layer(x)), deterministic=not train)
@@ -163,7 +169,7 @@ def _add(x: Array, bias: Array) -> Array:
 
 
 def conv(x: Array, kernel: Array, stride: int = 1, pad: int | None = None, groups: int = 1) -> Array:
-    """Cross-correlation, zero-padded by `pad` on each side, `(size - 1) // 2` unless given."""
+    """Cross-correlation, zero-padded by `pad`, `(size - 1) // 2` unless given."""
     if groups > 1:  # XLA's own grouped convolution takes 4 to 13 times as long on CPU
         parts = zip(jnp.split(x, groups, -1), jnp.split(kernel, groups, -1), strict=True)
         return jnp.concatenate([conv(*part, stride, pad) for part in parts], -1)
@@ -190,7 +196,7 @@ def _conv_of_patches(x: Array, kernel: Array, stride: int, pad: int) -> Array:
 
 
 def at_least_32(x: Array) -> Array:
-    """16-bit floats as f32, for sums that would lose bits; wider ones as they are."""
+    """16-bit floats as f32, for precise sums; wider ones as they are."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
@@ -233,11 +239,12 @@ def _sum_neighbours(x: Array, window: int) -> Array:
 
 
 def max_pool(x: Array, stride: int, window: int = 3, pad: int = 1, ceil: bool = False) -> Array:
-    """Maximum over windows, padded by -inf, sizes rounded down; of equal entries the first has the gradient.
+    """Maximum over windows, padded by -inf, with sizes rounded down.
 
-    [batch, h, w, channels] -> h' = (h + 2 pad - window) / stride + 1. `ceil` rounds up: a last window may hang over
-    the edge, if it begins inside. A row maximum of column maxima: the same values and gradients as one
-    `reduce_window`, whose backward pass takes 3 (stride 1) to 13 (stride 2) times as long on CPU.
+    The first of equal entries has the gradient. [batch, h, w, channels] -> h' = (h + 2 pad - window) / stride + 1.
+    `ceil` rounds up: a last window may hang over the edge, if it begins inside. A row maximum of column maxima: the
+    same values and gradients as one `reduce_window`, whose backward pass takes 3 (stride 1) to 13 (stride 2) times as
+    long on CPU.
     """
     for axis in (2, 1):
         x = max_along(x, Windows.over(x.shape[axis], axis, window, stride, pad, ceil))
@@ -245,7 +252,7 @@ def max_pool(x: Array, stride: int, window: int = 3, pad: int = 1, ceil: bool = 
 
 
 def adaptive_max_pool(x: Array, size: int) -> Array:
-    """Maxima of equally spaced windows: [batch, size, size, channels] from any height and width.
+    """Maxima of equally spaced windows: [batch, size, size, channels] from any image.
 
     From n >= size entries: stride n // size and window n - (size - 1) stride, so that 13 -> 6 is 3/2, 14 -> 7 is 2/2
     and size -> size does nothing. From fewer, the nearest entries are repeated.
@@ -261,7 +268,7 @@ def adaptive_max_pool(x: Array, size: int) -> Array:
 
 
 class Windows(NamedTuple):
-    """Windows along one axis: `count` of `size` entries, `stride` apart, the first `pad` before the first entry."""
+    """`count` windows of `size` entries, `stride` apart; the first begins at -`pad`."""
 
     axis: int
     size: int
@@ -322,7 +329,7 @@ max_along.defvjp(_max_forward, _max_backward)
 
 
 def average_pool(x: Array, size: int) -> Array:
-    """Averages of equally spaced windows: [batch, size, size, channels] from any height and width.
+    """Averages of equally spaced windows: [batch, size, size, channels] from any image.
 
     From n >= size entries: stride n // size and window n - (size - 1) stride, so that 14 -> 4 is
     5/3 and size -> size does nothing. From fewer, the nearest entries are repeated.
@@ -332,7 +339,7 @@ def average_pool(x: Array, size: int) -> Array:
 
 
 def _bins(n: int, size: int) -> np.ndarray:
-    """Weights of n entries in each of `size` averages: f64[size, n], rows sum to 1."""
+    """Weights of n entries in averages: f64[size, n], rows sum to 1."""
     stride = n // size
     window = max(n - (size - 1) * stride, 1) if stride else 1
     starts = np.arange(size) * stride if stride else np.arange(size) * n // size

@@ -1,4 +1,4 @@
-"""Language models of LSTM layers. Hochreiter & Schmidhuber 1997; projected as by Sak et al. 2014, arXiv:1402.1128."""
+"""Language models of projected LSTM layers (Sak et al. 2014, arXiv:1402.1128)."""
 
 import math
 from typing import NamedTuple
@@ -17,15 +17,16 @@ FORGET_BIAS = 1.0  # Jozefowicz et al. 2015: a cell keeps its content until it h
 
 
 class Widths(NamedTuple):
-    """Widths of a language model: entries of an embedding and of a layer's output, and cells of a layer."""
+    """Entries of embeddings and layer outputs (`width`), and cells of a layer."""
 
     width: int
     cells: int
 
 
 class Lstm(nnx.Module):
-    """i, f, g, o = x W + r U + b ;  c <- s(f) c + s(i) tanh(g) ;  r <- (s(o) tanh(c)) P, s the logistic function.
+    """An LSTM layer (Hochreiter & Schmidhuber 1997) with projected outputs.
 
+    i, f, g, o = x W + r U + b ;  c <- s(f) c + s(i) tanh(g) ;  r <- (s(o) tanh(c)) P, s the logistic function.
     Params: input f32[in, 4 cells] (W), state f32[width, 4 cells] (U), bias f32[4 cells], project f32[cells, width] (P).
     c and r are 0 at the start of a window.
     """
@@ -97,7 +98,7 @@ def lstm_tiny(classes: int = 256, window: int = 16) -> Model:
 
 @with_classes
 def lm300m(classes: int = 72_000, window: int = 20) -> Model:
-    """The ring-allreduce article's size: 298,588,480 params, two layers of 8192 cells projected to 1024, 72,000 words.
+    """The ring-allreduce article's size: 298,588,480 params, two layers, 72,000 words.
 
     Gibiansky 2017 gives 300 million params and no more; widths and window are those of Jozefowicz et al. 2016, section
     5.5 (LSTM-8192-1024, unrolled 20 steps), and the number of words follows from the size.
@@ -107,7 +108,7 @@ def lm300m(classes: int = 72_000, window: int = 20) -> Model:
 
 @with_classes
 def lm300m_tiny(classes: int = 256, window: int = 20) -> Model:
-    """`lm300m` with a 64th of the width and of the cells, over bytes."""
+    """`lm300m` with a 64th of width and cells, over bytes."""
     return _model("lm300m_tiny", classes, window, 2, Widths(16, 128))
 
 

@@ -1,4 +1,4 @@
-"""Batch normalisation, and the convolution that goes with it. Images are [batch, height, width, channels]."""
+"""Batch normalisation, and convolutions with it, of [batch, height, width, channels]."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +10,9 @@ from jaxmpi.models.layers import Array, Init, at_least_32, conv, he_normal
 
 
 class BatchNorm(nnx.Module):
-    """y = scale (x - m) / sqrt(v + eps) + bias, channel by channel (Ioffe & Szegedy 2015, arXiv:1502.03167, alg. 1).
+    """Batch normalisation (Ioffe & Szegedy 2015, arXiv:1502.03167, alg. 1).
 
+    y = scale (x - m) / sqrt(v + eps) + bias, channel by channel.
     In training m = E[x] and v = E[x^2] - m^2 over examples, height and width of the local batch, or of each
     micro-batch if gradients are accumulated. They are in f32 even if x is a 16-bit float. Evaluation uses running
     ones, which every training step moves: mean <- momentum mean + (1 - momentum) m, var alike. v divides by n, the
@@ -66,7 +67,10 @@ def _row(x: Array) -> Array:
 
 
 class ConvNorm(nnx.Module):
-    """norm(conv(x, kernel) [+ bias]), zero-padded by `(size - 1) // 2`; kernel f32[size, size, in, out]."""
+    """norm(conv(x, kernel) [+ bias]), zero-padded by `(size - 1) // 2`.
+
+    kernel: f32[size, size, in, out].
+    """
 
     def __init__(
         self,
@@ -86,6 +90,9 @@ class ConvNorm(nnx.Module):
         self.norm = BatchNorm(channels[1], eps=eps, scale=scale)
 
     def __call__(self, x: Array, train: bool) -> Array:
-        """f32[batch, h, w, in] -> f32[batch, h // stride, w // stride, out], h // stride rounded up for odd sizes."""
+        """f32[batch, h, w, in] -> f32[batch, h', w', out].
+
+        h' = h // stride, rounded up if `size` is odd; w' alike.
+        """
         x = conv(x, self.kernel[...], self.stride)
         return self.norm(x if self.bias is None else x + _row(self.bias[...]), train)

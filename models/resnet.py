@@ -1,4 +1,4 @@
-"""Residual networks with 18, 50, 101 and 152 layers. He et al. 2016, "Deep residual learning", table 1."""
+"""Residual networks of He et al. 2016, "Deep residual learning", table 1."""
 
 import functools
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class Residual(nnx.Module):
         self.shortcut = None if is_same else conv_norm((channels, self.out), 1, stride=stride, rngs=rngs)
 
     def __call__(self, x: Array, train: bool) -> Array:
-        """f32[batch, h, w, channels] -> f32[batch, h / stride, w / stride, width * expansion], rounded up."""
+        """f32[batch, h, w, in] -> f32[batch, ceil(h/stride), ceil(w/stride), width*expansion]."""
         y = x
         for i, conv in enumerate(self.convs):
             y = conv(jax.nn.relu(y) if i else y, train)
@@ -121,7 +121,7 @@ def resnet18_tiny(classes: int = 10, image_size: int = 64, channels: int = 3) ->
 
 
 def resnet50_tiny(classes: int = 10, image_size: int = 64, channels: int = 3, version: str = "v1.5") -> Model:
-    """ResNet-50 with an eighth of the channels and one block a stage. Version: `resnet50`."""
+    """`resnet50` with an eighth of the channels and one block a stage."""
     return _model("resnet50_tiny", (image_size, channels), classes, bottleneck(version), TINY_STAGES, WIDTH // 8)
 
 

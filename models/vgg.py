@@ -1,4 +1,4 @@
-"""VGG-16 and VGG-19. Simonyan & Zisserman 2015, "Very deep convolutional networks", table 1, columns D and E."""
+"""VGG-16 and VGG-19 (Simonyan & Zisserman 2015, table 1, columns D, E)."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ STARTS: dict[str, Start] = {"published": lambda place: (glorot_uniform, 0.0), "h
 
 
 class Vgg(nnx.Module):
-    """Stages of 3x3 convolutions with a pool after each, three dense layers; channels divided by `shrink`."""
+    """Pooled stages of 3x3 convolutions, three dense layers; channels divided by `shrink`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Vgg(nnx.Module):
 
 
 def vgg16(classes: int = 1000, image_size: int = 224, channels: int = 3, init: str = "published") -> Model:
-    """VGG-16: 138,357,544 params at the defaults, those of Theano-MPI's "VGGNet", whose depth is 16 and not 19.
+    """VGG-16: 138,357,544 params at the defaults, as in Theano-MPI's "VGGNet" (depth 16).
 
     At other sizes than 224 px the last pool adapts, so that all but the class layer keep their shape.
 

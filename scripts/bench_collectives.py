@@ -1,4 +1,4 @@
-"""Cost of a collective call inside jit, beside mpi4jax's same call and a bare one of mpi4py; and start and wait.
+"""Cost of collectives inside jit, beside mpi4jax and mpi4py; start and wait.
 
     python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather] [--ranks 2 4 8] [--rounds 20]
         [--png calls.png]
@@ -36,7 +36,7 @@ def looped(call: Any, repeats: int) -> Any:
 
 
 def ways(operation: str) -> dict[str, Any]:
-    """One call by each library: f32[n] -> f32[n] inside jit, and by mpi4py (f32[n], f32[...]) -> None."""
+    """A call by library: f32[n] -> f32[n]; mpi4py's (f32[n], f32[...]) -> None."""
     import mpi4jax
     from mpi4py import MPI
 
@@ -66,7 +66,7 @@ def ways(operation: str) -> dict[str, Any]:
 
 
 def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a call by size and library, in a loop of one program; on every rank."""
+    """Be a rank: return seconds of a call by size and library."""
     import jax.numpy as jnp
 
     import jaxmpi
@@ -92,7 +92,7 @@ def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def overlap(goal_s: float, rounds: int) -> dict[str, list[float]]:
-    """Seconds of compute, exchange, both in sequence, and both with start and wait; on every rank.
+    """Be a rank: seconds of compute, exchange, both in sequence, both overlapped.
 
     The amounts are such that rank 0 takes `goal_s` for each alone.
     """

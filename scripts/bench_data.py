@@ -1,4 +1,4 @@
-"""Images per second and core of jaxmpi's loaders and others', and the share of loading that delays a step.
+"""Images per second and core of loaders, and their delay of steps.
 
     python scripts/bench_data.py [--part peers formats steps reads epochs] [--rounds 3] [--images 512] [--cores 0 1]
 
@@ -122,7 +122,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def random_window(rng: np.random.Generator, height: int, width: int) -> tuple[int, int, int, int, bool]:
-    """Random window (left, top, right, bottom), and True if the image is mirrored."""
+    """A random window (left, top, right, bottom), and True to mirror it."""
     while True:
         area, ratio = rng.uniform(*AREA) * height * width, np.exp(rng.uniform(*np.log(ASPECT)))
         high, wide = round((area / ratio) ** 0.5), round((area * ratio) ** 0.5)
@@ -231,7 +231,7 @@ def torch_pillow(folder: Path) -> Iterator[int]:
 
 
 def grain_by(decode: Callable[[bytes, np.random.Generator], np.ndarray]) -> Callable[[Path], Iterator[int]]:
-    """Grain with one reading thread, which is quicker than one process of its own."""
+    """Grain with one reading thread, which is quicker than one process."""
 
     def counts(folder: Path) -> Iterator[int]:
         import grain  # pyright: ignore[reportMissingImports]
@@ -326,7 +326,7 @@ def apart(formats: Sequence[tuple[str, str]], folder: str, cores: list[int]) -> 
 
 
 def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
-    """Seconds of a step whose computing is a sleep, and seconds of waiting in it."""
+    """Seconds of a step that computes by sleeping, and of its waiting."""
     begin, waited_s = 0.0, 0.0
     for i in range(number + WARM):
         if i == WARM:
@@ -338,7 +338,7 @@ def walk(loader: Any, number: int, compute_s: float) -> tuple[float, float]:
 
 
 def steps(folder: str, cores: list[int], seconds: float) -> list[dict[str, float]]:
-    """Wait share, and step / max(load, compute), by the ratio of computing to loading."""
+    """Wait share and step / max(load, compute), by compute / load."""
     (loader,) = apart([("imagefolder", "processes")], folder, cores)
     load_s = BATCH / measure((len(batch.image) for batch in loader), seconds)
     found = []
@@ -361,7 +361,7 @@ def epochs(folder: str, cores: list[int], seconds: float) -> list[list[float]]:
 
 
 def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
-    """Milliseconds to turn a u8 batch into normalised floats, in a jit on the CPU."""
+    """Milliseconds to normalise a u8 batch, in a jit on the CPU."""
     import jax
 
     from jaxmpi.config.data import Data
@@ -378,7 +378,7 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
 
 
 def show_reads(folder: str, options: argparse.Namespace) -> None:
-    """Time an epoch of batch files in each order, by turns, with reads that take longer."""
+    """Time an epoch of batch files in each order, with slowed reads."""
     from jaxmpi.config.data import Data
     from jaxmpi.data import ArraySource, FileSampler, Loader, Sampler, open_source, write_batch_files
 
@@ -438,7 +438,7 @@ def main() -> None:
 
 
 def show_peers(folder: Path, options: argparse.Namespace) -> None:
-    """Print images/s and core, beside the bare decode and the best of the others."""
+    """Print images/s and core, over the bare decode and the best other."""
     names = options.only or list(CONTENDERS)
     if any("tfds" in name.lower() for name in names):
         write_tfds(folder)

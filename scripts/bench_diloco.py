@@ -1,4 +1,4 @@
-"""Seconds to one loss over slow links: DiLoCo beside a mean of gradients at every step.
+"""Seconds to one loss over slow links, by DiLoCo and gradient means.
 
     python scripts/bench_diloco.py [--hosts 8] [--rate 50mbit] [--steps 200] [--seeds 3] [--json FILE] [--tiny]
     python scripts/bench_diloco.py --json FILE --part losses      # and, when the machine is quiet, --part seconds
@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
 
 
 def recipe(contender: Contender, sizes: Sizes, seed: int) -> Experiment:
-    """The experiment of one of our contenders, or the data and rates of PyTorch's."""
+    """The experiment of a contender; PyTorch's uses its data and rates."""
     model = gpt_tiny(window=sizes.window) if sizes.tiny else gpt(window=sizes.window)
     return Experiment(
         model=model,
@@ -132,7 +132,7 @@ def ours(job: Job) -> Trainee:
 
 
 def ddp(job: Job, hook: str) -> Trainee:
-    """The same model, params, AdamW and rates in PyTorch, under DistributedDataParallel over gloo."""
+    """The same model, params, AdamW and rates under PyTorch's DDP over gloo."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
     from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports] # see above
 
@@ -218,9 +218,9 @@ def torch_gpt(params: Any, heads: int) -> Any:
 
 
 def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float | None) -> dict[str, Any]:
-    """Be a rank: train; return seconds of every step, and held-out losses by step until one is at the goal.
+    """Be a rank: train; return seconds and held-out losses of steps.
 
-    Without a goal nothing is evaluated.
+    The first evaluation at the goal ends the run. Without a goal nothing is evaluated.
     """
     workers = gather_workers(1)
     control, contender = workers.processes, CONTENDERS[name]
@@ -248,7 +248,7 @@ def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float 
 
 
 def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) -> float:
-    """Mean loss over the same windows for all contenders, each rank its share."""
+    """Mean loss of all ranks' windows, the same for all contenders."""
     return float(workers.processes.allreduce_sum(np.array([made.loss(batches)]))[0]) / workers.size
 
 
@@ -256,7 +256,7 @@ def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) ->
 
 
 def step_s(name: str, pieces: list[list[float]], sizes: Sizes) -> float:
-    """Seconds of one step; with one exchange a period, the mean over the last whole period."""
+    """Median seconds of a step; for DiLoCo, means of last whole periods."""
     if CONTENDERS[name].rule != "diloco":
         return statistics.median(itertools.chain(*(seconds[1:] for seconds in pieces)))
     ends = [len(seconds) // sizes.period * sizes.period for seconds in pieces]
@@ -265,7 +265,7 @@ def step_s(name: str, pieces: list[list[float]], sizes: Sizes) -> float:
 
 
 def steps_to(goal: float, losses: Losses) -> float:
-    """Steps to the goal, linear between two evaluations; infinite if it is not reached."""
+    """Steps to the goal, interpolated between evaluations; infinite if never reached."""
     points = sorted((int(step), loss) for step, loss in losses.items())
     for (before, high), (after, low) in itertools.pairwise(points):
         if low <= goal:
@@ -281,7 +281,7 @@ class Found(NamedTuple):
 
 
 def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:
-    """Measure losses on this host, then seconds of steps on the cluster; keep the results in --json."""
+    """Measure losses here, then seconds on the cluster; keep both in --json."""
     results = {name: Found({}, []) for name in options.contenders} | kept(options.json, sizes)
 
     def run(name: str, seed: str, steps: int, goal: float | None, rate: str) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def keep(file: Path | None, sizes: Sizes, results: dict[str, Found]) -> None:
 
 
 def table(results: dict[str, Found], sizes: Sizes) -> str:
-    """Markdown table of contenders with losses and seconds; ratios are to ring32, seed by seed."""
+    """Markdown table of steps and seconds; ratios to ring32, seed by seed."""
     seconds = {name: step_s(name, found.seconds, sizes) for name, found in results.items() if found.seconds}
     goals = {seed: losses[str(sizes.steps)] for seed, losses in results["ring32"].losses.items()}
     compute = seconds.get("none", math.nan)

@@ -1,4 +1,4 @@
-"""Epochs of training by where the data are, and by how devices are spread over processes (Kumar et al. 2018).
+"""Epoch times by data's place and devices' layout (Kumar et al. 2018).
 
 python scripts/bench_epoch.py data --ranks 2 --images 400             files, packed, in memory; figures 10 and 11
 python scripts/bench_epoch.py devices --ranks 2 --devices 2           a process a device, or one for several; figure 12
@@ -61,7 +61,7 @@ def write_images(folder: Path, images: int) -> None:
 
 
 def epoch_s(launcher: list[str], file: Path, options: argparse.Namespace, *flags: str) -> float:
-    """Seconds of an epoch at the median pace of a run, without its first progress line."""
+    """Seconds of an epoch at the median pace after the first line."""
     with tempfile.TemporaryDirectory() as folder:
         line = [*launcher, sys.executable, "-m", "jaxmpi.train", str(file), *flags]
         line += ["--train-for", options.train_for, "--run-dir", folder]
@@ -72,7 +72,7 @@ def epoch_s(launcher: list[str], file: Path, options: argparse.Namespace, *flags
 
 
 def report(seconds: dict[str, list[float]]) -> None:
-    """A row for each contender, and its time over the first one's, round by round."""
+    """Print each contender's time, also over the first one's, round by round."""
     print("\n" + harness.table(("contender", "epoch s", "over the first")))
     first = next(iter(seconds.values()))
     for name, each in seconds.items():
@@ -81,7 +81,7 @@ def report(seconds: dict[str, list[float]]) -> None:
 
 
 def data(options: argparse.Namespace, folder: Path) -> None:
-    """Images from files, packed, in memory, and from files that take longer to read."""
+    """Time epochs from files, packed files, memory, and slowed files."""
     (folder / "recipe.py").write_text(EXPERIMENT)
     far = {"scripts": str(ROOT / "scripts"), "folder": str(folder / "files"), "latency_s": options.latency_ms / 1000}
     (folder / "far.py").write_text(EXPERIMENT + FAR.format(**far))
@@ -98,7 +98,7 @@ def data(options: argparse.Namespace, folder: Path) -> None:
 
 
 def devices(options: argparse.Namespace, folder: Path) -> None:
-    """Equally many workers: each a process, or several to a process whose devices add up first."""
+    """Time equally many workers, a process each and several to a process."""
     (folder / "recipe.py").write_text(EXPERIMENT)
     k, ranks = options.devices, options.ranks
     few, many = harness.launcher(ranks, options.rate, 1), harness.launcher(ranks * k, options.rate, k)

@@ -1,4 +1,4 @@
-"""Cost of data-parallel functions beyond their parts, and scaling of ResNet-50 over them.
+"""Cost of data-parallel functions beyond their parts, and scaling of ResNet-50.
 
     python scripts/bench_functions.py calls     # a call beside the bare function and the exchange; bytes it moves
     python scripts/bench_functions.py shuffle   # rows by index beside one worker's own np.take
@@ -37,7 +37,7 @@ Result = dict[str, Any]
 
 
 def network(share: int) -> tuple[Callable, tuple, Any]:
-    """Loss and gradients of a small network, examples for all workers, params: 9 leaves, 30,000 floats."""
+    """Loss and gradients of a small network, examples, and params (9 leaves)."""
     rng = np.random.default_rng(0)
     params = {f"w{i}": rng.standard_normal((64, 48)).astype(np.float32) / 8 for i in range(9)}
     x, y = rng.standard_normal((share, 64)).astype(np.float32), rng.standard_normal(share).astype(np.float32)
@@ -49,7 +49,7 @@ def network(share: int) -> tuple[Callable, tuple, Any]:
 
 
 def calls(rounds: int, led: bool) -> Result:
-    """Time a call and its parts, in a rank or a leading script: medians in ms."""
+    """Time a call and its parts, by ranks or a leading script."""
     prepare.prepare()
     if led:
         jm.fork(2, kind="processes")
@@ -69,7 +69,7 @@ def calls(rounds: int, led: bool) -> Result:
 
 
 def bytes_moved(f: Callable, x: np.ndarray, y: np.ndarray, params: Any) -> Result:
-    """Bytes to the other worker of a call with new params, and of one with the same."""
+    """Bytes to the other worker with new params, and with the same."""
     new = jax.tree.map(lambda leaf: leaf + 0, params)
     bytes_new, bytes_same = (profiled(lambda: f(x, y, new))["sent_bytes"] for _ in range(2))
     return {"bytes_new": bytes_new, "bytes_same": bytes_same, "bytes_share": (x.nbytes + y.nbytes) // 2}
@@ -83,7 +83,7 @@ def profiled(run: Callable[[], Any]) -> Result:
 
 
 def shuffle(rounds: int) -> Result:
-    """Time rows by index out of shared memory, beside np.take of the share; all ranks at once."""
+    """Time rows from shared memory beside np.take, on all ranks at once."""
     prepare.prepare()
     control, rows = harness.control(), 20_000
     data = jm.shared(lambda: np.random.default_rng(0).standard_normal((60_000, 512), np.float32))
@@ -128,7 +128,7 @@ class Net(NamedTuple):
 
 
 def resnet(settings: Result) -> Result:
-    """Median seconds by part of a step with `batch` examples over all workers, in a script that leads them."""
+    """Median seconds of a step's parts, in a script that leads workers."""
     options = argparse.Namespace(**settings)
     if options.workers == 1:  # one core a worker, as forked processes have it
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -162,7 +162,7 @@ def build_net(options: argparse.Namespace) -> Net:
 
 
 def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
-    """Time steps as in the paper: gradients, their mean over workers, an update on each."""
+    """Time steps as in the paper: gradients, all-reduce, updates on each worker."""
     jm.fork(options.workers, kind="processes")
     x, y = jm.shared(net.x), jm.shared(net.y)
     held, running = jm.variable(net.params), jm.variable(net.stats)
@@ -182,7 +182,7 @@ def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
 
 
 def medians(rows: list[Result], options: argparse.Namespace) -> Result:
-    """Median seconds of a step and its parts; the rest is the functions'."""
+    """Median seconds of steps and parts; the rest is the functions'."""
     parts = np.array([[row["total_s"], *(row[key] for key in COUNTED)] for row in rows[WARM_UP:]])
     parts = np.insert(parts, 1, parts[:, 0] - parts[:, 1:].sum(1), axis=1)
     figures = np.median(parts, axis=0).tolist()
@@ -223,7 +223,7 @@ def job(function: Callable[..., Result], *arguments: Any, ranks: int) -> Result:
 
 
 def show_calls(options: argparse.Namespace) -> Result:
-    """Print a call's time beyond its parts, for ranks and for a script that leads."""
+    """Print a call's time beyond its parts, by ranks and leading script."""
     ranks, led = (job(calls, options.rounds, led, ranks=1 if led else 2) for led in (False, True))
     led["exchange_ms"] = ranks["exchange_ms"]
     for name, row in (("every rank runs the script", ranks), ("a script leads", led)):
@@ -278,7 +278,7 @@ class Row(NamedTuple):
 
 
 def resnet_rows(options: argparse.Namespace) -> dict[str, Row]:
-    """Jobs by name. Those without shuffling have a plain job of their own."""
+    """Jobs by name; those without shuffling have their own plain job."""
     rows = {PLAIN: Row(1, options.batch, bare=True)}
     for workers in options.workers:
         weak = workers * options.batch

@@ -1,4 +1,4 @@
-"""Models on one GPU beside PyTorch twins: images a second, memory, a step's parts; devices and steps of ranks.
+"""Models on one GPU beside PyTorch twins, and steps of several ranks.
 
     python scripts/bench_gpu.py [--models resnet50 vgg16] [--dtypes float32 bfloat16] [--batch 128] [--out FILE]
     python scripts/bench_gpu.py --only-exchange --ranks 2 --models resnet50
@@ -149,7 +149,7 @@ class Jaxmpi:
         return run
 
     def peak_bytes(self) -> int:
-        """Peak memory since the start; on a CPU, which does not count, XLA's plan for the step."""
+        """Peak memory since the start; without counters XLA's plan for a step."""
         counted = jax.local_devices()[0].memory_stats() or {}
         return counted.get("peak_bytes_in_use") or step_memory(self.config).total
 
@@ -195,7 +195,7 @@ class Torch:
         return batch[0].to(self.device, non_blocking=True), batch[1].to(self.device, non_blocking=True)
 
     def steps(self, n: int) -> None:
-        """Run the usual loop; the loss is read one step late here too."""
+        """Run the usual loop; it also reads each loss a step late."""
         late = []
         for _ in range(n):
             late.append(self.gradients(self.to_device(next(self.batches))))
@@ -233,7 +233,7 @@ class Torch:
         return run
 
     def peak_bytes(self) -> int:
-        """Peak memory of two steps; 0 on a CPU, which does not count."""
+        """Peak GPU memory of two steps; 0 on a CPU."""
         if not self.on_gpu:
             return 0
         self.torch.cuda.reset_peak_memory_stats()
@@ -255,7 +255,7 @@ def read(loss: float) -> None:
 
 
 def serve(name: str, model: str, dtype: str, batch: int, dry: bool, torch_mode: str) -> None:
-    """Be a side: read lines `[part, times]`, write seconds; for `["peak bytes", 0]` write bytes."""
+    """Be a side: read lines `[part, times]`, write seconds or peak bytes."""
     failures.install_excepthooks()
     prepare.prepare()
     side = SIDES[name](recipe(model, local_batch=batch, compute_dtype=dtype), dry, torch_mode)
@@ -295,13 +295,13 @@ def started(name: str, model: str, dtype: str, options: argparse.Namespace) -> I
 
 
 def environment(name: str, dry: bool) -> dict[str, str]:
-    """Variables of a side: JAX shares the GPU's memory; PyTorch's side loads batches by JAX's CPU."""
+    """Variables of a side: JAX preallocates nothing, and leaves PyTorch the GPU."""
     on_cpu = {"JAX_PLATFORMS": "cpu"} if dry or name == "torch" else {}
     return os.environ | on_cpu | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def measure(model: str, dtype: str, options: argparse.Namespace, sides: list[str]) -> dict[str, Any]:
-    """Measure all parts on the sides in turn: seconds by part and side, peak bytes by side."""
+    """Measure all parts on the sides in turn: seconds and peak bytes."""
     with started("jaxmpi", model, dtype, options) as ask:
         ask("step", 1)  # compiles, and tries algorithms in memory of their own; the next start reads the program
     with contextlib.ExitStack() as stack:
@@ -327,7 +327,7 @@ def quartiles(values: Any, form: str = ",.0f") -> str:
 
 
 def speed_row(row: dict[str, Any]) -> list[str]:
-    """Images a second and memory of both sides, and the ratio of each round."""
+    """Images a second and memory of both sides, with the rounds' ratios."""
     steps = {name: np.array(values) for name, values in row["seconds"]["step"].items()}
     cells = [row["model"], row["dtype"], str(row["batch"])]
     cells += [quartiles(row["batch"] / steps[name]) if name in steps else "-" for name in SIDES]
@@ -358,7 +358,7 @@ def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def device_lines() -> list[str]:
-    """Be a rank: a line for every rank, after an exchange on these devices."""
+    """Be a rank: a line per rank, after an exchange on devices."""
     failures.install_excepthooks()
     prepare.prepare()
     control, comm = processes(), jaxmpi.world()
@@ -398,7 +398,10 @@ def step_seconds(model: str, dtype: str, batch: int, rounds: int, steps: int) ->
 
 
 def exchange_table(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Images a second of all ranks by rank 0's clock, and a step over one without an exchange, by form; what failed."""
+    """Table of images/s and step ratios by form of exchange, and failures.
+
+    Times are by rank 0's clock; ratios are to a step without an exchange.
+    """
     rows, found, failed, table = [], [], [], ""
     for model, dtype in itertools.product(options.models, options.dtypes):
         sizes = options.batch, options.rounds, options.steps
@@ -429,7 +432,7 @@ PROBES = {
 
 
 def probe(package: str, dry: bool) -> str:
-    """The device that a package uses, from a separate process; "cpu", or empty if it is missing."""
+    """The device of a package, found in another process; empty if missing."""
     env = os.environ | ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
     asked = subprocess.run([sys.executable, "-c", PROBES[package]], env=env, capture_output=True, text=True)
     return asked.stdout.strip()
@@ -456,7 +459,7 @@ def machine(dry: bool) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the options; default sizes are for a GPU, or tiny with --dry."""
+    """Parse the options; --dry makes the default sizes tiny."""
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=TWINNED, help="default: the zoo; of each its full size")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -483,7 +486,7 @@ def parse() -> argparse.Namespace:
 
 
 def sides_here(dry: bool) -> list[str]:
-    """jaxmpi, and PyTorch if it can be measured; else a line that gives the reason."""
+    """jaxmpi, and PyTorch if it can be measured; else print the reason."""
     theirs = probe("torch", dry)
     if theirs and (dry or theirs != "cpu"):
         return list(SIDES)

@@ -1,4 +1,4 @@
-"""Samples/s of a language model over 1 to 8 emulated hosts, measured and predicted (Gibiansky 2017).
+"""Samples/s of a language model by hosts, measured and predicted (Gibiansky 2017).
 
     python scripts/bench_language.py --hosts 1 2 4 8 --rate 10gbit
     python scripts/bench_language.py --hosts 1 2 --shrink 1              the article's size: 9 GB of memory a host
@@ -78,7 +78,7 @@ HEADINGS = (
 
 
 def rows_of(seconds: dict[int, dict[str, list[float]]], exchange: dict[int, float]) -> list[list[float]]:
-    """A row of numbers a number of hosts, by medians of steps and predicted seconds of an exchange."""
+    """A row per number of hosts, from median steps and predicted exchanges."""
     rows, own = [], statistics.median(seconds[min(seconds)]["alone"])
     for hosts, found in seconds.items():
         whole, alone = (statistics.median(found[name]) for name in ("whole", "alone"))

@@ -1,4 +1,4 @@
-"""Overlap of exchange and backward pass: jaxmpi beside PyTorch DDP and JAX's psum on emulated hosts.
+"""Overlap of exchange and backward pass: jaxmpi, PyTorch DDP, JAX's psum.
 
     python scripts/bench_overlap.py [--hosts 4] [--rate 200mbit] [--ratios 0.25 0.5 1] [--rounds 2]
 
@@ -57,7 +57,7 @@ class Timed(NamedTuple):
 
 
 def params_of_all() -> dict[str, np.ndarray]:
-    """The net's params: `w0` f32[3, 3, in, out], `b0` f32[out], ..., `fc` f32[in, classes]."""
+    """Params: `w0` f32[3, 3, in, out], `b0` f32[out], ..., `fc` f32[in, classes]."""
     rng, params = np.random.default_rng(0), {}
     for i, (a, b) in enumerate(pairwise(WIDTHS)):
         params[f"w{i}"] = rng.standard_normal((3, 3, a, b), np.float32) * np.float32((2 / 9 / a) ** 0.5)
@@ -77,7 +77,10 @@ def batch_of(rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_jax() -> tuple[Callable, Callable, Any]:
-    """(params, images, labels) -> (gradients, loss); (gradients, moments, params) -> (params, moments); its start."""
+    """Functions in JAX: gradients, update, and the optimizer's start.
+
+    (params, images, labels) -> (gradients, loss); (gradients, moments, params) -> (params, moments); params -> moments.
+    """
 
     def loss(params: Any, x: Any, labels: Any) -> Any:
         for i in range(len(WIDTHS) - 1):
@@ -147,7 +150,7 @@ def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[in
 
 
 class Loop:
-    """A jitted step, repeated with its own results; params keep their initial values."""
+    """A jitted step, repeated with its state; params keep initial values."""
 
     def __init__(self, step: Callable, params: Any, state: Any, data: Any) -> None:
         """Take the arguments of the first call."""
@@ -166,7 +169,7 @@ class Loop:
 
 
 def with_psum(batch: int) -> Timed:
-    """JAX's own method: psum over a mesh of all processes, with gloo below."""
+    """JAX's own method: psum over a mesh of all processes, with gloo."""
     control = harness.control()
     if not jax.distributed.is_initialized():
         connect_jax("gloo")(control)
@@ -272,7 +275,7 @@ CONTENDERS: dict[str, Callable[[int], Timed]] = {
 
 
 def time_contender(name: str, batches: list[int], steps: int) -> list[dict[str, Any]]:
-    """Be a rank: time a contender with each batch; return seconds of the slowest rank."""
+    """Be a rank: time a contender by batch; the slowest rank counts."""
     control, results = processes(), []
     for batch in batches:
         timed = CONTENDERS[name](batch)
@@ -299,7 +302,7 @@ def job(name: str, batches: list[int], options: argparse.Namespace) -> list[dict
 
 
 def batches_for(options: argparse.Namespace) -> list[int]:
-    """The batch for each exchange / compute, from the times of two other batches."""
+    """The batch for each exchange / compute, from times of two batches."""
     small, big = job(options.contenders[0], [8, 24], options)
     a, b = (statistics.median(times["compute"]) for times in (small, big))
     exchange = statistics.median(small["exchange"] + big["exchange"])
@@ -317,7 +320,7 @@ def figures(times: dict[str, Any], late: bool) -> dict[str, float]:
 
 
 def row(name: str, rounds: list[dict[str, float]]) -> list[str]:
-    """Cells of a contender: medians over rounds, of the last two with the smallest and the largest."""
+    """Cells of a contender: medians, of the last two with their range."""
     cells = [name]
     for key in ("compute", "exchange", "ratio", "t_first", "step", "step / bound", "hidden"):
         values = [of_round[key] for of_round in rounds]

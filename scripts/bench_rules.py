@@ -1,4 +1,4 @@
-"""Cost of exchanges with the center: asynchronous rules on emulated hosts, without a model.
+"""Cost of asynchronous rules' exchanges with the center, without a model.
 
     python scripts/bench_rules.py [--rate 200mbit] [--floats 2000000] [--rounds 5] [--only link servers]
 
@@ -60,7 +60,7 @@ JOBS: dict[str, tuple[Job, ...]] = {
 
 
 class Rank:
-    """This rank as a worker or a server, the server in a thread of its own."""
+    """This rank as a worker, or as a server in a thread."""
 
     def __init__(self, servers: int, floats: int) -> None:
         """Set up; collective over all ranks."""
@@ -100,7 +100,7 @@ class Rank:
             self.cpu_s = time.thread_time() - begin
 
     def gossip(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """(exchange, end) of this worker as one that pushes to others, without a center."""
+        """(exchange, end) of this worker, which pushes to others without a center."""
         wire, rule = self.layout.host_wire(), Gossip(self.number, self.workers, 1.0, 0)
         thread = GossipThread(self.control.clone(), self.number, self.workers, wire.size_bytes(len(self.w)))
 
@@ -150,7 +150,7 @@ class Rank:
 
 
 def on_rank(name: str, servers: int, floats: int, rounds: int, how: list[str]) -> list[float]:
-    """Be a rank: run its part of a job; return every rank's figures."""
+    """Be a rank: run its part; return every rank's figures."""
     rank = Rank(servers, floats)
     figure = 0.0
     if not rank.is_worker and name == "idle":
@@ -183,7 +183,7 @@ def seconds_in_exchanges(rank: Rank, rounds: int, how: list[str]) -> float:
 
 
 def steps_per_s(rank: Rank, rounds: int, how: list[str]) -> float:
-    """Steps a second with an exchange after each; by BSP a sum over all workers instead."""
+    """Steps a second with an exchange after each, or BSP's sum."""
     step_s = STEP_S * (SLOW if "slow" in how and rank.number == rank.workers - 1 else 1)
     exchange, end = rank.gossip() if "gossip" in how else (rank.exchange, lambda: None)
     begin, steps = time.perf_counter(), 0

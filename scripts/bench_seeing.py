@@ -1,14 +1,15 @@
-"""Cost of following a run: windows of steps with and without the anatomy of a step, by turns, in one run.
+"""Cost of following a run: windows with and without a step's anatomy.
 
     python scripts/bench_seeing.py [--model googlenet | digits_cnn] [--batch 32] [--pairs 20] [--steps 10]
     mpirun -n 2 python scripts/bench_seeing.py ...
 
-Without it, a window still has its line in the record: loss, images/s and learning rate. It prints median milliseconds
-a step of both; the median of the ratio pair by pair, of seconds and of the process's CPU time, with its 95 % interval;
-and the CPU time of the recorder's own calls on the training thread, beyond the line without the anatomy. Then all its
-lines go to each of the sinks, and to all of them: CPU time a line of all threads and of processes that a sink has
-started and ended, and its share of the CPU time of the steps between two lines. Lines come faster than in the run, and
-sinks gather them for a time that is shorter by as much, so that as many share a way as in the run.
+Windows take turns in one run. Without the anatomy, a window still has its line in the record: loss, images/s and
+learning rate. It prints median milliseconds a step of both; the median of the ratio pair by pair, of seconds and of the
+process's CPU time, with its 95 % interval; and the CPU time of the recorder's own calls on the training thread, beyond
+the line without the anatomy. Then all its lines go to each of the sinks, and to all of them: CPU time a line of all
+threads and of processes that a sink has started and ended, and its share of the CPU time of the steps between two
+lines. Lines come faster than in the run, and sinks gather them for a time that is shorter by as much, so that as many
+share a way as in the run.
 """
 
 import contextlib
@@ -71,7 +72,7 @@ class Source:
 
 
 class Turns(StepTimer):
-    """Step timer that is on in every other window, and records how long each took."""
+    """Step timer, on in every other window, that records windows' times."""
 
     made: "Turns"
 
@@ -132,7 +133,7 @@ class Lines(ProgressLog):
         distance: float | None = None,
         rate_factor: float = 1.0,
     ) -> Summary:
-        """Write the parent's line if the window is on; else one without the anatomy."""
+        """Write the line, without the anatomy if the window is off."""
         turns, seen, begin = Turns.made, NOTHING, time.thread_time()
         if turns.is_on:
             seen = super().line(step, sums, window, distance, rate_factor)
@@ -177,7 +178,10 @@ def main() -> None:
 
 
 def report(took: np.ndarray, steps: int) -> None:
-    """Print the comparison; windows without the anatomy come first, as the line after step 1 has it."""
+    """Print the comparison of windows in pairs.
+
+    A pair begins without the anatomy, as the line after step 1 has it.
+    """
     pairs = took[: len(took) // 2 * 2].reshape(-1, 2, len(Took._fields)) / steps
     without, within = pairs[:, 0], pairs[:, 1]
     wall, base = np.median(within[:, 0]), np.median(without[:, 0])
@@ -189,7 +193,7 @@ def report(took: np.ndarray, steps: int) -> None:
 
 
 def report_sinks(lines: Sequence[base.Row], step_s: float, step_cpu_s: float) -> None:
-    """Print the cost of a line at each sink and at all, of lines with everything in them."""
+    """Print a full line's cost at each sink and at all."""
     configured = next(line for line in lines if line["kind"] == "run")
     whole = [line for line in lines if line["kind"] == "train" and "anatomy" in line]
     every = Experiment().log_every
@@ -206,7 +210,7 @@ def report_sinks(lines: Sequence[base.Row], step_s: float, step_cpu_s: float) ->
 
 
 def cpu_s_of(words: Sequence[str], configured: base.Row, lines: Sequence[base.Row], count: int) -> float:
-    """CPU time of opening sinks, sending them so many lines, and closing them."""
+    """CPU time to open sinks, send them `count` lines, and close them."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
         begin_s = used_s()
@@ -220,7 +224,7 @@ def cpu_s_of(words: Sequence[str], configured: base.Row, lines: Sequence[base.Ro
 
 
 def used_s() -> float:
-    """CPU time of this process, and of processes that it has started and that have ended."""
+    """CPU time of this process and of its children that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 

@@ -1,4 +1,4 @@
-"""Exchange and update, sharded beside not: seconds of both by turns, and the bytes that each holds.
+"""Exchange and update, sharded and not: seconds by turns, and bytes held.
 
     python scripts/bench_sharded.py --ranks 8 --trees alexnet googlenet
     python scripts/bench_sharded.py --ranks 4 --rate 200mbit --trees googlenet
@@ -58,7 +58,7 @@ STATE_BYTES = 4 * 2  # a parameter's, of Adam
 
 
 class Contender:
-    """A rule with its params and state, of which each turn is an update."""
+    """A rule with params and state; each turn is an update."""
 
     def __init__(self, name: str, shapes: list[tuple[int, ...]], grads: list[jax.Array]) -> None:
         """Make state 0 of `asa32`, `shm`, or one of them behind `sharded`."""
@@ -86,7 +86,7 @@ class Contender:
 
 
 def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Be a rank: seconds of each contender's rounds, of the slowest rank, and last its bytes of state."""
+    """Be a rank: each contender's slowest seconds by round, then state bytes."""
     jaxmpi.world()
     shapes = list(trees([tree])[tree].values())
     grads = [jnp.full(shape, 1e-3) for shape in shapes]
@@ -98,7 +98,7 @@ def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]
 
 
 def slowest_rank(runs: dict[str, harness.Run], rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Seconds of each run's rounds, of the slowest rank; all ranks call it."""
+    """The slowest rank's seconds of each run's rounds; collective over all ranks."""
 
     def together(run: harness.Run) -> float:
         processes().barrier()

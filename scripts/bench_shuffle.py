@@ -1,4 +1,4 @@
-"""Data in memory: the shuffle beside a bare MPI_Alltoallv, the packed index, the speed of each source.
+"""Data in memory: the shuffle beside MPI_Alltoallv, the index, and the sources.
 
 python scripts/bench_shuffle.py shuffle --ranks 2 4                  ranks of this machine
 python scripts/bench_shuffle.py shuffle --hosts 2 4 8 --rate 1gbit   an emulated cluster, see scripts/cluster.py
@@ -92,7 +92,7 @@ def wait_for_shuffle(memory: MemoryShuffle, epoch: int) -> None:
 
 
 def bare_alltoallv(memory: MemoryShuffle, epoch: int) -> Callable[[], None]:
-    """Bare exchange of the same bytes, in the same segments; it needs an idle communicator."""
+    """Bare exchange of the same segments; it needs an idle communicator."""
     group, source, sampler = memory.group, memory.source, memory.sampler
     whose = members(len(source), sampler.effective_batch, group.size)
     before, order = holders_by_place(sampler.places(epoch), whose), sampler.places(epoch + 1)
@@ -135,7 +135,7 @@ def open_packed(folder: str) -> tuple[float, float]:
 
 
 def index(options: argparse.Namespace) -> None:
-    """Seconds and peak memory, beyond a JAX process, to open a data set of empty shards."""
+    """Print seconds and memory to open a data set of empty shards."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "train"
         place.mkdir()
@@ -159,7 +159,7 @@ def index(options: argparse.Namespace) -> None:
 
 
 def sources(options: argparse.Namespace) -> None:
-    """Images/s of batches of 224 px from each source, in turn; files are in the page cache."""
+    """Print images/s of each source; files are in the page cache."""
     with tempfile.TemporaryDirectory() as folder:
         made = make_sources(Path(folder), [blob for _, blob in jpegs(options.images)], options.latency_ms / 1000)
         runs = {}
@@ -174,7 +174,7 @@ def sources(options: argparse.Namespace) -> None:
 
 
 class Far:
-    """Source whose every read waits first, like files on a busy file system."""
+    """Source whose reads wait first, as on a busy file system."""
 
     def __init__(self, inner: Any, latency_s: float) -> None:
         self.inner, self.latency_s, self.name, self.classes = inner, latency_s, inner.name, inner.classes
@@ -193,7 +193,7 @@ class Far:
 
 
 def make_sources(folder: Path, blobs: list[bytes], latency_s: float) -> dict[str, tuple[Source, Data]]:
-    """The same photographs as folder, arrays, packed (unchanged, and at 256 px), in memory, and with slow reads."""
+    """The same photographs as folder, arrays, packed, in memory, with slow reads."""
     place = folder / "files" / "train" / "one"
     place.mkdir(parents=True)
     for i, blob in enumerate(blobs):

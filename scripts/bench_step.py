@@ -1,10 +1,10 @@
-"""One worker's step beside a hand-written Flax and Optax loop: same model, optimizer, batch and data.
+"""One worker's step beside a hand-written Flax and Optax loop.
 
     python scripts/bench_step.py [--model googlenet | digits_cnn] [--pairs 20] [--steps 5]
 
-The two take turns in one process, each for a few steps, batches and progress metrics included: the trainer with its
-loader, the hand-written loop with NumPy indexing. It prints median milliseconds a step of both, and the median of the
-ratio pair by pair with its 95 % interval.
+Both have the same model, optimizer, batch and data. They take turns in one process, each for a few steps, batches and
+progress metrics included: the trainer with its loader, the hand-written loop with NumPy indexing. It prints median
+milliseconds a step of both, and the median of the ratio pair by pair with its 95 % interval.
 
     mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
 
@@ -89,7 +89,7 @@ def trainer(config: Experiment) -> Steps:
 
 
 def read_late(step: Callable[[], tuple[Any, Any]]) -> Steps:
-    """A loop over a step that returns (state, loss), in which each loss is read one step late."""
+    """A loop over a step, which reads each loss one step late."""
     late: list[Any] = []
 
     def run(steps: int) -> None:
@@ -146,7 +146,7 @@ def by_hand(config: Experiment) -> Steps:
 
 
 def comparisons() -> Callable[[], None]:
-    """A program in which ranks only compare, COMPARISONS times, which exchange they have reached."""
+    """A program that only compares, COMPARISONS times, which exchange ranks have reached."""
     comm = world()
     number = number_of(comm, "a comparison alone")
 
@@ -174,7 +174,7 @@ def epochs(examples: int) -> Iterator[np.ndarray]:
 
 
 def without_comparison(config: Experiment) -> Steps:
-    """The trainer's step, whose ranks do not compare which exchange they have come to."""
+    """The trainer's step, without comparing which exchange ranks have reached."""
     with patch.object(api, "number_of", lambda comm, what: None):
         steps = trainer(config)
         steps(1)
@@ -182,7 +182,7 @@ def without_comparison(config: Experiment) -> Steps:
 
 
 def share_of_comparisons(config: Experiment, options: argparse.Namespace) -> None:
-    """Time the trainer's step with and without comparisons, and comparisons alone, in turns; rank 0 prints."""
+    """Time steps with and without comparisons, and these alone; rank 0 prints."""
     config = dataclasses.replace(config, step_mode="fused")  # else a message outside the program compares
     runs = {
         "step": partial(trainer(config), options.steps),

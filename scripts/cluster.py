@@ -1,4 +1,4 @@
-"""Emulated cluster of N hosts with slow links on one Linux machine, for any mpirun or jaxmpi command.
+"""Emulated cluster with slow links on one Linux machine, for any command.
 
 python scripts/cluster.py --hosts 8 --rate 200mbit -- mpirun -n 8 python -m jaxmpi.train experiments/digits.py
 python scripts/cluster.py --hosts 4 --slots 2 --rate 1gbit -- jaxmpi train -n 8 experiments/digits.py
@@ -98,13 +98,13 @@ def refusal() -> str:
 
 
 def unshare() -> list[str]:
-    """Command line that starts a command in its own namespaces; all processes in them die with its parent."""
+    """Command line that starts a command in namespaces, killed with its parent."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["unshare", *user, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
 def run(argv: list[str]) -> int:
-    """Start the cluster, run the command in its first host, and return its exit code."""
+    """Run the command in a new cluster's first host; return its code."""
     reason = refusal()
     if reason:
         print(f"cluster.py: no emulated cluster: {reason}", file=sys.stderr)
@@ -123,10 +123,10 @@ def run(argv: list[str]) -> int:
 
 
 def begin(hosts: int) -> None:
-    """Enter the scheduling group, and ask the kernel to kill this process when its parent ends, however it ends.
+    """Enter the scheduling group, and end with the parent process.
 
-    The group is one for all clusters, of the weight that the hosts of the last have one by one. Where there can be none
-    it is left out.
+    The kernel kills this process when its parent ends, however that happens. The group is one for all clusters, of the
+    weight that the hosts of the last have one by one. Where there can be none it is left out.
     """
     for group, weight, usual, most in GROUPS:
         with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ def begin(hosts: int) -> None:
 
 
 def inside(folder: Path, cluster: argparse.Namespace) -> NoReturn:
-    """Be the first process of the namespaces: set them up, run the command, exit with its code."""
+    """Set up the namespaces as pid 1, run the command, and exit."""
     sh(f"mount -t tmpfs tmpfs {folder}")
     names = folder / "hosts"
     names.write_text("127.0.0.1 localhost\n" + "".join(f"{address(i)} node{i}\n" for i in range(cluster.hosts)))
@@ -170,7 +170,10 @@ def address(host: int) -> str:
 
 
 def start_host(i: int, cluster: argparse.Namespace) -> int:
-    """Start a process that holds host i's namespaces, with its card plugged in if nothing delays it; return its pid."""
+    """Start a process that holds host i's namespaces; return its pid.
+
+    Unless there is a delay, the host's card is plugged in.
+    """
     holder = subprocess.Popen(["unshare", "--net", "--uts", "--mount", "sleep", "infinity"])
     while Path(f"/proc/{holder.pid}/comm").read_text().strip() != "sleep":
         if holder.poll() is not None:
@@ -189,7 +192,7 @@ def shape(cluster: argparse.Namespace) -> str:
 
 
 def start_card(i: int, pid: int, cluster: argparse.Namespace) -> None:
-    """Give host i its name, a /dev/shm, and an address on its card."""
+    """Give host i a name, a /dev/shm, and its card an address."""
     inner = shlex.join(enter(pid))
     sh(
         f"{inner} hostname node{i}",
@@ -207,7 +210,7 @@ def start_card(i: int, pid: int, cluster: argparse.Namespace) -> None:
 
 
 def card_of(pid: int) -> int:
-    """Plug a card into a host whose frames come to this process; return its file."""
+    """Plug a card into a host; return the file of its frames."""
     tunsetiff, tunsetoffload, tap, checksum_and_tso = 0x400454CA, 0x400454D0, 0x5002, 0x07
     libc, here = ctypes.CDLL(None, use_errno=True), os.open("/proc/self/ns/net", os.O_RDONLY)
     there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
@@ -225,7 +228,7 @@ def card_of(pid: int) -> int:
 
 
 def start_slow_switch(cards: list[int], cluster: argparse.Namespace) -> None:
-    """Start a process that passes frames on, each after the delay and at the rate of the card that receives it."""
+    """Start a process that delays frames and sends at the receiver's rate."""
     if os.fork() == 0:
         slow_switch(cards, cluster.delay_ms / 1e3, bits_per_s(cluster.rate) / 8)
     for card in cards:
@@ -233,7 +236,7 @@ def start_slow_switch(cards: list[int], cluster: argparse.Namespace) -> None:
 
 
 def slow_switch(cards: list[int], delay_s: float, bytes_per_s: float) -> NoReturn:
-    """Pass frames on, before all other work of these cores if that is permitted."""
+    """Pass frames on, before all other work of the cores if permitted."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     header_bytes, address_bytes, largest = 10, 6, 1 << 17
@@ -269,7 +272,7 @@ def sh(*lines: str) -> None:
 
 
 def write_agent(folder: Path, holders: list[int]) -> Path:
-    """Write the program that the launcher calls instead of ssh: AGENT node3 COMMAND ..."""
+    """Write the launcher's replacement of ssh: AGENT node3 COMMAND ..."""
     for i, pid in enumerate(holders):
         (folder / f"node{i}.pid").write_text(str(pid))
     agent = folder / "agent"

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: README as the first page, the menu, links out of docs/.
+"""Hooks of mkdocs.yml: README as first page, menu, links out of docs/.
 
 uv run --group docs mkdocs build
 
@@ -39,19 +39,19 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add README as the first page, with its links as seen from docs/."""
+    """Add README as the first page, with links as seen from docs/."""
     text = LINK.sub(lambda m: f"[{m[1]}]({from_docs(m[2])})", (ROOT / "README.md").read_text())
     files.append(File.generated(config, "index.md", content=text))
     return files
 
 
 def from_docs(target: str) -> str:
-    """Rewrite a link of README as a page in docs/ would write it."""
+    """Rewrite a link of README as seen from a page in docs/."""
     return target if "://" in target or target.startswith("#") else posixpath.relpath(target, "docs")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to README at the first page; replace those to other files outside docs/ by their text."""
+    """Point README links at the first page; other outside links become text."""
     folder = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
     def followed(match: re.Match[str]) -> str:

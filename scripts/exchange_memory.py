@@ -1,4 +1,4 @@
-"""Memory of an exchange beyond the gradients, by strategy: goal at most 3 K a rank for K bytes.
+"""Memory of an exchange beyond K bytes of gradients; goal: 3 K.
 
 python scripts/exchange_memory.py --ranks 4 --tree alexnet
 python scripts/cluster.py --hosts 4 -- python scripts/exchange_memory.py --ranks 4 --strategies ring32 lowrank4
@@ -48,7 +48,7 @@ CALLS = 3
 
 
 def held_bytes(field: str) -> int:
-    """Memory of this process by the kernel: VmRSS now, or VmHWM, the peak since the last reset."""
+    """This process's memory: VmRSS now, or VmHWM, the peak since a reset."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return int(found[1]) << 10
@@ -62,7 +62,7 @@ def count_anew() -> int:
 
 
 def on_devices(tree: list[jax.Array], mesh: jax.sharding.Mesh | None) -> list[jax.Array]:
-    """A copy of a tree for each device of a mesh, if there is one."""
+    """A tree, or a copy for each device of a mesh."""
     return spread([tree] * mesh.size, mesh) if mesh else tree
 
 
@@ -94,7 +94,7 @@ def grown(name: str, shapes: list[tuple[int, ...]], devices: int) -> tuple[int, 
 def grown_sharded(
     strategy: str, shapes: list[tuple[int, ...]], mesh: jax.sharding.Mesh | None, *, takes_whole: bool
 ) -> tuple[int, int]:
-    """The same of an update in slices, in the programs of the trainer's split form."""
+    """Like `grown`, for a sharded update in the trainer's split form."""
     comm = jaxmpi.world()
     mean = lambda tree: exchange(tree, strategy)  # noqa: E731
     over = (lambda f, donate_argnums=(): steps.over_devices(f, mesh, donate_argnums)) if mesh else comm.jit
@@ -131,7 +131,7 @@ def grown_sharded(
 
 
 def copies(strategy: str, tree: str, devices: int) -> list[float]:
-    """Be a rank: copies of the gradients of a worker, used and kept, of the rank that grows most."""
+    """Be a rank: most copies of a worker's gradients, used and kept."""
     jaxmpi.world()
     shapes = list(trees([tree])[tree].values())
     size_bytes = 4 * devices * sum(map(math.prod, shapes))

@@ -1,4 +1,4 @@
-"""Harness of the programs in this folder: options, jobs of ranks, turns, intervals, tables and files.
+"""Harness of this folder's programs: options, jobs, turns, intervals, tables and files.
 
 A measurement is a function of a program. `on_ranks` calls it in a job of its own, on ranks of this machine or on a
 rank a host of an emulated cluster, and returns the result of rank 0. Arguments and results are JSON.
@@ -45,7 +45,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 class JobFailed(SystemExit):
-    """A job ended with an error, whose message is above; with code 77 if there can be no emulated cluster."""
+    """A job's error, printed above; code 77 means no emulated cluster."""
 
 
 def on_ranks(
@@ -57,7 +57,7 @@ def on_ranks(
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> T:
-    """Call a function of a program on every rank of a job; return rank 0's result.
+    """Call a program's function on every rank; return rank 0's result.
 
     Args:
         job: function at the top of a file in this folder.
@@ -87,7 +87,7 @@ def on_ranks(
 
 
 def launcher(ranks: int, rate: str, slots: int) -> list[str]:
-    """Start of the line of a job, before the command of a rank."""
+    """Start of a job's line, before the command of a rank."""
     from jaxmpi.launch import command
     from jaxmpi.launch.options import Options
     from jaxmpi.runtime import affinity
@@ -100,19 +100,19 @@ def launcher(ranks: int, rate: str, slots: int) -> list[str]:
 
 
 def cluster(hosts: int, rate: str, slots: int = 1) -> list[str]:
-    """Start of a line whose command runs on emulated hosts, with links of this rate and so many slots each."""
+    """Start of a line that runs its command on emulated hosts."""
     line = [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(hosts), "--rate", rate]
     return [*line, "--slots", str(slots), "--"]
 
 
 def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull) -> list[str]:
-    """Command line that calls a function of a program, and writes its result on rank 0 to `out`."""
+    """Command line that calls `job`; rank 0 writes the result to `out`."""
     program, asked = Path(inspect.getfile(job)).stem, json.dumps(arguments)
     return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, asked, str(out)]
 
 
 def control() -> "MpiProcesses":
-    """The control plane of the ranks of a job of several; called by one of them."""
+    """This rank's control plane of a job of several ranks."""
     from jaxmpi.comm.control import MpiProcesses, processes
 
     mine = processes()
@@ -131,7 +131,7 @@ def seconds(work: Run) -> float:
 
 
 def result(work: Run) -> Any:
-    """Result of a call: the clock of runs that return their own figure."""
+    """A call's result: the clock of runs that return their own figure."""
     return work()
 
 
@@ -171,7 +171,7 @@ def row(cells: Iterable[object]) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Iterable[object]] = ()) -> str:
-    """A Markdown table; without rows its head alone, for rows that are printed one by one."""
+    """A Markdown table, or its head alone for rows printed later."""
     return "\n".join([row(headings), "|" + "---|" * len(headings), *map(row, rows)])
 
 
@@ -182,7 +182,7 @@ def save(file: Path | None, figures: Any) -> None:
 
 
 def main() -> None:
-    """Be a process of a job: call the function, and write rank 0's result."""
+    """Be a job's process: call the function; write rank 0's result."""
     program, name, arguments, out = sys.argv[1:]
     result = getattr(importlib.import_module(program), name)(*json.loads(arguments))
     if launchers.my_rank() == 0:

@@ -1,12 +1,13 @@
-"""The largest language model that fits on one host, by workers: as forecast with and without sharded updates, and seen.
+"""The largest language model on one host by workers, forecast and seen.
 
 python scripts/largest_model.py --memory-gb 20                       # the table, forecast
 python scripts/largest_model.py --memory-gb 20 --run --ranks 8       # and train each of them for two steps
 python scripts/largest_model.py --memory-gb 3 --words 4000 --run --ranks 2
 
 The model is that of experiments/lm300m.py with one width in place of 1024: an embedding and two layers of that width,
-eight times as many cells, Adam. `off` is all-reduced by shm; `on` has one copy of the params and gradients that go into
-a sum as they come. Seen is what the lowest MemAvailable leaves of that before the start, in all processes of the job.
+eight times as many cells, Adam. Sharded updates are `off`, all-reduced by shm, or `on`, with one copy of the params and
+gradients that go into a sum as they come. Seen is what the lowest MemAvailable leaves of that before the start, in all
+processes of the job.
 """
 
 import dataclasses
@@ -65,7 +66,10 @@ def forecast_of(width: int, words: int, word: str, batch: int, ranks: int) -> Wo
 
 
 def largest(words: int, word: str, batch: int, ranks: int, limit_bytes: int, step: int) -> tuple[int, int, int]:
-    """The largest width, a multiple of `step`, that fits, its params and the bytes of all workers; zeros if none."""
+    """The largest width that fits, its params, and all workers' bytes.
+
+    The width is a multiple of `step`; all are 0 if none fits.
+    """
     fits, beyond, held = 0, 0, None
     while beyond == 0 or beyond - fits > 1:
         tried = max(1, 2 * fits) if beyond == 0 else (fits + beyond) // 2
@@ -87,7 +91,7 @@ def settled_bytes() -> int:
 
 
 def seen_bytes(width: int, words: int, word: str, batch: int, ranks: int) -> int:
-    """Bytes that a job takes in its first steps; 0 if it ends before."""
+    """Bytes of a job's first steps; 0 if the job ends before."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "widened.py"
         file.write_text(EXPERIMENT.format(width=width, words=words, word=word, batch=batch))

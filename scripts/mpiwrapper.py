@@ -1,4 +1,4 @@
-"""Build a wrapper of an MPI for XLA's MPI collectives: the calls that jaxlib makes, no others.
+"""Build an MPI wrapper for XLA's collectives, with only jaxlib's calls.
 
 jaxlib's MPI calls go through MPItrampoline, which loads an MPI's wrapper from MPITRAMPOLINE_LIB and wants every name of
 its binary interface in it. MPIwrapper has all of them, and is to be built from its sources. This one is for machines
@@ -99,7 +99,7 @@ NUMBERS = ("SUCCESS", "UNDEFINED", "THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_S
 
 
 def names() -> set[str]:
-    """Names of the interface, of functions and of constants, that jaxlib looks for."""
+    """Names of the interface's functions and constants that jaxlib looks for."""
     library = Path(jaxlib.__file__).parent / "libjax_common.so"
     return {name.decode() for name in re.findall(rb"\0(MPIX?ABI_\w+)(?=\0)", library.read_bytes())}
 
@@ -131,7 +131,7 @@ def build(library: Path, mpicc: str) -> None:
 
 
 def main() -> None:
-    """Build the wrapper with the `mpicc` beside this Python, or the one on PATH."""
+    """Build the wrapper with the `mpicc` beside this Python or on PATH."""
     parser = harness.parser(__doc__)
     parser.add_argument("library", type=Path, help="file to write")
     beside = Path(sys.executable).parent / "mpicc"

@@ -48,7 +48,7 @@ def probe_and_measure(strategies: list[str], floats: int, rounds: int) -> dict[s
 
 
 def times_of_exchange(comm: MpiComm, name: str, floats: int, rounds: int) -> list[float]:
-    """Seconds of exchanges, of the slowest rank; the first, which compiles, is left out."""
+    """The slowest rank's seconds of exchanges, without the first, which compiles."""
     step, x = jax.jit(lambda x: jaxmpi.exchange(x, name)), jax.block_until_ready(jnp.ones(floats, jnp.float32))
     return [autotune.slowest(comm.processes, lambda: jax.block_until_ready(step(x))) for _ in range(1 + rounds)][1:]
 
@@ -57,7 +57,7 @@ def times_of_exchange(comm: MpiComm, name: str, floats: int, rounds: int) -> lis
 
 
 def predicted(probe: autotune.Probe, hosts: int, options: argparse.Namespace, name: str) -> float:
-    """Seconds on so many hosts by a probe on some number of them, which share this machine's cores."""
+    """Seconds predicted by a probe for hosts that share this machine's cores."""
     cores = len(os.sched_getaffinity(0))
     at_probe = probe.net._replace(cores=cores / probe.net.hosts)
     fits = {name: cost_model.fit(at_probe, name, probe.seconds[name])}

@@ -1,4 +1,4 @@
-"""Tables and figures of the papers by one command each, as ratios, ours beside theirs.
+"""Tables and figures of the papers, as ratios, ours beside theirs.
 
     python scripts/reproduce.py table2                               what models cost
     python scripts/reproduce.py table3 -n 8                          exchange of models' gradients, by strategy
@@ -73,12 +73,15 @@ def bench(options: argparse.Namespace, *args: str) -> list[str]:
 
 
 def on_hosts(options: argparse.Namespace, hosts: int) -> list[str]:
-    """Start of a line that runs on emulated hosts; empty on this machine."""
+    """Start of a line that runs on emulated hosts; otherwise empty."""
     return harness.cluster(hosts, options.rate or SLOW) if options.hosts and hosts > 1 else []
 
 
 def trainings(options: argparse.Namespace) -> list[list[str]]:
-    """Rows of table 1 with each number of workers, on emulated hosts one a host; rows of one number with the most."""
+    """Train rows of table 1 with each number of workers.
+
+    Emulated hosts have one worker each. A row with one number in the paper runs with 1 worker and with the most.
+    """
     length = "10st" if options.quick else "30st"
     fixed = ["--train-for", length, "--eval-every", "0st", "--checkpoint-every", "0st", "--run-dir", "{out}"]
     train = [PYTHON, "-m", "jaxmpi.tools.cli", "train", "-n"]
@@ -109,13 +112,13 @@ def from_one(options: argparse.Namespace, usual: Sequence[int]) -> list[int]:
 
 
 def accuracies(options: argparse.Namespace) -> list[list[str]]:
-    """Train at each number of workers, and with 16 bits; recorded runs are not repeated."""
+    """Train by workers, and with 16 bits; recorded runs are not repeated."""
     more = ["--set", "train-for=60st", "--out", "{out}"] if options.quick else ["--out", "{kept}"]
     return [script("study", name, "--seeds", str(options.seeds), *more) for name in FIGURES]
 
 
 def costs(options: argparse.Namespace) -> list[list[str]]:
-    """Time the exchange of the models' gradients, then one worker's steps with each local batch of table 3."""
+    """Time exchanges of gradients, then one worker's steps, as in table 3."""
     end = "_tiny" if options.quick else ""
     models = [f"{name}{end}" for name in dict.fromkeys(name for name, _ in TABLE3)]
     steps = {batch: [f"{name}{end}" for name, each in TABLE3 if each == batch] for _, batch in TABLE3}
@@ -152,14 +155,14 @@ def layout(options: argparse.Namespace, workers: Sequence[str]) -> list[str]:
 
 
 def group_shuffles(options: argparse.Namespace) -> list[list[str]]:
-    """Time the shuffle with half of the workers and with all, for every size of group."""
+    """Time the shuffle with half the workers and all, by group size."""
     many = options.hosts or options.n
     workers = [str(n) for n in dict.fromkeys((max(many // 2, 2), many))]
     return [script("bench_shuffle", "shuffle", *layout(options, workers), "--rounds", str(options.rounds))]
 
 
 def epochs(what: str, options: argparse.Namespace) -> list[list[str]]:
-    """Train in two layouts of as many workers, with two devices a process in one, or from several places."""
+    """Train in two layouts of devices, or with data in several places."""
     here = max(options.n // 2, 1) if what == "devices" else options.n
     ranks, rate = options.hosts or here, ["--rate", options.rate or SLOW] if options.hosts else []
     short = ["--images", "96", "--train-for", "2ep"] if options.quick else []
@@ -220,7 +223,7 @@ def speedups(printed: list[str], files: list[str]) -> Values:
 
 
 def speedups_by_row(files: list[str]) -> list[tuple[RowOf1, dict[int, float]]]:
-    """Speed-ups by workers, of records, for each row of `SPEEDUPS` that has been run with several."""
+    """Speed-ups by workers, from records, for each recorded row of `SPEEDUPS`."""
     rates: dict[RowOf1, dict[int, float]] = {}
     for text in files:
         rows = [json.loads(line) for line in text.splitlines()]
@@ -243,7 +246,7 @@ def named_speedups(row: RowOf1, of_workers: dict[int, float]) -> Values:
 
 
 def at_width(bits: int) -> str:
-    """End of the name of what travelled so wide; empty for 32 bits."""
+    """A name's suffix for the width in bits; empty for 32."""
     return "" if bits == WIDE else f", {bits} bits"
 
 
@@ -309,7 +312,7 @@ def scaling_by_workers(printed: list[str], files: list[str]) -> list[Panel]:
 
 
 def cells_of(text: str, model: str, factor: int) -> dict[str, dict[int, dict[str, Any]]]:
-    """Lines of `study.py` by the paper's workers, images and rate, and by seed; runs that diverged are left out."""
+    """Lines of `study.py` by cell and seed, without runs that diverged."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for row in map(json.loads, text.splitlines()):
         cell, batch = row["cell"], factor * int(row["cell"].get("local-batch", 8))
@@ -344,7 +347,7 @@ def over_seeds(name: str, values: Sequence[float]) -> Values:
 
 
 def over_one(error: Values, base: str) -> Values:
-    """Top-5 errors over that of the cell `base`, with standard errors as of independent means."""
+    """Top-5 errors over that of `base`, with standard errors of independent means."""
     ratios: Values = {}
     one, error_of_one = error[f"{base}{TOP5_ERROR}"], error.get(f"{base}{TOP5_ERROR}{ERROR}")
     for key, value in error.items():
@@ -359,7 +362,7 @@ def over_one(error: Values, base: str) -> Values:
 
 
 def errors_by_cell(printed: list[str], files: list[str]) -> Values:
-    """Top-5 and top-1 error by cell, means over seeds; over that of one worker; and points that 16 bits cost."""
+    """Mean errors by cell, and over one worker's; loss by 16 bits."""
     ours: Values = {}
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
         cells = {name: runs for name, runs in cells_of(text, model, factor).items() if runs}
@@ -379,7 +382,7 @@ def errors_by_cell(printed: list[str], files: list[str]) -> Values:
 
 
 def paper_of_top5(options: argparse.Namespace) -> Values:
-    """The paper's top-5 errors, over that of one worker, and what 16 bits cost."""
+    """The paper's top-5 errors, over one worker's, and loss by 16 bits."""
     theirs: Values = {}
     for model, errors in TOP5.items():
         base = next(iter(errors.values()))
@@ -391,7 +394,7 @@ def paper_of_top5(options: argparse.Namespace) -> Values:
 
 
 def curves(printed: list[str], files: list[str]) -> list[Panel]:
-    """Figures 4 and 5: our error by epoch for each number of workers; and errors over one worker's, theirs and ours."""
+    """Figures 4 and 5: our errors by epoch; errors over one worker's."""
     ours, theirs, panels = errors_by_cell(printed, files), paper_of_top5(argparse.Namespace()), []
     epochs, error = Quantity("epoch", base=None), Quantity("top-5 error, %", base=None)
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
@@ -414,7 +417,7 @@ def curves(printed: list[str], files: list[str]) -> list[Panel]:
 
 
 def costs_of(printed: list[str], files: list[str]) -> Values:
-    """Table 3: ratios of the exchanges, then seconds of 5,120 images and speed-ups, as the paper counts them."""
+    """Table 3: exchange ratios, seconds of 5,120 images, and speed-ups."""
     exchange = {case.removesuffix("_tiny"): by for case, by in medians(files[0]).items()}
     workers = int(json.loads(files[0])["cases"][0]["ranks"])
     ours = {f"{model}, ar / {other}": by["ar"] / by[other] for model, by in exchange.items() for other in EXCHANGES[1:]}
@@ -431,7 +434,7 @@ def costs_of(printed: list[str], files: list[str]) -> Values:
 
 
 def row_of_table3(model: str, batch: int, workers: int, alone: float, train: float, shared: Sequence[float]) -> Values:
-    """Seconds of 5,120 images and speed-ups: training of one worker over training and exchange of all."""
+    """Seconds of 5,120 images, and speed-ups over one worker's training."""
     name = f"{model}-{batch}b"
     row = {f"{name}, training with 1 worker, s": alone, f"{name}, with {workers}, s": train}
     for by, seconds in zip(EXCHANGES, shared, strict=True):
@@ -441,7 +444,10 @@ def row_of_table3(model: str, batch: int, workers: int, alone: float, train: flo
 
 
 def paper_of_table3(options: argparse.Namespace) -> Values:
-    """The paper's, with 8 workers; with other numbers of them only what one worker takes, and ratios of exchanges."""
+    """The paper's table 3, in part unless there are 8 workers.
+
+    With other numbers it has one worker's training and ratios of exchanges only.
+    """
     theirs, is_theirs = {}, (options.hosts or options.n) == THEIRS
     for (model, batch), (alone, train, shared) in TABLE3.items():
         ar, asa32, asa16 = shared
@@ -453,7 +459,7 @@ def paper_of_table3(options: argparse.Namespace) -> Values:
 
 
 def figure3(printed: list[str], files: list[str]) -> list[Panel]:
-    """The exchange over training, AlexNet with 128 images a worker, ours and, with as many workers, theirs."""
+    """Figure 3: exchange over training of AlexNet with 128 images a worker."""
     workers = int(json.loads(files[0])["cases"][0]["ranks"])
     both = {"the paper": paper_of_table3(argparse.Namespace(hosts=0, n=workers)), "ours": costs_of(printed, files)}
     names = {by: f"alexnet-128b, {by} / training" for by in EXCHANGES}
@@ -480,7 +486,7 @@ def samples(printed: list[str], files: list[str]) -> Values:
 
 
 def scaling_of_samples(printed: list[str], files: list[str]) -> list[Panel]:
-    """Samples/s over one host's by hosts: measured, predicted, and the paper's line between its two points."""
+    """Samples/s over one host's, by hosts: measured, predicted and the paper's."""
     rows = [(int(row[0]), row[5:]) for row in json.loads(files[0])["rows"]]
     one = rows[0][1]
     at = [float(hosts) for hosts, _ in rows]
@@ -494,13 +500,13 @@ def scaling_of_samples(printed: list[str], files: list[str]) -> list[Panel]:
 
 
 def tables(text: str) -> list[list[str]]:
-    """Cells of the Markdown rows in a text, with heads, without the lines under them."""
+    """Cells of a text's Markdown rows, with heads, without separator lines."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     return [row for row in rows if set(row[0]) != {"-"}]
 
 
 def memory(printed: list[str], files: list[str]) -> Values:
-    """The shuffle over all workers, beside the bare call and by workers; time of an epoch from memory."""
+    """Ratios of the shuffle over all workers and of epochs from memory."""
     whole = {row[0]: row for row in tables(printed[0])[1:] if row[0] == row[1]}
     few, many = min(whole, key=int), max(whole, key=int)
     rates = {row[0]: float(row[1].replace(",", "")) for row in tables(printed[1])[1:]}
@@ -514,7 +520,7 @@ def memory(printed: list[str], files: list[str]) -> Values:
 
 
 def by_groups(printed: list[str], files: list[str]) -> Values:
-    """Memory and time of a shuffle with several groups over those with one, and with all workers over half of them."""
+    """Ratios of a shuffle's memory and time, by groups and by workers."""
     rows = [[float(cell) for cell in row[:4]] for row in tables(printed[0])[1:] if row[3] != "indices only"]
     whole = {int(ranks): row for ranks, group, *row in rows if group == ranks}
     few, many = min(whole), max(whole)
@@ -546,7 +552,7 @@ def epoch_ratios(names: dict[str, tuple[str, str]], printed: list[str], files: l
 
 
 def scaling(printed: list[str], files: list[str]) -> Values:
-    """Speed-up over workers, and parts of the time, with the most workers, of `bench_functions.py resnet`."""
+    """Speed-up over the most workers, and shares of time, of `bench_functions.py resnet`."""
     rows = {row[0].removesuffix(" (beyond the cores)"): list(map(float, row[1:])) for row in tables(printed[0])[1:]}
     workers = max(int(name.split()[-1]) for name in rows if name.startswith("weak"))
     weak, strong = rows[f"weak, {workers}"], rows.get(f"strong, {workers}")
@@ -692,7 +698,7 @@ JOBS = {
 
 
 def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, list[Panel], list[str]]:
-    """Run the lines; return our values, a picture of them, and the lines.
+    """Run the lines; return our values, their panels, and the lines.
 
     Raises:
         UsageError: a script is not there, failed, or took too long.
@@ -721,7 +727,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
 
 
 def output_of(line: list[str], timeout_s: float, shown: str) -> str:
-    """Run a line and return what it prints; one that takes too long is ended together with its ranks.
+    """Run a line; return its output, or end its ranks after `timeout_s`.
 
     Raises:
         UsageError: it failed, or took too long.
@@ -745,7 +751,7 @@ def output_of(line: list[str], timeout_s: float, shown: str) -> str:
 
 
 def written(out: Path) -> str:
-    """Text that a line wrote: a file, or the record of a run directory."""
+    """Text that a line wrote: a file, or a run directory's record."""
     file = out / "record.jsonl" if out.is_dir() else out
     return file.read_text() if file.is_file() else ""
 
@@ -762,7 +768,7 @@ def rows_of(theirs: Values, ours: Values) -> list[dict[str, Any]]:
 def write(
     name: str, job: Job, rows: Sequence[dict[str, Any]], panels: Sequence[Panel], lines: Sequence[str], folder: Path
 ) -> None:
-    """Write a CSV, a page, and a picture: the figure's, else bars of the paper and of ours if there are any."""
+    """Write a CSV, a page, and a picture of panels or bars."""
     with (folder / f"{name}.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, ["quantity", "paper", "ours", "ours / paper"])
         table.writeheader()

@@ -1,4 +1,4 @@
-"""Show that a change of structure changed no number: short runs of this folder's code and of a commit's, bit by bit.
+"""Compare short runs of this code and a commit's, bit by bit.
 
     python scripts/same_bits.py --against HEAD~1
     python scripts/same_bits.py --against HEAD~1 --only "gradients, asa32" resume
@@ -39,7 +39,7 @@ Values = dict[str, str]  # hash by leaf, or figure by line
 
 
 class Run(NamedTuple):
-    """Arguments of `jaxmpi train` for one job after another, on emulated hosts if there is a number."""
+    """Arguments of `jaxmpi train` for consecutive jobs; `hosts` are emulated ones."""
 
     name: str
     jobs: tuple[tuple[str, ...], ...]
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The end of a run: values by name if its exit code is 0, else its error."""
+    """A run's values by name after exit code 0, else its error."""
 
     code: int
     error: str = ""
@@ -98,7 +98,7 @@ def outcome(code: Path, run: Run, folder: Path) -> Outcome:
 
 
 def values_of(folder: Path, code: Path) -> dict[str, Values]:
-    """Hashes of leaves in the last checkpoint, and losses in the record, of a run that this code has made."""
+    """Hashes of a run's last checkpoint, by leaf, and its recorded losses."""
     record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     program = next(line["command"][0] for line in record if line["kind"] == "run")
     if not Path(program).is_relative_to(code):
@@ -135,14 +135,14 @@ def verdict(here: Outcome, there: Outcome) -> tuple[str, str]:
 
 
 def difference(name: str, here: Values, there: Values) -> str:
-    """The number of values that differ, and the first of them; empty if all are the same."""
+    """The number of differing values and the first; empty if all agree."""
     every = {**here, **there}
     other = [key for key in every if here.get(key) != there.get(key)]
     return f"{len(other)} of {len(every)} {name}, first {other[0]}" if other else ""
 
 
 def digest(each: Outcome, name: str) -> str:
-    """First digits of the hash of a run's values; a dash if it has none."""
+    """First digits of the values' hash; a dash if there are none."""
     values = json.dumps(each.values and each.values[name], sort_keys=True)
     return hashlib.sha256(values.encode()).hexdigest()[:12] if each.values else "-"
 

@@ -1,4 +1,4 @@
-"""Kill ranks of a training job at random moments, and check that it recovers every time.
+"""Kill ranks of a training job at random; check that it recovers.
 
     python scripts/soak.py --minutes 60 --quiet 20 --hosts 4        8 ranks on emulated hosts (scripts/cluster.py)
     python scripts/soak.py --kills 200 --ranks 2 --saving --verify  most of them while a checkpoint is written
@@ -122,7 +122,7 @@ class Seen:
                 continue
 
     def growth(self, pids: list[int], since_s: float) -> dict[str, list[float]]:
-        """Medians of the first and the last quarter since then, of the process that grows most."""
+        """Medians of first and last quarters, of the process that grows most."""
         pairs: dict[str, list[list[float]]] = {"memory_mb": [], "threads": [], "handles": []}
         for pid in pids:
             samples = [sample for sample in self.samples.get(pid, []) if sample.at_s >= since_s]
@@ -153,7 +153,7 @@ def running(folder: Path, module: str) -> list[int]:
 
 
 def variable(pid: int, name: str) -> list[bytes]:
-    """The value of a variable of a process; none if it has no such variable."""
+    """A process's environment variable; an empty list if it has none."""
     return re.findall(rb"(?:^|\0)" + name.encode() + rb"=([^\0]+)", Path(f"/proc/{pid}/environ").read_bytes())
 
 
@@ -165,7 +165,10 @@ def sample_of(pid: int) -> Sample:
 
 
 def leaked(folder: Path, folders: set[bytes]) -> set[str]:
-    """Files in the job's folders in shared memory, on this host and as its ranks see them, that no process maps."""
+    """Files of the job in shared memory that no process maps.
+
+    Folders are searched on this host and as its ranks see them.
+    """
     hosts = {os.readlink(f"/proc/{pid}/ns/mnt"): pid for pid in [*running(folder, RANK), os.getpid()]}
     places = [Path(f"/proc/{pid}/root", os.fsdecode(name).lstrip("/")) for pid in hosts.values() for name in folders]
     names = {path.name for place in places if place.is_dir() for path in place.iterdir()}
@@ -187,7 +190,7 @@ def saved_step(folder: Path) -> int:
 
 
 def is_saving(folder: Path) -> bool:
-    """Return True if a checkpoint is being written, or was when the job died."""
+    """Return True if a checkpoint is being written, or was cut off."""
     return any((folder / "checkpoints").glob("step_*.tmp"))
 
 
@@ -219,7 +222,7 @@ class Soak:
         self.job = subprocess.Popen(line, stdout=self.log, stderr=self.log, cwd=ROOT, start_new_session=True)
 
     def come_further(self) -> None:
-        """Wait for a checkpoint newer than the last known one, of all ranks: a good start or resume.
+        """Wait for a new checkpoint of all ranks, after start or resume.
 
         Raises:
             RuntimeError: there is none in time, or the job has ended.
@@ -239,7 +242,7 @@ class Soak:
             time.sleep(min(left, 0.2))
 
     def kill(self) -> None:
-        """Kill a rank, at a random moment or while a checkpoint is written, and wait for the job's end."""
+        """Kill a rank, perhaps during a checkpoint, and wait for a resume."""
         deadline, ranks = time.monotonic() + PROGRESS_S, running(self.folder, RANK)
         if self.asked.saving and self.draw.random() < 0.9:
             while not is_saving(self.folder) and time.monotonic() < deadline:
@@ -278,7 +281,7 @@ class Soak:
 
 
 def soak(asked: argparse.Namespace, folder: Path) -> dict:
-    """Kill ranks as often as requested, then let the job run undisturbed; return the counts."""
+    """Kill ranks as requested, then let the job run; return the counts."""
     begin, self = time.monotonic(), Soak(asked, folder)
     self.come_further()
     while time.monotonic() - begin < 60 * (asked.minutes - asked.quiet) and not 0 < asked.kills <= self.kills:

@@ -1,4 +1,4 @@
-"""Grid of runs with several seeds each: accuracy by rule, batch, wire or period, with error bars.
+"""Grid of runs with several seeds: accuracy by setting, with error bars.
 
     python scripts/study.py batch wires periods elastic text --seeds 5 --out runs/study.jsonl [--png runs/study.png]
     python scripts/study.py --experiment experiments/digits.py --workers 1 8 --vary local-batch=8,64 optim.lr=0.02,0.1
@@ -61,7 +61,7 @@ class Grid(NamedTuple):
 
 
 class Study(NamedTuple):
-    """A question, and the grids that answer it; the first cell of the first is the reference."""
+    """A question and its grids, whose first cell is the reference."""
 
     question: str
     experiment: str
@@ -184,7 +184,7 @@ STUDIES = {
 
 
 def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: str, launched: bool) -> None:
-    """Be a process of a cell's job: run its seeds in order; rank 0 appends a line for each."""
+    """Run a cell's seeds in order; rank 0 appends a line each."""
     flags = {name: value for name, value in cell.items() if name != "workers"}
     line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in flags.items()))]
     failures.install_excepthooks()
@@ -218,7 +218,7 @@ def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> N
 
 
 def append(out: Path, row: dict[str, Any]) -> None:
-    """Append a line; start a new one if the last was cut off."""
+    """Append a line; begin a new one after a cut-off line."""
     is_cut = out.exists() and out.read_bytes()[-1:] not in (b"", b"\n")
     with out.open("a") as file:
         file.write("\n" * is_cut + json.dumps(row) + "\n")
@@ -234,7 +234,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """Outcome by a run's record: the last evaluation and the curve, or the failure."""
+    """Outcome by a run's record: last evaluation and curve, or the failure."""
     rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     evaluations = [row for row in rows if row["kind"] == "eval"]
     steps = [row for row in rows if row["kind"] == "train"]
@@ -272,7 +272,9 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -> None:
-    """Run every cell and seed without a line. A run that diverges ends its job; the other seeds get another one.
+    """Run every cell and seed that has no line yet.
+
+    A run that diverges ends its job; the other seeds get another job.
 
     Raises:
         SystemExit: a job failed for another reason; its message is above.
@@ -307,7 +309,7 @@ def finished(rows: Sequence[dict[str, Any]], study: Study, cell: Cell) -> dict[i
 
 
 class Summary(NamedTuple):
-    """A cell over its seeds: metric, and its difference from the reference's, seed by seed."""
+    """A cell's metric over its seeds, and its difference from the reference."""
 
     title: str
     unit: str  # of the mean
@@ -323,20 +325,20 @@ class Summary(NamedTuple):
 
     @property
     def within(self) -> str:
-        """Text on whether the difference is at most two standard errors; unknown for one seed."""
+        """Yes or no: the difference is within two standard errors; or unknown."""
         if not math.isfinite(self.difference_error):
             return "unknown"
         return "yes" if abs(self.difference) <= 2 * self.difference_error else "no"
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, NaN for no values; and its standard error, infinite for one."""
+    """The mean, or NaN, and its standard error, infinite for one value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return statistics.mean(values) if values else math.nan, error
 
 
 def metric(row: Mapping[str, Any]) -> float:
-    """Metric of a run: bits per byte of text, or top-1 error in percent."""
+    """A run's bits per byte of text, or top-1 error in percent."""
     return row.get("eval_bits_per_byte", 100 * (1 - row["eval_top1"]))
 
 
@@ -391,9 +393,10 @@ LENGTH = "train-for"
 
 
 def fewest(study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """The smallest share of the first cell's length, by seed, with which a cell is no worse; infinite if none is.
+    """The smallest share of the reference's length that suffices, by seed.
 
-    Cells that differ in their length alone are one. Empty if all cells have one length.
+    A share suffices if the cell is no worse than the first cell; it is infinite if none does. Cells that differ in
+    their length alone are one. Empty if all cells have one length.
     """
     run = [cell for cell in study.cells() if found(rows, study, cell)]
     shares: dict[str, dict[int, float]] = {}
@@ -428,7 +431,7 @@ def with_error(value: float, error: float, sign: str = "") -> str:
 
 
 def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]) -> list[plots.Panel]:
-    """The metric with its standard errors, and the held-out loss by epoch, mean of the seeds."""
+    """The metric with standard errors, and the mean held-out loss by epoch."""
     bars = []
     for row in made:
         error = row.error if math.isfinite(row.error) else 0.0
@@ -446,7 +449,7 @@ def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, float | None]]]) -> list[plots.Point]:
-    """The mean of evaluations over seeds, if all have one that is finite.
+    """The mean over seeds of evaluations that are finite in all.
 
     Workers that do not wait for each other evaluate a little apart, and may leave one out.
     """
@@ -482,7 +485,7 @@ OWN = ("seed", "run-dir", "resume", "devices")  # flags that a study sets itself
 
 
 def refused(options: argparse.Namespace) -> str:
-    """The error in the command line, above all options without effect; empty if there is none."""
+    """The command line's error, such as an option without effect; or empty."""
     of_grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
     if options.set and not options.studies:
         return "--set: it is of a study by name; a grid has --vary"

@@ -1,6 +1,6 @@
-"""Run a short tier in one environment a cell of Python, jax and MPI, and write docs/support.md.
+"""Run a short tier by Python, jax and MPI; write docs/support.md.
 
-An environment is made by uv in a temporary folder and is gone afterwards. Debian's MPIs, and its newest Python, are
+A cell's environment is made by uv in a temporary folder, gone afterwards. Debian's MPIs, and its newest Python, are
 installed in a mount namespace, on overlays of /usr, /var and /etc, so that the machine stays as it is; that needs root.
 
     python scripts/support_matrix.py --out cells.json              all cells; the tables are printed
@@ -124,7 +124,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Folders of a cell, and the start of the lines that run in it."""
+    """A cell's folders, and the start of lines that run in it."""
 
     folder: Path
     enter: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class Place:
 
 
 def environ(place: Place) -> dict[str, str]:
-    """Variables of a cell's commands: its environment first on PATH, caches of its own, no launcher."""
+    """Variables of a cell's commands: its own PATH and caches, no launcher."""
     pythons = sorted(map(str, Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/*/bin")))
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_", "PMI_", "VIRTUAL_ENV"))}
     cached = {"JAX_COMPILATION_CACHE_DIR": str(place.folder / "cache")}
@@ -154,7 +154,7 @@ def environ(place: Place) -> dict[str, str]:
 
 
 def without_environment(path: str) -> str:
-    """A PATH less the environment that runs this script, whose mpirun would be taken for a cell's."""
+    """A PATH without this script's environment, which has another mpirun."""
     return os.pathsep.join(part for part in path.split(os.pathsep) if Path(part) != Path(sys.executable).parent)
 
 
@@ -187,7 +187,7 @@ def ran(place: Place, name: str, line: Sequence[str]) -> Step:
 
 
 def reason_of(text: str) -> str:
-    """The lines of a failed command's output that say why: those with an error, else its last."""
+    """The reason in a failed command's output: error lines, else its last."""
     lines = [re.sub(r"\s+", " ", line).strip() for line in text.splitlines()]
     lines = [line for line in lines if re.search(r"\w", line)]
     errors = [
@@ -209,7 +209,7 @@ def shown(place: Place, text: str) -> str:
 
 
 def uv_settings(mpi: Mpi) -> str:
-    """uv.toml of a cell: mpi4jax is built with the cell's mpicc, as pyproject.toml does for the project's own.
+    """uv.toml of a cell: mpi4jax is built with the cell's mpicc.
 
     uv keeps builds by these settings, so that an MPI of Debian has builds of its own in the cache.
     """
@@ -257,9 +257,10 @@ def debian(mpi: Mpi, line: Sequence[str]) -> list[str]:
 
 
 def next_debian(python: str) -> list[str]:
-    """The line that unpacks a Python of Debian's next release; its own installer would want half of the system new.
+    """The line that unpacks a Python of Debian's next release.
 
-    Its flags for extensions name one that the linker of mpi4jax's build does not know.
+    Debian's installer would replace half of the system. That Python's flags for extensions name one that the linker of
+    mpi4jax's build does not know.
     """
     names = [f"{name}{python}-{part}" for name, part in (("python", "minimal"), ("libpython", "minimal"))]
     names += [f"libpython{python}-{part}" for part in ("stdlib", "dev")] + NEXT_DEBIAN[python]
@@ -296,7 +297,7 @@ exec "$@"
 
 
 def place_of(cell: Cell, folder: Path) -> Place:
-    """A place that a cell runs in: the machine as it is, or in a mount namespace with Debian's packages."""
+    """A cell's place: this machine, or a mount namespace with Debian's packages."""
     if not MPIS[cell.mpi].packages and cell.python not in NEXT_DEBIAN:
         return Place(folder)
     return Place(folder, ("unshare", "--mount", "sh", "-c", OVERLAYS, str(folder / "system")))
@@ -306,7 +307,7 @@ def place_of(cell: Cell, folder: Path) -> Place:
 
 
 def own_loop() -> list[float]:
-    """Exchange gradients in a loop of one's own, and make collectives and their derivatives; on every rank of a job."""
+    """Be a rank: exchange gradients, and run collectives and their derivatives."""
     import jax
     import jax.numpy as jnp
 
@@ -375,7 +376,7 @@ def versions(place: Place) -> dict[str, str]:
 
 
 def run_cell(cell: Cell, chosen: Sequence[str] = ()) -> dict[str, Any]:
-    """Build a cell, run the tier in it, and return what came of it."""
+    """Build a cell, run the tier in it, and return the results."""
     print(cell.name, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="jaxmpi-cell-") as folder:
         place = place_of(cell, Path(folder))
@@ -428,7 +429,7 @@ OFFLINE = r"dns error|client error \(Connect\)|error sending request|network was
 
 
 def newest_python() -> str:
-    """The newest Python above the oldest that uv finds on this machine; empty if there is none."""
+    """The newest Python above the oldest that uv finds; empty without one."""
     for python in sorted({cell.python for cell in CELLS} - {CELLS[0].python}, reverse=True):
         find = [UV, "python", "find", "--no-config", "--no-python-downloads", "--no-project", python]
         if subprocess.run(find, capture_output=True, env=environ(Place(ROOT)), timeout=60).returncode == 0:
@@ -437,9 +438,10 @@ def newest_python() -> str:
 
 
 def short_tier() -> int:
-    """Run a loop of one's own with the newest Python and the newest versions; CI's environment is the oldest.
+    """Run the own loop with the newest Python and the newest versions.
 
-    A machine without such a Python or without a network does without it, and a line says so.
+    CI's environment is the oldest. A machine without such a Python or without a network does without it, and a line
+    says so.
     """
     python = newest_python()
     if not python:

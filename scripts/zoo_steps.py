@@ -1,4 +1,4 @@
-"""Three steps of every model under mpirun by the trainer's functions, and a step's memory.
+"""Three steps of every model under mpirun, and a step's memory.
 
     python scripts/zoo_steps.py [-n 2] [--local-batch 8] [--models vgg16 resnet50] [--json FILE]
     python scripts/zoo_steps.py --tiny
@@ -55,7 +55,7 @@ def images(model: Model) -> Data:
 
 
 def recipe(name: str, **fields: Any) -> Experiment:
-    """Experiment of a model: its loss, SGD with momentum, and made-up images, digits or text.
+    """Experiment of a model, with momentum, on images, digits or text.
 
     Made-up images have 1000 classes, digits 10.
     """
@@ -70,7 +70,7 @@ def recipe(name: str, **fields: Any) -> Experiment:
 
 
 def first_steps(names: list[str], local_batch: int, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Be a rank: train the models in order; return every rank's results by model."""
+    """Be a rank: train the models; return every rank's results by model."""
     prepare.prepare()
     workers, rows = gather_workers(1), {}
     with failures.at_work():
@@ -82,7 +82,7 @@ def first_steps(names: list[str], local_batch: int, steps: int) -> dict[str, lis
 
 
 def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[str, Any]:
-    """Run the first steps of a model: loss and seconds of each, hashes of this rank's params before and after.
+    """Run a model's first steps: losses, seconds, and hashes of params.
 
     Raises:
         TrainingError: a loss is not finite.
@@ -129,7 +129,7 @@ class StepMemory(NamedTuple):
 
 
 def step_memory(config: Experiment) -> StepMemory:
-    """XLA's plan for the step of one worker on this backend; compiles, but allocates nothing."""
+    """XLA's memory plan for one worker's step; compiles, but allocates nothing."""
     job = job_of(config, ALONE)
     config, functions = job.experiment, build.build_functions(job)
     params, model_state = jax.eval_shape(config.model.init, jax.random.key(0), config.model.example())
@@ -158,7 +158,7 @@ def cells(name: str, ranks: list[dict[str, Any]], memory: StepMemory | None) -> 
 
 
 def main() -> None:
-    """Run every model in turn; print a line of a Markdown table when it is done."""
+    """Run every model in turn; print its line of a Markdown table."""
     parser = harness.parser(__doc__)
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--steps", type=int, default=3)

@@ -76,14 +76,14 @@ LONGEST = (
     "functions_led",
     "modes",
     "bench",
-    "comm_xla",
+    "local_devices",
     "asynchronous",
     "call_comparison",
     "run_directory",
     "adapters",
     "recipes",
     "memory",
-    "local_devices",
+    "comm_xla",
 )
 
 

@@ -168,7 +168,7 @@ NOT_RUN = {
     "own_mpi": "installs, and needs an MPI other than the one that comes along",
     "own_mpi_uv": "the same",
     "devices_mpi": "its flags run in test_local_devices.py",
-    "comm_xla": "its flag runs in test_comm_xla.py",
+    "comm_xla": "its flag runs in test_local_devices.py",
     "xla_over_mpi": "its lines run in test_comm_xla.py",
     "over_xla.py": "runs in test_comm_xla.py",
     "cuda": "installs, and needs GPUs",

@@ -1,4 +1,4 @@
-"""A confusion matrix of the digits after each evaluation, as counts and as a picture.
+"""A confusion matrix after each evaluation, as counts and as a picture.
 
 mpirun -n 2 python -m jaxmpi.train experiments/callbacks/confusion.py
 """

@@ -1,4 +1,4 @@
-"""A picture of where a GAN puts its points after each evaluation: true ones are green, made ones red.
+"""Pictures of a GAN's points at each evaluation: true green, made red.
 
 mpirun -n 2 python -m jaxmpi.train experiments/callbacks/gan.py
 """

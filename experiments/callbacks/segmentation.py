@@ -1,4 +1,4 @@
-"""Pictures of a segmentation after each evaluation: images, their labels, and the classes that the model finds.
+"""Pictures of a segmentation after each evaluation: images, labels and predicted classes.
 
 mpirun -n 2 python -m jaxmpi.train experiments/callbacks/segmentation.py
 """

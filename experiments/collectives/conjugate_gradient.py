@@ -1,4 +1,4 @@
-"""A distributed conjugate gradient, differentiated end to end: which diagonal gives the solution that was seen?
+"""A distributed conjugate gradient, differentiated to find a matrix's diagonal.
 
 python -m jaxmpi.experiments.collectives.conjugate_gradient
 mpirun -n 4 python -m jaxmpi.experiments.collectives.conjugate_gradient
@@ -28,7 +28,7 @@ def product(d, x, comm):
 
 
 def conjugate_gradient(multiply, b, comm):
-    """Solve by a fixed number of iterations. Each sums two numbers over ranks."""
+    """Solve in `ITERATIONS` iterations; each sums two numbers over ranks."""
 
     def dot(x, y):
         return mpi.allreduce(jnp.vdot(x, y), comm=comm)

@@ -1,9 +1,9 @@
-"""Heat on a torus by a stencil of nine points: blocks of the grid on ranks, each with eight neighbours.
+"""Heat on a torus by a nine-point stencil, in blocks on ranks.
 
 python -m jaxmpi.experiments.collectives.heat
 mpirun -n 4 python -m jaxmpi.experiments.collectives.heat
 
-Each step receives an edge or a corner from each neighbour. Asserts that ranks compute what one process computes.
+A step receives an edge or a corner from each of 8 neighbours. Asserts that ranks compute what one process computes.
 """
 
 import functools
@@ -31,7 +31,7 @@ def layout(ranks: int) -> tuple[int, int]:
 
 
 def with_halo(u: jax.Array, comm) -> jax.Array:
-    """The block f32[n, m] with what its eight neighbours have beside it: f32[n + 2, m + 2]."""
+    """Block f32[n, m] with its halo: f32[n + 2, m + 2]."""
     rows, columns = layout(comm.size)
     row, column = divmod(int(comm.rank), columns)
     padded = jnp.pad(u, 1)

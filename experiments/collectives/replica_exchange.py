@@ -1,4 +1,4 @@
-"""A replica-exchange sampler of the Ising model: eight temperatures on ranks, swapped between neighbours.
+"""A replica-exchange sampler of the Ising model, its eight temperatures on ranks.
 
 python -m jaxmpi.experiments.collectives.replica_exchange
 mpirun -n 4 python -m jaxmpi.experiments.collectives.replica_exchange
@@ -29,7 +29,7 @@ def field(spins: jax.Array) -> jax.Array:
 
 
 def sweep(spins: jax.Array, chances: jax.Array, key: jax.Array) -> jax.Array:
-    """Metropolis's step of every spin of a replica, first the even ones: i32[SIDE, SIDE]."""
+    """Metropolis's step of every spin of i32[SIDE, SIDE], even ones first."""
     for places, bits in zip((EVEN, ~EVEN), jax.random.bits(key, (2, SIDE, SIDE), jnp.uint32), strict=True):
         flips = places & (bits <= chances[(spins * field(spins) + 4) // 2])
         spins = jnp.where(flips, -spins, spins)
@@ -37,7 +37,7 @@ def sweep(spins: jax.Array, chances: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def swapped(place: jax.Array, energy: jax.Array, drawn: jax.Array, turn: jax.Array) -> jax.Array:
-    """Temperature of every replica, i32[REPLICAS], after pairs beside each other in temperature may have swapped."""
+    """Temperature of every replica, i32[REPLICAS], after swaps of neighbours in temperature."""
     at = jnp.argsort(place)  # replica at each temperature
     gain = (energy[at[1:]] - energy[at[:-1]]).astype(jnp.float32) / 32
     swaps = (gain >= drawn) & (jnp.arange(REPLICAS - 1) % 2 == turn % 2)
@@ -45,7 +45,7 @@ def swapped(place: jax.Array, energy: jax.Array, drawn: jax.Array, turn: jax.Arr
 
 
 def sample(comm) -> tuple[jax.Array, jax.Array]:
-    """Spins of this rank's replicas at the end; at every temperature, |magnetization| summed over rounds."""
+    """Final spins of this rank's replicas; summed |magnetization| at every temperature."""
     mine = REPLICAS // comm.size * int(comm.rank) + jnp.arange(REPLICAS // comm.size)
     keys = jax.vmap(lambda replica: jax.random.fold_in(jax.random.key(0), replica))(mine)
 

@@ -1,9 +1,9 @@
-"""ResNet-50 as IBM ran it: packed images in memory, gradients over four colours; on digits if there is no data.
+"""ResNet-50 with packed images in memory (IBM), or on digits without data.
 
 jaxmpi data pack /data/imagenet /data/packed --resize 256
 jaxmpi train -n 8 dimd/resnet50 --data.dir /data/packed
 
-The recipe of experiments/resnet50.py with DIMD and multi-colour trees (Kumar et al. 2018). All workers together
+The recipe of experiments/resnet50.py with DIMD and trees of four colours (Kumar et al. 2018). All workers together
 hold one copy of the data; with --data.group-size S each S of them do. One process a host that drives K devices:
 --devices K. Not run on ImageNet here.
 """

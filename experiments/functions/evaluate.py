@@ -1,4 +1,4 @@
-"""Evaluation of a big set: every image shifted in 25 ways, predictions gathered in order.
+"""Evaluation of images shifted in 25 ways, with predictions gathered in order.
 
 python experiments/functions/evaluate.py
 mpirun -n 2 python experiments/functions/evaluate.py
@@ -22,7 +22,7 @@ def shifted(images):
 
 
 def distances(x, known):
-    """Squared distances of every row of x to every known one: f32[n, 200]."""
+    """Squared distances of rows of x to known ones: f32[n, 200]."""
     return (x**2).sum(1)[:, None] - 2 * x @ known.T + (known**2).sum(1)[None]
 
 

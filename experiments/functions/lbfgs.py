@@ -1,4 +1,4 @@
-"""Full-batch L-BFGS on handwritten digits: a second-order method from loss and gradient alone, by SciPy.
+"""Full-batch L-BFGS on handwritten digits by SciPy, from losses and gradients.
 
 python experiments/functions/lbfgs.py
 mpirun -n 2 python experiments/functions/lbfgs.py

@@ -1,4 +1,4 @@
-"""ResNet-50 by synchronous SGD with all workers: batch statistics, dropout, and figures beside the loss.
+"""ResNet-50 by synchronous SGD: batch statistics, dropout, figures beside the loss.
 
 python experiments/functions/resnet.py                      # a tiny variant: an eighth of the channels, a block a stage
 python experiments/functions/resnet.py --full --batch 128   # ResNet-50
@@ -42,7 +42,7 @@ class Dropped(nnx.Module):
 
 
 def build(full):
-    """ResNet-50, or the variant whose name ends in tiny, with dropout before the logits."""
+    """ResNet-50, or its tiny variant, with dropout before the logits."""
     stages, width = (STAGES[50], WIDTH) if full else (TINY_STAGES, WIDTH // 8)
 
     def make(rngs):
@@ -72,7 +72,7 @@ def loss_of(net):
 
 
 def train(net, tx, data, batches):
-    """Losses and figures of all steps, params and batch statistics: with all workers."""
+    """Train with all workers; return results of steps, params and batch statistics."""
     x, y, numbers = map(jm.shared, data)
     params, stats = net.init(jax.random.key(0), jnp.zeros((1, PX, PX, 1)))
     step = jm.optimizer(

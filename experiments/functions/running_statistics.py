@@ -1,4 +1,4 @@
-"""Running statistics: mean, variance, extremes and a histogram of data that come in chunks.
+"""Running mean, variance, extremes and histogram of data that come in chunks.
 
 python experiments/functions/running_statistics.py
 mpirun -n 2 python experiments/functions/running_statistics.py
@@ -17,7 +17,7 @@ CHUNK = 300
 
 
 def count(x):
-    """Sums of rows of pixels: i32[] and i32[64] of values, squares and a histogram of 17 grey levels."""
+    """Sums i32[64], histogram of 17 grey levels, maxima and minima of rows."""
     x = x.astype(jnp.int32)
     levels = (x[:, :, None] == jnp.arange(17)).sum((0, 1))
     return {"n": jnp.int32(len(x)), "sum": x.sum(0), "squares": (x * x).sum(0), "levels": levels}, x.max(0), x.min(0)

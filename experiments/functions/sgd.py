@@ -1,4 +1,4 @@
-"""Synchronous SGD on handwritten digits with all workers: sgd_before.py, with the changes marked.
+"""Synchronous SGD with all workers: sgd_before.py, with the changes marked.
 
 python experiments/functions/sgd.py                # all devices or cores
 mpirun -n 2 python experiments/functions/sgd.py    # ranks of any launcher
@@ -18,7 +18,7 @@ BATCH, STEPS, LR = 144, 100, 0.5
 
 
 def loss(params, x, y):
-    """Mean cross-entropy of a network with one hidden layer. x: f32[batch, 64], y: i32[batch]."""
+    """Mean cross-entropy with one hidden layer; x: f32[batch, 64], y: i32[batch]."""
     hidden = jnp.tanh(x @ params["w1"] + params["b1"])
     logits = jax.nn.log_softmax(hidden @ params["w2"] + params["b2"])
     return -jnp.take_along_axis(logits, y[:, None], axis=1).mean()

@@ -1,4 +1,4 @@
-"""SGD on handwritten digits with one worker, plain JAX. Beside it, sgd.py: the same with all workers.
+"""SGD with one worker in plain JAX; sgd.py uses all workers.
 
 python experiments/functions/sgd_before.py
 
@@ -14,7 +14,7 @@ BATCH, STEPS, LR = 144, 100, 0.5
 
 
 def loss(params, x, y):
-    """Mean cross-entropy of a network with one hidden layer. x: f32[batch, 64], y: i32[batch]."""
+    """Mean cross-entropy with one hidden layer; x: f32[batch, 64], y: i32[batch]."""
     hidden = jnp.tanh(x @ params["w1"] + params["b1"])
     logits = jax.nn.log_softmax(hidden @ params["w2"] + params["b2"])
     return -jnp.take_along_axis(logits, y[:, None], axis=1).mean()

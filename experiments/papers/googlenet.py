@@ -1,4 +1,4 @@
-"""GoogLeNet with the paper's rule, optimizer and initialisation, on digits of 64 px, at a rate that 10 classes bear.
+"""GoogLeNet with the paper's rule, optimizer and initialisation, on 64 px digits.
 
 jaxmpi train -n 2 experiments/papers/googlenet.py
 

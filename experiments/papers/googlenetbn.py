@@ -1,4 +1,4 @@
-"""GoogLeNetBN with the paper's rule, optimizer and initialisation, on digits of 64 px.
+"""GoogLeNetBN with the paper's rule, optimizer and initialisation, on 64 px digits.
 
 jaxmpi train -n 2 experiments/papers/googlenetbn.py
 

@@ -1,4 +1,4 @@
-"""ResNet-50 with the paper's rule, optimizer and initialisation, on digits of 32 px.
+"""ResNet-50 with the paper's rule, optimizer and initialisation, on 32 px digits.
 
 jaxmpi train -n 2 experiments/papers/resnet50.py
 

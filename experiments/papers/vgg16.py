@@ -1,4 +1,4 @@
-"""VGG-16 with the paper's rule, optimizer and initialisation, on digits of 32 px.
+"""VGG-16 with the paper's rule, optimizer and initialisation, on 32 px digits.
 
 jaxmpi train -n 2 experiments/papers/vgg16.py
 

@@ -1,10 +1,11 @@
-"""A small GoogLeNet on silhouettes of animals, as figure 5 and table 1 of Theano-MPI scale it (Ma et al. 2016).
+"""A small GoogLeNet on silhouettes, scaled as in Ma et al. 2016.
 
 jaxmpi train -n 8 scaling/googlenet
 
-SUBGD with momentum, biases at twice the rate and without decay, the rate times (1 - e / 40)^0.5 in epoch e. Changed:
-data (`jaxmpi[animals]`), a sixteenth of the channels, four blocks and their initialisation, 32 px, 12 epochs instead of
-70. A quarter of the paper's batch, 8 images a worker for 32, as an epoch has 7,769 images. Figures: docs/papers.md.
+SUBGD with momentum, biases at twice the rate and without decay, the rate times (1 - e / 40)^0.5 in epoch e. Changed
+from the paper of Theano-MPI (figure 5, table 1): data (`jaxmpi[animals]`), a sixteenth of the channels, four blocks and
+their initialisation, 32 px, 12 epochs instead of 70. A quarter of the paper's batch, 8 images a worker for 32, as an
+epoch has 7,769 images. Figures: docs/papers.md.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

@@ -1,6 +1,8 @@
-"""Two noisy views of each digit brought together, other digits of the worker's batch pushed away (SimCLR, InfoNCE).
+"""Contrastive learning of digits from two noisy views (SimCLR, InfoNCE).
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/contrastive.py
+
+The negatives of a digit are the other digits of its worker's batch.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The last layer of a digits model trained anew, all others frozen; begin with params of another run by --params.
+"""Fine-tuning of a digits model's last layer; --params takes another run's params.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/fine_tuning.py
 """

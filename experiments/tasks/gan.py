@@ -1,4 +1,4 @@
-"""A GAN that learns where points lie: two nets, two optimizers, one step.
+"""A GAN of two-dimensional points: two nets, two optimizers, one step.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/gan.py
 """

@@ -1,4 +1,4 @@
-"""Three questions about a handwritten digit at once: even, prime, has a hole?
+"""Three questions about a handwritten digit: even, prime, with a hole?
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/multi_label.py
 """

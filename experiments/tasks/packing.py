@@ -1,4 +1,4 @@
-"""A language model of sentences of many lengths, packed several to a window; each sees nothing of the others.
+"""A language model of packed sentences, which do not see each other.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/packing.py
 """
@@ -15,7 +15,7 @@ WINDOW, WORDS, WIDTH = 32, 16, 64
 
 
 def packed(n, seed):
-    """Sentences that count by 1, 2 or 3; `sentence` numbers those of a window from 1 on, and is 0 for padding."""
+    """Sentences that count by 1 to 3; `sentence` is 0 for padding."""
     rng, words = np.random.default_rng(seed), np.zeros((2, n, WINDOW), np.int32)
     for row in range(n):
         at = 0

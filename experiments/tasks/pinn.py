@@ -1,4 +1,4 @@
-"""A net that solves u'' = -u, u(0) = 0, u'(0) = 1 from the equation alone: derivatives inside the loss.
+"""A net that solves u'' = -u by derivatives inside the loss.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/pinn.py
 """

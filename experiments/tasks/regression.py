@@ -1,4 +1,4 @@
-"""Linear regression of the progress of diabetes on ten measurements of 442 patients (Efron et al. 2004).
+"""Linear regression of diabetes' progress on ten measurements (Efron et al. 2004).
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/regression.py
 """

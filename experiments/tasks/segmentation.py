@@ -1,4 +1,4 @@
-"""Pixels of discs and squares on noise told apart: made shapes, three classes.
+"""Segmentation of made discs and squares on noise in three classes.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/segmentation.py
 """
@@ -14,7 +14,7 @@ PX = 16
 
 
 def shapes(n: int, seed: int) -> dict[str, np.ndarray]:
-    """Images u8[n, PX, PX, 1] of one shape each; labels 0 background, 1 disc, 2 square."""
+    """Images u8[n, PX, PX, 1]; labels 0 background, 1 disc, 2 square."""
     rng, (row, column) = np.random.default_rng(seed), np.mgrid[:PX, :PX]
     (y, x), r, kind = rng.integers(4, 12, (2, n, 1, 1)), rng.integers(2, 5, (n, 1, 1)), rng.integers(1, 3, (n, 1, 1))
     dy, dx = abs(row - y), abs(column - x)

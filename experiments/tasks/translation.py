@@ -1,4 +1,4 @@
-"""A made language: words of a sentence backwards, each shifted by one. Transformer, padding, teacher forcing.
+"""A transformer for a made language: words backwards, each shifted by one.
 
 mpirun -n 2 python -m jaxmpi.train experiments/tasks/translation.py
 """

@@ -1,4 +1,4 @@
-"""Tree -> buckets -> strategy(wire) -> tree: the one place that divides by the world size.
+"""The exchange of a tree: tree -> buckets -> strategy(wire) -> tree.
 
 Data-parallel training needs the mean or sum of a tree over workers, inside jit and outside, whatever the algorithm.
 `exchange` fuses small leaves into buckets, has the strategy sum each bucket, and splits the sums. The division is
@@ -53,7 +53,7 @@ def exchange(
     bucket_bytes: int | None = BUCKET_BYTES,
     order: Order | None = None,
 ) -> PyTree:
-    """The mean or sum of a tree over all workers, bitwise equal on all of them.
+    """The mean or sum of a tree, bitwise equal on all workers.
 
     mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
 
@@ -114,7 +114,7 @@ def count_of(leaves: Sequence[Any]) -> str:
 
 
 def check_strategy(strategy: str) -> None:
-    """Refuse what is neither a strategy nor `auto`, with a wire or without."""
+    """Refuse what is neither a strategy nor `auto[:wire]`."""
     check(
         not compression.is_compressor(strategy),
         f"got strategy {strategy!r}: a compressor owes what it leaves out, and exchange has nowhere to keep that; "
@@ -133,9 +133,10 @@ _probes: dict[MpiComm, Probe] = {}
 def settle(
     comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
 ) -> Verdict:
-    """The strategy that `auto` chooses for these workers, algorithms and size class; said by rank 0.
+    """The choice of `auto` for these workers, algorithms and size class.
 
-    Communicates at the first call of a size class only. All ranks have trees of the same sizes, so all know the class.
+    Communicates at the first call of a size class only; rank 0 then prints the choice. All ranks have trees of the same
+    sizes, so all know the class.
     """
     key = comm, strategy, bucket_bytes, among, size_class(sizes)
     if not isinstance(comm, MpiComm):
@@ -152,7 +153,7 @@ _constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, an addition outsi
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
-    """Return True if a program is being traced here; its leaves may be constants, which do not show it."""
+    """Return True if a program is being traced, even with constant leaves."""
     return isinstance(_constant(), Tracer) or any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
@@ -170,13 +171,13 @@ class Choice(NamedTuple):
         return exchange(leaves, self.strategy, self.op, self.comm, self.bucket_bytes, self.order)
 
     def in_f32(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The mean or sum by the comm's own allreduce, for the derivative along an axis."""
+        """`of` by the comm's own allreduce, for derivatives along an axis."""
         divisor = self.comm.size if self.op == "mean" else 1
         wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
         return [(self.comm.allreduce(x) / divisor).astype(leaf.dtype) for x, leaf in zip(wide, leaves, strict=True)]
 
     def held(self, leaves: list[jax.Array], tree: PyTree, is_part: bool) -> list[jax.Array]:
-        """The exchange of a tree's leaves, inside or outside jit, without a derivative.
+        """The exchange of leaves, inside or outside jit, without a derivative.
 
         Args:
             is_part: this is inside another exchange, which is compared as a whole.
@@ -190,7 +191,7 @@ class Choice(NamedTuple):
             return self.inside_jit(leaves)
 
     def fingerprint(self, tree: PyTree, what: str = "exchange") -> Fingerprint:
-        """Facts that must be equal on all ranks, for messages by the name `what`."""
+        """Facts that must be equal on all ranks, named `what` in messages."""
         ready = self.ready(len(jax.tree.leaves(tree)))
         options = {"strategy": self.strategy, "op": self.op, "bucket_bytes": self.bucket_bytes, "order": ready}
         # Else two programs of equal shapes that ranks trace in another order would be one exchange for good.
@@ -207,20 +208,21 @@ class Choice(NamedTuple):
         return f"{self.strategy}, {self.op} of {count_of(leaves)}"
 
     def ready(self, count: int) -> list[int] | None:
-        """Leaves in the order in which they come to exist, if that counts."""
+        """Leaves in the order in which they come to exist, or None."""
         return self.order.leaves(count) if self.order else None
 
     def buckets(self, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
-        """Which leaves travel together; a strategy that takes all leaves at once gains nothing from fusing them.
+        """Buckets of leaves that travel together, by index.
 
-        Leaves that are summed in their own type are in none.
+        Leaves that are summed in their own type are in none. A strategy that takes all leaves at once gains nothing
+        from fusing them.
         """
         bucket_bytes = 0 if parse(self.strategy).spec.means else self.bucket_bytes
         sizes = [leaf.size if leaf.dtype in FLOATS else 0 for leaf in leaves]
         return assign_buckets(sizes, bucket_bytes, self.ready(len(leaves)))
 
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Leaves -> buckets -> sums -> leaves, as part of the caller's program."""
+        """Leaves -> buckets -> sums -> leaves, in the caller's program."""
         if self.comm.size == 1:
             return [self.alone(leaf) for leaf in leaves]
         buckets, own = self.buckets(leaves), in_own_type(leaves)
@@ -237,14 +239,14 @@ class Choice(NamedTuple):
         return leaf if leaf.dtype in FLOATS or self.op == "sum" else leaf / 1
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
-        """The mean or sum of every vector over workers, in its shape and dtype; a mean of integers is a float."""
+        """The mean or sum of every vector; means of integers are floats."""
         divisor = self.comm.size if self.op == "mean" else 1
         short = [x.astype(jnp.float32) for x in vectors if x.dtype in FLOATS]
         totals = iter(sums(short, self.strategy, self.comm, divisor) if short else [])
         return [next(totals).astype(x.dtype) if x.dtype in FLOATS else self.exact(x) for x in vectors]
 
     def exact(self, x: jax.Array) -> jax.Array:
-        """The mean or sum of an array over workers, summed in its own type; a mean of integers does not wrap."""
+        """The mean or sum, added in the array's type; means never wrap."""
         if self.op == "sum":
             return self.comm.allreduce(x)
         if jnp.issubdtype(x.dtype, jnp.integer):
@@ -254,7 +256,7 @@ class Choice(NamedTuple):
 
 @functools.cache
 def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
-    """The exchange as a function of concrete arrays, compiled once for every structure and agreed on at every call."""
+    """The exchange outside jit, compiled once a structure, compared at every call."""
     programs: dict[Any, tuple[Fingerprint, Callable[[list[jax.Array]], list[jax.Array]]]] = {}
 
     def call(tree: PyTree) -> PyTree:
@@ -342,7 +344,7 @@ def _whole(leaf: Any) -> tuple[str, Any]:
 
 
 def _check_sums(tree: PyTree, workers: int) -> None:
-    """Refuse whole numbers whose sum would wrap if all workers had as large ones."""
+    """Refuse whole numbers so large that a sum over workers could wrap."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool):
             name, held = _whole(leaf)
@@ -400,7 +402,7 @@ def over_mpi(comm: Comm) -> bool:
 
 
 def guarded(leaf: jax.Array, comm: Comm) -> jax.Array:
-    """The leaf, for which neither a derivative is offered nor, if it travels over MPI, a mapping."""
+    """The leaf, which refuses derivatives and, over MPI, `jax.vmap`."""
     leaf = not_differentiable(leaf)
     return not_mapped(leaf) if over_mpi(comm) else leaf
 
@@ -411,7 +413,7 @@ def exchange_gradients(
     comm: Comm | None = None,
     bucket_bytes: int | None = BUCKET_BYTES,
 ) -> optax.GradientTransformation:
-    """`exchange` as an Optax transformation: updates <- mean or sum of updates over all workers.
+    """`exchange` as an Optax transformation: the updates' mean or sum over workers.
 
     First in a chain it makes any optimizer data-parallel:
     `optax.chain(exchange_gradients("ring16"), optax.adamw(1e-3))`.
@@ -428,7 +430,7 @@ def exchange_gradients(
 
 
 def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | None) -> optax.GradientTransformation:
-    """A compressor as an Optax transformation; one worker applies what is owed, and compresses nothing."""
+    """A compressor as an Optax transformation; one worker alone compresses nothing."""
     compressor, strategy = compression.parse(spelling)
     mean = functools.partial(exchange, strategy=strategy.name, bucket_bytes=bucket_bytes)
 

@@ -1,7 +1,8 @@
-"""`auto`: the strategy that a probe of a few seconds finds fastest, kept for each set of hosts.
+"""`auto`: the fastest strategy by a probe of a few seconds.
 
 Messages are timed first, inside hosts and between them. With what they cost, `cost_model` puts all strategies in order;
-the first few are then timed for real, and the fastest of those is taken: the model proposes, the measurement decides.
+the first few are then timed for real, and the fastest of those is taken: the model proposes, the measurement decides. A
+probe is kept for each set of hosts.
 """
 
 import hashlib
@@ -88,7 +89,7 @@ class Probe(NamedTuple):
         return {name: cost_model.fit(self.net, name, times) for name, times in self.seconds.items() if times}
 
     def fits_of_all(self, names: Sequence[str]) -> dict[str, Fit]:
-        """The same, and for strategies that were not measured the median factors of those that were.
+        """The measured factors; for other strategies, the median of those.
 
         Formulas leave out what all strategies pay here, such as cores that ranks share. So one that was not measured
         would look better than all that were.
@@ -105,7 +106,7 @@ class Probe(NamedTuple):
 
 
 def size_class(sizes: Sequence[int]) -> int:
-    """Binary digits of the number of floats: trees of one class get one choice."""
+    """Binary digits of the number of floats; each class has one choice."""
     return sum(int(n) for n in sizes).bit_length()
 
 
@@ -115,7 +116,7 @@ def is_auto(spelling: str) -> bool:
 
 
 def allowed_wires(spelling: str) -> tuple[str, ...]:
-    """Wires that may be used: 32 bits, and the one that `auto:<wire>` names.
+    """Wires that may be used: 32, and that of `auto:<wire>`.
 
     Raises:
         UsageError: an unknown wire.
@@ -133,7 +134,7 @@ def choose(
     among: Sequence[str] = (),
     held: dict[MpiComm, Probe] | None = None,
 ) -> Verdict:
-    """The fastest strategy for leaves of these sizes, in floats, on these workers; the same on all ranks.
+    """The fastest strategy for these sizes and workers, equal on all ranks.
 
     Args:
         comm: who exchanges.
@@ -167,7 +168,7 @@ def choose(
 
 
 def probe(comm: MpiComm, request: AutotuneRequest, known: Probe | None = None) -> Probe:
-    """The known or saved probe of these hosts, with what is missing for this request measured; the same on all ranks.
+    """The known or saved probe, completed for this request; equal on ranks.
 
     Communicates: it is a measurement of a few seconds, unless nothing is missing.
     """
@@ -206,7 +207,7 @@ def size_of(bucket_bytes: int | None, strategy: str) -> str:
 def best_bucket(
     net: Net, sizes: Sequence[int], strategy: str, buckets: Sequence[int | None], fits: cost_model.Fits
 ) -> int | None:
-    """The bucket size with the shortest exchange; the first unless another is clearly better."""
+    """The first bucket size, unless another gives a clearly shorter exchange."""
     seconds = {size: step_seconds(net, sizes, strategy, size, fits) for size in buckets}
     best = min(buckets, key=seconds.__getitem__)
     return best if seconds[best] < (1 - MARGIN) * seconds[buckets[0]] else buckets[0]
@@ -215,7 +216,7 @@ def best_bucket(
 def step_seconds(
     net: Net, sizes: Sequence[int], strategy: str, bucket_bytes: int | None, fits: cost_model.Fits | None = None
 ) -> float:
-    """Predicted seconds of one exchange of leaves of these sizes; what is fused is copied there and back."""
+    """Predicted seconds of one exchange of these leaves, copies for fusing included."""
     if net.workers == 1:
         return 0.0
     if parse(strategy).spec.means:  # takes all leaves at once, where they are
@@ -230,7 +231,7 @@ def step_seconds(
 
 
 def can_overlap(net: Net, n: float, strategy: str) -> bool:
-    """Return True if computing can go on meanwhile: cores to spare, or most of the time is spent waiting for hosts."""
+    """Return True if cores are free, or mostly wait for other hosts."""
     whole = cost_model.predict(net, n, strategy)
     free = cost_model.predict(net._replace(between=Link(0.0, 0.0)), n, strategy)
     return net.cores >= 2 * net.slots or (net.hosts > 1 and free < whole / 2)
@@ -240,7 +241,7 @@ def can_overlap(net: Net, n: float, strategy: str) -> bool:
 
 
 def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], request: AutotuneRequest) -> Probe:
-    """The probe with the best candidates for this request measured; what is new is saved.
+    """Measure the best candidates for this request, and save what is new.
 
     If these leaves' size class is known, only what cannot be missed is added: the next run shall choose as this one
     does. A probe for a scalar has not timed the strategies for long vectors, so another class has its own candidates.
@@ -271,10 +272,11 @@ def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], request: A
 
 
 def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) -> tuple[str, int] | None:
-    """A strategy and a number of floats; None if all that count are measured, or there is no time.
+    """The next strategy and number of floats to time, or None.
 
-    All strategies at the length that says more about these leaves come first, then all at the other. The baseline and
-    the first of every wire are measured in any case, and the second if it is predicted to take about as long.
+    None if all that count are measured, or there is no time. All strategies at the length that says more about these
+    leaves come first, then all at the other. The baseline and the first of every wire are measured in any case, and the
+    second if it is predicted to take about as long.
     """
     names = request.strategies(probe.net)
     expected = {name: step_seconds(probe.net, request.sizes, name, BUCKETS[0]) for name in names}  # by the cost model
@@ -296,7 +298,7 @@ def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) ->
 
 
 def ranked(probe: Probe, request: AutotuneRequest, expected: dict[str, float]) -> list[list[str]]:
-    """Rank the strategies of each wire that are worth a measurement, the most promising first; a few in all.
+    """Rank the few strategies of each wire worth a measurement, best first.
 
     If the leaves' size class is known, what is measured already goes before the rest. What could not be measured is
     left out.
@@ -313,7 +315,7 @@ def ranked(probe: Probe, request: AutotuneRequest, expected: dict[str, float]) -
 
 
 def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
-    """Two numbers of floats to time it with, multiples of the workers: for its messages, and for its bytes."""
+    """Floats of a short and a long vector, multiples of the workers."""
     short, long = short_for(net), LONGEST
     while long > 4 * short and cost_model.predict(net, long, strategy) > LONG_SHARE * BUDGET_S:
         long //= 2
@@ -326,9 +328,9 @@ def short_for(net: Net) -> int:
 
 
 def time_strategy(comm: MpiComm, name: str, n: int) -> float:
-    """Seconds of a sum of n floats: the median of a few, of the slowest rank each.
+    """Median seconds of the slowest rank for a sum of n floats.
 
-    Not the best of them: that is the one which found a link idle, and promises more than a run then gets.
+    The least would be of the sum that found a link idle, and promise more than a run then gets.
     """
     run = jax.jit(lambda x: sums([x], name, comm)[0])
     x = jax.block_until_ready(jnp.ones(n, jnp.float32))
@@ -345,7 +347,7 @@ def slowest(control: Processes, work: Callable[[], Any]) -> float:
 
 
 def measure_net(comm: MpiComm) -> Net:
-    """Measure messages, additions and calls on these hosts, all ranks at work at once."""
+    """Measure messages, additions and calls on these hosts."""
     control = comm.processes
     ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     slots = max(map(len, ranks))
@@ -363,9 +365,9 @@ def measure_net(comm: MpiComm) -> Net:
 
 
 def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int]], long_s: float) -> Link:
-    """Measure a message if every rank of a ring sends to the next, in all rings at once.
+    """Measure a message from each rank to the next of its ring.
 
-    The longest takes `long_s`, if that is no more than 16 MiB.
+    All rings send at once. The longest message takes `long_s`, if that is no more than 16 MiB.
     """
     mine = next((ring for ring in rings if control.rank in ring and len(ring) > 1), None)
 
@@ -393,13 +395,13 @@ def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int
 
 
 def time_addition(control: MpiProcesses) -> float:
-    """Seconds a byte of float32 added to another, by all ranks at once, too many to stay in caches."""
+    """Seconds a byte to add float32 from memory, all ranks at once."""
     total, x = np.zeros(LONGEST, np.float32), np.ones(LONGEST, np.float32)
     return min(slowest(control, lambda: np.add(total, x, out=total)) for _ in range(REPEATS)) / x.nbytes
 
 
 def time_call(comm: MpiComm) -> float:
-    """Seconds of a program that does next to nothing, with all ranks starting together and waiting for its end."""
+    """Seconds of a program that does next to nothing, on all ranks."""
     run, x = jax.jit(lambda x: x + 1), jnp.ones(1, jnp.float32)
     jax.block_until_ready(run(x))
     return min(slowest(comm.processes, lambda: jax.block_until_ready(run(x))) for _ in range(REPEATS))
@@ -417,7 +419,7 @@ def codec_seconds(comm: MpiComm, net: Net, wire: str) -> float:
 
 
 def cores_of_a_host(comm: MpiComm) -> float:
-    """Cores that the ranks of a host may use together; of the host with fewest."""
+    """Cores that a host's ranks may use, on the host with fewest."""
     mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     quota = affinity.quota_cores(affinity.QUOTA, os.cpu_count() or 1)
     every = comm.processes.allgather_object([mine, quota])
@@ -436,7 +438,7 @@ def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
 
 
 def identity(comm: MpiComm) -> dict[str, Any]:
-    """Facts for which a probe holds: hosts, slots, cores, versions, the kind of device."""
+    """Facts for which a probe holds: hosts, slots, cores, versions, device."""
     names = comm.processes.allgather_object(socket.gethostname())
     versions = {}
     for package in ("jaxmpi", "jax", "mpi4jax"):
@@ -490,7 +492,7 @@ def from_json(value: Any) -> Probe:
 
 
 def check_hosts(hosts: Any) -> None:
-    """Refuse what is no table of ranks by host's name; names are printed."""
+    """Refuse what is no table of ranks by printable host name."""
     check(isinstance(hosts, dict), "no hosts")
     check(
         all(name.isprintable() and type(ranks) is int for name, ranks in hosts.items()), "a host has no name or ranks"
@@ -502,7 +504,7 @@ DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeErro
 
 
 def read(key: Mapping[str, Any]) -> Probe | None:
-    """The saved probe of these hosts; None if there is none, it is damaged, or JAXMPI_PROBE=fresh."""
+    """The saved probe; None if missing, damaged, or with JAXMPI_PROBE=fresh."""
     if os.environ.get("JAXMPI_PROBE") == "fresh":
         return None
     try:
@@ -518,7 +520,7 @@ def read(key: Mapping[str, Any]) -> Probe | None:
 
 
 def newest() -> tuple[dict[str, Any], Probe] | None:
-    """The last saved probe on this machine that can be read, and what it is true for."""
+    """The last readable saved probe on this machine, with its `identity`."""
     folder = caches.cache_folder("probes")
     for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime, reverse=True):
         try:
@@ -532,7 +534,7 @@ def newest() -> tuple[dict[str, Any], Probe] | None:
 
 
 def save(key: Mapping[str, Any], probe: Probe) -> None:
-    """Keep it, whole or not at all; if that cannot be, say so and go on."""
+    """Save a probe, whole or not at all; print why if not."""
     try:
         path = file_of(key)
         aside = path.with_suffix(f".{os.getpid()}.tmp")

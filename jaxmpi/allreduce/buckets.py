@@ -1,4 +1,4 @@
-"""Leaves as flat buckets and back: which of them travel together, in which order.
+"""Leaves as flat buckets and back, with their grouping and order.
 
 A message has a price of its own, so small leaves are fused; fusing copies, so a big leaf travels as it is. An exchange
 beside the backward pass also wants buckets that are full early. `Order` finds in the traced program in which order the
@@ -32,7 +32,7 @@ class Order:
     def of(
         self, function: Callable[..., tuple], traced_as: Callable[[jax.extend.core.Jaxpr], None] = lambda jaxpr: None
     ) -> Callable[..., tuple]:
-        """The same function; when it is traced, the order of its first result's leaves is noted.
+        """The same function; tracing notes the order of its first result's leaves.
 
         Args:
             traced_as: gets its program, too.
@@ -49,9 +49,9 @@ class Order:
         return noted
 
     def shared(self, function: Callable, host: HostProcesses) -> Callable:
-        """The same compiled function; after its first call all ranks of the host know the order its first rank found.
+        """A compiled function whose first call shares the order inside the host.
 
-        Communicates: the order, once, inside the host.
+        Communicates: the order that the host's first rank found, once, inside the host.
         """
 
         def call(*args: PyTree) -> PyTree:
@@ -63,13 +63,13 @@ class Order:
         return call
 
     def leaves(self, count: int) -> list[int]:
-        """Leaves of a tree like that one, from the first computed to the last; any other tree from its end."""
+        """Leaves as they are computed; those of another tree from its end."""
         known = self._places if len(self._places) == count else (0,) * count
         return sorted(range(count), key=lambda i: (known[i], -i))
 
 
 def places(jaxpr: jax.extend.core.Jaxpr) -> tuple[int, ...]:
-    """Number of the equation that computes each result; -1 if it is given."""
+    """Number of the equation that computes each result; -1 if given."""
     made = {var: i for i, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
     return tuple(-1 if isinstance(var, jax.extend.core.Literal) else made.get(var, -1) for var in jaxpr.outvars)
 
@@ -149,7 +149,7 @@ def split(flat: jax.Array, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -
 def split_all(
     flats: Sequence[jax.Array], leaves: Sequence[jax.Array], buckets: Sequence[Sequence[int]]
 ) -> list[jax.Array]:
-    """A flat vector a bucket as leaves; those that did not travel as they are."""
+    """Leaves from one flat vector a bucket; others stay as they are."""
     out = list(leaves)
     for flat, bucket in zip(flats, buckets, strict=True):
         for i, leaf in zip(bucket, split(flat, [leaves[i] for i in bucket]), strict=True):

@@ -23,7 +23,7 @@ def take(tree: PyTree, row: Any) -> PyTree:
 
 
 def put(tree: PyTree, row: Any, value: PyTree) -> PyTree:
-    """Every leaf with one row replaced; a row that does not exist is dropped."""
+    """Every leaf with one row replaced, unless it is out of bounds."""
     return jax.tree.map(lambda leaf, new: leaf.at[row].set(new, mode="drop"), tree, value)
 
 
@@ -43,7 +43,10 @@ def shift(comm: Comm, places: int) -> Pairs:
 
 
 def gather_round(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
-    """All workers' `mine` as rows, passed on round the ring; what comes from i places back is put in row `row(i)`."""
+    """Gather all workers' `mine` as rows by passing them round the ring.
+
+    Row `row(i)` is that of the worker i places back.
+    """
 
     def step(i: jax.Array, carry: tuple) -> tuple:
         rows, travelling = carry
@@ -55,7 +58,7 @@ def gather_round(mine: PyTree, comm: Comm, row: Callable[[Any], Any]) -> PyTree:
 
 
 def alltoall(x: PyTree, comm: Comm) -> PyTree:
-    """`comm.alltoall`; between hosts w - 1 rotations, so that nobody is sent to by two at once."""
+    """`comm.alltoall`; between hosts w - 1 rotations, one partner at a time."""
     return alltoall_by_rotation(x, comm) if len(set(comm.hosts)) > 1 else comm.alltoall(x)
 
 
@@ -65,7 +68,7 @@ def allgather(x: PyTree, comm: Comm) -> PyTree:
 
 
 def alltoall_by_rotation(x: PyTree, comm: Comm) -> PyTree:
-    """Leaves [w, ...]: row i goes to worker i, row j of the result came from worker j; one partner at a time."""
+    """`comm.alltoall` of leaves [w, ...], one partner at a time."""
     size, place, places = comm.size, place_of(comm), np.argsort(comm.order).astype(np.int32)
     leaving = take(x, jnp.asarray(comm.order)[(place + jnp.arange(size)) % size])  # row i: for the worker i places on
     arrived = [take(leaving, 0)]
@@ -74,6 +77,6 @@ def alltoall_by_rotation(x: PyTree, comm: Comm) -> PyTree:
 
 
 def allgather_by_rotation(x: PyTree, comm: Comm) -> PyTree:
-    """Leaves [...] to [w, ...], row j from worker j; each link between hosts carries each row once."""
+    """`comm.allgather` in which a link between hosts carries each row once."""
     order, place = jnp.asarray(comm.order), place_of(comm)
     return gather_round(x, comm, lambda back: order[(place - back) % comm.size])

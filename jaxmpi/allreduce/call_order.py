@@ -1,4 +1,4 @@
-"""Numbers and names for exchanges, which ranks compare; one thread at a time exchanges.
+"""Numbers and names of exchanges, for comparison; one thread at a time.
 
 How ranks compare numbers while their programs run is in `jaxmpi.comm.call_comparison`.
 """
@@ -26,7 +26,7 @@ from jaxmpi.runtime import host_callbacks
 
 
 def number_of(comm: Comm, what: str) -> int | None:
-    """Number of an exchange by which programs compare it; None if there is nothing to compare.
+    """Number by which programs compare an exchange; None without a comparison.
 
     There is nothing to compare if there is one worker, or one program for all of them; nothing can be where programs do
     not call Python. All ranks call it together, after they have agreed on what is exchanged.
@@ -42,7 +42,7 @@ def number_of(comm: Comm, what: str) -> int | None:
 
 @contextmanager
 def compared(comm: Comm, number: int | None) -> Iterator[None]:
-    """Put the comparison around the exchange that is traced inside; nothing if there is no number.
+    """Put the comparison around the exchange that is traced inside, if numbered.
 
     Ranks that differ end the job, with the exchange that each of them has come to.
     """
@@ -56,17 +56,17 @@ def compared(comm: Comm, number: int | None) -> Iterator[None]:
 
 
 def callers() -> str:
-    """The user's lines from the function being traced to this exchange, as `train.py:12 in step, loss.py:3 in mean`.
+    """The user's lines from the traced function to this exchange.
 
-    They distinguish programs of equal shapes without a number, which ranks that trace alone could not agree on. Lines
-    outside the traced function are left out: ranks may call it from different ones. So are values of the function's
-    own: ranks may have others, such as their rank.
+    An example is `train.py:12 in step, loss.py:3 in mean`. The lines distinguish programs of equal shapes without a
+    number, which ranks that trace alone could not agree on. Lines outside the traced function are left out: ranks may
+    call it from different ones. So are values of the function's own: ranks may have others, such as their rank.
     """
     return ", ".join(map(line_of, users_frames()))
 
 
 def columns() -> list[str]:
-    """Where in its line each of `callers` is, and in which module: for two functions of one line, files of one name."""
+    """Module and column of each of `callers`, as lines may coincide."""
     found = []
     for frame in users_frames():
         places = list(frame.f_code.co_positions())
@@ -76,7 +76,7 @@ def columns() -> list[str]:
 
 
 def users_frames() -> list[FrameType]:
-    """Frames of the user's, from the outermost function that JAX traces to this exchange.
+    """The user's frames, from JAX's outermost traced function to this exchange.
 
     A jit made anew at each call hides nothing so, and a `lax.scan` outside jit ends the walk, too. Left out are
     libraries and code that has no file, as decorators make it: names of such differ from process to process.
@@ -91,7 +91,7 @@ def users_frames() -> list[FrameType]:
 
 
 def caller() -> str:
-    """The line of the user's that is being run, as `train.py:12 in step`."""
+    """The user's line that is being run, as `train.py:12 in step`."""
     frame: Any = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         frame = frame.f_back
@@ -131,10 +131,11 @@ def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
 
 @contextmanager
 def one_thread(comm: Comm, call: str = "exchange") -> Iterator[bool]:
-    """Refuse a second thread while one exchanges with other ranks; True inside another exchange of this thread.
+    """Refuse an exchange while another thread exchanges with other ranks.
 
-    To let it wait would not do: which of two threads comes first is another matter on every rank, so one thread's
-    numbers would meet another's. Who is refused sends nothing; the other goes on.
+    Inside another exchange of this thread it yields True. To let the second thread wait would not do: which of two
+    threads comes first may differ between ranks, so one thread's numbers would meet another's. The refused thread
+    sends nothing; the other goes on.
 
     Raises:
         UsageError: both threads' names.

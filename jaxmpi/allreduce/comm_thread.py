@@ -1,4 +1,4 @@
-"""The communication thread of a process, which sees to messages under way while programs compute.
+"""The communication thread of a process, for messages while programs compute.
 
 It carries the buckets of exchanges (`comm_thread_handlers`) and started operations (`jaxmpi.collectives`), each on a
 communicator of its own. The thread itself is the process's own: it starts without other ranks.
@@ -59,7 +59,7 @@ class PendingExchange:
 
 @dataclass(eq=False)
 class Opening:
-    """An exchange that ranks have come to, while they compare which it is."""
+    """An exchange that has begun, while ranks compare which it is."""
 
     what: str
     is_agreed: bool = False
@@ -101,7 +101,7 @@ class CommThread:
         before_mpi_ends(self.stop)
 
     def stop(self) -> None:
-        """End the thread once programs that still run have had their sums, and what is under way has arrived."""
+        """Wait for running programs and messages under way, then end the thread."""
         try:
             jax.effects_barrier()
         finally:  # a program that failed fails here once more
@@ -144,7 +144,7 @@ class CommThread:
                     time.sleep(HURRY_S if self._is_waited_for else CALM_S)
 
     def _take(self) -> bool:
-        """Begin what has arrived, waiting if there is nothing else to do; False at the end."""
+        """Begin what has arrived, waiting if idle; False at the end."""
         with self._wake:
             while not (self._arrived or self._segments or self._is_ending):
                 self._wake.wait()
@@ -158,7 +158,10 @@ class CommThread:
         return bool(self._segments or not self._is_ending)
 
     def begin(self, pending: PendingExchange) -> None:
-        """Have up to WINDOW segments of an exchange under way if it is its turn; it is summed if none is left."""
+        """Begin an exchange's segments, up to WINDOW at once, in its turn.
+
+        If no segment is left, the exchange is summed.
+        """
         if pending.summed.is_set():
             return
         self._begun[pending] = None
@@ -179,7 +182,7 @@ class CommThread:
                     self.begin(other)
 
     def _resume(self, pending: PendingExchange, segment: Iterator[Requests]) -> None:
-        """Go on with a segment, whose messages have come, to its next messages or its end."""
+        """Go on with a segment to its next messages or its end."""
         requests = next(segment, None)
         if requests is not None:
             self._segments.append(BucketSegment(pending, segment, requests))
@@ -187,7 +190,7 @@ class CommThread:
             pending.under_way -= 1
 
     def _poll(self) -> bool:
-        """Look once at all messages; go on with the segments that have theirs. False if nothing has come."""
+        """Go on with segments whose messages have come; False if none have."""
         if not some_are_complete([request for s in self._segments for request in s.requests]):
             self._check_time()
             return not self._segments
@@ -201,7 +204,9 @@ class CommThread:
         return True
 
     def _check_time(self) -> None:
-        """Give up on ranks that do not come; those that do ask each other who is not there.
+        """Give up if no message has come for too long.
+
+        Ranks that wait find out together who is late.
 
         Raises:
             TrainingError: who is late, if all of a communicator take part; else the message that has not come.
@@ -221,9 +226,9 @@ class CommThread:
 
 
 def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]:
-    """Compare over ranks to which call each has come, on a communicator of mpi4py that nothing else uses.
+    """Compare over ranks which call each has reached.
 
-    Communicates: 288 bytes to each rank.
+    Communicates: 288 bytes to each rank, on a communicator of mpi4py that nothing else uses.
 
     Raises:
         UsageError: ranks have come to different calls, which it names.

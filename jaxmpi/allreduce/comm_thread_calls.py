@@ -1,4 +1,4 @@
-"""Sums of buckets in a program, made by the communication thread: started when they are ready, then waited for."""
+"""Sums of a program's buckets, made by the communication thread."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class UnfitForThread(StrEnum):
 
 
 def unavailable_reason(strategy: str, comm: Comm) -> str | None:
-    """Why an exchange cannot run beside a program; None if it can. The same on all ranks."""
+    """Why no exchange can run beside a program; equal on all ranks."""
     if comm.size == 1:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):
@@ -73,7 +73,9 @@ class Calls(NamedTuple):
         what: str = "",
         half: str = "",
     ) -> "Calls":
-        """Calls for vectors; the effect is that of mpi4jax, so that none of its calls waits for one behind it.
+        """The calls that exchange these vectors.
+
+        Unless portable, the effect is that of mpi4jax, so that none of its calls waits for one behind it.
 
         Args:
             strategy: its full name.
@@ -93,22 +95,22 @@ class Calls(NamedTuple):
         return cls(json.dumps(plan), what, buckets, ends[-1], effect)
 
     def opened(self, segments: int) -> dict[str, Any]:
-        """Attributes of the call that opens this exchange, whose messages take so many numbers."""
+        """Attributes of the call that opens an exchange of so many segments."""
         return {"segments": segments, "plan": self.plan, "what": self.what}
 
 
 def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
-    """Label of each bucket, for messages: `bucket 2 of 7 (conv1/kernel and 3 more)`."""
+    """Labels of buckets, as `bucket 2 of 7 (conv1/kernel and 3 more)`."""
     more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
     return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]
 
 
 def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
-    """f32[n] each -> their sums over workers: all start, each when it is ready; then they are waited for in turn.
+    """f32[n] each -> their sums over workers, by the communication thread.
 
-    In a portable program data alone orders waits, so results of the first sums may travel beside the last. No wait may
-    be left out, though nobody uses its sum: until then the thread writes into the program's buffer. On a GPU it has a
-    buffer of its own.
+    Each starts when it is ready; when all have, they are waited for in turn. In a portable program data alone orders
+    waits, so results of the first sums may travel beside the last. No wait may be left out, though nobody uses its sum:
+    until then the thread writes into the program's buffer. On a GPU it has a buffer of its own.
     """
     [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(calls.segments))
     is_copied = bool(host_callbacks.why_copies())

@@ -61,7 +61,7 @@ class ExchangeHandlers:
             host_callbacks.register(name, function, ends_job=True)
 
     def _rank(self, operands: list, results: list) -> None:
-        """Number i32[] of the rank that runs a program, which another one may have traced."""
+        """i32[]: the rank that runs a program; another may have traced it."""
         results[0][...] = self.comm.mpi.rank
 
     def _open(self, operands: list, results: list, segments: int, plan: str, what: str) -> None:
@@ -111,13 +111,13 @@ class ExchangeHandlers:
         results[1][...] = ticket
 
     def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
-        """(bucket, ticket, number u32[] of this step[, part i32[]]) -> (ticket); a copy travels."""
+        """(bucket, ticket, u32[] step number[, i32[] part]) -> (ticket); a copy travels."""
         x, ticket, number, *part = operands
         self._carry((late, int(number), bucket["first"]), placed(x, self.comm.size, *part), int(ticket), **bucket)
         results[0][...] = ticket
 
     def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
-        """(bucket, number of its step, ticket of this step, what must be there before) -> (its sum); waits.
+        """(bucket, its step's number, this step's ticket, dependencies) -> (sum); waits.
 
         If it is not under way, as after a resume, it is sent now: on all ranks alike. Of a bucket of which each worker
         has one part, the number of that part comes behind the ticket.
@@ -149,7 +149,7 @@ class ExchangeHandlers:
         self.thread.hand_over(pending)
 
     def _compared(self, opening: Opening) -> Iterator[Requests]:
-        """Compare over ranks which exchange each has come to; then buckets that are held begin."""
+        """Compare over ranks which exchange each has reached; then begin held buckets."""
         yield from same_calls(self._openings_comm, self.control, opening.what)
         opening.is_agreed = True
         held, opening.held = opening.held, []  # openings are kept for a while, and exchanges hold gradients
@@ -158,7 +158,7 @@ class ExchangeHandlers:
 
 
 def placed(x: np.ndarray, parts: int, part: np.ndarray | None = None) -> np.ndarray:
-    """A copy of f32[n]; of one of `parts` equal parts of a vector that vector, zeros but for this part."""
+    """Copy f32[n], with zeros for the other `parts` if `part` is given."""
     if part is None:
         return x.copy()
     whole = np.zeros((parts, x.size), x.dtype)

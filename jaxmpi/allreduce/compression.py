@@ -1,8 +1,8 @@
-"""Compressors: they send less than the gradients, even less than 8 bits each, and keep the rest for later.
+"""Compressors, which send less than the gradients and keep the rest.
 
-A compressor has state: the error that each worker still owes the others, which it adds to its next gradients. So what
-has been sent over many steps comes to what was meant. `exchange` has no state and refuses compressors;
-`exchange_gradients` keeps theirs. One function and one row of the table each.
+Less than 8 bits an entry may travel. A compressor has state: the error that each worker still owes the others, which it
+adds to its next gradients. So what has been sent over many steps comes to what was meant. `exchange` has no state and
+refuses compressors; `exchange_gradients` keeps theirs. One function and one row of the table each.
 """
 
 import math
@@ -57,13 +57,13 @@ class LowRankState(NamedTuple):
 
 
 def lowrank(rank: int) -> Compressor:
-    """PowerSGD: of each matrix two thin factors travel, found by one step of power iteration from the last ones.
+    """PowerSGD: send each matrix as two thin factors by power iteration.
 
     M_i = G_i + E_i ;  P = orth((1/w) sum_i M_i Q) ;  Q = (1/w) sum_i M_i^T P ;  sent: P Q^T ;  E_i <- M_i - P P^T M_i
 
-    A leaf [..., m] is taken as the matrix [n, m]. Leaves of fewer than two axes, and those for which r (n + m) floats
-    would be no saving, travel whole. Orthonormal columns come from a QR factorization, which gives a direction even
-    if P has lost one.
+    Each call is one step of power iteration, from the last Q. A leaf [..., m] is taken as the matrix [n, m]. Leaves of
+    fewer than two axes, and those for which r (n + m) floats would be no saving, travel whole. Orthonormal columns come
+    from a QR factorization, which gives a direction even if P has lost one.
     Communicates: two means. Vogels et al. 2019, algorithms 1 and 2.
     """
 
@@ -124,7 +124,10 @@ def reprojected(meant: Thin, p: Thin) -> tuple[Thin, Thin]:
 
 
 def rebuilt(grads: Thin, meant: Thin, basis: Thin, mine: Thin, mean: Thin) -> tuple[Thin, Thin]:
-    """P Q^T of all workers' mean Q, in the shapes and dtypes of the gradients, and M - P Q^T of this worker's own."""
+    """The mean as gradients, and what this worker still owes.
+
+    P Q^T of all workers' mean Q, and M - P Q^T of this worker's own Q.
+    """
     sent = {i: dot(basis[i], q.T).reshape(grads[i].shape).astype(grads[i].dtype) for i, q in mean.items()}
     return sent, {i: m - dot(basis[i], mine[i].T) for i, m in meant.items()}
 
@@ -140,7 +143,10 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def transposed_dot(m: jax.Array, basis: jax.Array) -> jax.Array:
-    """f32[n, m]^T times f32[n, r], a block of rows at a time: whole, XLA:CPU would first copy M into another order."""
+    """f32[n, m]^T times f32[n, r], a block of rows at a time.
+
+    For the whole, XLA:CPU would first copy M into another order.
+    """
     size = min(ROWS, len(m))
     blocks = len(m) // size
 
@@ -159,9 +165,9 @@ class TopKState(NamedTuple):
 
 
 def topk(percent: float) -> Compressor:
-    """Send only the largest entries of each leaf, k = ceil(p n / 100) of n by magnitude, with their indices.
+    """Send the entries of largest magnitude of each leaf, with their indices.
 
-    m_i = g_i + e_i ;  s_i = the k largest of m_i ;  sent: (1/w) sum_i s_i ;  e_i <- m_i - s_i
+    k = ceil(p n / 100) ;  m_i = g_i + e_i ;  s_i = the k largest of m_i ;  sent: (1/w) sum_i s_i ;  e_i <- m_i - s_i
 
     The values go over the wire, and what it rounds off stays in e_i as well. Leaves for which k values and k indices
     would be no saving travel whole. Sums are in rank order.
@@ -182,7 +188,7 @@ def topk(percent: float) -> Compressor:
         )
 
     def chosen(grads: Thin, error: Thin) -> tuple[Thin, jax.Array, jax.Array]:
-        """The intended mean g + e, f32[n] each; the places of the largest entries of all, and their values."""
+        """Sums g + e, f32[n] each; places and values of the largest."""
         meant = {i: leaf.astype(jnp.float32).reshape(-1) + error[i] for i, leaf in grads.items()}
         places = {i: largest(m, count(m)) for i, m in meant.items()}
         return (
@@ -192,7 +198,10 @@ def topk(percent: float) -> Compressor:
         )
 
     def added(grads: Thin, meant: Thin, own: tuple, every: tuple) -> tuple[Thin, Thin]:
-        """Mean of what all workers sent, as gradients, and the rest of this one; own: places, values; every: rows."""
+        """The mean of what was sent, and what this worker still owes.
+
+        `own` has this worker's places and values, `every` those of all workers, as rows.
+        """
         totals, owed, end = {}, {}, 0
         for i, m in meant.items():
             part = slice(end, end := end + count(m))
@@ -220,7 +229,7 @@ def topk(percent: float) -> Compressor:
 
 
 def largest(m: jax.Array, k: int) -> jax.Array:
-    """i32[k]: places in f32[n] of the largest magnitudes, from the largest down and of equals the first, as by top_k.
+    """i32[k]: the places in f32[n] of the largest magnitudes, as by top_k.
 
     A piece after another beside the best so far: of the whole, magnitudes and XLA:CPU's indices would take another 2 n.
     """
@@ -239,9 +248,10 @@ def largest(m: jax.Array, k: int) -> jax.Array:
 
 
 def mean_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
-    """f32[n]: the mean over workers of i32[w, k] places and f32[w, k] values, added worker after worker.
+    """f32[n]: the mean of i32[w, k] places and f32[w, k] values.
 
-    Divided if something was added, in place: a division of all of it would take another f32[n].
+    Workers are added one after another. Entries to which something was added are divided in place: a division of all
+    would take another f32[n].
     """
 
     def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -252,7 +262,7 @@ def mean_sparse(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
 
 
 def paid(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    """Apply on one worker alone its gradients and all it still owes, as after a resume; nothing is compressed.
+    """Apply a single worker's gradients and all it owes after a resume.
 
     m = g + e, in the dtype of g ;  e <- what that rounds off: zero for f32
     """
@@ -295,7 +305,7 @@ def is_compressor(spelling: str) -> bool:
 
 
 def parse(spelling: str) -> tuple[Compressor, Strategy]:
-    """`compressor/strategy` as both, such as `lowrank4/ring16`; asa32 if only the compressor is given.
+    """`compressor/strategy` as both, such as `lowrank4/ring16`; the default strategy is asa32.
 
     Raises:
         UsageError: an unknown compressor or strategy, a number that the compressor cannot take, or strategy none or

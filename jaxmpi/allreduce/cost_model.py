@@ -1,4 +1,4 @@
-"""Cost model of an exchange: predicted seconds of every strategy, by its formula and measured factors."""
+"""Cost model: predicted seconds of strategies, by formula and measured factors."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jaxmpi.core.errors import UsageError, check
 
 
 def candidates(net: Net, wires: Sequence[str]) -> list[str]:
-    """Strategies in full, such as ring:16, that `auto` may use there with one of these wires."""
+    """Full names, such as ring:16, of strategies that `auto` may use."""
     names = spelled(lambda row: bool(row.seconds) and row.is_candidate(net))
     return [f"{name}:{wire}" for name in names for wire in wires if wire in find(name).wires]
 
@@ -31,7 +31,7 @@ def cost_of(algorithm: str) -> Cost:
 
 
 class Fit(NamedTuple):
-    """How a strategy as measured compares to its formula: factors on its two parts."""
+    """Measured factors on the two parts of a strategy's formula."""
 
     latency: float = 1.0  # what does not grow with the bytes
     volume: float = 1.0  # what does
@@ -41,9 +41,9 @@ Fits = Mapping[str, Fit]
 
 
 def predict(net: Net, n: float, strategy: str, fits: Fits | None = None) -> float:
-    """Seconds to sum n floats by a strategy in full, such as ring:16, within a program; 0 with one worker.
+    """Seconds to sum n floats within a program; 0 with one worker.
 
-    With `fits` a strategy's own measured factors count.
+    `strategy` is a full name such as ring:16, whose own measured factors count if `fits` has them.
     """
     latency, volume = parts(net, n, strategy)
     fit = (fits or {}).get(strategy, Fit())
@@ -67,9 +67,10 @@ def parts(net: Net, n: float, strategy: str) -> tuple[float, float]:
 
 
 def fit(net: Net, strategy: str, measured: Mapping[int, float]) -> Fit:
-    """The factors with which the formula gives the measured seconds, by floats, of programs of one sum each.
+    """The factors with which the formula gives the measured seconds.
 
-    Least squares of relative errors; if a factor would be negative, one for both, that of the longest vector.
+    `measured` has the seconds of programs of one sum each, by floats. Least squares of relative errors; if a factor
+    would be negative, one for both, that of the longest vector.
     """
     check(bool(measured), f"{strategy}: nothing measured")
     seconds = [[max(s - net.call_s, s / 10)] for s in measured.values()]

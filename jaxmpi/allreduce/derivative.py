@@ -1,4 +1,4 @@
-"""The derivative of an exchange: an exchange of tangents, whose transpose is an exchange of cotangents.
+"""The derivative of an exchange: exchanges of tangents and of cotangents.
 
 A mean over w workers is its own transpose, since every worker's loss depends on all workers' leaves:
 y_j = (1/w) sum_i x_i for all j, so d(sum_j loss_j)/d x_i = (1/w) sum_j d loss_j / d y_j. A sum is likewise its own.
@@ -80,7 +80,7 @@ batching.primitive_batchers[_exchange_p] = _refuse_to_map
 
 
 def differentiable(exchange: LinearExchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
-    """`run(leaves)`, with the derivative of an exchange; `run` itself sees nothing to differentiate.
+    """`run(leaves)` with the derivative of an exchange, not of `run`.
 
     Integers have none.
     """

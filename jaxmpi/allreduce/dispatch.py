@@ -1,4 +1,4 @@
-"""A strategy over the vectors of an exchange: all at once, by the communication thread, or one after another."""
+"""A strategy's sums of vectors, all at once or one after another."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,9 @@ MPI_COUNTS = 2**31  # what MPI's counts stay below
 
 
 def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1) -> list[jax.Array]:
-    """Sums over workers, by a strategy in full such as asa:32, of f32 arrays of any shape; over `divisor`.
+    """Sums over workers of f32 arrays of any shape, divided by `divisor`.
+
+    `name` is a strategy in full, such as asa:32.
 
     Raises:
         UsageError: an array has more floats than one MPI message may.
@@ -36,16 +38,16 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
 
 
 def is_carried(name: str, comm: Comm) -> bool:
-    """Return True if the communication thread makes the sums: between hosts it has many messages under way at once.
+    """Return True if the communication thread makes the sums, as between hosts.
 
-    From GPUs it may take longer: nobody has measured that.
+    The thread has many messages under way at once. From GPUs such sums may take longer: nobody has measured that.
     """
     is_far = isinstance(comm, MpiComm) and comm is world() and len(set(comm.hosts)) > 1
     return is_far and not (comm_thread_calls.unavailable_reason(name, comm) or host_callbacks.why_copies())
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:
-    """The strategy over f32[n], padded to a multiple of the number of workers; nothing travels from one to itself."""
+    """Sum f32[n] by the strategy, padded to a multiple of the workers."""
     if comm.size == 1:
         return flat
     missing = -flat.size % comm.size

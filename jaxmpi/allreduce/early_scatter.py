@@ -1,13 +1,13 @@
-"""Gradients that go into a sum when a program has computed them, so that they never exist together (ZeRO stage 2).
+"""Gradients summed as soon as they are computed (ZeRO stage 2).
 
-A traced function is cut behind each bucket of its gradients, and the parts are run one after another, with a call
-between them that adds the bucket up and gives this worker's slice. XLA orders a program by its data alone, and left to
-itself it computes all gradients first: calls in order, buckets in the order of coming and the list scheduler changed
-that little. So the values on which the rest of the backward pass works go through the call, in their own buffers.
-Other results of a gradient, such as its square, go through as well, and so are computed before. Large constants,
-such as the zeros to which a scan adds its gradients, are made in the part that uses them first, of numbers that have
-gone through: XLA would make them at the start. Calls of jitted functions that hide such constants, or several
-gradients, are put in place.
+So gradients never exist together. A traced function is cut behind each bucket of its gradients, and the parts are run
+one after another, with a call between them that adds the bucket up and gives this worker's slice. XLA orders a program
+by its data alone, and left to itself it computes all gradients first: calls in order, buckets in the order of coming
+and the list scheduler changed that little. So the values on which the rest of the backward pass works go through the
+call, in their own buffers. Other results of a gradient, such as its square, go through as well, and so are computed
+before. Large constants, such as the zeros to which a scan adds its gradients, are made in the part that uses them
+first, of numbers that have gone through: XLA would make them at the start. Calls of jitted functions that hide such
+constants, or several gradients, are put in place.
 
 A program that is cut is fused less, so multiplications and additions may round otherwise than in one that is not.
 
@@ -37,7 +37,7 @@ Scatter = Callable[[list[jax.Array], list[jax.Array]], tuple[list[jax.Array], li
 
 
 def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter: Scatter) -> Callable[..., tuple]:
-    """The same function with slices of its first result, a tree, in place of that; for use inside jit.
+    """The same function with its first result sliced, for use inside jit.
 
     Args:
         bucket_bytes: of small leaves that are summed together. Empty leaves stay as they are.
@@ -78,7 +78,7 @@ def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter
 
 
 def opened(traced: ClosedJaxpr, count: int) -> ClosedJaxpr:
-    """The program with calls of jitted functions in place, if they hide several gradients or large constants."""
+    """Inline calls of jitted functions that hide several gradients or large constants."""
     gradients = set(variables(traced.jaxpr.outvars[:count]))
 
     def is_open(equation: JaxprEqn) -> bool:
@@ -107,7 +107,7 @@ def opened(traced: ClosedJaxpr, count: int) -> ClosedJaxpr:
 
 
 def has_fill(program: Jaxpr) -> bool:
-    """Return True if it fills a large array with one number, in itself or in a jitted function that it calls."""
+    """Return True if a program fills a large array, jitted calls included."""
     return any(
         bool(fill_of(equation)) or (equation.primitive.name == "jit" and has_fill(equation.params["jaxpr"].jaxpr))
         for equation in program.eqns
@@ -115,7 +115,7 @@ def has_fill(program: Jaxpr) -> bool:
 
 
 def buckets(program: Jaxpr, count: int, bucket_bytes: int | None) -> list[list[int]]:
-    """Which of the first `count` results are summed together, in the order in which buckets are full."""
+    """Buckets of the first `count` results, ordered by when they are full."""
     made, leaves = places(program), [variable(atom).aval for atom in program.outvars[:count]]
     ready = sorted(range(count), key=lambda i: (made[i], -i))
     return sorted(
@@ -139,7 +139,7 @@ class JaxprPart(NamedTuple):
 
 
 def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[JaxprPart]:
-    """A program whose first `count` results are gradients, cut behind each bucket, and what is left."""
+    """Cut a program, whose first `count` results are gradients, behind each bucket."""
     equations, last = program.eqns, len(buckets)
     gradients = set(variables(program.outvars[:count]))
     made = {var: i for i, equation in enumerate(equations) for var in equation.outvars}
@@ -188,7 +188,7 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
 
 
 def looks_at(equations: Sequence[JaxprEqn], gradients: set[Any]) -> tuple[set[Any], set[int]]:
-    """Variables that depend on gradients, and on which no gradient depends; the equations that make them."""
+    """Variables that depend on gradients but give none, and their equations."""
     needed = set(gradients)  # gradients, and what some gradient depends on
     for equation in reversed(equations):
         if not needed.isdisjoint(equation.outvars):
@@ -208,12 +208,12 @@ def variables(atoms: Sequence[Any]) -> list[Any]:
 
 
 def variable(atom: Any) -> Any:
-    """A variable or a literal; JAX's types say less of both than they have."""
+    """A variable or a literal, of which JAX's types say too little."""
     return atom
 
 
 def fill_of(equation: JaxprEqn) -> Fill | None:
-    """The large array that an equation fills with one number; None if it does not."""
+    """The large array that an equation fills with one number, if any."""
     if equation.primitive.name != "broadcast_in_dim" or variables(equation.invars):
         return None
     number, made = variable(equation.invars[0]).val, variable(equation.outvars[0])

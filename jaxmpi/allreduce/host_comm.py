@@ -1,4 +1,4 @@
-"""Messages between ranks without waiting, for sums in NumPy that run on a thread beside XLA."""
+"""Non-blocking messages between ranks, for NumPy sums on a thread beside XLA."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ MESSAGE_BYTES = 63 << 10  # Open MPI sends up to 64 KiB, header included, withou
 
 
 class HostComm:
-    """Messages between the workers of a job, sent and received without waiting, on a communicator of its own."""
+    """Non-blocking messages between workers, on a communicator of their own."""
 
     def __init__(
         self, mpi: Any, order: Sequence[int], hosts: Sequence[int], numbers: Sequence[int] | None = None
     ) -> None:
-        """Take a communicator of mpi4py that is used here only, and which ranks take part, in which order.
+        """Take a communicator of mpi4py that is used here only, and ranks.
 
         Args:
             order: ranks, those of one host side by side.
@@ -38,7 +38,7 @@ class HostComm:
 
     @functools.cached_property
     def between(self) -> "HostComm":
-        """The ranks of equal place on all hosts, each of which has as many."""
+        """The ranks of equal place on hosts with equally many ranks."""
         return self._part(self.order[self.inside.place :: self.inside.size])
 
     def _part(self, order: Sequence[int]) -> "HostComm":
@@ -57,7 +57,7 @@ class HostComm:
         return [*self.receive(received, source, tag), *self.send(sent, to, tag)]
 
     def swap_each(self, sent: Rows, received: Rows, to: int, tag: int) -> Requests:
-        """Send arrays to a rank, and receive as many of any dtype from it, in the same order."""
+        """Send arrays to a rank, and receive as many of any dtype."""
         pairs = zip(sent, received, strict=True)
         return [request for a, b in pairs for request in self.swap(a.view(np.uint8), to, b.view(np.uint8), to, tag)]
 
@@ -83,7 +83,7 @@ def columns(wire: HostWire) -> int:
 
 
 def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-    """All workers' results round the ring: row 0 from `sent`, row i from i places back, forwarded as it came."""
+    """Forward encoded results round the ring, row i from i places back."""
     rows[0][:] = wire.decode(sent)
     for row in rows[1:]:
         received = row.view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(row.size), np.uint8)

@@ -14,7 +14,10 @@ MOST = 1 << 14  # workers
 
 
 def halves(x: jax.Array) -> jax.Array:
-    """Integers [...] of 32 or 64 bits as their high and low halves [..., 2]; shorter ones as they are, in 32 bits."""
+    """Integers [...] as their high and low halves, [..., 2].
+
+    Those of fewer than 32 bits stay whole, as i32[...].
+    """
     bits = jnp.iinfo(x.dtype).bits
     if bits < 32:
         return x.astype(jnp.int32)
@@ -24,9 +27,9 @@ def halves(x: jax.Array) -> jax.Array:
 
 
 def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The mean of integers of a dtype from the sum over workers of their `halves`: a float, within 2 ulp.
+    """The mean of integers, a float, from the sum of their `halves`.
 
-    The mean's whole part is exact: it and the rest come from divisions of integers.
+    The mean is within 2 ulp. The mean's whole part is exact: it and the rest come from divisions of integers.
     """
     real = jnp.result_type(float)
     if jnp.iinfo(dtype).bits < 32:

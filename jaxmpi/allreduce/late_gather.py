@@ -1,4 +1,4 @@
-"""New params gathered behind the next step's forward pass: the second half of a sharded exchange, hidden as the first.
+"""New params of sharded updates, gathered behind the next forward pass.
 
     step t:  slices <- slices + tx(reduce-scatter of gradients) ;  each bucket of slices is sent
     step t + 1:  each bucket of params is collected just before the forward pass first uses one of them
@@ -49,7 +49,7 @@ class SlicedEntries(Entries):
 
 
 class SlicedShards(Shards):
-    """`Shards` for a rule whose params are this worker's slices: nothing is gathered in its update."""
+    """`Shards` for a rule on this worker's slices: updates gather nothing."""
 
     @property
     def cut(self) -> Entries:
@@ -62,10 +62,13 @@ class SlicedShards(Shards):
 
 
 class LateGather:
-    """A gather of params that goes on in the next step. One for a run; all ranks make it together."""
+    """A gather of params that goes on in the next step.
+
+    A run has one, which all ranks make together.
+    """
 
     def __init__(self, shards: Shards, like: PyTree) -> None:
-        """Take the halves of the exchange, which run beside the step, and the shapes of params."""
+        """Take halves that run beside the step, and the shapes of params."""
         self.shards, self.like = shards, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         self.sliced = SlicedShards(*shards)  # for the rule of the step
         self.number = next(LATE)
@@ -88,7 +91,7 @@ class LateGather:
         return jax.tree.unflatten(jax.tree.structure(self.like), Arrivals(self, params).all())
 
     def gradients(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """`function(params, *others)` of params under way, each bucket waited for when it is first used.
+        """`function(params, *others)` of params under way, waited for at first use.
 
         Communicates: as `settled`.
         """
@@ -105,7 +108,7 @@ class LateGather:
         return of_under_way
 
     def update(self, function: Callable[..., tuple]) -> Callable[..., tuple]:
-        """`function(grads, state, slices) -> (slices, ...)`, an update with `sliced`, of params under way.
+        """`function(grads, state, slices) -> (slices, ...)`, by `sliced`, of params under way.
 
         Communicates: as the function; and sends the new slices, for the next step.
         """
@@ -140,7 +143,7 @@ class LateGather:
 
 
 class Arrivals:
-    """Params that travel, in a program: each bucket is waited for once, when a leaf of it is first asked for."""
+    """Params that travel; each bucket is waited for at its first use."""
 
     def __init__(self, gather: LateGather, params: UnderWay) -> None:
         """Nothing is waited for yet."""
@@ -191,7 +194,11 @@ class Later:
     """Values that are computed once, when one of them is first needed."""
 
     def __init__(self, make: Callable[[Sequence[jax.Array]], list[Any]]) -> None:
-        """Args: make: gives the values; gets arrays that are to be there before what it waits for."""
+        """Take the function that gives the values.
+
+        Args:
+            make: gets arrays that are to be there before what it waits for.
+        """
         self._make, self._values = make, None
 
     def values(self, before: Sequence[jax.Array]) -> list[Any]:
@@ -214,7 +221,7 @@ def now(x: Any, before: Sequence[jax.Array]) -> Any:
 
 
 def evaluated(jaxpr: jax.extend.core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Results of a program, some of whose arguments are values that come later.
+    """Results of a program, some of whose arguments come later.
 
     Each is asked for by the first equation that also has an operand which is there; jitted functions are looked into.
     """

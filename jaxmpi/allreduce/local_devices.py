@@ -1,7 +1,8 @@
-"""An exchange between processes that each drive several devices. Kumar et al. 2018 (IBM), algorithm 1.
+"""An exchange between processes that each drive several devices.
 
-Devices of a process add theirs first, then one message a process goes by the strategy, then all devices get the sum. A
-program over several devices would call MPI once a device, so the exchange stands between programs:
+Devices of a process add theirs first, then one message a process goes by the strategy, then all devices get the sum
+(Kumar et al. 2018, IBM, algorithm 1). A program over several devices would call MPI once a device, so the exchange
+stands between programs:
 
 1. on every device: leaves -> buckets;
 2. on the first device: the devices' buckets are added in order;
@@ -34,10 +35,11 @@ TRAVELS_ALONE = 4  # bytes: buckets are not fused again
 
 
 def over_local_devices(choice: Choice, mesh: Mesh) -> Callable[[PyTree], PyTree]:
-    """The mean or sum of a tree over all devices of all processes, the same bits on each; called outside jit.
+    """A function that exchanges a tree over all devices of all processes.
 
-    Leaves are [devices, ...] over the mesh, whose devices are this process's, equally many in all; float32, bfloat16
-    or float16. With strategy none every device keeps its own, as in `jaxmpi.exchange`.
+    It gives the mean or sum, the same bits on every device, and is called outside jit. Leaves are [devices, ...] over
+    the mesh, whose devices are this process's, equally many in all; float32, bfloat16 or float16. With strategy none
+    every device keeps its own, as in `jaxmpi.exchange`.
 
     Args:
         choice: strategy, operation and buckets; its `comm` is between processes.
@@ -71,7 +73,7 @@ def own(tree: PyTree) -> PyTree:
 def summed_by(
     choice: Choice, mesh: Mesh, like: Sequence[jax.ShapeDtypeStruct]
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """The exchange of leaves of these shapes, each with a leading axis of devices."""
+    """The exchange of leaves with these shapes behind an axis of devices."""
     if choice.strategy == "none:32":
         workers = choice.comm.size * mesh.size
         return jax.jit(lambda leaves: [leaf * workers for leaf in leaves])
@@ -120,7 +122,7 @@ def in_order(x: jax.Array) -> list[Any]:
 
 
 class DeviceRows(NamedTuple):
-    """Where entries of f32[n] of K devices lie while it travels over P processes."""
+    """The layout in which K devices' f32[n] travels over P processes."""
 
     devices: int
     length: int  # of a device's part: what `hier-<strategy>` would send for it

@@ -1,6 +1,7 @@
-"""The exchange behind the backward pass: in a jitted program, each bucket under way as soon as its gradients exist.
+"""The exchange behind the backward pass, for use inside jit.
 
-What programs call, and the thread behind it: `comm_thread`. Bits are those of `exchange` with the same order.
+Each bucket is under way as soon as its gradients exist, on the thread of `comm_thread`. Bits are those of `exchange`
+with the same order.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ UNFIT = "exchange.overlap: got {asked}, but {reason}; use off or auto"
 
 
 def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
-    """Return True if gradients are added up in shared memory beside the backward pass, and a line that says why.
+    """Choose whether shared-memory sums run beside the backward pass, with the reason.
 
     Args:
         asked: a word of `OVERLAPS`; auto is on, since gradients then do not exist together.
@@ -59,7 +60,7 @@ def chosen_in_memory(asked: str, unfit: str) -> tuple[bool, str]:
 
 
 def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool, str]:
-    """Return True if the exchange runs beside the backward pass, and a line that says so and why.
+    """Choose whether the exchange runs beside the backward pass, with the reason.
 
     Args:
         asked: a word of `OVERLAPS`. auto is on if ranks are on several hosts: inside one, an exchange is work for
@@ -96,7 +97,7 @@ def exchange(
     order: Order | None = None,
     portable: bool = False,
 ) -> PyTree:
-    """`jaxmpi.exchange` inside jit, under way while the rest of the tree is computed; the same bits.
+    """`jaxmpi.exchange` inside jit, while the tree is computed; the same bits.
 
     mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
 
@@ -181,10 +182,11 @@ def delayed_gradients(
     order: Order | None = None,
     portable: bool = False,
 ) -> optax.GradientTransformation:
-    """The exchange of one step behind the whole of the next. This is another algorithm than synchronous SGD.
+    """The exchange of one step behind the whole of the next.
 
     u_t = (1/w) sum_i g_i(x_(t-1)), u_1 = 0: gradients are applied one step late, at other params than those they were
-    taken at. Inside jit. What the last step of a run has sent is never applied.
+    taken at. This is another algorithm than synchronous SGD. It is for use inside jit. Gradients that the last step of
+    a run has sent are never applied.
 
     Args: as of `exchange`.
     State: `Late`, each worker's own; a state is for one step. A checkpoint of it is exact: what travelled when it was
@@ -211,7 +213,7 @@ def delayed_gradients(
 def relayed(
     vectors: Sequence[jax.Array], last: Sequence[jax.Array], number: jax.Array, late: int, calls: Calls
 ) -> list[jax.Array]:
-    """f32[n] each, and those of the last step, u32[] -> the last step's sums over workers."""
+    """Send f32[n] each, and collect the last step's sums over workers."""
     [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(2 * calls.segments))
     sent = [
         host_callbacks.call(SEND, [vector, ticket, number + 1], [TICKET], effect=None, late=late, **bucket)[0]

@@ -1,4 +1,4 @@
-"""Costs of messages, additions and encodings: the parts of the algorithms' cost formulas.
+"""Costs of messages, additions and encodings, for the algorithms' cost formulas.
 
 The alpha-beta-gamma model (Thakur et al. 2005, section 3.2): a message of m bytes takes alpha + beta m, adding m bytes
 takes gamma m. Here a message has another price inside a host than between hosts, if the ranks of a host share its
@@ -53,9 +53,9 @@ class Net(NamedTuple):
 
 
 def turn(net: Net, floats: float, wire: str, crossing: int) -> float:
-    """A round in which every rank sends and receives so many floats, `crossing` of a host's ranks from host to host.
+    """Seconds of a round in which ranks send and receive `floats` each.
 
-    An encoding of several arrays travels as so many messages.
+    `crossing` of a host's ranks send from host to host. An encoding of several arrays travels as so many messages.
     """
     count, each = wire_format(wire)
     inside = (count * net.inside.alpha_s + floats * each * net.inside.beta_s_per_byte) * net.crowd
@@ -81,7 +81,10 @@ def ring_crossing(net: Net) -> int:
 
 
 def crossings(net: Net, distance: int) -> int:
-    """The most ranks of a host whose partner, `distance` places away by recursive halving, is on another host."""
+    """The most ranks of a host whose partner is on another.
+
+    Partners are `distance` places apart, as in recursive halving.
+    """
     return _crossings(net.hosts, net.slots, distance)
 
 

@@ -1,11 +1,12 @@
-"""The optimizer between the halves of the exchange: each worker updates a w-th, with a w-th of the optimizer's state.
+"""The optimizer between the exchange's halves: each worker updates a w-th.
 
     mean gradient, a slice each <- reduce-scatter ;  step of that slice ;  whole tree <- allgather, at 32 bits
 
-As many bytes travel as in an allreduce. A bucket is w rows, row c with slice c of every leaf (`core.slices`). So an
-entry is summed by the worker, and in the order, as if its leaf travelled alone: over wire 32 these are the bits of
-`exchange` with `bucket_bytes=4`. With asa and hier-asa, which add in rank order everywhere, they are those of any
-buckets. A coarser wire carries gradients only, and rounds once less than in `exchange`.
+As many bytes travel as in an allreduce, and a worker holds a w-th of the optimizer's state. A bucket is w rows, row c
+with slice c of every leaf (`core.slices`). So an entry is summed by the worker, and in the order, as if its leaf
+travelled alone: over wire 32 these are the bits of `exchange` with `bucket_bytes=4`. With asa and hier-asa, which add
+in rank order everywhere, they are those of any buckets. A coarser wire carries gradients only, and rounds once less
+than in `exchange`.
 
 Optimizers that mix the entries of a leaf step whole leaves, dealt to workers (`core.deals`). A bucket then is some
 columns of the matrix of all rows, so that only rows' ends are padded. asa and hier-asa keep the bits here, too.
@@ -77,7 +78,7 @@ from jaxmpi.runtime.in_flight import without_messages
 
 
 class Shards(NamedTuple):
-    """Mean gradients cut over workers, and what is made of them put together again.
+    """The two halves of an exchange, between which workers have slices.
 
     Both halves work inside and outside jit. All workers call them together, with trees of the same structure.
     """
@@ -92,7 +93,7 @@ class Shards(NamedTuple):
 
     @property
     def is_beside(self) -> bool:
-        """Return True if buckets travel while the program that gives gradients goes on."""
+        """Return True if buckets travel beside the program that gives gradients."""
         return self.choice.order is not None
 
     @property
@@ -131,7 +132,7 @@ class Shards(NamedTuple):
 
     @property
     def keeps_masters(self) -> bool:
-        """Return True if changes of params travel, rounded, so that workers keep their slices in 32 bits."""
+        """Return True if workers keep 32-bit slices, and rounded changes travel."""
         return self.gather_wire != "32" and self.comm.size > 1
 
     def own(self, tree: PyTree) -> PyTree:
@@ -139,7 +140,9 @@ class Shards(NamedTuple):
         return self.cut.own(tree, self.chunk())
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
-        """This worker's slices of the mean (or sum) over workers, and |mean|^2, f32[], if it is asked for; else 0.
+        """This worker's slices of the mean or sum, and f32[] |mean|^2.
+
+        The square is 0 if neither `clip_norm` nor `gives_square` is set.
 
         Communicates: the strategy's first half once a bucket, with shm once in all; with `clip_norm` or `gives_square`
         w floats as well. Only these if `early`: the slices are there, not yet clipped.
@@ -150,9 +153,9 @@ class Shards(NamedTuple):
         return of_leaves(slices, grads), square
 
     def scattering(self, gradients: Callable[..., tuple], sum_name: str) -> Callable[..., tuple]:
-        """A function whose first result is gradients, with this worker's slices of their mean instead; for jit.
+        """Replace a function's first result, gradients, by slices of their mean.
 
-        Each bucket goes into the sum as soon as the program has computed it, and is free behind it.
+        For use inside jit. Each bucket goes into the sum as soon as the program has computed it, and is free behind it.
 
         Args:
             gradients: a function of any arguments.
@@ -182,18 +185,21 @@ class Shards(NamedTuple):
         return slices
 
     def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
-        """The whole tree of all workers' slices, in the shapes of `like`, with the same bits on all workers.
+        """All workers' slices as a tree like `like`, bitwise equal on all.
 
         Communicates: the strategy's second half once a bucket, with shm once in all.
         """
         return of_leaves(self._run(GATHER + wire, slices, like), like)
 
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
-        """The new params, of all workers' new slices: written where all read them, or gathered."""
+        """The new params from all workers' slices, in shared memory or gathered."""
         return self.shared_params.renewed(slices) if self.shared_params else self.gather(slices, params)
 
     def _run(self, half: str, given: PyTree, like: PyTree) -> Any:
-        """A half. Programs see lists of leaves: a user's tree need not travel with one to the other ranks of a host."""
+        """Run a half as programs of lists of leaves.
+
+        So a user's tree need not travel with a program to the other ranks of a host.
+        """
         leaves, structure = jax.tree.flatten(given)
         listed = given if isinstance(given, DealtLeaves) else leaves
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(like)]
@@ -218,7 +224,7 @@ class Shards(NamedTuple):
         return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}")
 
     def _half(self, half: str, like: list[jax.ShapeDtypeStruct], jit: Jit, exchanging: Jit) -> Callable[[Any], Any]:
-        """A half of lists of leaves, or `DealtLeaves`, of trees whose leaves have these shapes.
+        """A half for lists of leaves, or `DealtLeaves`, of these shapes.
 
         Args:
             jit: for the pieces that do not communicate.
@@ -245,7 +251,7 @@ class Shards(NamedTuple):
         return lambda slices: split(gather(pack(slices)))
 
     def _clipping(self, jit: Jit, exchanging: Jit) -> Callable[[Any], tuple[Any, jax.Array]]:
-        """Slices, clipped by the norm of all workers' slices, and that squared; 0 if nobody asks for it."""
+        """Clipping of slices by the norm over all workers, and its square."""
         if not (self.clip_norm or self.gives_square):
             return lambda slices: (slices, jnp.zeros(()))
 
@@ -266,7 +272,7 @@ class Shards(NamedTuple):
         return vectors_of(like, self.size, self.choice.bucket_bytes, self.deal, order)
 
     def _chunks_of_sums(self, flats: list[jax.Array]) -> list[jax.Array]:
-        """f32[n] -> f32[n / w] each: this worker's chunk of the mean, or sum, over workers."""
+        """f32[n] -> f32[n / w]: this worker's chunk of mean or sum."""
         comm, strategy = self.comm, self.choice.strategy
         divisor = comm.size if self.choice.op == "mean" else 1
         if self._is_carried(strategy):
@@ -286,7 +292,7 @@ class Shards(NamedTuple):
         return [row.reshape(comm.size, -1) for row in rows]
 
     def _is_carried(self, strategy: str) -> bool:
-        """Return True if the communication thread runs the halves, with many messages under way, as between hosts."""
+        """Return True if the communication thread runs the halves, as between hosts."""
         return self.is_beside or (bool(self.halves.on_host) and is_carried(strategy, self.comm))
 
     def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
@@ -326,7 +332,7 @@ def vectors_of(
 
 @functools.cache
 def agreed(shards: Shards, half: str, structure: Any, shapes: tuple) -> Fingerprint:
-    """The facts that ranks compare before a half of a tree of these shapes, outside jit."""
+    """Facts that ranks compare before a half outside jit."""
     return shards._named(half).fingerprint(jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes]))
 
 
@@ -414,7 +420,7 @@ NO_AVERAGES = (
 
 
 def check_floats(params: PyTree) -> None:
-    """Refuse params that are not float32: moments would be rounded by each worker's slice."""
+    """Refuse params that are not float32: slices' moments would be rounded."""
     for name, leaf in named_leaves(params):
         if getattr(leaf, "dtype", None) != jnp.float32:
             raise UsageError(
@@ -454,7 +460,7 @@ def sharded(
     gather_wire: str = "32",
     cost: Callable[[Sequence[int]], float] = math.prod,
 ) -> optax.GradientTransformation:
-    """An Optax optimizer whose state is cut over workers, with the exchange around it.
+    """An Optax optimizer and its exchange, with state cut over workers.
 
     u <- allgather(tx(slice of (1/w) sum_i g_i)), in place of `optax.chain(exchange_gradients(strategy), tx)`. Each of w
     workers holds a w-th of tx's state. Updates are whole and the same bits on all workers; those of the chain if the

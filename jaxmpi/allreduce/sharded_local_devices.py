@@ -1,4 +1,4 @@
-"""Sharded updates of processes that each drive several devices, with MPI between processes.
+"""Sharded updates of processes that each drive several devices.
 
 As in `local_devices` the halves stand between programs, for one over several devices would call MPI once a device. Of
 P processes with K devices each
@@ -33,9 +33,10 @@ from jaxmpi.core.slices import Entries
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsOfDevices:
-    """`Shards` over all devices of all processes, called outside jit; arrays have a leading axis of own devices.
+    """`Shards` over all devices of all processes, called outside jit.
 
-    Strategy, wires and clipping are those of `of`, whose workers are processes.
+    Arrays have a leading axis of own devices. Strategy, wires and clipping are those of `of`, whose workers are
+    processes.
     """
 
     of: Shards
@@ -64,7 +65,7 @@ class ShardsOfDevices:
 
     @property
     def keeps_masters(self) -> bool:
-        """Return True if changes of params travel, and devices keep their slices in 32 bits."""
+        """Return True if devices keep 32-bit slices, and rounded changes travel."""
         return self.of.keeps_masters
 
     @property
@@ -92,7 +93,9 @@ class ShardsOfDevices:
         return self._numbers
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
-        """Own devices' slices of the mean (or sum) over all devices, and |mean|^2, f32[K], if it is asked for; else 0.
+        """Own devices' slices of the mean or sum, and f32[K] |mean|^2.
+
+        Squares are 0 if neither `clip_norm` nor `gives_square` is set.
 
         Communicates: the strategy's first half between processes; with `clip_norm` or `gives_square` w floats as well.
         """
@@ -106,7 +109,7 @@ class ShardsOfDevices:
         return slices, square
 
     def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
-        """The whole tree of all devices' slices, in the shapes of `like`, with the same bits on all devices.
+        """All devices' slices as a tree like `like`, bitwise equal on all.
 
         Communicates: the strategy's second half between processes.
         """
@@ -127,7 +130,7 @@ class ShardsOfDevices:
         return Shards(self.of.choice._replace(op="sum", bucket_bytes=TRAVELS_ALONE))
 
     def _of_all(self, rows: Sequence[jax.Array], wire: str = "32") -> list[jax.Array]:
-        """Own devices' f32[m] each -> those of all devices, f32[w m], as they travel; on every device."""
+        """Own devices' f32[m] -> f32[w m] on every device, as they travel."""
         devices = [*self.mesh.devices.flat]
         mine, out = jax.device_put([*rows], devices[0]), []
         like = [jax.ShapeDtypeStruct((self.of.size * x.size,), x.dtype) for x in mine]
@@ -148,7 +151,7 @@ class ShardsOfDevices:
 
 
 class Programs(NamedTuple):
-    """The pieces without communication, for trees of one kind; all but `added` run on every device."""
+    """The pieces without communication; all but `added` run on every device."""
 
     vectors: Callable[[PyTree], list[jax.Array]]  # whole tree -> f32[w m] each
     added: Callable[[list[list[jax.Array]]], list[jax.Array]]  # on the first device: sums over devices, as they travel

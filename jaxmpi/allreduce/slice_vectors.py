@@ -1,10 +1,11 @@
-"""Sharded trees as the vectors that travel: f32[w m] each, of which worker c's chunk is f32[m] number c.
+"""Sharded trees as the vectors f32[w m] that travel.
 
-A program that communicates cannot be read from the cache of compiled programs, so every rank compiles it. With the 128
-leaves of GoogLeNet in it 8 ranks on 2 cores took 35 s for their first update. So outside jit a half of the exchange is
-pieces: one program joins leaves, one moves vectors, one splits what has come. Only the one in the middle communicates,
-and it sees some dozens of arrays. Ranks of a host compile the others once, and the cache keeps them: 17 s for the first
-update, 6 s if they are in the cache. A half with whole tensors stays one program: it holds less at once.
+A vector has w chunks f32[m], one for each worker. A program that communicates cannot be read from the cache of compiled
+programs, so every rank compiles it. With the 128 leaves of GoogLeNet in it 8 ranks on 2 cores took 35 s for their first
+update. So outside jit a half of the exchange is pieces: one program joins leaves, one moves vectors, one splits what
+has come. Only the one in the middle communicates, and it sees some dozens of arrays. Ranks of a host compile the others
+once, and the cache keeps them: 17 s for the first update, 6 s if they are in the cache. A half with whole tensors stays
+one program: it holds less at once.
 
 Tried and dropped: chunks of vectors as arguments of the optimizer's program, in place of slices. XLA rounds moments
 otherwise where it reads them out of a longer vector, so workers' bits were no more those of an unsharded update.
@@ -28,14 +29,15 @@ MOST_VECTORS = 1024  # of a row of whole tensors: each is a collective of the pr
 
 
 def as_part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In place of a jit, for what is part of a program already."""
+    """The function itself, in place of a jit, inside a program."""
     return function
 
 
 class SlicesInBuckets(NamedTuple):
-    """Vectors of slices: row c of [w, m] has slice c of some leaves. Nothing communicates.
+    """Vectors [w, m] of slices: row c has slice c of leaves.
 
-    A leaf that is alone in its bucket is in no piece but the one that communicates, and is filled up there if need be.
+    No function here communicates. A leaf that is alone in its bucket is in no piece but the one that communicates, and
+    is filled up there if need be.
     """
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]
@@ -43,7 +45,7 @@ class SlicesInBuckets(NamedTuple):
     buckets: list[list[int]]  # leaves of each vector; empty ones are in none
 
     def joining(self, jit: Jit) -> Callable[[PyTree], list[jax.Array]]:
-        """A function that joins the leaves of a whole tree, bucket by bucket, in a program that `jit` makes."""
+        """A function that joins a whole tree's leaves, bucket by bucket."""
         return self._joining(jit, lambda leaf: rows_of(leaf, self.workers))
 
     def flat(self, vector: jax.Array) -> jax.Array:
@@ -60,7 +62,7 @@ class SlicesInBuckets(NamedTuple):
         return self._splitting(jit, lambda part, i: part.reshape(self._slice(i)), self._slice)
 
     def packing(self, jit: Jit) -> Callable[[PyTree], list[jax.Array]]:
-        """A function that joins a worker's slices; flat they are its f32[m] each."""
+        """A function that joins a worker's slices: f32[m] each, once flat."""
         return self._joining(jit, lambda part: part.reshape(-1))
 
     def gathered(self, rows: Sequence[jax.Array]) -> list[jax.Array]:
@@ -69,7 +71,7 @@ class SlicesInBuckets(NamedTuple):
         return [whole_of(x, self.leaves[bucket[0]]) if len(bucket) == 1 else x for bucket, x in each]
 
     def splitting(self, jit: Jit) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        """A function that takes the leaves of the whole tree out of all workers' rows."""
+        """A function that takes the tree's leaves out of all workers' rows."""
         return self._splitting(jit, lambda part, i: whole_of(part, self.leaves[i]), lambda i: self.leaves[i].shape)
 
     def _slice(self, i: int) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ class SlicesInBuckets(NamedTuple):
 
 
 class RowsInColumns(NamedTuple):
-    """The same if workers have whole tensors: a vector is some columns of the matrix of all rows."""
+    """Vectors of whole tensors: each is some columns of all workers' rows."""
 
     deal: Deal
     spans: list[tuple[int, int]]
@@ -161,7 +163,7 @@ class RowsInColumns(NamedTuple):
         return rows
 
     def splitting(self, jit: Jit) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-        """A function that takes the leaves of the whole tree out of all workers' rows."""
+        """A function that takes the tree's leaves out of all workers' rows."""
 
         def split(rows: Sequence[jax.Array]) -> list[jax.Array]:
             return jax.tree.leaves(self.deal.whole_of(jnp.concatenate(rows, 1)))
@@ -170,11 +172,11 @@ class RowsInColumns(NamedTuple):
 
 
 def joined(parts: Sequence[jax.Array]) -> jax.Array:
-    """Arrays side by side along their last axis; one alone is not copied."""
+    """Concatenate arrays along their last axis; one alone is not copied."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
 
 
 def cut(x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    """Pieces of an array along its last axis; the only one is not copied."""
+    """Cut an array along its last axis; one piece is not copied."""
     ends = np.cumsum(widths)
     return [x] if len(widths) == 1 else [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]

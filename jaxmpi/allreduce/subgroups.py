@@ -1,4 +1,4 @@
-"""Communicators of a part of the workers: those of one host, or one of each host."""
+"""Communicators of one host's workers, or of one worker of each."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,10 +15,10 @@ from jaxmpi.core.pytrees import PyTree
 
 
 class SubComm:
-    """Every group of ranks at once as a Comm of its own: static pairs inside a group become pairs of the whole."""
+    """Every group of ranks as a Comm of its own, at once."""
 
     def __init__(self, comm: Comm, groups: Sequence[Sequence[int]], hosts: tuple[int, ...]) -> None:
-        """Take groups of equal size, each rank in one of them, and the host of each rank of a group."""
+        """Take groups of equal size, each rank in one, and ranks' hosts."""
         self.comm, self.groups, self.hosts = comm, groups, hosts
         self.size = len(groups[0])
         self.order = tuple(range(self.size))
@@ -58,7 +58,7 @@ class SubComm:
         return self.comm.loop(turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """The rows of all, added in rank order, on whatever hosts they are."""
+        """The rows of all, added in rank order, on any hosts."""
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
     def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
@@ -85,7 +85,9 @@ UNEVEN = (
 
 
 def split_by_host(comm: Comm) -> tuple[Comm, Comm]:
-    """The ranks of each host (of one host: `comm` itself), and those of equal place on all hosts, as Comms.
+    """Comms of each host's ranks, and of equal places on all hosts.
+
+    With one host the first is `comm` itself.
 
     Raises:
         UsageError: hosts have unequal numbers of ranks.

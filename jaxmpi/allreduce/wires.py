@@ -48,10 +48,10 @@ class Wire(NamedTuple):
 
 
 def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Half precision, each block of `BLOCK` entries times the power of two that takes its largest into [2^14, 2^15).
+    """Half precision, each block scaled by a power of two.
 
-    So a bucket at 1e-12 and one at 1e+6 both survive, and entries down to 2^-28 of their block's largest stay normal
-    numbers, with a relative error of at most 2^-11.
+    The power takes the largest of `BLOCK` entries into [2^14, 2^15). So a bucket at 1e-12 and one at 1e+6 both survive,
+    and entries down to 2^-28 of their block's largest stay normal numbers, with a relative error of at most 2^-11.
     If the largest entry is not finite nothing is scaled: infinities and NaN travel as they are.
     """
     blocks = in_blocks(x)
@@ -74,19 +74,19 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """f32 2^exponent, exact, for i32 exponents in [-126, 127]: the bits are written, not computed."""
+    """f32 2^exponent, exact by its bits, for i32 exponents in [-126, 127]."""
     bits = (exponent.astype(jnp.int32) + 127) << 23
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def decode_blocks(sent: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Halves or multiples times the scales of their blocks, f32[..., ceil(n / BLOCK)]."""
+    """Halves or multiples times their blocks' scales, f32[..., ceil(n / BLOCK)]."""
     numbers, scale = sent
     return of_blocks(in_blocks(numbers).astype(jnp.float32) * scale[..., None], numbers.shape[-1])
 
 
 def encode_i8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Eight bits: multiples of a scale, one for each `BLOCK` entries, of which the largest entry is the 127th.
+    """Eight bits: multiples of a scale for each `BLOCK` entries.
 
     q = round(x / s), s = max |x| / 127 rounded up to 16 significant bits; so |q s - x| <= max |x| / 253.
 
@@ -109,7 +109,7 @@ def round_up(x: jax.Array) -> jax.Array:
 
 
 def in_blocks(x: jax.Array) -> jax.Array:
-    """[..., n] as [..., ceil(n / BLOCK), BLOCK], the last block filled with zeros."""
+    """[..., n] as [..., ceil(n / BLOCK), BLOCK], filled up with zeros."""
     missing = -x.shape[-1] % BLOCK
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
     return padded.reshape(*x.shape[:-1], -1, BLOCK)
@@ -134,7 +134,7 @@ def decode_bf16_on_host(sent: np.ndarray) -> np.ndarray:
 
 
 def encode_f16_on_host(x: np.ndarray) -> np.ndarray:
-    """Inverses of the powers of two, f32[ceil(n / BLOCK)], then halves, f16[n]; see `encode_f16`."""
+    """Inverse powers of two, f32[ceil(n / BLOCK)], then halves, f16[n]; see `encode_f16`."""
     sent = np.empty(size_f16(x.size), np.uint8)
     inverses, halves = parts(sent, np.float16)
     blocks = in_blocks_on_host(x)
@@ -203,7 +203,7 @@ def in_blocks_on_host(x: np.ndarray) -> np.ndarray:
 
 
 def host_wire(name: str) -> HostWire:
-    """The NumPy side of a wire; of one that has none, its program's, called from NumPy.
+    """The NumPy side of a wire, or its program called from NumPy.
 
     Raises:
         UsageError: the wire is unknown.
@@ -213,7 +213,7 @@ def host_wire(name: str) -> HostWire:
 
 
 def is_coarse(name: str) -> bool:
-    """Return True if a wire keeps 8 bits of a number or less: tried out, on one block.
+    """Return True if a wire, tried out, keeps 8 bits or less.
 
     Raises:
         UsageError: the wire is unknown.
@@ -225,7 +225,10 @@ def is_coarse(name: str) -> bool:
 
 @functools.cache
 def through_program(wire: Wire) -> HostWire:
-    """The arrays that a wire's program gives, one after another as bytes. Not on a thread that a program waits for."""
+    """A wire's program as a HostWire: arrays one after another as bytes.
+
+    A thread that a program waits for must not call this wire.
+    """
     encode, decode = jax.jit(wire.encode), jax.jit(wire.decode)
 
     @functools.cache

@@ -1,6 +1,7 @@
-"""Memory of an exchange beside the gradients: arrays as big as these, results included, as measured.
+"""Measured memory of an exchange, in arrays as big as the gradients.
 
-`python scripts/exchange_memory.py` measures them; docs/performance.md has its figures.
+Results are included, the gradients are not. `python scripts/exchange_memory.py` measures the memory;
+docs/performance.md has the figures.
 """
 
 from jaxmpi.allreduce.algorithms import parse
@@ -24,9 +25,10 @@ def at_work(
     takes_whole: bool = False,
     adds_devices: bool = False,
 ) -> float:
-    """Working arrays of a strategy, by its spelling; with sharded updates new params are among them, unless shared.
+    """Number of working arrays of a strategy, by its spelling.
 
     Args:
+        is_sharded: updates are sharded; new params are then among the arrays, unless shared.
         takes_whole: sharded updates are of whole tensors, of which each worker has some. Arrays are then as big as the
             padded rows of all workers.
         adds_devices: each process adds up several devices first; the figure is of one device.

@@ -65,7 +65,7 @@ def start(argv: Sequence[str]) -> None:
 
 
 def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command: Sequence[str]) -> None:
-    """Run a job for every number of ranks, up to those wanted, that memory allows; show the results.
+    """Run cases with up to `wanted` ranks, as memory allows; show results.
 
     If this process is ended early, except by SIGKILL, it shows the results so far.
     """
@@ -94,7 +94,7 @@ def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command:
 
 
 def be_a_rank(argv: Sequence[str]) -> None:
-    """Run as a rank of a job; rank 0 writes the results for the parent, or shows them."""
+    """Run as a rank of a job; rank 0 reports the results."""
     failures.install_excepthooks()
     prepare.prepare()
     options = parse(argv)
@@ -180,7 +180,7 @@ def write(out: Path, cases: Sequence[Json], command: Sequence[str], is_whole: bo
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Replace a file atomically; write in place if it is not a regular file, such as /dev/stdout."""
+    """Replace a regular file atomically; write others, such as /dev/stdout, in place."""
     if file.exists() and not file.is_file():
         file.write_text(text)
         return

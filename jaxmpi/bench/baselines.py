@@ -1,4 +1,4 @@
-"""Allreduce of other libraries, and by another way of ours, on the same bytes, in one table.
+"""Peers in one table: all-reduces of other libraries, and one of ours.
 
 Importing torch takes seconds and jax.distributed must start before the device, so both happen inside functions.
 """
@@ -63,7 +63,7 @@ def mpi4jax_flat(inputs: Inputs) -> Run:
 
 
 def by_mpi4py(strategy: str) -> Callable[[Inputs], Run]:
-    """`jaxmpi.exchange` of the tree, mean, in jit, by mpi4py instead of mpi4jax, as `--on-rank-loss shrink` has it."""
+    """`jaxmpi.exchange` of the tree in jit by mpi4py, as under `--on-rank-loss shrink`."""
 
     def start(inputs: Inputs) -> Run:
         comm = FaultTolerantComm(of_several(inputs))
@@ -145,7 +145,7 @@ PEERS = {
 
 
 def importable(names: Sequence[str]) -> tuple[str, ...]:
-    """The peers of these names; `all`: other libraries that are installed; `none`: none.
+    """Peers of these names; `all` means other installed libraries, `none` no peer.
 
     Raises:
         UsageError: an unknown name, one whose package is not installed, or two that rule each other out.
@@ -164,7 +164,7 @@ def importable(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def installed(peer: str) -> bool:
-    """Return True if a peer's package can be found, without importing it, which may start MPI."""
+    """Return True if the package is installed; importing could start MPI."""
     return importlib.util.find_spec(PEERS[peer].package) is not None
 
 
@@ -175,7 +175,7 @@ def peer(name: str) -> Contender:
 
 
 def meeting_point(control: MpiProcesses) -> str:
-    """`host:port`, free on rank 0's host, for libraries that open their own connections."""
+    """A free `host:port` of rank 0 for libraries' own connections."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         host = socket.gethostname() if len(set(control.hosts)) > 1 else "127.0.0.1"

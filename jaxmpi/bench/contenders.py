@@ -1,4 +1,4 @@
-"""Contenders of the benchmark: each exchanges a rank's inputs, and its first result is checked.
+"""Contenders of the benchmark: exchanges whose first result is checked.
 
 Entries are small integers, so sums are exact in any order and a wrong sum is not mistaken for rounding.
 """
@@ -29,7 +29,7 @@ LINK_BYTES = 2 << 20  # of one message between hosts
 
 
 class Inputs:
-    """This rank's data of one case; each form is made at first use."""
+    """This rank's data of one case, each form made at first use."""
 
     def __init__(self, shapes: Sequence[Shape], control: Processes) -> None:
         """Take the leaves' shapes."""
@@ -54,7 +54,7 @@ class Inputs:
 
 
 def pattern(rank: int, shape: Shape) -> np.ndarray:
-    """f32[shape] of a rank: -6 ... 6 repeated, shifted by one place per rank."""
+    """f32[shape]: -6 ... 6 repeated, shifted by one place per rank."""
     floats = math.prod(shape)
     return np.tile(np.roll(PATTERN, rank), -(-floats // PATTERN.size))[:floats].reshape(shape)
 
@@ -79,7 +79,7 @@ def strategy(name: str) -> Contender:
 
 
 def automatic(name: str) -> Contender:
-    """Strategy and bucket size that `auto` picks for each case; rank 0 prints why."""
+    """The exchange that `auto` picks for each case; rank 0 prints why."""
 
     def start(inputs: Inputs) -> Run:
         picked = choose(world(), [math.prod(shape) for shape in inputs.shapes], name)
@@ -97,7 +97,7 @@ def automatic(name: str) -> Contender:
 
 
 def compressor(name: str) -> Contender:
-    """`jaxmpi.exchange_gradients` of the tree, with state; its residual makes it no plain mean."""
+    """`jaxmpi.exchange_gradients`, whose state has a residual: the result is no plain mean."""
 
     def start(inputs: Inputs) -> Run:
         tx = exchange_gradients(name)
@@ -144,7 +144,7 @@ def check_result(contender: Contender, arrays: Arrays, control: Processes) -> No
 
 
 def largest_error(got: np.ndarray, period: np.ndarray) -> float:
-    """Largest distance of f32[n] from a repeated period; computed in pieces to save memory."""
+    """Largest distance of f32[n] from a repeated period, computed in pieces."""
     piece = period.size << 16
     long = np.tile(period, min(piece, got.size) // period.size + 1)
     errors = [
@@ -154,7 +154,7 @@ def largest_error(got: np.ndarray, period: np.ndarray) -> float:
 
 
 def of_several(inputs: Inputs) -> MpiProcesses:
-    """The control plane of a job with several ranks; peers do not run with one."""
+    """The control plane of several ranks; peers do not run with one."""
     assert isinstance(inputs.control, MpiProcesses)
     return inputs.control
 
@@ -163,7 +163,7 @@ def of_several(inputs: Inputs) -> MpiProcesses:
 
 
 def copying(inputs: Inputs) -> Run:
-    """Copy COPY_BYTES on every rank at once, and wait for all: measures this host's memory."""
+    """Copy COPY_BYTES on all ranks at once: measures this host's memory."""
     control = of_several(inputs)
     source = np.ones(COPY_BYTES // 4, np.float32)
     target = np.empty_like(source)
@@ -177,7 +177,7 @@ def copying(inputs: Inputs) -> Run:
 
 
 def linking(inputs: Inputs) -> Run:
-    """Send LINK_BYTES from the first rank of every host to that of the next: measures a link."""
+    """Send LINK_BYTES from each host's first rank to the next host's."""
     control = of_several(inputs)
     firsts = [control.hosts.index(host) for host in sorted(set(control.hosts))]
     sent = np.ones(LINK_BYTES, np.uint8)

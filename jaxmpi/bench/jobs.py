@@ -1,4 +1,4 @@
-"""Start and supervise jobs of ranks, and let two of them take turns."""
+"""Start and supervise jobs of ranks, and let two take turns."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ TURN_S = 1800.0  # for the other job's turn to end
 
 
 def run_jobs(plan: BenchPlan, ranks: int, options: argparse.Namespace, found: list[Json]) -> None:
-    """Append the results of a job of so many ranks to `found`, even if it is ended early.
+    """Run a job; append its results to `found`, even if ended early.
 
     If requested, a second job, of peers only, takes turns with it.
 
@@ -61,7 +61,7 @@ def job_line(ranks: int, options: argparse.Namespace, arguments: Sequence[str]) 
 
 
 def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
-    """Print lines and run them concurrently, each with its variables, until all have ended or one has failed.
+    """Print and run lines concurrently until all end or one fails.
 
     Raises:
         TrainingError: one failed.
@@ -88,7 +88,7 @@ def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
 
 
 class Turns:
-    """Alternation of two jobs on one machine: a file names the one that may run, and its turn."""
+    """Turns of two jobs: a file names the job that may run."""
 
     def __init__(self, folder: Path, mine: str, control: Processes) -> None:
         """Take the folder that both see, and this job's name."""
@@ -107,7 +107,7 @@ class Turns:
             time.sleep(0.01)
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Pass the turn to the other job, once all ranks of this one are done; not after an error."""
+        """Pass the turn on after all ranks are done, except on error."""
         if error is not None:
             return
         self.control.barrier()

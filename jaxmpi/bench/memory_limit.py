@@ -13,7 +13,7 @@ Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
 
 
 def rank_bytes(floats: int, job: Job) -> int:
-    """Memory of a rank that measures a case: leaves and flat arrays, if used, and working arrays."""
+    """Bytes of a rank: its inputs, if used, and its working arrays."""
     strategies, peers = job
     kinds = [PEERS[name].op for name in peers]
     kept = (bool(strategies) or "mean" in kinds) + ("sum" in kinds) + any(PEERS[name].receives for name in peers)
@@ -22,19 +22,22 @@ def rank_bytes(floats: int, job: Job) -> int:
 
 
 def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:
-    """Memory of so many ranks of each job; MPI's allreduce takes two more arrays for all of them together."""
+    """Bytes of these ranks of each job.
+
+    MPI's allreduce takes two more arrays a job with peers, for all ranks together.
+    """
     each = sum(rank_bytes(case.floats, job) for job in jobs)
     return ranks * each + sum(2 * 4 * case.floats for _, peers in jobs if peers)
 
 
 def fitting(case: Case, jobs: Sequence[Job], wanted: int) -> int:
-    """The ranks of each job, up to those wanted, for which this machine has memory."""
+    """Ranks of each job, at most `wanted`, that fit in free memory."""
     free = free_bytes()
     return next((ranks for ranks in range(wanted, 0, -1) if need_bytes(case, jobs, ranks) <= free), 0)
 
 
 def left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
-    """A line on a case for which memory is too small with so many ranks of each job."""
+    """A line on a case that does not fit in free memory."""
     many = f"{len(jobs)} x {ranks}" if len(jobs) > 1 else f"{ranks}"
     need_gb = need_bytes(case, jobs, ranks) / 1e9
     return f"{case.name}: left out: {many} ranks need {need_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"

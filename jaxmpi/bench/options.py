@@ -1,4 +1,4 @@
-"""Command line of the benchmark, as a plan: cases, strategies, peers and rounds.
+"""The benchmark's command line as a plan: cases, strategies, peers and rounds.
 
 Rank 0 makes the plan and sends it to all ranks as JSON, so that they run the same contenders in the same order.
 """
@@ -122,7 +122,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def joined(argv: Sequence[str]) -> list[str]:
-    """Join `--launcher-args --hostfile` by `=`; argparse would take the value for another option."""
+    """Join `--launcher-args --hostfile` by `=`, since argparse would see two options."""
     text = "\0".join(argv)
     return re.sub("(^|\0)--launcher-args\0", r"\1--launcher-args=", text).split("\0") if argv else []
 
@@ -140,7 +140,7 @@ def floats(text: str) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> BenchPlan:
-    """The plan for the options; runs `python -m jaxmpi.models` if there are trees.
+    """The plan for the options; trees run `python -m jaxmpi.models`.
 
     Raises:
         UsageError: unknown strategies, peers or models; a file that cannot be written.
@@ -163,7 +163,7 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
 
 
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
-    """Gradient shapes by model, from a process of its own: JAX in this one starts after MPI."""
+    """Gradient shapes by model, from another process: here JAX starts after MPI."""
     models = list(dict.fromkeys(names))
     if not models:
         return {}

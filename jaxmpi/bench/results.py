@@ -1,4 +1,4 @@
-"""Figures from the measured seconds: bandwidths, the bound, ratios to peers; as JSON, a table and a plot.
+"""Figures from measured seconds, such as bandwidths: as JSON, table and plot.
 
 A case is a vector or a tree of K bytes on each of N ranks. algorithm bandwidth = K / t; bus bandwidth =
 2 (N-1)/N K / t: the load of a link each way if every rank sends the minimum.
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def of_cases(runs: Sequence[Json], rate_mbit: float | None = None) -> list[Json]:
-    """One entry per case from the jobs' results, with those of two allocators merged."""
+    """One entry per case from the jobs' results, two allocators merged."""
     cases: dict[tuple[str, int], list[Json]] = {}
     for run in runs:
         cases.setdefault((run["case"], run["ranks"]), []).append(run)
@@ -55,7 +55,7 @@ def least_sent(size_bytes: int, ranks: int) -> float:
 
 
 def bound_s(case: Json, bytes_per_s: float | None) -> float | None:
-    """Lower bound on the time of an exchange; None if no bytes must travel.
+    """Lower bound on an exchange's time; None if unknown or without bytes.
 
     An exchange that stays in caches may be faster.
     Between H hosts each link carries 2 (H-1)/H K bytes each way. Inside one host a rank reads its slice of all, and
@@ -90,7 +90,7 @@ def fastest_peer(rows: Sequence[Json], allocator: str) -> Json | None:
 
 
 def of_row(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
-    """Median and quartiles, bandwidths, share of the bound, and ratios within a round to the fastest peers."""
+    """Quartiles, bandwidths, share of the bound, and ratios to the fastest peers."""
     middle, low, high = np.percentile(row["seconds"], (50, 25, 75)).tolist()
     ratios = {
         allocator: {"peer": peer["by"], "ratio": ratio_to(row["seconds"], peer["seconds"])}
@@ -108,7 +108,7 @@ def of_row(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
 
 
 def ratio_to(seconds: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """Median and quartiles of the ratio within a round; if ended early, one job may have a round less."""
+    """Median and quartiles of the ratio in rounds that both have."""
     rounds = min(len(seconds), len(peer))
     return np.percentile(np.divide(seconds[:rounds], peer[:rounds]), (50, 25, 75)).tolist()
 
@@ -147,7 +147,7 @@ def with_blanks(lines: list[str], rows: int) -> list[str]:
 
 
 def label(row: Json) -> str:
-    """A row's name, with its pick, and with the allocator if it is not the usual one."""
+    """A row's name, its pick, and the allocator if it is unusual."""
     name = f"{row['by']}, {row['picked']['strategy']}" if row["picked"] else row["by"]
     return name if row["allocator"] == TUNED else f"{name}, {row['allocator']}"
 
@@ -192,7 +192,7 @@ def bound_lines(cases: Sequence[Json]) -> list[str]:
 
 
 def draw(cases: Sequence[Json], path: Path) -> None:
-    """Plot vectors as time against bytes, and trees as bars; the bound in each.
+    """Plot vectors as time against bytes, trees as bars, with their bounds.
 
     Vectors have a panel for every number of ranks, trees one each.
 
@@ -228,7 +228,7 @@ def bars_panel(case: Json) -> plots.Bars:
 
 
 def middle(values: np.ndarray) -> tuple[float, float, float]:
-    """The median and its 95 % confidence interval, from order statistics of a binomial count."""
+    """The median and its 95 % confidence interval, from order statistics."""
     ordered, n = np.sort(values), len(values)
     away = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor(n / 2 - away)), min(n - 1, math.ceil(n / 2 + away))

@@ -1,4 +1,4 @@
-"""Rounds inside a job: every contender runs once per round, on all ranks together.
+"""Rounds of a job: all ranks run each contender once a round.
 
 Short exchanges are repeated until a sample is long enough to time. The slowest rank's time counts. Rank 0
 stores the results so far every few seconds, for a job that is ended early.
@@ -28,10 +28,10 @@ PROGRESS_S = 2.0  # between lines of progress, at least
 
 
 class BenchProgress:
-    """Progress and partial results on rank 0, so that a job ended early is not lost."""
+    """Progress and partial results on rank 0, for jobs that end early."""
 
     def __init__(self, control: Processes, keep: Callable[[list[Json]], None]) -> None:
-        """Take the function that stores the cases so far, the last of which may be incomplete."""
+        """Take the function that stores cases; the last may be incomplete."""
         self.is_on, self.keep = control.rank == 0, keep
         self.begin = time.monotonic()
         self.next_line = self.begin
@@ -81,7 +81,7 @@ def measure_case(
     progress: BenchProgress,
     before: Sequence[Json],
 ) -> Json:
-    """Measure one case: a checked first call of each contender, warm-up, rounds that count."""
+    """Measure a case: checked first calls, warm-up, then rounds that count."""
     if control.rank == 0:
         print(f"{case.name}, {control.size} ranks: {len(field)} contenders, {plan.rounds} rounds", flush=True)
     inputs, runs = Inputs(case.shapes, control), {}
@@ -143,7 +143,7 @@ def one_round(
 
 
 def sample(run: Run, repeats: int, control: Processes) -> ContenderMeasurement:
-    """Time so many exchanges in a row; the first of several is not counted."""
+    """Time `repeats` exchanges in a row, after an untimed one if several."""
     control.barrier()  # polled, so waiting ranks leave the cores to others
     before = card_bytes()
     if repeats > 1:
@@ -163,7 +163,7 @@ def rotated(names: list[str], places: int) -> list[str]:
 
 
 def repeats_for(seconds: float, control: Processes) -> int:
-    """Number of exchanges to time in a row, the same on all ranks."""
+    """Exchanges to time in a row, the same number on all ranks."""
     most = max(control.allgather_object(seconds))
     return min(MOST_REPEATS, max(1, math.ceil(SAMPLE_S / most)))
 
@@ -178,7 +178,7 @@ def of_all_ranks(mine: dict[str, ContenderMeasurement], control: Processes) -> R
 
 
 def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes) -> Json:
-    """The slowest rank's time of each round, and medians over rounds of bytes that hosts sent."""
+    """The slowest rank's seconds of each round, and hosts' median sent bytes."""
     return {
         "seconds": {name: [max(sample.seconds for sample in each[name]) for each in rounds] for name in names},
         "sent": {name: sent_by_hosts([each[name] for each in rounds], control) for name in names},
@@ -186,7 +186,7 @@ def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes)
 
 
 def sent_by_hosts(rounds: Sequence[Sequence[ContenderMeasurement]], control: Processes) -> Json:
-    """Median bytes sent, by every host and by the one that sends most; None on one host, which uses no card."""
+    """Median bytes sent, by host and the largest; None on one host."""
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
         return {"sent_bytes": None, "sent_bytes_by_host": None}
     ranks = range(control.size)

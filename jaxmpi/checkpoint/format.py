@@ -1,4 +1,4 @@
-"""Checkpoint format: all state for a bit-exact resume, written to a temporary folder and renamed when whole.
+"""Checkpoint format: all state for a bit-exact resume, renamed when whole.
 
     RUN/checkpoints/step_00000125/
         manifest.json       step, workers, and for each file its leaves: path, shape, dtype, offset, crc32; a crc32
@@ -58,7 +58,7 @@ class Saved(NamedTuple):
 
 
 class Slicing(NamedTuple):
-    """How a run holds the state of its rule: whole on each worker, or a slice of every leaf (`core.slices`)."""
+    """A rule's state on workers: whole, or sliced leaf by leaf (`core.slices`)."""
 
     whole: PyTree  # its shapes
     chunks: tuple[int, ...] = ()  # by worker: the number of its slice; none: it is whole
@@ -104,7 +104,7 @@ def save(
     score: float | None = None,
     agrees: bool = False,
 ) -> Path:
-    """Write a checkpoint of all workers and drop those beyond `keep`. All ranks call it.
+    """Write a checkpoint on all ranks, and drop those beyond `keep`.
 
     Args:
         folder: RUN/checkpoints, the same for all ranks.
@@ -123,7 +123,7 @@ def save(
     is_first, index = processes.rank == 0, {}
 
     def together(act: Callable[[], Any]) -> list[Any]:
-        """Do a part of the work on each rank, and wait for the others; return all ranks' results."""
+        """Call `act` here, wait for the others, and return all ranks' results."""
         made, failure = None, ""
         try:
             made = act()
@@ -156,14 +156,14 @@ def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -
 
 
 def make_aside(aside: Path) -> None:
-    """Make the temporary folder of a checkpoint, but not the run directory: if removed, that stays so."""
+    """Make a checkpoint's temporary folder; a removed run directory stays removed."""
     aside.parent.mkdir(exist_ok=True)
     drop_cut_off(aside.parent)
     aside.mkdir()
 
 
 def drop_cut_off(folder: Path) -> None:
-    """Remove partial checkpoints of a run that has ended; of a link, only the link."""
+    """Remove partial checkpoints of an ended run; links are not followed."""
     for cut_off in folder.glob("step_*.tmp"):
         if cut_off.is_dir() and not cut_off.is_symlink():
             shutil.rmtree(cut_off)
@@ -172,7 +172,7 @@ def drop_cut_off(folder: Path) -> None:
 
 
 def put_in_place(aside: Path, final: Path) -> None:
-    """Rename a whole checkpoint; only then remove an older one of the same step."""
+    """Rename a whole checkpoint, then remove an older one of that step."""
     before = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(before)
@@ -183,7 +183,7 @@ def put_in_place(aside: Path, final: Path) -> None:
 
 
 def prune(folder: Path, step: int, keep: Retention) -> None:
-    """Drop checkpoints up to `step` that are neither among the newest nor among the best."""
+    """Drop checkpoints up to `step` that are neither newest nor best."""
     upto = [path for path in found(folder) if step_of(path) <= step]
     scores = {path: score for path in upto if (score := score_of(path)) is not None}
     best = sorted(scores, key=lambda path: (scores[path], step_of(path)))[: keep.best]
@@ -193,7 +193,7 @@ def prune(folder: Path, step: int, keep: Retention) -> None:
 
 
 def score_of(path: Path) -> float | None:
-    """The score of a checkpoint; None if it is absent, unreadable or not a finite number."""
+    """A checkpoint's score; None if absent, unreadable or not finite."""
     try:
         score = read_manifest(path).get("score")
     except (UsageError, OSError):  # damaged: kept only as one of the newest; resuming reports it
@@ -208,7 +208,7 @@ def halves(state: TrainState, replicated: bool, same_params: bool = True) -> tup
 
 
 def equal_fields(replicated: bool, same_params: bool = True) -> tuple[str, ...]:
-    """Fields of a state that are equal on all workers, and so are written once."""
+    """Fields that are equal on all workers, and so are written once."""
     return ("step", *(("params",) if same_params else ()), *(("rule_state",) if replicated else ()))
 
 
@@ -267,7 +267,7 @@ def restore(
     admits: Callable[[dict[str, Any], int], None] = lambda extra, workers: None,
     say: Callable[[str], None] = print,
 ) -> Saved | None:
-    """Read the newest checkpoint that is whole on all ranks, for this process's workers; None if there is none.
+    """Read the newest checkpoint whole on all ranks; None without a checkpoint.
 
     Args:
         like: states of the same structure, shapes and dtypes, as the run starts with.
@@ -307,7 +307,7 @@ def restore(
 
 
 def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], say: Callable[[str], None]) -> T | None:
-    """Return `read` of the newest checkpoint that is whole on all ranks; None if there is no checkpoint.
+    """Return `read` of the newest checkpoint whole on all ranks, or None.
 
     Args:
         say: receives a line for each damaged checkpoint that is skipped.
@@ -337,7 +337,7 @@ AGAIN = "bring them back, or begin again at step 0 with --from-start in place of
 
 
 def attempt(path: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[bool, str] | None]:
-    """Read a checkpoint; return (it, None) or (None, (is it damaged, error text))."""
+    """Read a checkpoint; return (it, None) or (None, (is damaged, error text))."""
     try:
         return read(path), None
     except OSError as error:
@@ -347,7 +347,7 @@ def attempt(path: Path, read: Callable[[Path], T]) -> tuple[T | None, tuple[bool
 
 
 def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree) -> TrainState:
-    """Read one worker's state from common.bin and its own file, split as by `halves`."""
+    """Read a worker's `halves` from common.bin and its own file."""
     fields = read_file(path, manifest, "common.bin", common) | read_file(path, manifest, own_file(worker), own)
     return TrainState(**fields)
 
@@ -355,7 +355,7 @@ def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common:
 def mean_worker_of(
     path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree
 ) -> TrainState:
-    """Read the state for another number of workers: the mean over all workers' own files.
+    """Read the mean of workers' own files, for another number of workers.
 
     So batch statistics, moments and the residuals of error feedback keep their means over workers. Leaves that are not
     floats are worker 0's; the random stream is this worker's.
@@ -375,14 +375,14 @@ RULE_STATE = "rule_state"
 
 
 def masters_in(names: Iterable[str]) -> str:
-    """Place of the masters in a rule's state: the path of the field above; empty if it has none."""
+    """Path of the field above a rule's masters; empty without masters."""
     fields = (RULE_STATE, f"{RULE_STATE}/of_rule")  # the second beside an average
     names = list(names)
     return next((at for at in fields if any(is_at(name, f"{at}/{MASTERS}") for name in names)), "")
 
 
 def renamed(name: str, here: str, there: str) -> str:
-    """The path of a leaf in a checkpoint, by that in a run."""
+    """A leaf's path in a checkpoint, by its path in a run."""
     if bool(here) == bool(there):
         return name
     if there:
@@ -399,7 +399,7 @@ def is_at(name: str, where: str) -> bool:
 
 
 def is_cut_otherwise(manifest: dict, like: TrainState, slicing: Slicing) -> bool:
-    """Return True if workers' files hold the rule's state in another form than the run does."""
+    """Return True if the checkpoint holds the rule's state in another form."""
     by_leaves = manifest["extra"].get("cut") == "leaves"
     own = {row["path"] for row in manifest["files"][own_file(0) if slicing.chunks else "common.bin"]}
     names = {f"{RULE_STATE}/{name}" for name, _ in named_leaves(like.rule_state)}
@@ -412,7 +412,7 @@ def is_cut_otherwise(manifest: dict, like: TrainState, slicing: Slicing) -> bool
 
 
 def cut_anew(path: Path, manifest: dict, worker: int, like: TrainState, slicing: Slicing, workers: int) -> TrainState:
-    """Read the state of a worker from a checkpoint that holds the rule's state in other slices, or whole.
+    """Read a worker's state; recut the rule's part from the checkpoint's form.
 
     All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`.
     """
@@ -431,7 +431,7 @@ def with_rule_state(
     names: Iterable[str],
     read: Callable[[str, Any], np.ndarray],
 ) -> TrainState:
-    """The state of a worker with its part of the rule's, of whole leaves that were held in another form.
+    """A worker's state with its part of the rule's, from whole leaves.
 
     If the run has masters and these leaves have none, or the other way round, masters are the params.
 
@@ -461,20 +461,23 @@ def with_rule_state(
 
 
 def without(manifest: dict, field: str) -> dict:
-    """The manifest of the same checkpoint, which lacks the leaves of a field of the state."""
+    """The manifest without the leaves of a field of the state."""
     files = {name: [row for row in rows if not is_at(row["path"], field)] for name, rows in manifest["files"].items()}
     return {**manifest, "files": files}
 
 
 def has_masters(manifest: dict, slicing: Slicing | None) -> bool:
-    """Return True if the checkpoint or the run keeps masters: then params are made of masters, or masters of params."""
+    """Return True if the checkpoint or the run keeps masters.
+
+    Then params are made of masters, or masters of params.
+    """
     here = [f"{RULE_STATE}/{name}" for name, _ in named_leaves(slicing.whole)] if slicing else []
     there = [row["path"] for rows in manifest["files"].values() for row in rows]
     return bool(masters_in(here) or masters_in(there))
 
 
 def read_whole(path: Path, manifest: dict, name: str, like: Any) -> np.ndarray:
-    """Read a leaf of the rule's state: from common.bin, the slices of all workers, or the worker that has it whole."""
+    """Read a whole leaf of the rule's state, however it is held."""
     chunks = manifest["extra"].get("chunks", [])
     if manifest["extra"].get("cut") == "leaves":
         files = (file for file, rows in manifest["files"].items() if any(row["path"] == name for row in rows))
@@ -514,7 +517,7 @@ def read_leaves(path: Path, index: list[dict[str, Any]], like: PyTree) -> PyTree
 
 
 def described(path: Path, file: BufferedReader, row: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf from its index entry, for callers without a model to compare with.
+    """A leaf's shape and dtype by its index entry, without a model.
 
     Raises:
         Damaged: a dtype that is not numeric, or more bytes than the file holds.

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: training blocks for the copy in memory, a thread writes it. The last needs no copy.
+"""Checkpoints in the background: training waits only for copies in memory.
 
 A write error surfaces in a later call, so a `Saver` is polled. All ranks save the same checkpoints in the same order.
 """
@@ -24,7 +24,7 @@ from jaxmpi.core.train_state import TrainState
 
 
 class Saver:
-    """Background writer, one checkpoint at a time. All ranks request the same ones in the same order."""
+    """Background writer of one checkpoint at a time."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Saver:
         keep: Retention,
         same_params: bool = True,
     ) -> None:
-        """Take a communicator of its own if MPI allows two threads to send; else write in the foreground.
+        """Clone a communicator if threads may send, else write in the foreground.
 
         Args:
             home: the run directory.
@@ -54,7 +54,7 @@ class Saver:
     def save(
         self, states: Mapping[int, TrainState], extra: dict[str, Any], score: float | None, *, is_last: bool = False
     ) -> None:
-        """Copy this process's state and start to write it; a later call raises errors of the write.
+        """Copy this process's state and start to write; later calls raise errors.
 
         Args:
             states: of this process's workers, in host memory that may change once this returns.
@@ -86,7 +86,7 @@ class Saver:
         format.save(folder, files, self._processes, step=step, **facts)
 
     def fate(self) -> str:
-        """Predicate of a sentence ("has been ...") if any rank has lost the run directory; else empty.
+        """Predicate about the run directory if a rank lost it; else empty.
 
         Communicates: a gather of short texts; all ranks call it, and return the same.
         """
@@ -124,12 +124,12 @@ class Saver:
             raise error
 
     def taken(self) -> int | None:
-        """Return the step of the checkpoint that became whole since the last call; None if none did."""
+        """Step of the checkpoint completed since the last call; else None."""
         step, self._saved = self._saved, None
         return step
 
     def abandon(self) -> bool:
-        """Drop the current write after its messages have failed; return True if it was incomplete."""
+        """Drop the write whose messages have failed; return True if incomplete."""
         if self._thread:
             self._thread.join()
         is_half, self._thread, self._error, self._is_whole = not self._is_whole, None, None, True
@@ -145,7 +145,7 @@ class Saver:
 
 @contextlib.contextmanager
 def written(step: int, home: HeldFolder) -> Iterator[None]:
-    """Turn an OSError into an error that names the failed checkpoint and the last good one.
+    """Turn OSError into an error that names the last good checkpoint.
 
     Raises:
         TrainingError: in place of OSError.
@@ -159,7 +159,7 @@ def written(step: int, home: HeldFolder) -> Iterator[None]:
 
 
 def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
-    """Directory for the last checkpoint of a run that has lost its own: its new place, or a new one beside it.
+    """The run directory's new place, or a new directory to save in.
 
     Args:
         copy: puts the record into a new directory.
@@ -193,7 +193,7 @@ def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
 
 
 def not_finite(files: Files) -> str:
-    """Path and file of the first leaf that is NaN or infinite; empty if all are finite."""
+    """Path and file of the first NaN or infinite leaf; else empty."""
     leaves = ((file, path, leaf) for file, tree in files.items() for path, leaf in named_leaves(tree))
     odd = (f"{path} of {file}" for file, path, leaf in leaves if is_float(leaf) and not np.isfinite(leaf).all())
     return next(odd, "")
@@ -218,7 +218,7 @@ def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int
 
 
 def check_disk(folder: Path, needed_bytes: int, free_bytes: int) -> None:
-    """Refuse to start if the disk cannot hold two checkpoints: the last good one and the next.
+    """Refuse to start if the disk cannot hold two checkpoints.
 
     Raises:
         UsageError: bytes needed and free.

@@ -1,4 +1,4 @@
-"""Names and manifests of checkpoints: which there are, and whether a manifest is as it was written.
+"""Names and manifests of checkpoints, which are checked for damage.
 
 It imports no JAX: the supervisor of a job reads the newest step.
 """
@@ -22,7 +22,7 @@ _NAME = re.compile(r"step_(\d{8,18})")
 
 
 class Damaged(UsageError):
-    """A checkpoint that differs from what was written; an older one may still be whole."""
+    """A checkpoint unlike what was written; an older one may be whole."""
 
 
 # ---------------------------------------------------------------- which there are
@@ -91,7 +91,7 @@ _ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest and check that every field has the type that `save` writes.
+    """Read the manifest and check its checksum and every field's type.
 
     Raises:
         Damaged: it differs from what was written.
@@ -117,7 +117,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_fields(file: Path, manifest: dict[str, Any]) -> None:
-    """Raise `Damaged` if a field of a manifest has a wrong type or value."""
+    """Raise `Damaged` if a manifest's field has a wrong type or value."""
     for name, kind in _FIELDS.items():
         got = manifest.get(name)
         undamaged(type(got) is kind, f"{file}: {name}: got {got!r:.80}; expected {kind}")

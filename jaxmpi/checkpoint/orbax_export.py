@@ -1,8 +1,8 @@
-"""Params and model state to and from Orbax, a dependency of Flax: for other programs, never to resume a run.
+"""Params and model state to and from Orbax, for other programs.
 
-A folder holds `{"params": ..., "model_state": ...}`, nested dicts of arrays. A trained model needs no more to give the
-logits of the run's evaluation, in the library in which it was written (docs/models.md). `--params` also takes a folder
-of bare params, as other programs write them.
+Orbax is a dependency of Flax. No run is resumed from its folders. A folder holds `{"params": ..., "model_state": ...}`,
+nested dicts of arrays. A trained model needs no more to give the logits of the run's evaluation, in the library in
+which it was written (docs/models.md). `--params` also takes a folder of bare params, as other programs write them.
 
 Orbax keeps no checksums and lets shapes of NumPy leaves differ. So `format` reads and checks a run's checkpoint, and
 every imported leaf is checked here.
@@ -73,7 +73,7 @@ def write(tree: PyTree, folder: Path) -> None:
 
 
 def model_of(path: Path) -> dict[str, np.ndarray]:
-    """Params and model state of a checkpoint by path, as the run evaluates them.
+    """Params and model state of a checkpoint, by path, as evaluated.
 
     Params are the center or the average, if the rule or its optimizer has one, else the workers' mean. In the model
     state, floating-point leaves are the workers' mean and others worker 0's. Under asynchronous rules worker 0
@@ -100,7 +100,7 @@ def model_of(path: Path) -> dict[str, np.ndarray]:
 
 
 def whole_average(path: Path, manifest: dict[str, Any], where: str) -> dict[str, np.ndarray]:
-    """The average of params, of which each worker has a share: their names and shapes are those of params."""
+    """The average of params, put together from the workers' shares."""
     with open_regular(path / "common.bin") as file:
         rows = rows_below(manifest["files"]["common.bin"], "params")
         likes = {row["path"].removeprefix("params"): format.described(path, file, row) for row in rows}
@@ -108,7 +108,7 @@ def whole_average(path: Path, manifest: dict[str, Any], where: str) -> dict[str,
 
 
 def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:
-    """Mean of the workers' params, in which x is in place of y if a schedule-free optimizer keeps b1 and z.
+    """Mean of the workers' params, with schedule-free y replaced by x.
 
     Raises:
         Damaged: its z are not of these params.
@@ -132,12 +132,12 @@ def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str,
 
 
 def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Entries of an index whose leaves are in this field of the state."""
+    """Entries of an index with leaves in this field of the state."""
     return [row for row in rows if row["path"] == where or row["path"].startswith(where + SEPARATOR)]
 
 
 def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> dict[str, np.ndarray]:
-    """Mean of floating-point leaves below `where` over the files that have them; other leaves are the first's."""
+    """Mean of floating-point leaves below `where` over files; others are the first's."""
     each = [leaves_of(path, name, rows, where) for name, rows in files.items() if rows_below(rows, where)]
     if len(each) < 2:
         return each[0] if each else {}
@@ -150,7 +150,7 @@ def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> d
 
 
 def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> dict[str, np.ndarray]:
-    """Leaves below `where` in one file of a checkpoint, by the rest of their paths; in all no larger than the file.
+    """A file's leaves below `where`, by the rest of their paths.
 
     Raises:
         Damaged: leaves overlap or have the same name, or one is damaged.
@@ -167,7 +167,7 @@ def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> 
 
 
 def nested(leaves: dict[str, np.ndarray]) -> PyTree:
-    """Turn paths into nested dicts; an escaped slash stays in its name, without the backslash."""
+    """Turn paths into nested dicts; an escaped slash stays in its name."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, last = [part.replace("\0", SEPARATOR) for part in path.replace("\\/", "\0").split(SEPARATOR)]
@@ -188,7 +188,7 @@ class Loaded(NamedTuple):
 
 
 def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
-    """Params and model state from an Orbax folder, in the structures of those given.
+    """Params and model state from an Orbax folder, structured as those given.
 
     Args:
         params: their leaves have the shapes and dtypes that the folder's must have.
@@ -221,7 +221,7 @@ def load(folder: Path, params: PyTree, model_state: PyTree) -> Loaded:
 
 
 def read(folder: Path) -> PyTree:
-    """Nested dicts of arrays that an Orbax folder holds, bare params as `params`.
+    """Nested dicts of an Orbax folder's arrays, bare params as `params`.
 
     Raises:
         UsageError: it cannot be read.
@@ -241,13 +241,13 @@ def read(folder: Path) -> PyTree:
 
 
 def is_bare(tree: PyTree, params: PyTree) -> bool:
-    """Return True if a folder's tree holds params alone, as programs other than `jaxmpi export` write them."""
+    """Return True if a folder's tree holds bare params, without model state."""
     got, bare = ({name for name, _ in named_leaves(part)} for part in (tree, params))
     return got == bare or not {name.split(SEPARATOR)[0] for name in got} <= {"params", "model_state"}
 
 
 def refuse_ways_out(folder: Path) -> None:
-    """Raise `UsageError` unless a folder holds only files and folders: links lead anywhere, pipes never end."""
+    """Raise `UsageError` unless a folder holds only regular files and folders."""
     for path, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             mode = os.lstat(os.path.join(path, name)).st_mode
@@ -256,7 +256,7 @@ def refuse_ways_out(folder: Path) -> None:
 
 
 def check_chunks(folder: Path, sizes: PyTree) -> None:
-    """Raise `UsageError` if a chunk, which is read whole, is larger than its leaf."""
+    """Raise `UsageError` if a chunk, read whole, is larger than its leaf."""
     for name, leaf in named_leaves(sizes):
         storage = getattr(leaf, "storage", None)
         for shape in (getattr(storage, "chunk_shape", None), getattr(storage, "write_shape", None)):
@@ -266,6 +266,6 @@ def check_chunks(folder: Path, sizes: PyTree) -> None:
 
 
 def check_leaves(source: Path, tree: PyTree, like: PyTree) -> None:
-    """Raise `UsageError` if leaves differ from those of `like`; called before they are read, and again after."""
+    """Raise `UsageError` if read or unread leaves differ from those of `like`."""
     lines = mismatches(dict(named_leaves(tree)), dict(named_leaves(like)))
     check(not lines, "\n  ".join([f"{source} is not of this model:", *lines, ANOTHER_MODEL]))

@@ -1,4 +1,4 @@
-"""Run directories: checks at their start, and the identity that a resumed run must match.
+"""Run directories: checks at start, and the identity of a resumed run.
 
 Rank 0 chooses the directory and locks it (`run_folder`), and all ranks check that they see it. A resumed run is
 compared with its newest checkpoint: a field of `identity` that differs is refused, other settings are reported.
@@ -43,7 +43,7 @@ def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
 
 @contextlib.contextmanager
 def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> Iterator[HeldFolder]:
-    """Hold the run directory that rank 0 chose, on all ranks, locked against other jobs.
+    """Hold rank 0's run directory on all ranks, locked against other jobs.
 
     Raises:
         UsageError: it holds a run already and the run is not to be resumed, or the reverse; another job has it; or a
@@ -75,7 +75,7 @@ def seen(folder: Path) -> HeldFolder:
 
 @contextlib.contextmanager
 def still_usable() -> Iterator[None]:
-    """End the run if its directory fails during training; that is not an error of usage.
+    """Turn errors of the run directory during training into `TrainingError`.
 
     Raises:
         TrainingError: in place of OSError and UsageError.
@@ -111,7 +111,7 @@ FILES = ("record.jsonl", "record.tmp", "config.json", "config.tmp", "trace.json"
 
 
 def check_kinds(folder: Path) -> None:
-    """Refuse a run directory with a folder under the name of a file that the run writes, or the reverse.
+    """Refuse folders in place of a run's files, or the reverse.
 
     Raises:
         UsageError: the name.
@@ -126,7 +126,9 @@ def check_kinds(folder: Path) -> None:
 
 
 def refuse_lost(folder: Path) -> None:
-    """Refuse to resume at step 0 a run that has saved checkpoints: its record would be cut there, too.
+    """Refuse to resume at step 0 a run that had saved checkpoints.
+
+    Its record would be cut at step 0, too.
 
     Raises:
         UsageError: the record has a line of a checkpoint, and there is none.
@@ -140,7 +142,7 @@ def refuse_lost(folder: Path) -> None:
 
 
 def lost(folder: Path) -> list[Path]:
-    """Checkpoints that the record lists as whole, newer than all in the folder."""
+    """Checkpoints that the record lists, newer than all in the folder."""
     there = [step_of(path) for path in candidates(folder / "checkpoints")]
     steps = {step for step in saved_steps(folder / "record.jsonl") if step > max(there, default=0)}
     return [folder / "checkpoints" / f"step_{step:08d}" for step in sorted(steps)]
@@ -185,7 +187,7 @@ def saved_steps(record: Path) -> list[int]:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename an earlier record and checkpoints to record.1.jsonl and checkpoints.1, or the next free number.
+    """Rename an earlier run's files by the next free number, as record.1.jsonl.
 
     With them goes the run's identity at the services of sinks, since another run begins.
     """
@@ -199,7 +201,7 @@ def set_aside(folder: Path) -> None:
 
 
 def begin_record(folder: Path) -> None:
-    """Begin the record; refuse a folder with a checkpoint or steps. A run with neither has nothing to lose."""
+    """Begin the record; refuse a folder with a checkpoint or steps."""
     record = folder / "record.jsonl"
     check(
         not found(folder / "checkpoints") and not (record.exists() and b'"kind": "train"' in record.read_bytes()),
@@ -220,7 +222,7 @@ class StoredSettings(NamedTuple):
 
 
 def stored(experiment: Experiment, name: str) -> StoredSettings | None:
-    """Read the stored settings of the run to resume; None if there is none.
+    """Read the stored settings of the run to resume; None without one.
 
     Without a checkpoint they are those of its config.json: a job that lost a worker before the first checkpoint goes on
     with the same examples a step, too.
@@ -251,7 +253,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
 
 
 def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
-    """Settings of a run that has begun and has no checkpoint yet; None if it asked for another batch or exchange."""
+    """Settings of a run without checkpoints; None if batch or exchange differ."""
     try:
         facts = json.loads((run_dir / "config.json").read_text())
         workers, scaled_for, batch = (int(facts[name]) for name in ("workers", "scaled_for", "effective_batch"))
@@ -265,7 +267,7 @@ def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
 
 
 def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict[str, Any] | None:
-    """Strategy, bucket size and overlap that `auto` chose in the run to resume; None if there are none."""
+    """Exchange settings that `auto` chose in the run to resume; else None."""
     if kept is None or kept.exchange["asked"] != asked.strategy:
         return None
     is_off = asked.overlap == "auto" and asked.gather != "late" and kept.exchange.get("overlap") == "off"
@@ -274,7 +276,7 @@ def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict
 
 
 def as_begun(experiment: Experiment, kept: StoredSettings | None, workers: int) -> Experiment:
-    """The experiment with what the run began with: its groups, and its effective batch if workers are fewer or more."""
+    """The experiment with the resumed run's groups and effective batch."""
     if kept and kept.group_size and experiment.data.group_size == "auto":
         data = dataclasses.replace(experiment.data, group_size=kept.group_size)
         experiment = dataclasses.replace(experiment, data=data) if workers % kept.group_size == 0 else experiment
@@ -320,7 +322,7 @@ SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity", "optim.ema")
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
-    """Fields that identify a run: if one changes, a step number means other examples or updates."""
+    """Fields of a run that decide each step's examples and updates."""
     fields = flatten_json(flags.resolved(experiment))
     names = ("model", "seed", "micro_batch", *SHAPING)
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}

@@ -1,4 +1,4 @@
-"""The folder of a run: which it is, and its lock against other jobs.
+"""The choice of a run's folder, and its lock against other jobs.
 
 It imports no JAX: the supervisor of a job chooses the folder, too.
 """
@@ -31,7 +31,7 @@ def named(run_dir: str) -> Path:
 
 
 def fresh(name: str) -> Path:
-    """Make a new run directory: runs/<name>-<time>, with a number appended if that is taken."""
+    """Make a new run directory: runs/<name>-<time>, with a number if taken."""
     stem = f"runs/{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         folder = Path(stem if number == 1 else f"{stem}-{number}")
@@ -61,13 +61,13 @@ def runs() -> list[str]:
 
 
 def stamped(name: str) -> re.Pattern[str]:
-    """Pattern of the names that `fresh` makes: name, day, time, and a number if there are several."""
+    """Pattern of the names of `fresh`, with groups day, time and number."""
     return re.compile(rf"{re.escape(name)}-(\d{{8}})-(\d{{6}})(?:-(\d+))?")
 
 
 @contextlib.contextmanager
 def usable() -> Iterator[None]:
-    """Turn an OSError into an error that names the run directory and the way out.
+    """Turn an OSError into a `UsageError` that names the way out.
 
     Raises:
         UsageError: in place of OSError.
@@ -91,7 +91,7 @@ def locked(folder: Path) -> Iterator[HeldFolder]:
 
 
 def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
-    """Lock the run directory against other jobs, on other hosts too if the file system supports it.
+    """Lock the run directory against other jobs, if possible on all hosts.
 
     Both the folder and its file `lock` are locked: NFS locks no folders, and a file can be removed. The file names the
     holder. The lock ends with the process.
@@ -125,7 +125,7 @@ def lock(home: HeldFolder, held: contextlib.ExitStack) -> None:
 
 
 def holder(folder: Path) -> str:
-    """The job that has locked a run directory, as its file `lock` names it."""
+    """The job that has locked a run directory, by its file `lock`."""
     try:
         with (folder / "lock").open(errors="backslashreplace") as file:
             return file.read(200).strip() or "another job"

@@ -1,4 +1,4 @@
-"""A trained model out of a run: as a tree, into a module of its own library, to and from a safetensors file.
+"""A trained model out of a run: tree, module or safetensors file.
 
     model = jaxmpi.load("runs/first")           newest checkpoint of a run
     net = model.into(Net(rngs=nnx.Rngs(0)))     Flax NNX; Equinox likewise; Linen: model.into(Net())
@@ -29,7 +29,7 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """Params and model state of a trained model, as nested dicts of NumPy arrays.
+    """A trained model: nested dicts of NumPy arrays.
 
     Args:
         params: as the run evaluates them.
@@ -49,9 +49,10 @@ class TrainedModel:
         return {"params": self.params, **self.model_state}
 
     def into(self, module: Any) -> Any:
-        """The module with this model's arrays: an NNX module, changed in place, or an Equinox one, or (module, state).
+        """The module with this model's arrays: Flax NNX, Flax Linen or Equinox.
 
-        A Linen module, which holds none, comes back bound to them: `net(x, train=False)`.
+        An NNX module is changed in place. An Equinox module, or (module, state), is returned anew. A Linen module,
+        which holds no arrays, is returned bound to them: `net(x, train=False)`.
 
         Raises:
             UsageError: a module of another library, or whose arrays are not this model's: path, got, expected.
@@ -59,7 +60,7 @@ class TrainedModel:
         return filled(module, self.params, self.model_state, str(self.source))
 
     def like(self, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Params and model state in the structures of those given, which are arrays or shapes: a model's `init`.
+        """Params and model state, structured as the given arrays or shapes.
 
         A file of bare params leaves the given model state as it is.
 
@@ -76,7 +77,7 @@ class TrainedModel:
 
 
 def load(where: str | Path, *, step: int | None = None, best: bool = False) -> TrainedModel:
-    """The model of a run, in one process, without MPI and without the experiment.
+    """Load a run's model in one process, without MPI or the experiment.
 
     Params are the workers' mean, the rule's center or an average: what the run evaluates. Checksums are compared.
 
@@ -103,11 +104,12 @@ def load(where: str | Path, *, step: int | None = None, best: bool = False) -> T
         tree, at = orbax_export.nested(orbax_export.model_of(path)), manifests.step_of(path)
     else:
         tree, at = orbax_export.read(path), None
+        check("params" in tree, f"{path}: got no params; expected those of a model, as `jaxmpi export` writes them")
     return TrainedModel(params=tree["params"], model_state=tree.get("model_state", {}), step=at, source=path)
 
 
 def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
-    """A checkpoint of a run: of a step, the best, or the newest.
+    """A run's checkpoint: of a step, the best, or the newest.
 
     Raises:
         UsageError: there is none, or both are asked for.
@@ -125,7 +127,7 @@ def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
 
 
 def export(run_dir: Path, out: Path, step: int | None = None, best: bool = False) -> int:
-    """Write the model of a run's checkpoint as an Orbax folder or a safetensors file, by its name; return its step.
+    """Export a checkpoint as Orbax folder or .safetensors file; return its step.
 
     Raises:
         UsageError: there is no such checkpoint, it is damaged, or `out` exists or cannot be written.
@@ -143,7 +145,7 @@ def export(run_dir: Path, out: Path, step: int | None = None, best: bool = False
 
 
 def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
-    """Write nested dicts of arrays; the file gets its name when it is whole.
+    """Write nested dicts of arrays; the file gets its name when whole.
 
     Raises:
         UsageError: it exists or cannot be written, a name has a dot in it, or safetensors is missing.
@@ -155,7 +157,7 @@ def to_safetensors(tree: PyTree, file: Path, step: int) -> None:
 
 
 def from_safetensors(file: Path) -> TrainedModel:
-    """The model in a file: `params.` and `model_state.` before the names, or bare params.
+    """The model in a file of `params.*` and `model_state.*`, or bare params.
 
     Raises:
         UsageError: no such file, it is damaged, or safetensors is missing.

@@ -1,4 +1,4 @@
-"""Checkpoints of asynchronous workers, each of which writes its part at its own step."""
+"""Checkpoints of asynchronous workers, which write parts at their own steps."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from jaxmpi.core.pytrees import PyTree
 
 
 class UncoordinatedCheckpoint(NamedTuple):
-    """Checkpoint without a barrier: each worker writes its own file, and worker 0 commits them as one."""
+    """Checkpoint without a barrier, from each worker's file; worker 0 commits it."""
 
     folder: Path  # RUN/checkpoints
     workers: int
@@ -26,7 +26,7 @@ class UncoordinatedCheckpoint(NamedTuple):
         make_aside(self.aside(step))
 
     def write_own(self, step: int, worker: int, tree: PyTree) -> None:
-        """Write a worker's part, then its index, whose presence marks the part as whole."""
+        """Write a worker's part, then its index, which marks it as whole."""
         name = own_file(worker)
         index = write_leaves(self.aside(step) / name, tree, step)
         being_written = self.aside(step) / f"{name}.json.tmp"
@@ -34,7 +34,7 @@ class UncoordinatedCheckpoint(NamedTuple):
         being_written.rename(being_written.with_suffix(""))
 
     def end(self, step: int, common: PyTree, extra: Mapping[str, Any], score: float | None) -> None:
-        """Commit the checkpoint; worker 0 calls it when all live workers have written. Files of others are empty."""
+        """Commit what live workers wrote, on worker 0; other files are empty."""
         aside = self.aside(step)
         files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
         for name in map(own_file, range(self.workers)):

@@ -1,11 +1,11 @@
-"""MPI's operations for JAX: functions of arrays and trees, inside and outside jit, with derivatives.
+"""MPI's operations on JAX pytrees, in and out of jit, with derivatives.
 
     from jaxmpi import collectives as mpi
     total = mpi.allreduce(x, "sum")
 
 In reading order: `api`, the functions; `table`, a row for each; `call`, arguments except the arrays; `primitive`, their
-place in JAX; `messages`, from one rank to another; `dtypes` that MPI has; `started`, beside a program; `__main__`, a
-list of them with what each sends: `python -m jaxmpi.collectives`.
+place in JAX; `messages`, from one rank to another; `small_messages`, those without Python; `dtypes` that MPI has;
+`started`, beside a program; `__main__`, a list of them with what each sends: `python -m jaxmpi.collectives`.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """

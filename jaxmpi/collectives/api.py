@@ -65,7 +65,7 @@ def reduce(x: PyTree, op: str = "sum", root: int = 0, *, comm: Any = None, dtype
 
 
 def reduce_scatter(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
-    """Row r of the reduction over ranks, on rank r: leaves [w, ...] to [...].
+    """Row r of the reduction, on rank r: [w, ...] to [...].
 
     Arguments, errors: as `allreduce`. Communicates: an all-to-all; rows are combined in rank order. Transpose:
     `allgather`.
@@ -82,9 +82,10 @@ def scan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> 
 
 
 def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
-    """The reduction over the ranks before this one; on rank 0 the number that changes nothing.
+    """The reduction over the ranks before this one.
 
-    That is 0 for sum, or and xor, 1 for prod, all bits for and, the least number for max and the largest for min.
+    Rank 0 gets the number that changes nothing: 0 for sum, or and xor, 1 for prod, all bits for and, the least number
+    for max and the largest for min.
     Arguments, errors: as `allreduce`; no mean. Communicates: `MPI_Scan`, passed on by one rank.
     """
     return _reduced("exscan", x, op, comm, dtype)
@@ -120,12 +121,12 @@ def _summand(x: jax.Array) -> jax.Array:
 
 
 def _divided(total: jax.Array, workers: int, dtype: Any) -> jax.Array:
-    """The mean of leaves of a dtype from the sum of their `_summand`s."""
+    """The mean of leaves of a dtype from the sum of `_summand`s."""
     return mean_of_halves(total, workers, dtype) if jnp.issubdtype(dtype, jnp.integer) else total / workers
 
 
 def _dtype(operation: str, dtype: Any) -> Any:
-    """A dtype of numbers or bools, as JAX has it; None is none."""
+    """The canonical JAX dtype, of numbers or bools; None for None."""
     with suppress(TypeError):
         known = None if dtype is None else jax.dtypes.canonicalize_dtype(jnp.dtype(dtype))
         if known is None or known == jnp.bool_ or jnp.issubdtype(known, jnp.number):
@@ -179,9 +180,10 @@ def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[An
 
 
 def bcast(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
-    """The leaves of rank `root`, on every rank; others give arrays of the same shapes and dtypes.
+    """The leaves of rank `root`, on every rank.
 
-    For derivatives these depend on the differentiated input, as 0 * x: the transposed call takes all ranks.
+    The other ranks give arrays of the same shapes and dtypes. For derivatives these depend on the differentiated input,
+    as 0 * x: the transposed call takes all ranks.
 
     Communicates: a comparison of calls between ranks, then `MPI_Bcast`. Transpose: `reduce` of a sum, to root.
     """
@@ -197,8 +199,9 @@ def allgather(x: PyTree, *, comm: Any = None) -> PyTree:
 
 
 def gather(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
-    """The leaves of all ranks on rank `root`, [...] to [w, ...]; elsewhere x as it is.
+    """The leaves of all ranks on rank `root`: [...] to [w, ...].
 
+    The other ranks return x as it is.
     Communicates: a comparison of calls between ranks, then `MPI_Gather`. Transpose: `scatter`.
     """
     return _moved("gather", x, comm, root=root)
@@ -221,7 +224,7 @@ def scatter(x: PyTree, root: int = 0, *, comm: Any = None) -> PyTree:
 
 
 def alltoall(x: PyTree, *, comm: Any = None) -> PyTree:
-    """Leaves [w, ...]: row i goes to rank i, row j of the result came from rank j.
+    """Exchange rows of leaves [w, ...], row i with rank i.
 
     Communicates: a comparison of calls between ranks, then `MPI_Alltoall`. Transpose: itself.
 
@@ -233,7 +236,9 @@ def alltoall(x: PyTree, *, comm: Any = None) -> PyTree:
 
 
 def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = None) -> PyTree:
-    """The rows of all ranks one after another, on every rank: leaves [n_r, ...] to [n_0 + … + n_(w-1), ...].
+    """The rows of all ranks, one after another, on every rank.
+
+    Leaves [n_r, ...] become [n_0 + … + n_(w-1), ...].
 
     Args:
         x: leaves have as many rows as each other; each rank may have another number.
@@ -257,10 +262,10 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
 
 
 def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyTree:
-    """The first rows to rank 0, the next to rank 1, …; the rows that came, by rank.
+    """Send each rank its rows; return those that came, by rank.
 
     Args:
-        x: leaves [n, ...].
+        x: leaves [n, ...]: first the rows for rank 0, then those for rank 1, …
         send_counts: how many rows each rank gets, w numbers, in all n. Each rank gives its own; ranks say them to each
             other now, in a message, also under jit.
         comm: as in `allreduce`.
@@ -289,7 +294,10 @@ def _number(comm: Comm) -> int | jax.Array:
 
 
 def _known_to_all(operation: str, comm: Comm, counts: Any) -> list[Any]:
-    """Every rank's counts. Calls are compared first: a rank at another one would take them for its own message."""
+    """The counts of all ranks, by rank.
+
+    Calls are compared first, as a rank at another call would take the counts for its own message.
+    """
     if not isinstance(comm, MpiComm):
         return [counts]
     comm.processes.assert_same(f"the counts of {operation}", None)
@@ -313,7 +321,7 @@ def _check_rows(operation: str, x: PyTree, comm: Comm) -> None:
 
 
 def _index(operation: str, name: str, value: Any) -> int:
-    """An int, as ranks compare it, of one of Python, NumPy or JAX."""
+    """An integer of Python, NumPy or JAX as int, which ranks compare."""
     try:
         return operator.index(value)
     except TypeError as error:
@@ -339,7 +347,7 @@ def _moved(operation: str, x: PyTree, comm: Any, root: Any = None, **options: An
 
 
 def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
-    """Send the leaves to rank `dest`, which must `recv` them, each in a message.
+    """Send each leaf in a message, which rank `dest` must `recv`.
 
     Communicates: a header of 256 bytes and n; returns as soon as x may change. `NOBODY` as dest sends nothing.
 
@@ -355,7 +363,7 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
 def recv(
     x: PyTree, source: int | None = None, *, tag: int | None = None, comm: Any = None, status: Any = None
 ) -> PyTree:
-    """The leaves that rank `source` sends; those of x say only shapes and dtypes.
+    """The leaves that rank `source` sends; x gives only shapes and dtypes.
 
     Args:
         x: a tree of arrays or of `jax.ShapeDtypeStruct`.
@@ -393,7 +401,7 @@ def sendrecv(
     comm: Any = None,
     status: Any = None,
 ) -> PyTree:
-    """Send the leaves of `sendbuf` to rank `dest`, and return those that rank `source` sends.
+    """Send `sendbuf`'s leaves to rank `dest`; return those that `source` sends.
 
     Arguments, errors: as `send` and `recv`; both trees have as many leaves. `NOBODY` may stand for either rank.
     Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
@@ -423,7 +431,7 @@ def _template(leaf: Any) -> jax.Array:
 
 
 def barrier(*, comm: Any = None) -> None:
-    """Go on once all ranks have come here; under jit in the order of the program's other operations."""
+    """Block until all ranks have called it; under jit in program order."""
     _one("barrier", _comm_of("barrier", comm))
 
 
@@ -459,7 +467,7 @@ def _comm_of(operation: str, comm: Any) -> Comm:
 
 
 def given_by(operation: str, x: PyTree, comm: Comm, root: int | None) -> dict[str, jax.ShapeDtypeStruct]:
-    """The user's leaves by path, before they are cast and packed, in the shapes that all ranks give alike."""
+    """The user's leaves by path, before casts, in shapes that ranks share."""
     if not isinstance(comm, MpiComm):
         return {}
     call, shared = MpiCall(operation=operation, comm=comm, root=root), OPERATIONS[operation].shared
@@ -475,7 +483,7 @@ def _each(
     means_of: Sequence[str] = (),
     **options: Any,
 ) -> list[jax.Array]:
-    """A call for each leaf; small leaves of one dtype in one, where the operation takes each number by itself.
+    """Call once per leaf; for elementwise operations once per group of `_groups`.
 
     Args:
         given: `given_by`, which ranks compare at the first call.
@@ -499,7 +507,7 @@ def _each(
 
 
 def _groups(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[int]]:
-    """Leaves that travel together: of one dtype, and for means of one, up to BUCKET_BYTES; one as big is alone."""
+    """Group leaves by dtype and `means_of` within BUCKET_BYTES; larger ones stay alone."""
     groups: list[list[int]] = []
     open_groups: dict[Any, tuple[list[int], int]] = {}
     for i, (leaf, mean_of) in enumerate(zip(leaves, means_of, strict=True)):

@@ -19,7 +19,7 @@ NOBODY = -(1 << 30)
 
 @dataclass(frozen=True, kw_only=True)
 class MpiCall:
-    """An MPI call in a program; ranks give the same but for shapes, source, dest, tags and status."""
+    """An MPI call; ranks may vary shapes, source, dest, tags and status."""
 
     operation: str
     comm: MpiComm
@@ -81,7 +81,7 @@ MAY_DIFFER: ContextVar[bool] = ContextVar("MAY_DIFFER", default=False)
 
 @contextmanager
 def lines_may_differ() -> Iterator[None]:
-    """Have ranks compare all of a call in a program but the lines that it is at."""
+    """Leave a call's source lines out of the comparison between ranks."""
     token = MAY_DIFFER.set(True)
     try:
         yield

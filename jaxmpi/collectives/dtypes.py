@@ -17,7 +17,7 @@ def as_sent(x: jax.Array) -> jax.Array:
 
 
 def in_bytes(x: jax.Array) -> jax.Array:
-    """An array in a dtype of 8 bits or more, of equal numbers."""
+    """The same numbers in a dtype of at least 8 bits."""
     if x.dtype.name in NATIVE:
         return x
     if jnp.iinfo(x.dtype).bits < 8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits < 8:

@@ -13,8 +13,8 @@ then that header's array.
 A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
 ranks may both send first. It looks again at its next message, and before the process ends.
 
-Programs reach this through a handler in Python, mpi4py below it, which sees arrays of a GPU as copies on the host.
-Without handlers they call mpi4jax instead, unchecked.
+Programs call a handler in Python, which calls mpi4py and sees arrays of a GPU as copies on the host. A small `sendrecv`
+is in the program itself (`small_messages`). Without handlers programs call mpi4jax instead, unchecked.
 """
 
 import functools
@@ -30,15 +30,16 @@ import numpy as np
 
 from jaxmpi.collectives.call import NOBODY, MpiCall, like, type_of
 from jaxmpi.collectives.dtypes import as_sent, as_was, in_bytes
-from jaxmpi.comm.exchange_watch import PARTNER
-from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.exchange_watch import PARTNER, PROBES, message_lost
+from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.polling import wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.mpi_end import before_mpi_ends
+from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
 
 MESSAGE = "jaxmpi: a message between two ranks"
+RECEIVED = "jaxmpi: a message that a program has received"
 HEADER = struct.Struct("qqq80s152s")  # sender's rank, tag, tag of the array, dtype and shape, the sender's call
 ANY = -2  # source or tag
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
@@ -51,21 +52,27 @@ Requests = list[Any]  # of mpi4py
 
 
 def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
-    """Send, receive, or both, in the order of the program's other calls of MPI."""
+    """Send, receive, or both, in the order of the program's MPI calls."""
     if host_callbacks.unavailable_reason():
         return _by_mpi4jax(call, *operands)
     what, dtype, operands = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))
     results = [like(operands[-1])] if call.operation != "send" else []
     sent = operands[:1] if call.operation != "recv" else ()
     rest = operands[-1:] if results and call.source == NOBODY else ()
-    _calls.append((call.comm, options_of(call, what)))
-    name, effect = registered(), call.comm.effect
-    came = host_callbacks.call(name, [*sent, *rest], results, effect=effect, call=len(_calls) - 1)
+    registered()
+    effect, number = call.comm.effect, kept(call, what)
+    came = host_callbacks.call(MESSAGE, [*sent, *rest], results, effect=effect, call=number)
     return [as_was(y, dtype) for y in came]
 
 
-# Calls by number. A program holds the number alone: reading each attribute of a handler takes several microseconds.
 _calls: list[tuple[MpiComm, dict[str, Any]]] = []
+
+
+def kept(call: MpiCall, what: str) -> int:
+    """Number of a call; a program holds nothing else of it."""
+    # XLA gives a handler its attributes one by one, several microseconds each.
+    _calls.append((call.comm, options_of(call, what)))
+    return len(_calls) - 1
 
 
 def options_of(call: MpiCall, what: str) -> dict[str, Any]:
@@ -127,7 +134,7 @@ _status_numbers = itertools.count(1)
 
 
 def status_number(status: Any) -> int:
-    """Number of an `mpi4py.MPI.Status` that a program fills whenever it runs; it is kept for good."""
+    """Number of a status that programs fill; the status is kept."""
     for number, known in _statuses.items():
         if known is status:
             return number
@@ -136,7 +143,7 @@ def status_number(status: Any) -> int:
 
 
 def fill_in_program(status: int, source: int, tag: int | None, size_bytes: int) -> None:
-    """Fill a status, if there is one, whenever a program comes here that gets no message of another rank."""
+    """Have the program fill a status, if any, without a message."""
     if status:
         tag = ANY if tag is None else tag
         name = registered_status()
@@ -144,7 +151,7 @@ def fill_in_program(status: int, source: int, tag: int | None, size_bytes: int) 
 
 
 def fill(status: int, source: int, tag: int, size_bytes: int) -> None:
-    """Fill a status, if there is one, as MPI does: also of what comes from nobody."""
+    """Fill a status, if any, as MPI does, also when nobody sends."""
     from mpi4py import MPI
 
     if status:
@@ -173,23 +180,23 @@ _sent_numbers = itertools.count()
 
 
 @functools.cache
-def registered() -> str:
-    """Name of the handler, which is registered at the first use."""
+def registered() -> None:
+    """Register the handlers of programs, at the first use."""
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
+    host_callbacks.register(RECEIVED, _handle_received, ends_job=True)
     before_mpi_ends(check_all_received)
-    return MESSAGE
 
 
 @functools.cache
 def registered_status() -> str:
-    """Name of the handler that fills a status, which is registered at the first use."""
+    """Name of the handler that fills a status, registered at first use."""
     name = f"{MESSAGE}, its status"
     host_callbacks.register(name, lambda _operands, _results, **options: fill(**options))
     return name
 
 
 def check_all_received() -> None:
-    """Wait for receivers of what this process has sent, and end the job if there is none within the time limit."""
+    """Wait until this process's messages are received, or end the job."""
     jax.effects_barrier()
     limit_s = min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
     for request, what, comm, dest in _unreceived:
@@ -202,22 +209,50 @@ def check_all_received() -> None:
             failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
 
 
+def check_nothing_left() -> None:
+    """End the job if another rank's message to this one is left."""
+    for comm in made:
+        found = None
+        for _ in range(PROBES):
+            found = found or comm.headers.Improbe()
+        if found:
+            message = np.zeros(HEADER.size + INLINE_BYTES, np.uint8)
+            found.Recv(message)
+            sender, tag, _, _, call = HEADER.unpack_from(message.data)
+            receiver, partner = comm.processes.in_job([comm.rank, sender])
+            expected = f"expected a recv or sendrecv there, of that rank and tag {tag}"
+            failures.fail(
+                TrainingError(f"rank {partner}: {_text(call)}: rank {receiver} has not received it; {expected}"), None
+            )
+
+
+when_all_have_ended(check_nothing_left)
+
+
 def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
-    """Handler that programs call: all steps of the messages, one after another, with a limit to each."""
+    """Handler of programs: send, receive or both, each step with a limit."""
     comm, options = _calls[call]
-    for requests in steps(comm, operands, results, **options):
+    _wait_for(steps(comm, operands, results, **options), comm, options)
+
+
+def _handle_received(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
+    """Handler of programs with an unexpected header: receive its array, or raise."""
+    comm, options = _calls[call]
+    message = operands[0].reshape(-1).view(np.uint8)
+    _wait_for(_unpacked(comm, message, results[0], options["status"], options["line"]), comm, options)
+
+
+def _wait_for(steps: Iterator[Requests], comm: MpiComm, options: dict[str, Any]) -> None:
+    for requests in steps:
         for request in requests:
             if not wait(request.Test, TIMEOUT_S):
                 raise lost(comm, **options)
 
 
 def lost(comm: MpiComm, source: int, dest: int, line: str, **_: Any) -> TrainingError:
-    """The error of a message that has not come or gone in time."""
+    """The error of a message not received or sent in time."""
     partners = comm.processes.in_job(sorted({source, dest} - {ANY, NOBODY}))
-    return TrainingError(
-        f"{line} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must call its part "
-        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){comm.processes.roll.where(partners)}"
-    )
+    return message_lost(line, comm.processes.roll.where(partners))
 
 
 def steps(
@@ -231,7 +266,7 @@ def steps(
     status: int,
     line: str,
 ) -> Iterator[Requests]:
-    """Send the first operand, if there is somebody to send to, and fill the result, in steps that wait for requests."""
+    """Send the first operand, fill the result; yield requests to wait for."""
     sending = _sent(comm, operands[0], dest, sendtag, line) if dest != NOBODY else []
     if results and source == NOBODY:
         np.copyto(results[0], operands[-1])
@@ -244,7 +279,7 @@ def steps(
 
 
 def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
-    """Begin to send a header and an array; return the requests to wait for before x may change."""
+    """Begin to send header and array; x is free after these requests."""
     is_small = x.nbytes <= INLINE_BYTES and len(_unreceived) < MOST_AHEAD
     number = INLINE if is_small else next(_sent_numbers) % comm.processes.tags
     header = header_of(comm.rank, tag, number, type_of(x), line)
@@ -257,30 +292,32 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
     return [] if is_small else [comm.arrays.Isend(part, dest, number) for part in _parts(x)]
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(1024)  # small messages of a program have the same one at each run
 def header_of(rank: int, tag: int, number: int, type_text: str, line: str) -> bytes:
-    """A header; of small messages it is the same each time that a program runs."""
+    """The bytes of a header."""
     return HEADER.pack(rank, tag, number, type_text.encode(), line.encode())
 
 
 def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
-    """Receive a header, compare it, and take the array behind it, or receive the one that it announces.
-
-    Raises:
-        UsageError: the array has another shape or dtype: both ranks' calls.
-    """
+    """Receive a message, and the array that it announces."""
     from mpi4py import MPI
 
     message = np.empty(HEADER.size + INLINE_BYTES, np.uint8)
     ranks, tags = MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag
     with comm.processes.roll.waiting(PARTNER, line, partner=None if source == ANY else source):
         yield [comm.headers.Irecv(message, ranks, tags)]
+    yield from _unpacked(comm, message, y, status, line)
+
+
+def _unpacked(comm: MpiComm, message: np.ndarray, y: np.ndarray, status: int, line: str) -> Iterator[Requests]:
+    """Compare a header; copy the array in its message, or receive it.
+
+    Raises:
+        UsageError: the array has another shape or dtype: both ranks' calls.
+    """
     rank, its_tag, number, *texts = HEADER.unpack_from(message.data)
     if texts[0].rstrip(b"\0") != type_of(y).encode()[:80]:
-        numbers, (theirs, call) = (
-            comm.processes.numbers,
-            (text.rstrip(b"\0").decode(errors="replace") for text in texts),
-        )
+        numbers, (theirs, call) = comm.processes.numbers, map(_text, texts)
         raise UsageError(
             f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
             f"{call}; give both the same shape and dtype, or tell the messages apart by tags"
@@ -292,7 +329,12 @@ def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, 
     fill(status, rank, its_tag, y.nbytes)
 
 
+def _text(field: bytes) -> str:
+    """A text of a header."""
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
 def _parts(x: np.ndarray) -> list[np.ndarray]:
-    """The bytes of an array, in messages that MPI can count; at least one."""
+    """Bytes of an array, in one or more messages of countable size."""
     flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     return [flat[start : start + MAX_BYTES] for start in range(0, max(flat.size, 1), MAX_BYTES)]

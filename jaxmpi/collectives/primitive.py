@@ -1,4 +1,4 @@
-"""The operations inside JAX: one primitive, with its rules for derivatives, mapping and lowering.
+"""One JAX primitive for all operations, with its derivatives, mapping and lowering.
 
 Ranks compare a call when it is lowered. By then JAX has applied all transformations: shapes are final, and calls that
 only a derivative makes are compared like any other. A call outside jit is compared by a message whenever it is made.
@@ -38,7 +38,7 @@ _instead = _Instead()
 
 @contextmanager
 def instead(made: Callable[..., list[jax.Array]]) -> Iterator[None]:
-    """Have this thread's calls made by another function, as (call, *operands) -> results."""
+    """Have another function make this thread's calls: (call, *operands) -> results."""
     _instead.made = made
     try:
         yield
@@ -47,7 +47,7 @@ def instead(made: Callable[..., list[jax.Array]]) -> Iterator[None]:
 
 
 def bind(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
-    """Results of a call on this rank, in or out of a program."""
+    """Results of a call on this rank, inside or outside jit."""
     if _instead.made:
         return _instead.made(call, *operands)
     return _call_p.bind(*operands, call=call)
@@ -70,7 +70,7 @@ def _abstract(*operands: Any, call: MpiCall) -> tuple[list, set]:
 
 
 def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
-    """Facts of a call that must be equal on all ranks; in a program also the user's lines, if they count."""
+    """Facts of a call that ranks compare, with its lines if traced."""
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
     options |= shared | {"dtypes": dtypes_of(call, operands), "counts": call.counts}
@@ -90,19 +90,19 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
 
 
 def is_tree(call: MpiCall) -> bool:
-    """Return True if the user gave a tree, which is compared as such, and this is its first call."""
+    """Return True for the first call of a tree, not an array."""
     return bool(call.given) and list(call.given) != [""]
 
 
 def dtypes_of(call: MpiCall, operands: Sequence[Any]) -> list[str]:
-    """Dtypes of the arrays; of the user's one array its own first, if it is sent in another."""
+    """Dtypes as sent; before them a single array's own, if it differs."""
     sent = [x.dtype.name for x in operands]
     given = [] if is_tree(call) else [leaf.dtype.name for leaf in call.given.values()]
     return [*given, *(f"sent as {name}" for name in sent)] if given and given != sent else sent
 
 
 def what_of(call: MpiCall, operands: Sequence[Any]) -> str:
-    """Describe a call, the same on all ranks that make it; shapes that may differ are left out."""
+    """Describe a call alike on all ranks, without shapes that may differ."""
     return call.what(*(like(x, row_of(call).shared(call, x)) for x in operands))
 
 
@@ -193,9 +193,10 @@ ad.primitive_transposes[_call_p] = _transpose
 
 
 def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call: MpiCall) -> tuple[list, list]:
-    """One call for all: the mapped axis is part of the array, at one place on all ranks, wherever each maps its own.
+    """Make one call with the mapped axis as part of the array.
 
-    It is the first, where most programs have it; the last where an operation takes rows, which are the first.
+    All ranks move the axis to one place, wherever each maps its own. That place is the first, as in most programs. It
+    is the last if the operation takes rows, which are the first axis.
     """
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     place = 0 if row_of(call).is_elementwise else -1

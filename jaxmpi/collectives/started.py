@@ -65,7 +65,7 @@ class Handle:
 
 
 def traced_function() -> Any:
-    """JAX's trace of the innermost function that becomes a program, or part of one; derivatives and maps count not."""
+    """JAX's innermost trace to a jaxpr, skipping those of derivatives and maps."""
     trace = core.trace_ctx.trace
     while not isinstance(trace, DynamicJaxprTrace) and hasattr(trace, "parent_trace"):
         trace = trace.parent_trace
@@ -73,7 +73,7 @@ def traced_function() -> Any:
 
 
 def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle:
-    """Begin an operation of `jaxmpi.collectives` inside jit, while the program goes on: `start(allreduce, x, "max")`.
+    """Begin a `jaxmpi.collectives` operation inside jit, beside the program: `start(allreduce, x, "max")`.
 
     Arrays are copied. Several may be under way; ranks start them in the same order. Each handle is waited for once, in
     the function that started it. All ranks of the communicator compile the same starts; of a message its two ranks do.
@@ -138,7 +138,7 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
 
 
 def _as_travels(call: MpiCall) -> Callable[[jax.Array], jax.Array]:
-    """To a dtype that MPI has; a message is of bytes, and its header names the user's dtype."""
+    """Return `as_sent`; for messages, whose header names the dtype, `in_bytes`."""
     return in_bytes if row_of(call).is_message else as_sent
 
 
@@ -148,7 +148,7 @@ def like_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct
 
 
 def entry_of(x: jax.Array) -> jax.Array:
-    """Return something that waits for the whole array: itself, or of a GPU's one entry, as all would be copied."""
+    """Return x or, to copy less, one entry that waits for x."""
     if not (host_callbacks.why_copies() and jnp.size(x)):
         return x
     x = jnp.asarray(x)
@@ -217,7 +217,7 @@ _tickets = itertools.count()
 
 @functools.cache
 def _registered() -> None:
-    """Register the handlers of programs and the end of messages, and start the thread, at the first use."""
+    """Register handlers and the end of messages, and start the thread, once."""
     messages.registered()
     host_callbacks.register(START, _start, ends_job=True)
     host_callbacks.register(WAIT, _wait, ends_job=True)
@@ -253,10 +253,10 @@ def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
 
 
 class Lane:
-    """The operations that are started on one communicator, each begun once ranks have compared it."""
+    """Operations started on one communicator, each begun once ranks have compared it."""
 
     def __init__(self, comm: MpiComm) -> None:
-        """Take communicators for comparisons and for operations; all its ranks call it together, and no others."""
+        """Make two communicators; all ranks of `comm`, and no others, take part."""
         self.control = comm.processes.on_own_communicator()
         self.mpi = self.control.clone()
         self._lock, self._is_busy = threading.Lock(), False
@@ -277,7 +277,7 @@ class Lane:
             return self._pending.popleft() if self._pending else None
 
     def _compared(self) -> Iterator[Requests]:
-        """Compare one operation after another; each begins when all ranks have come to it.
+        """Compare one operation after another; each begins once all ranks agree.
 
         Raises:
             UsageError: ranks have come to different operations.
@@ -294,7 +294,7 @@ def lane_of(comm: MpiComm) -> Lane:
 
 
 def began(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
-    """Begin an operation by mpi4py, and wait for it; y is filled then."""
+    """Begin an operation by mpi4py, and wait until y is filled."""
     rank, root = mpi.rank, call.root or 0
     if call.operation == "barrier":
         yield [mpi.Ibarrier()]

@@ -1,4 +1,4 @@
-"""The operations: for each its equation, what it sends, its transpose, and how a program calls MPI for it.
+"""The table of operations: equation, bytes sent, transpose, and MPI calls.
 
 A row works on one array and on MPI ranks; trees, dtypes and a single worker are `api`'s, derivatives and mapping
 `primitive`'s. w is the number of ranks, r this one, n the bytes of x.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi.collectives import messages
+from jaxmpi.collectives import messages, small_messages
 from jaxmpi.collectives.call import MpiCall, like
 from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.core.errors import check
@@ -65,7 +65,7 @@ def neutral(op: str, dtype: Any) -> Any:
 
 
 def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[[MpiCall, jax.Array], list[jax.Array]]:
-    """A row's `run` from a function of mpi4jax, which moves an array of any dtype that MPI has."""
+    """Make a row's `run` from a `move` of dtypes that MPI has."""
 
     @functools.wraps(move)
     def run(call: MpiCall, x: jax.Array) -> list[jax.Array]:
@@ -154,7 +154,7 @@ def _allgatherv(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
 
 
 def _each(mpi4jax: Any, comm: Any, sent: list, counts: list[int], size: int, rank: int) -> list[jax.Array]:
-    """A message to each rank, one from each, of so many rows; in turns in which nobody is sent to by two."""
+    """Exchange messages with all ranks; in each turn a rank receives one."""
     received: dict[int, jax.Array] = {rank: sent[rank]}
     for turn in range(1, size):
         to, source = (rank + turn) % size, (rank - turn) % size
@@ -209,7 +209,7 @@ def _reduce_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Arr
 
 
 def wide_enough(dtype: Any) -> Any:
-    """The dtype in which cotangents are summed: MPI has no floats of fewer than 32 bits, and would add their bits."""
+    """The dtype to sum cotangents in: MPI has no floats below float32."""
     is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if is_short else dtype
 
@@ -406,7 +406,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, and a header of 256 bytes",
         transpose="sendrecv the other way",
         results=lambda call, x, place: [like(place)],
-        run=messages.run,
+        run=small_messages.run,
         alone=messages.to_oneself,
         adjoint=_sendrecv_adjoint,
         is_message=True,
@@ -424,5 +424,5 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def described() -> list[tuple[str, str, str, str]]:
-    """Rows of the table in the docs: operation, equation, what a rank sends, transpose."""
+    """Rows of the docs' table: operation, equation, what a rank sends, transpose."""
     return [(name, row.equation, row.sends, row.transpose or "none") for name, row in OPERATIONS.items()]

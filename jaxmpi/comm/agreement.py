@@ -1,4 +1,4 @@
-"""Fingerprints of calls and values that must be equal on all ranks before they communicate."""
+"""Fingerprints of calls and values that must be equal on all ranks."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from jaxmpi.core.errors import UsageError
 
 
 class Fingerprint(NamedTuple):
-    """A JSON value that must be the same on all ranks, under a name, with the 32 bytes that stand for both."""
+    """A JSON value and its name, with the SHA-256 digest of both."""
 
     what: str
     value: Any
@@ -17,7 +17,7 @@ class Fingerprint(NamedTuple):
 
 
 def different_calls(calls: Mapping[int, str]) -> str:
-    """Name the calls, by rank, to which ranks have come so far; some differ from the first of these ranks'."""
+    """Describe, by rank, the calls that differ from the lowest rank's."""
     first = min(calls)
     odd = [rank for rank, call in sorted(calls.items()) if call != calls[first]]
     others = ", ".join(f"rank {rank} to {calls[rank]!r}" for rank in odd[:8])
@@ -26,7 +26,7 @@ def different_calls(calls: Mapping[int, str]) -> str:
 
 
 def fingerprint(what: str, value: Any) -> Fingerprint:
-    """A value with its digest, to be compared once or at every step."""
+    """A value with its digest, for one comparison or many."""
     try:
         text = json.dumps(value)  # order counts: leaves travel in it
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Communicators over a mapped axis: devices of one process, or XLA's own collectives.
+"""Communicators over a mapped axis of `vmap` or `shard_map`.
 
 Along an axis of `vmap` eight workers run in one process in milliseconds, which is how strategies are tested. Along an
 axis of `shard_map` they are devices, of one process or, with `--comm xla`, of all. `lax` names the collectives that MPI
@@ -25,7 +25,7 @@ class AxisComm:
     """Workers along a named axis of `vmap` or `shard_map`, through `lax` collectives."""
 
     def __init__(self, axis: str, size: int, hosts: tuple[int, ...] | None = None) -> None:
-        """Take the axis's name and size, known before tracing, and which host each worker counts to; default: one."""
+        """Take the axis's name, its size, and workers' hosts (default: one host)."""
         self.axis, self.size = axis, size
         self.hosts = hosts or (0,) * size
         self.order = ring_order(self.hosts)
@@ -88,7 +88,7 @@ class AxisComm:
         return [self.allgather(x).reshape(-1) for x in vectors]
 
     def assert_same(self, mine: Fingerprint) -> None:
-        """One program for all workers: nothing can differ, but there may be others than are counted on.
+        """Check the axis's size: in one program nothing else can differ.
 
         Raises:
             UsageError: the axis has another size.
@@ -110,7 +110,7 @@ def add_rows(rows: jax.Array) -> jax.Array:
 
 
 class GlooComm(AxisComm):
-    """Workers along an axis over several processes' CPUs: one collective at a time, in one order on all of them.
+    """Collectives over several processes' CPUs, one at a time in one order.
 
     gloo's messages have no names, and XLA lets programs whose results do not need each other overlap if one of them
     holds a loop: then ranks would take one's message for another's. So each collective's input here is made to need the
@@ -162,7 +162,7 @@ class GlooComm(AxisComm):
 
 
 def after(x: PyTree, result: PyTree) -> PyTree:
-    """X, every bit of it, but to be had only once `result` is there; no compiler sees that it does not need it."""
+    """Return `x` unchanged, with a dependence on `result` that XLA cannot remove."""
     first = [as_integers(leaf.reshape(-1)[0]).astype(jnp.uint32) for leaf in jax.tree.leaves(result) if leaf.size]
     never = [lax.population_count(bits) >> 6 for bits in first]  # zero: 32 bits are no 64
 
@@ -181,14 +181,14 @@ def as_integers(x: jax.Array) -> jax.Array:
 
 
 def complete(pairs: Pairs, size: int) -> list[tuple[int, int]]:
-    """`pairs` plus pairs among the workers left over, so that each sends and receives once."""
+    """Complete `pairs` so that each worker sends and receives once."""
     sources = sorted(set(range(size)) - {source for source, _ in pairs})
     destinations = sorted(set(range(size)) - {destination for _, destination in pairs})
     return [*pairs, *zip(sources, destinations, strict=True)]
 
 
 class XlaMpiComm(GlooComm):
-    """The same over XLA's MPI collectives, which gather no floats of 16 and 8 bits: these travel as integers."""
+    """`GlooComm` over XLA's MPI collectives, which cannot gather short floats."""
 
     def allgather(self, x: PyTree) -> PyTree:
         """`lax.all_gather`, of the bits of short floats."""
@@ -199,6 +199,6 @@ class XlaMpiComm(GlooComm):
 
 
 def travels_as(dtype: jnp.dtype) -> jnp.dtype:
-    """The unsigned integer of a short float's size; any other type is its own."""
+    """The unsigned integer for a float under 32 bits; else `dtype`."""
     short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return jnp.dtype(f"uint{8 * dtype.itemsize}") if short else dtype

@@ -1,4 +1,4 @@
-"""The protocol of a communicator inside jit, and the one of a single worker.
+"""The protocol of communicators inside jit, and a single worker's communicator.
 
 Strategies are written against `Comm` alone: its collectives, rank, size, and which host each worker is on. So the same
 sum runs over MPI (`mpi`), along an axis of `vmap` or `shard_map` (`axis`), among ranks that may die
@@ -59,7 +59,7 @@ class Comm(Protocol):
         ...
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """Leaves [size, ...]: row i goes to worker i, row j of the result came from worker j."""
+        """Exchange rows of leaves [size, ...], row i with worker i."""
         ...
 
     def allgather(self, x: PyTree) -> PyTree:
@@ -79,7 +79,7 @@ class Comm(Protocol):
         ...
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """Sums of f32 arrays of any shapes over workers that share one host, in rank order, over `divisor`.
+        """Sum f32 arrays over one host's workers in rank order, then divide.
 
         Raises:
             UsageError: there are several hosts.
@@ -87,26 +87,26 @@ class Comm(Protocol):
         ...
 
     def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """f32[size m] -> f32[m] each: this worker's slice of the sum that `sum_on_host` gives, in the same bits."""
+        """f32[size m] -> f32[m]: this worker's slice of `sum_on_host`, bit for bit."""
         ...
 
     def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """f32[m] -> f32[size m] each: the slices of all workers, which share one host."""
+        """f32[m] -> f32[size m] each: the slices of one host's workers."""
         ...
 
     def assert_same(self, mine: Fingerprint) -> None:
-        """Refuse to go on if the fingerprint differs between ranks; all of them must call it."""
+        """Refuse fingerprints that differ between ranks; all ranks must call it."""
         ...
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """`jax.jit` for a program that does not communicate; if ranks share a host, one compiles for all."""
+        """`jax.jit` of a program that does not communicate, compiled once a host."""
         ...
 
 
 class NoPart:
-    """A rank's own place outside a communicator that others have split off: false, of size 0, refused by every call.
+    """The communicator of a rank that took no part in a split.
 
-    None would be the world.
+    It is false, has size 0, and every call refuses it. None would be the world.
     """
 
     size = 0
@@ -117,7 +117,7 @@ class NoPart:
 
 
 def check_has_part(comm: Any) -> None:
-    """Refuse a communicator of ours or of mpi4py that this rank has no part in."""
+    """Refuse a communicator, also mpi4py's, in which this rank has no part."""
     check(
         comm is None or bool(comm),
         f"comm: rank {my_rank()}: got a communicator in which this rank has no part, as of "
@@ -126,7 +126,7 @@ def check_has_part(comm: Any) -> None:
 
 
 def color_of(color: Any) -> int | str | None:
-    """A color of `split`: a whole number of Python, NumPy or JAX as Python's, "host", or None.
+    """Convert a color of `split` to an int, "host" or None.
 
     Raises:
         UsageError: it is none of these.
@@ -212,5 +212,5 @@ def check_one_host(hosts: Sequence[int]) -> None:
 
 
 def ring_order(hosts: Sequence[int]) -> tuple[int, ...]:
-    """Ranks by host, then by rank: a ring in this order uses each link between hosts once."""
+    """Ranks by host, then rank, so that rings leave each host once."""
     return tuple(sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank)))

@@ -1,4 +1,4 @@
-"""Comparison of the exchange that each rank has come to, and one exchange at a time in each process.
+"""Comparison of exchanges between ranks; each process runs one at a time.
 
 Messages between ranks have no names: of two programs with equal shapes, run in another order on another rank, each
 would take the other's numbers for its own. So an exchange gets a number when ranks trace it, which they do together,
@@ -52,7 +52,7 @@ _numbers = itertools.count()  # of comparisons, the same on all ranks
 
 
 class CallComparison:
-    """How the ranks of a job compare which exchange they have come to.
+    """Comparison of the exchanges that a communicator's ranks have come to.
 
     A message is i32[2]: the number of an exchange, and how many this process has begun.
     """
@@ -82,7 +82,7 @@ class CallComparison:
         before_mpi_ends(_let_programs_end)
 
     def _give_first_turn(self) -> bool:
-        """Leave the message that is the turn; False, on all ranks alike, if MPI keeps none for a process itself."""
+        """Send this process the turn; all ranks return False if MPI cannot."""
         message, me = np.zeros(2, np.int32), self._comm.rank
         request = self._turn.Isend(message, me, FREE)
         is_kept = wait(request.Test, KEPT_S)
@@ -100,7 +100,7 @@ class CallComparison:
         return False
 
     def number(self, what: str) -> int | None:
-        """Return the number of the next exchange that is traced; None if nothing can be compared."""
+        """Return the next traced exchange's number; None if nothing can be compared."""
         if not self.is_possible:
             return None
         number = len(self._texts) + 1
@@ -108,11 +108,11 @@ class CallComparison:
         return number
 
     def text(self, number: int) -> str:
-        """Describe an exchange; this rank may still be tracing what another runs already."""
+        """Describe an exchange, which this rank may not have traced yet."""
         return self._texts.get(number, f"exchange {number} of {self._of}")
 
     def begin(self, number: int) -> jax.Array | None:
-        """Wait for this process's turn and send the number on; what `end` needs, if that is of the program.
+        """Wait for the turn and send the number; return `end`'s `held`.
 
         These messages need nothing of the data, so they are the first that a program does: of two programs the one that
         was dispatched first has its turn first.
@@ -146,7 +146,7 @@ class CallComparison:
         self._to_self(held, sendtag=FREE, recvtag=HELD)
 
     def peek(self, tag: int) -> CallId | None:
-        """The message that this process has left itself under a tag, which stays where it is."""
+        """This process's message to itself under a tag, which stays there."""
         for _ in range(PROBES):
             if (found := self._turn.Improbe(self._comm.rank, tag)) is not None:
                 message = np.zeros(2, np.int32)
@@ -184,23 +184,23 @@ class CallComparison:
         self._swapped(self._held, sendtag=FREE, recvtag=HELD)
 
     def _swapped(self, message: np.ndarray, sendtag: int, recvtag: int) -> np.ndarray:
-        """Leave a message with this process, and take the one that is there under another tag."""
+        """Send this process a message and receive the one of another tag."""
         taken, me = np.zeros(2, np.int32), self._comm.rank
         self._turn.Sendrecv(message, me, sendtag, taken, me, recvtag)
         return taken
 
     def _differs(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        """Handler that programs call behind an exchange if another rank has come to another one."""
+        """Handler that programs call after an exchange if another rank's differs."""
         self._refuse(number, dict(zip(self._heard(), operands[0].tolist(), strict=True)))
 
     def _refuse(self, mine: int, theirs: Mapping[int, int]) -> None:
-        """Raise `UsageError` with the exchanges of these ranks, by their numbers in the job."""
+        """Raise `UsageError` with these ranks' exchanges, by rank in the job."""
         numbers = self._comm.processes.numbers
         calls = {self._comm.rank: mine, **theirs}
         raise UsageError(different_calls({numbers[rank]: self.text(number) for rank, number in calls.items()}))
 
     def _mpi_failed(self, comm: Any, code: int) -> None:
-        """Handler that MPI calls in an exchange; after it mpi4jax ends the job, with a message of its own."""
+        """Handler of MPI's errors in an exchange, before mpi4jax ends the job."""
         from mpi4py import MPI
 
         if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self.peek(HELD)):
@@ -217,7 +217,7 @@ class CallComparison:
             failures.fail(error, None)
 
     def _number_of(self, rank: int) -> int:
-        """The number that a rank has sent, which nobody receives any more; 0 if it has sent none."""
+        """Receive a rank's number, which nobody else will now; 0 if none."""
         theirs = np.zeros(2, np.int32)
         if any(self._others.Iprobe(rank) for _ in range(PROBES)):
             self._others.Recv(theirs, rank)
@@ -225,7 +225,7 @@ class CallComparison:
 
 
 def _let_programs_end() -> None:
-    """Wait at exit for programs that still exchange; if they never end, the thread that looks for them ends the job."""
+    """Wait at exit for programs that exchange; `exchange_watch` limits the time."""
     with contextlib.suppress(Exception):  # of a program: mpi4jax's hook raises it again
         jax.effects_barrier()
 
@@ -237,5 +237,5 @@ def distances(ranks: int) -> list[int]:
 
 @functools.cache
 def comparison_of(comm: MpiComm) -> CallComparison:
-    """This Comm's; all ranks come here together for the first time, as they trace."""
+    """This Comm's comparison; all ranks call it together the first time."""
     return CallComparison(comm)

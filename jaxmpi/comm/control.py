@@ -1,4 +1,4 @@
-"""The control plane: small messages between processes, agreement, and time limits that name who is late.
+"""The control plane: small messages, agreement, and errors that name late ranks.
 
 Before ranks exchange arrays they agree on what they are about to do: configurations, data, shapes, calls. These
 messages are MPI's non-blocking operations on communicators of their own, and waits poll and sleep: a blocking call
@@ -128,7 +128,7 @@ class SoloProcesses:
 
 
 class MpiProcesses:
-    """The control plane: small messages between processes, polled, with time limits that name who is late."""
+    """The control plane over MPI, whose time limits name late ranks."""
 
     def __init__(self) -> None:
         """Start MPI, check it against the launcher, install the hooks."""
@@ -160,7 +160,7 @@ class MpiProcesses:
         device_setup.share_gpu(max(places.values(), default=1))
 
     def _meet(self) -> None:
-        """Communicators of the ranks that vote together; all of them come here together."""
+        """Make communicators of the ranks that vote; all these call it together."""
         self.world = self.clone(self._votes)
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
@@ -169,11 +169,11 @@ class MpiProcesses:
         self.local_rank, self.local_size = self._local.rank, self._local.size
 
     def _new_roll(self) -> Roll:
-        """Make the record of this communicator's waits; all its ranks call it together."""
+        """Make the record of this communicator's waits, on all its ranks together."""
         return Roll(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
 
     def outlive(self) -> None:
-        """From now on a rank that fails by itself goes alone, and those that live can `shrink`. For ranks of one host.
+        """Let a rank that fails by itself end alone; others can `shrink`.
 
         Raises:
             UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
@@ -197,7 +197,7 @@ class MpiProcesses:
                 self._others[rank] = os.pidfd_open(pids[rank])
 
     def _kill(self, ranks: Sequence[int]) -> bool:
-        """End other ranks, if they are outlived; False if one of them has ended already."""
+        """Kill these ranks after `outlive`; False if one has ended already."""
         handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
         ended = select.select(handles, [], [], 0)[0]
         for handle in set(handles) - set(ended):
@@ -206,9 +206,10 @@ class MpiProcesses:
         return not ended
 
     def vote(self, holds: bool) -> bool:
-        """Return True if all ranks are alive and say so: one answer for all that live, whoever dies (ULFM's agree).
+        """Return True if all ranks are alive and give True (ULFM's agree).
 
-        After False all of them must `shrink`. Needs a launcher that goes on without ranks that die.
+        All that live get the same answer, whoever dies. After False all of them must `shrink`. The launcher must go on
+        without ranks that die.
         """
         try:
             return bool(self._votes.Agree(int(holds)))
@@ -218,7 +219,7 @@ class MpiProcesses:
             return False
 
     def revoke(self) -> None:
-        """Have everything fail that ranks wait for among themselves, so that nobody waits for one that is gone."""
+        """Make all messages fail, so that nobody waits for a lost rank."""
         for comm in list(self._own):
             if not comm.Is_revoked():
                 comm.Revoke()
@@ -228,7 +229,7 @@ class MpiProcesses:
         return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
 
     def shrink(self, why: str) -> list[int]:
-        """Become the ranks that are left, numbered anew; who is gone, by the launcher's numbers.
+        """Renumber the ranks left; return the launcher's numbers of those gone.
 
         All that live come here together, once a vote has failed, with no message under way. Copies of before, for other
         threads, are of no more use.
@@ -254,7 +255,7 @@ class MpiProcesses:
         return gone
 
     def _has_met(self) -> bool:
-        """Make communicators of those that are left; False, on all alike, if another has died meanwhile."""
+        """Make communicators of the ranks left; False if another has died meanwhile."""
         met = False
         try:
             self._meet()
@@ -269,16 +270,16 @@ class MpiProcesses:
         return self.vote(met)
 
     def on_own_communicator(self) -> "MpiProcesses":
-        """The same over a communicator of its own, for another thread; all ranks come here together."""
+        """A copy with its own communicator for another thread; a collective call."""
         other = copy.copy(self)
         other.world = self.clone()
         other.roll = other._new_roll()
         return other
 
     def over(self, world: Any) -> "MpiProcesses":
-        """The same among the ranks of a communicator of mpi4py, which all of these come here with together.
+        """A copy among the ranks of an mpi4py communicator.
 
-        Ranks are numbered as in it.
+        All these ranks call it together. They are numbered as in that communicator.
         """
         from mpi4py import MPI
 
@@ -300,7 +301,7 @@ class MpiProcesses:
         return other
 
     def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
-        """Wait without spinning for the ranks of a communicator of mpi4py, by their numbers here.
+        """Wait without spinning for a communicator's ranks, by their numbers here.
 
         Raises:
             TrainingError: who has not come within AGREE_TIMEOUT_S.
@@ -320,7 +321,10 @@ class MpiProcesses:
         )
 
     def leave(self, code: int = 0) -> None:
-        """Meet all ranks at the end. If some may be lost, and MPI's own end could hang, end the process there."""
+        """Wait for all ranks at the end of the job.
+
+        If ranks may be lost, MPI's own end could hang. Then the process ends here.
+        """
         if not survives_losses():
             return self.barrier()
         try:
@@ -333,15 +337,16 @@ class MpiProcesses:
         os._exit(code)
 
     def clone(self, of: Any = None) -> Any:
-        """A communicator of mpi4py for one thread alone; all ranks come here together."""
+        """Clone a communicator for one thread alone, on all ranks together."""
         made = (of or self.world).Clone()
         self._own.append(made)
         return made
 
     def _abort(self, code: int) -> NoReturn:
-        """End every rank. If ranks may be lost MPI_Abort hangs: with communicators revoked, others fail too.
+        """End every rank of the job.
 
-        If they would go on after that, they are killed.
+        If ranks may be lost, MPI_Abort hangs: with communicators revoked, others fail too. If they would go on after
+        that, they are killed.
         """
         if not survives_losses():
             abort(code)
@@ -351,7 +356,7 @@ class MpiProcesses:
         os._exit(code)
 
     def _echoes(self, error: BaseException | None) -> str | None:
-        """Explain an error that comes of a lost rank, if ranks may be lost; empty if that rank has spoken."""
+        """Explain an error due to a lost rank; empty if reported already."""
         from mpi4py import MPI
 
         names = ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
@@ -367,14 +372,14 @@ class MpiProcesses:
         return MpiMailbox(self.clone())
 
     def clock_offsets(self) -> list[float]:
-        """By how many seconds every rank's `time.perf_counter` is ahead of rank 0's; on rank 0, elsewhere zeros."""
+        """Seconds by which clocks are ahead of rank 0's; see `pings`."""
         return [offset for _, offset in self.pings()]
 
     def pings(self) -> list[tuple[float, float]]:
-        """Quickest round trip of every rank from rank 0, s, and its clock's offset; on rank 0, elsewhere zeros.
+        """Quickest round trip from rank 0 and clock offset of each rank.
 
-        o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most. All ranks
-        come here together.
+        Both are in seconds of `time.perf_counter`, and zeros on ranks other than 0. All ranks call it together.
+        o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most.
         """
         self.barrier()
         found = [(0.0, 0.0)] * self.size
@@ -386,10 +391,10 @@ class MpiProcesses:
         return found
 
     def trips(self, floats: int) -> np.ndarray:
-        """Seconds of the quickest round trip of f64[floats] between any two ranks, f64[size, size]; NaN if none was.
+        """f64[size, size]: quickest round trips of f64[floats], s; NaN if none.
 
-        Pairs meet in turns, as in a round-robin tournament, so no rank has two guests; turns are not kept in step. All
-        ranks come here together, and all get all.
+        Pairs exchange in turns, as in a round-robin tournament, so a rank has one partner a turn. Turns are not kept in
+        step. All ranks call it together, and all get all.
         """
         found, even = np.full(self.size, np.nan), self.size + self.size % 2
         for turn in range(min(even - 1, TURNS)):
@@ -428,7 +433,7 @@ class MpiProcesses:
             self.world.Send(np.array([time.perf_counter()]), 0, tag=3)
 
     def _let_exchanges_end(self) -> None:
-        """Wait for exchanges in XLA's threads, if MPI lets only one thread call it at a time.
+        """Wait for XLA's exchanges if MPI allows one thread at a time.
 
         Raises:
             UsageError: messages are refused here.
@@ -442,12 +447,12 @@ class MpiProcesses:
         return wait(self._exit.Ibarrier().Test, timeout_s)
 
     def barrier(self) -> None:
-        """Wait for all ranks without spinning; an error that names who is absent after AGREE_TIMEOUT_S."""
+        """Wait without spinning for all ranks; raise an error after AGREE_TIMEOUT_S."""
         self._let_exchanges_end()
         self._arrive(self.world.Ibarrier(), "a barrier")
 
     def host_barrier(self) -> None:
-        """Wait for all ranks of this host, of which one may compile meanwhile.
+        """Wait for all ranks of this host; one may compile meanwhile.
 
         Raises:
             TrainingError: not all have come within 6 AGREE_TIMEOUT_S; those absent are named if all ranks are here.
@@ -461,9 +466,9 @@ class MpiProcesses:
             raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
 
     def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
-        """The value that each rank of this host makes, the first one before the others, who find its cache.
+        """Call `make` on this host's first rank, then on the others.
 
-        The first waits for nobody; the others wait for it alone, and no longer if it dies.
+        The others find the first one's cache. It waits for nobody; they wait for it alone, and no longer if it dies.
 
         Raises:
             TrainingError: the first has not made its own in time.
@@ -485,23 +490,23 @@ class MpiProcesses:
         return make()
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """The value that the first rank of this host makes, on all its ranks; they wait without spinning.
+        """Broadcast the value that the first rank of this host makes.
 
-        The value travels pickled, between ranks of one job only.
+        Ranks wait without spinning. The value travels pickled, between ranks of one job only.
         """
         value = make() if self.local_rank == 0 else None
         self.host_barrier()
         return self._local.bcast(value)
 
     def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
-        """Sum over ranks of f64[n]; an error that names who is absent after AGREE_TIMEOUT_S."""
+        """Sum f64[n] over ranks; raises as `barrier`."""
         self._let_exchanges_end()
         total = np.empty_like(values, np.float64)
         self._arrive(self.world.Iallreduce(np.ascontiguousarray(values, np.float64), total), "a sum over ranks")
         return total
 
     def allgather_array(self, values: np.ndarray) -> np.ndarray:
-        """Every rank's f64[n], n the same on all, as f64[size, n] on every rank; raises as `allreduce_sum`."""
+        """Gather f64[n] of every rank as f64[size, n]; raises as `barrier`."""
         self._let_exchanges_end()
         mine = np.ascontiguousarray(values, np.float64)
         out = np.empty((self.size, mine.size), np.float64)
@@ -509,7 +514,9 @@ class MpiProcesses:
         return out
 
     def _arrive(self, request: Any, what: str, timeout_s: float | None = None) -> None:
-        """Wait for a message of all ranks; if those that are late are outlived they are killed, and it fails.
+        """Wait for a message of all ranks.
+
+        After `outlive` those that are late are killed, and the message fails.
 
         Raises:
             TrainingError: who did not come within AGREE_TIMEOUT_S.
@@ -525,9 +532,9 @@ class MpiProcesses:
             raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
 
     def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin the largest over ranks of i64[n]; it is there when asked for.
+        """Begin the maximum of i64[n] over ranks.
 
-        Asking raises `TrainingError` if a rank does not come within AGREE_TIMEOUT_S.
+        The function returned waits for it, and raises `TrainingError` if a rank does not come within AGREE_TIMEOUT_S.
         """
         self._let_exchanges_end()
         largest = np.array(values, np.int64)
@@ -546,7 +553,7 @@ class MpiProcesses:
         return out.tolist()
 
     def _gathered(self, request: Any) -> None:
-        """Wait, by looking: if a rank fails meanwhile, a blocking MPI_Allgatherv may give garbage."""
+        """Wait by polling: a blocking MPI_Allgatherv may give garbage when ranks fail."""
         wait(request.Test, float("inf"))
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -560,11 +567,11 @@ class MpiProcesses:
         return [json.loads(out[end - n : end].tobytes()) for end, n in zip(ends, sizes, strict=True)]
 
     def bcast_object(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank; those of others do not travel."""
+        """Rank 0's JSON value, on every rank; no other value travels."""
         return self.allgather_object(value if self.rank == 0 else None)[0]
 
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
-        """The arrays of rank `root`; every rank gives a tree of the same structure, shapes and dtypes."""
+        """The arrays of rank `root`; structure, shapes and dtypes must be equal."""
         check(0 <= root < self.size, f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
         check_arrays(tree)
         arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
@@ -590,9 +597,9 @@ class MpiProcesses:
         self.compare(fingerprint(what, value), timeout_s)
 
     def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
-        """`assert_same` for a fingerprint made before: 32 bytes a rank, cheap enough for every step.
+        """`assert_same` for a fingerprint made before; cheap enough for every step.
 
-        The value itself travels only if digests differ.
+        The digest is 32 bytes a rank. The value itself travels only if digests differ.
         """
         self._let_exchanges_end()
         digest = np.frombuffer(mine.digest, np.uint8)
@@ -609,11 +616,11 @@ class MpiProcesses:
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
 
     def in_job(self, ranks: Sequence[int]) -> list[int]:
-        """The launcher's numbers of these ranks, which messages have: these processes may be a part of the job."""
+        """The launcher's numbers of these ranks, as error messages give them."""
         return [self.numbers[rank] for rank in ranks]
 
     def late(self) -> list[int]:
-        """Who is not here, by rank 0's word: it asks the others, they report to it, and it tells those that did."""
+        """Late ranks: the others report to rank 0, which sends the list."""
         if self.rank == 0:
             late = self._collect()
             data = np.frombuffer(json.dumps(late[:200]).encode().ljust(4096), np.uint8)
@@ -628,7 +635,10 @@ class MpiProcesses:
         return json.loads(data.tobytes())
 
     def is_asked(self) -> bool:
-        """Return True if another rank has waited in vain: one that waits as well answers at once, or counts as late."""
+        """Return True if another rank has waited in vain.
+
+        A rank that waits as well must answer at once, or it counts as late.
+        """
         return self.world.Iprobe(tag=1 if self.rank == 0 else 5)
 
     def _collect(self) -> list[int]:
@@ -646,8 +656,9 @@ class MpiProcesses:
 
 
 def met(rank: int, turn: int, ranks: int) -> int:
-    """Whom a rank meets in a turn of a round-robin tournament: of an even number of ranks, in all but one of as many
-    turns, everybody meets everybody once.
+    """The partner of a rank in a turn of a round-robin tournament.
+
+    `ranks` is even. In `ranks - 1` turns each rank has every other once as its partner.
     """
     others = ranks - 1
     if rank == others:
@@ -657,7 +668,7 @@ def met(rank: int, turn: int, ranks: int) -> int:
 
 
 def abort(code: int) -> NoReturn:
-    """End every rank of the job, once what this one has said is read."""
+    """End every rank of the job, once this one's output is read."""
     from mpi4py import MPI
 
     failures.let_be_heard()
@@ -711,7 +722,7 @@ def start_mpi() -> None:
 
 
 def start_trouble() -> str:
-    """Sentence on why several ranks cannot start in this environment; empty if they can. A child starts MPI."""
+    """Return why a child process cannot start MPI; empty if it can."""
     child = [sys.executable, "-c", f"from {__name__} import start_mpi; start_mpi()"]
     try:
         ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
@@ -723,7 +734,7 @@ def start_trouble() -> str:
 
 @functools.cache
 def processes() -> Processes:
-    """The control plane of this job; starts MPI if a launcher started several ranks.
+    """The control plane of this job; starts MPI for several ranks.
 
     Raises:
         UsageError: mpi4py or mpi4jax is missing, they and the launcher are not of one MPI, or MPI has several ranks of
@@ -749,7 +760,7 @@ def processes() -> Processes:
 
 
 def _check_alone() -> None:
-    """Refuse ranks whose launcher is not known, if MPI says that they are several; else each would work by itself."""
+    """Refuse MPI ranks of an unknown launcher, which would each work alone."""
     mpi = sys.modules.get("mpi4py.MPI")
     ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
     known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in launchers.LAUNCHERS.values())
@@ -761,19 +772,20 @@ def _check_alone() -> None:
 
 
 def same_on_all_ranks(what: str, value: Any) -> None:
-    """Go on only if all ranks give the same JSON value, such as a configuration; outside jit.
+    """Check that all ranks give the same JSON value, outside jit.
 
     Communicates: 32 bytes a rank; the values if they differ.
 
     Raises:
-        UsageError: on all ranks alike: rank, path, got, expected; or who did not answer within the time limit.
+        UsageError: on all ranks alike: rank, path, got, expected.
+        TrainingError: who did not answer within the time limit.
     """
     in_flight.check_may_send("jaxmpi.same_on_all_ranks")
     processes().assert_same(what, value)
 
 
 def broadcast(tree: PyTree, root: int = 0) -> PyTree:
-    """The tree of rank `root` on every rank; dtypes and shapes as given.
+    """Return rank `root`'s tree on every rank; dtypes and shapes as given.
 
     Arrays of JAX, random keys too, come as such, as in the state of an NNX module; other leaves as NumPy arrays.
 

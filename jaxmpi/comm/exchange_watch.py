@@ -1,4 +1,4 @@
-"""Absent ranks by name: a thread of each rank finds what its process waits for, and asks the others where they are.
+"""A thread on each rank, which names the ranks it waits for.
 
 A rank waits in a program that exchanges, in a comparison outside jit or while programs are traced, in an operation
 beside a program, or for a message. If the thread finds the same wait in two looks it sends it to the other ranks, so
@@ -6,8 +6,8 @@ that each knows who waits with it; those who say nothing are absent. After `SAID
 and prints a line. A rank that has come to the end of its script answers with how often it has come to each kind of
 wait: if that is less often, it never will, and the job ends at once. Ranks in step send nothing here.
 
-A program leaves a message to its own process while it is in an exchange (see `call_order`). The thread takes that
-message, reads it and puts it back. Python's waits are noted in a `Roll`.
+A program leaves a message to its own process while it is in an exchange (see `call_order`), or in a `sendrecv` of its
+own (`small_messages`). The thread takes that message, reads it and puts it back. Python's waits are noted in a `Roll`.
 """
 
 import functools
@@ -15,7 +15,7 @@ import sys
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +57,7 @@ class Wait:
     what: str
     limit_s: float
     partners: tuple[int, ...]
+    is_in_program: bool = False  # MPI waits, without a limit
     thread: int | None = None  # of Python, that waits
     seconds: WaitClock | None = None  # since the thread has found it first
     is_sent: bool = False
@@ -64,7 +65,7 @@ class Wait:
     said: set[str] = field(default_factory=set)
 
     def text(self) -> str:
-        """Describe it, with the line of the user's that waits, if Python does."""
+        """Describe the wait, with the user's line if a Python thread waits."""
         at = line_of_thread(self.thread) if self.thread else ""
         return f"{self.what}, {at}" if at and at.partition(" in ")[0] not in self.what else self.what
 
@@ -75,11 +76,28 @@ def _must(wait: Wait) -> str:
     return "the other rank must call its part" if wait.way == PARTNER else "all ranks must call it as often"
 
 
+def message_lost(what: str, where: str) -> TrainingError:
+    """The error of a message not exchanged in time, with ranks' places."""
+    return TrainingError(
+        f"{what} has waited {TIMEOUT_S:.0f} s; no message has come or gone: the other rank must call its part "
+        f"({EXCHANGE_TIMEOUT} sets the time){where}"
+    )
+
+
+class Note(NamedTuple):
+    """A message that a program exchanges, as found in a look."""
+
+    number: int  # of its call in this process
+    is_known: bool  # from an earlier look
+    what: str
+    partners: tuple[int, ...]
+
+
 class ExchangeLookup(Protocol):
-    """Lookup of the exchanges that this process's programs are in, by messages to their own process."""
+    """Lookup of exchanges of this process's programs, by messages to itself."""
 
     def peek(self, tag: int) -> CallId | None:
-        """The message under a tag, which stays where it is."""
+        """This process's message to itself under a tag, which stays there."""
         ...
 
     def text(self, number: int) -> str:
@@ -88,7 +106,7 @@ class ExchangeLookup(Protocol):
 
 
 class Roll:
-    """Record of the waits of a communicator's ranks for each other, as far as this one knows."""
+    """Record of waits between a communicator's ranks, as this rank knows them."""
 
     def __init__(self, comm: Any, numbers: Sequence[int], may_watch: bool) -> None:
         """Have the thread look at it; all ranks come here together.
@@ -106,6 +124,8 @@ class Roll:
         self.waits: set[Wait] = set()  # of Python
         self.lookup: ExchangeLookup | None = None
         self.held: Wait | None = None  # of a program
+        self.notes: Callable[[], list[Note]] | None = None  # those that programs have left now
+        self.exchanged: dict[int, Wait] = {}  # messages of programs, by number
         self.waiting_ranks: dict[tuple[int, int], CallId] = {}  # by way and rank, where it last said that it waits
         self.places: dict[int, str] = {}  # by rank, where it said that it is
         self.ended: dict[int, list[int]] = {}  # by rank, how many it had begun of each way when its script ended
@@ -116,7 +136,7 @@ class Roll:
 
     @contextmanager
     def waiting(self, way: int, what: str, limit_s: float = TIMEOUT_S, partner: int | None = None) -> Iterator[None]:
-        """Note that this rank waits until the block ends; the waiter itself ends it after `limit_s`.
+        """Note that this rank waits until the block ends.
 
         Args:
             way: CONTROL or BESIDE, in which all ranks make the same calls in the same order; or PARTNER.
@@ -132,7 +152,7 @@ class Roll:
 
     @contextmanager
     def meeting(self, ranks: Sequence[int], what: str, limit_s: float) -> Iterator[Wait]:
-        """Note that this rank waits for some of these ranks, which have no communicator of ours yet; see `waiting`."""
+        """Note a wait for ranks that have no communicator of ours yet."""
         number = zlib.crc32(np.array(sorted(ranks), np.int32).tobytes()) >> 1  # to fit i32
         self.meetings[number] += 1
         call, partners = CallId(number, self.meetings[number]), tuple(sorted({*ranks} - {self.rank}))
@@ -149,11 +169,11 @@ class Roll:
             self.waits.discard(wait)
 
     def absent(self, wait: Wait) -> list[int]:
-        """Numbers in the job of those that have not come to a wait, as far as they have said so."""
+        """Numbers in the job of ranks not known to share a wait."""
         return self._job_numbers([rank for rank in wait.partners if not self._waits_too(rank, wait)])
 
     def where(self, numbers: Sequence[int]) -> str:
-        """Say where ranks, by their numbers in the job, were when they were asked; empty if nobody has asked."""
+        """Say where ranks were, by job number; empty if not yet asked."""
         told = {self.numbers[rank]: place for rank, place in self.places.items()}
         return "".join(f"; rank {number} {told[number]}" for number in numbers[:NAMED] if number in told)
 
@@ -170,22 +190,38 @@ class Roll:
         self._listen()
         if has_ended:
             return self._say_ended()
-        self.held = self._held()
-        for wait in [*self.waits, *([self.held] if self.held else [])]:
+        self.held, self.exchanged = self._held(), self._exchanged()
+        for wait in self.all_waits():
             if wait.seconds is None:
                 wait.seconds = WaitClock()
                 continue
             self._judge(wait, wait.seconds.look())
 
     def _held(self) -> Wait | None:
-        """The wait in which this process's program is; the same one as long as it is in that."""
+        """The wait of this process's program; the same object while it lasts."""
         call = self.lookup.peek(HELD) if self.lookup else None
         if call is None or self.lookup is None:
             return None
         if self.held and self.held.call == call:
             return self.held
         what = self.lookup.text(call.number)
-        return Wait(way=COMPARED, call=call, what=what, limit_s=TIMEOUT_S, partners=self.others)
+        return Wait(way=COMPARED, call=call, what=what, limit_s=TIMEOUT_S, partners=self.others, is_in_program=True)
+
+    def _exchanged(self) -> dict[int, Wait]:
+        """Programs' waits for messages, by number; the same object while one lasts."""
+        found = {}
+        for note in self.notes() if self.notes else []:
+            known = self.exchanged.get(note.number) if note.is_known else None
+            self.counts[PARTNER] += known is None
+            call = CallId(0, self.counts[PARTNER])
+            found[note.number] = known or Wait(
+                way=PARTNER, call=call, what=note.what, limit_s=TIMEOUT_S, partners=note.partners, is_in_program=True
+            )
+        return found
+
+    def all_waits(self) -> list[Wait]:
+        """All waits of this process, programs' as of the last look."""
+        return [*self.waits, *([self.held] if self.held else []), *self.exchanged.values()]
 
     def _judge(self, wait: Wait, waited_s: float) -> None:
         if not wait.is_sent:
@@ -201,7 +237,7 @@ class Roll:
             for rank in absent:
                 self.places[rank] = "does not answer"
                 self._send(rank, ASK, np.zeros(1, np.uint8))
-        if wait.way == COMPARED:
+        if wait.is_in_program:
             self._check_time(wait, absent, waited_s)
         is_answered = all(self.places.get(rank) != "does not answer" for rank in absent)
         if waited_s > SAID_AFTER_S and (is_answered or waited_s > wait.asked_s + ANSWER_S):
@@ -209,7 +245,7 @@ class Roll:
             self._say(wait, self._check_turn(wait, waited_s))
 
     def _waits_too(self, rank: int, wait: Wait) -> bool:
-        """Return True if a rank has come to the same call; a message needs another call of it."""
+        """Return True if a rank shares the wait; never for a message."""
         return wait.way != PARTNER and self.waiting_ranks.get((wait.way, rank)) == wait.call
 
     def _check_same(self, wait: Wait) -> None:
@@ -221,7 +257,7 @@ class Roll:
             raise UsageError(different_calls(named))
 
     def _check_ended(self, wait: Wait, absent: Sequence[int]) -> None:
-        """Raise `TrainingError` if nobody is left who could come, or one is missing of those that all must."""
+        """Raise `TrainingError` if a required rank, or every message partner, has ended."""
         is_counted = wait.way not in (PARTNER, MEETING)
         gone = [
             r for r in absent if r in self.ended and not (is_counted and self.ended[r][wait.way] >= wait.call.count)
@@ -233,23 +269,25 @@ class Roll:
             )
 
     def _check_time(self, wait: Wait, absent: Sequence[int], waited_s: float) -> None:
-        """Raise `TrainingError` with who has not come to an exchange of a program within the time limit."""
+        """Raise `TrainingError` if ranks have not come within the time limit."""
         if absent and waited_s > wait.limit_s:
             where = self.where(self._job_numbers(absent))
+            if wait.way == PARTNER:
+                raise message_lost(wait.what, where)
             raise TrainingError(
                 f"rank {self.numbers[self.rank]} waited {waited_s:.0f} s in {wait.what} for rank {self._named(absent)};"
                 f" all ranks must come to it as often ({EXCHANGE_TIMEOUT} sets the time){where}"
             )
 
     def _late(self, wait: Wait, absent: Sequence[int]) -> str:
-        """Who has not come to a wait for SAID_AFTER_S, in a sentence; empty if all have, or another will say it."""
+        """A sentence that names absent ranks; empty if the watchdog says it."""
         if not absent or (wait.way == CONTROL and failures.is_at_work()):  # the trainer's watchdog says it
             return ""
         late = f"for rank {self._named(absent)}, for {SAID_AFTER_S:g} s now; {_must(wait)}"
         return f"waits in {wait.text()} {late}"
 
     def _check_turn(self, wait: Wait, waited_s: float) -> str:
-        """Which exchange of this process waits for this one for SAID_AFTER_S, in a sentence; empty if none does.
+        """Name this process's exchange that waits for this one; empty if none.
 
         Raises:
             TrainingError: the other exchange has not ended within the time limit.
@@ -279,7 +317,7 @@ class Roll:
         self._sent.append((self.comm.Isend(message, rank, tag), message))
 
     def _listen(self) -> None:
-        """Receive where the others wait; send this rank's place to those that ask."""
+        """Receive the others' waits; send this rank's place to those that ask."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -299,7 +337,7 @@ class Roll:
                 self.ended[rank] = message.view(np.int32).tolist()
 
     def _say_ended(self) -> None:
-        """Tell those that wait how often this rank has come to each way."""
+        """Send waiting ranks how often this rank has begun each way."""
         if self._to_answer and self.lookup:
             calls = [call for tag in (FREE, HELD) if (call := self.lookup.peek(tag))]
             self.counts[COMPARED] = max((call.count for call in calls), default=np.iinfo(np.int32).max)
@@ -309,7 +347,7 @@ class Roll:
 
 
 class AbsentRankMonitor:
-    """Thread that names absent ranks, for which a communicator of this process waits."""
+    """Thread that names absent ranks of this process's communicators."""
 
     def __init__(self) -> None:
         """Nothing to look at yet."""
@@ -332,8 +370,7 @@ class AbsentRankMonitor:
 
     def place(self) -> str:
         """This rank's place in its script, for messages of other ranks."""
-        waits = [wait for roll in self._rolls for wait in (*roll.waits, *([roll.held] if roll.held else []))]
-        waits = [wait for wait in waits if wait.seconds is not None]
+        waits = [wait for roll in self._rolls for wait in roll.all_waits() if wait.seconds is not None]
         if waits:
             return f"waits in {waits[0].text()}"
         at = line_of_thread(threading.main_thread().ident)
@@ -364,7 +401,7 @@ def _frames_of(thread: int | None) -> Iterator[Any]:
 
 
 def line_of_thread(thread: int | None) -> str:
-    """The line of the user's that a thread runs; empty if it runs none."""
+    """The user's line that a thread runs; empty if there is none."""
     return next(map(line_of, filter(is_users, _frames_of(thread))), "")
 
 

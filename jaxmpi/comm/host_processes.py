@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 
 class HostProcesses(Protocol):
-    """The ranks of this process's host, for what they share: memory, compiled programs, the order of buckets."""
+    """The ranks of this host, which share memory, programs and bucket order."""
 
     @property
     def local_rank(self) -> int:
@@ -22,5 +22,5 @@ class HostProcesses(Protocol):
         ...
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """The value that the first rank of this host makes, on all its ranks."""
+        """Broadcast the value that the first rank of this host makes."""
         ...

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Mailbox:
-    """Messages between threads of ranks that wait for nobody; of a single process, to nobody."""
+    """Messages between ranks' threads, without waits; of one process, to nobody."""
 
     def send(self, to: int, message: dict[str, Any]) -> None:
         """Send, unless earlier messages to this rank have not been taken yet."""
@@ -16,7 +16,7 @@ class Mailbox:
 
 
 class MpiMailbox(Mailbox):
-    """Over a communicator of its own. Messages travel pickled, between ranks of one job only."""
+    """Pickled messages over its own communicator, between ranks of one job only."""
 
     MOST = 4  # messages under way to a rank: one that is stopped takes none
 

@@ -24,10 +24,10 @@ from jaxmpi.core.pytrees import PyTree
 
 
 class RankComm:
-    """Workers are MPI ranks, each a process that drives one device: what their Comms have in common."""
+    """Base of Comms whose workers are MPI ranks with a device each."""
 
     def __init__(self, processes: MpiProcesses, mpi: Any) -> None:
-        """`mpi` is this Comm's alone: mpi4py and mpi4jax must never share a communicator."""
+        """`mpi` is this Comm's alone; mpi4py and mpi4jax never share it."""
         self.processes, self.mpi = processes, mpi
         self.rank: int = processes.rank
         self.size: int = processes.size
@@ -39,7 +39,7 @@ class RankComm:
         return add_rows(self.alltoall(x.reshape(self.size, -1)))
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """Leaves [size, ...]: row i goes to worker i, row j of the result came from worker j."""
+        """Exchange rows of leaves [size, ...], row i with worker i."""
         raise NotImplementedError
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
@@ -68,16 +68,16 @@ class RankComm:
 
     @property
     def sum_name(self) -> str:
-        """The name by which programs find the sums over this host, as of `shared_sum.scatter_beside`.
+        """The name by which programs find the sums over this host.
 
-        All ranks come here together for the first time.
+        `shared_sum.scatter_beside` takes it. All ranks come here together for the first time.
         """
         check_one_host(self.hosts)
         return self._shared_sum.name
 
     @functools.cached_property
     def _shared_sum(self) -> SharedSum:
-        """Made at the first use, at which all ranks trace the same program."""
+        """Made at the first use, when all ranks trace the same program."""
         return self._make_shared_sum()
 
     def _make_shared_sum(self) -> SharedSum:
@@ -88,11 +88,14 @@ class RankComm:
         self.processes.compare(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """One rank a host traces and compiles, the others take its program. Ranks must call it together."""
+        """Trace and compile once per host; ranks must call the result together."""
         return shared_jit(function, donate_argnums, self.processes)
 
 
 _sums = [-1]  # numbers of Comms that sum in shared memory
+
+
+made: list["MpiComm"] = []  # of this process
 
 
 class MpiComm(RankComm):
@@ -101,7 +104,10 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world."""
         super().__init__(processes, processes.world.Clone())
-        self.headers, self.arrays = processes.clone(), processes.clone()  # of messages between two ranks, by mpi4py
+        # Of messages between two ranks, and of notes that a program sends to its own process. mpi4py and mpi4jax share
+        # them: messages meet by rank and tag, in the order of each sender.
+        self.headers, self.arrays, self.notes = processes.clone(), processes.clone(), processes.clone()
+        made.append(self)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """`MPI_Allreduce`, sum."""
@@ -123,7 +129,7 @@ class MpiComm(RankComm):
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.allgather(leaf, comm=self.mpi)), x)
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        """`MPI_Sendrecv`, or the half of it that this rank has a part in."""
+        """`MPI_Sendrecv`, or the half that this rank has a part in."""
         import mpi4jax
 
         source = next((s for s, d in pairs if d == self.rank), None)
@@ -147,10 +153,11 @@ class MpiComm(RankComm):
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
 
     def split(self, color: SupportsIndex | str | None, key: int = 0) -> "MpiComm | NoPart":
-        """A communicator of the ranks that give the same color; for a rank that gives None one it has no part in.
+        """A communicator of the ranks that give the same color.
 
-        That is false and has size 0, and every call refuses it: `if part: ...`. Ranks are numbered anew, by key, then
-        as here. All ranks of this communicator must call it together, outside jit.
+        A rank that gives None gets `NoPart`: it is false, for `if part: ...`, has size 0, and every call refuses it.
+        Ranks are numbered anew, by key, then as here. All ranks of this communicator must call it together, outside
+        jit.
 
         Args:
             color: any number from 0 on, or "host": one communicator for each host.
@@ -172,26 +179,26 @@ class MpiComm(RankComm):
 
     @functools.cached_property
     def reversed_mpi(self) -> Any:
-        """The same ranks from the last to the first; all come here together for the first time."""
+        """The ranks in reverse order; all call it together the first time."""
         self.processes.assert_same("the ranks in reverse", self.size)  # polled: it names who is absent
         return self.processes.world.Split(0, -self.rank)  # `self.mpi` is the programs', which may be using it now
 
     def _make_shared_sum(self) -> SharedSum:
-        """In order among mpi4jax's collectives. Its number is new on all ranks: one of them traces for all."""
+        """A sum in mpi4jax's order; one rank traces its number for all."""
         self.processes.host_barrier()  # it waits longer than others: one rank may compile meanwhile
         _sums.append(max(self.processes.allgather_object(_sums[-1])) + 1)
         return SharedSum(self.processes, f"sum of comm {_sums[-1]}", effect=self.effect)
 
     @functools.cached_property
     def effect(self) -> Any:
-        """Effect by which JAX orders calls: mpi4jax's. `jax.checkpoint` may repeat them, on all ranks alike."""
+        """mpi4jax's effect, which orders calls; `jax.checkpoint` may repeat them on all ranks."""
         [effect] = jax.make_jaxpr(self.allreduce)(0.0).effects
         effects.remat_allowed_effects.add_type(type(effect))
         return effect
 
 
 def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """`move` for 16-bit floats too: MPI has no such type, so their bits travel as uint16."""
+    """`move` for 16-bit floats too, which MPI lacks: they travel as uint16."""
 
     def moved(leaf: jax.Array) -> jax.Array:
         if leaf.dtype not in (jnp.float16, jnp.bfloat16):
@@ -205,7 +212,7 @@ def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array]
 
 
 def is_cuda_aware() -> bool:
-    """Return True if mpi4jax hands device pointers to MPI, as MPI4JAX_USE_CUDA_MPI asks it to.
+    """Return True if mpi4jax passes MPI device pointers, as MPI4JAX_USE_CUDA_MPI asks.
 
     Raises:
         UsageError: it is asked to, but was built without CUDA.
@@ -238,9 +245,9 @@ def workers_of(comm: Comm | None) -> Comm:
 
 
 def communicator(comm: Any) -> Comm:
-    """Who takes part: None is the world, a communicator of mpi4py becomes one of ours when it is first used.
+    """The `Comm` that a `comm` argument stands for; None is the world.
 
-    All its ranks come here together then.
+    A communicator of mpi4py becomes one of ours at its first use. All its ranks call it together then.
 
     Raises:
         UsageError: it is neither, or this rank has no part in it.

@@ -45,7 +45,7 @@ class FaultTolerantComm(RankComm):
         self._names.append(name)
 
     def _unless_lost(self, move: Callable[..., None], operands: Buffers, results: Buffers, **attributes: Any) -> None:
-        """Handler of programs: a move, or zeros once a rank is gone; then all messages of all ranks fail."""
+        """Run a move; once a rank is lost, revoke, and give zeros."""
         if not self.is_lost:
             try:
                 return move(operands, results, **attributes)
@@ -82,7 +82,7 @@ class FaultTolerantComm(RankComm):
         self.mpi.Allgather(bits(operands[0]), bits(results[0]))
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        """`MPI_Sendrecv`, or the half of it that this rank has a part in."""
+        """`MPI_Sendrecv`, or the half of it that concerns this rank."""
         source = next((s for s, d in pairs if d == self.rank), -1)
         to = next((d for s, d in pairs if s == self.rank), -1)
         return jax.tree.map(lambda leaf: self._call(self._permute, leaf, leaf.shape, source=source, to=to), x)
@@ -106,7 +106,7 @@ class FaultTolerantComm(RankComm):
         self.mpi.Bcast(bits(results[0]), root)
 
     def pass_on(self, arrays: Buffers, came: Buffers, distance: int) -> None:
-        """Send arrays to the rank that is `distance` further, and receive as many of the one as far before it.
+        """Send `arrays` to rank + `distance`; receive `came` from rank - `distance`.
 
         Outside jit, while no program exchanges. Once a rank is gone nothing comes, and `is_lost` says so.
         """
@@ -141,5 +141,5 @@ class FaultTolerantComm(RankComm):
 
 
 def bits(x: np.ndarray) -> np.ndarray:
-    """A view as whole numbers of the same size, which MPI has types for."""
+    """A view as integers of equal size, for which MPI has types."""
     return x.reshape(-1).view(f"u{x.dtype.itemsize}")

@@ -10,8 +10,9 @@ from jaxmpi.runtime import launchers
 
 
 def mpi_facts() -> dict[str, str]:
-    """Vendor, version, thread level and CUDA support of the MPI that mpi4py finds; without starting it in a single
-    process; what cannot be known is left out, as all is without an MPI.
+    """Vendor, version, thread level and CUDA support of mpi4py's MPI.
+
+    A single process does not start MPI for it. Unknown facts are left out; without an MPI there are none.
     """
     alone = launchers.launched_workers() == 1
     try:
@@ -33,7 +34,7 @@ def mpi_facts() -> dict[str, str]:
 
 
 def cuda_support() -> str:
-    """Facts about Open MPI; unknown for others."""
+    """Whether Open MPI was built with CUDA; unknown for other MPIs."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
     for path in paths:
         query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
@@ -58,12 +59,15 @@ def thread_level(mpi: Any) -> int:
 
 
 def library_of(version: str) -> str:
-    """Name and release out of MPI_Get_library_version: Open MPI separates facts by commas, MPICH by lines and tabs."""
+    """Name and release out of the text of MPI_Get_library_version.
+
+    Open MPI separates facts by commas, MPICH by lines and tabs.
+    """
     return " ".join(version.splitlines()[0].split(",")[0].split())
 
 
 def check_launcher(launch: launchers.Launch | None, mpi_size: int, library: str) -> None:
-    """Stop if the launcher started N ranks and MPI sees one: the commonest failure on clusters."""
+    """Refuse a size other than the launcher's, the commonest failure on clusters."""
     check(
         launch is None or launch.size == mpi_size,
         f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "

@@ -12,7 +12,7 @@ YIELDS = 200  # looks before the first sleep: a message between ranks that are i
 
 
 class WaitClock:
-    """Seconds of a wait in which this process ran, from one look to the next.
+    """Seconds of a wait in which this process ran.
 
     A process that was stopped, by SIGSTOP or with its whole machine, finds hours gone by. The others may have been
     stopped as well, and have had no time to come: it must not accuse them. So a longer gap counts as `GAP_S`.
@@ -34,7 +34,7 @@ class WaitClock:
 
 
 def wait(is_there: Callable[[], bool], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Poll, giving the core away between looks; False if time ran out, or if `is_over` before.
+    """Poll, yielding between looks; False after `timeout_s`, or earlier if `is_over`.
 
     Args:
         is_there: `request.Test` of an MPI request, or another look that lets MPI go on.
@@ -55,7 +55,7 @@ def wait(is_there: Callable[[], bool], timeout_s: float, is_over: Callable[[], b
 
 
 def survives_losses() -> bool:
-    """Return True if the launcher was told to go on without ranks that die: Open MPI's `--with-ft ulfm`."""
+    """Return True if the job survives dead ranks (Open MPI's `--with-ft ulfm`)."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"
 
 
@@ -67,7 +67,7 @@ def is_mpi_error(error: BaseException) -> bool:
 
 
 def is_loss(error: Exception) -> bool:
-    """Return True if an error says that a peer is gone, and the job goes on; not if the whole job ends."""
+    """Return True for errors of a lost peer, if the job survives."""
     from mpi4py import MPI
 
     revoked = getattr(MPI, "ERR_REVOKED", None)
@@ -76,7 +76,7 @@ def is_loss(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def lost_ranks_left_out() -> Iterator[None]:
-    """Pass over the error of a message to or from a rank that is gone, if the job goes on without it."""
+    """Suppress errors of messages with a lost rank, if the job survives."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""One compilation for all ranks of a host: programs that travel as StableHLO.
+"""One compilation for all ranks of a host; programs travel as StableHLO.
 
 Eight ranks that trace and compile the same step on two cores take eight times as long as one.
 """
@@ -28,7 +28,7 @@ class CompiledFunction(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledTogether:
-    """A function whose programs the ranks of a host get together, one for each kind of arguments."""
+    """A function that a host's ranks compile together, by arguments' kind."""
 
     make: Callable[[tuple], CompiledFunction]
     programs: dict[Any, CompiledFunction] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class CompiledTogether:
         return self.made(args).run(args)
 
     def made(self, args: tuple) -> CompiledFunction:
-        """The program for arguments of these shapes and types; ranks come here together for the first time."""
+        """The program for arguments of this kind; ranks compile it together."""
         key = kind_of(args)
         if key not in self.programs:
             self.programs[key] = self.make(args)
@@ -46,16 +46,16 @@ class CompiledTogether:
 
 
 def compiled_for(function: Any, args: tuple) -> jax.stages.Compiled:
-    """The program that a jit, one of JAX's or of this module, runs for arguments of these shapes; it is kept."""
+    """The program that a jit or `CompiledTogether` keeps for these arguments."""
     if isinstance(function, CompiledTogether):
         return function.made(args).compiled()
     return function.lower(*args).compile()
 
 
 def shared_jit(function: Callable, donate_argnums: tuple[int, ...], control: HostProcesses) -> CompiledTogether:
-    """`jax.jit` whose program the host's first rank traces and compiles; the others read it from the cache.
+    """`jax.jit` that a host's first rank traces and compiles for all.
 
-    Ranks must call the function together for the first time.
+    The others read the program from the cache. Ranks must call the function together for the first time.
     """
     return CompiledTogether(lambda args: compile_together(function, args, donate_argnums, control))
 
@@ -67,7 +67,7 @@ def kind_of(args: PyTree) -> Any:
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """As JAX takes it. Of its arrays without `result_type`, which for 512 takes 2 ms a call."""
+    """Shape and dtype, of JAX's arrays without `result_type` (2 ms for 512)."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else (np.shape(leaf), jnp.result_type(leaf))
 
 
@@ -114,7 +114,7 @@ def compile_together(
 
 
 def trace(function: Callable, structure: Any, shapes: list[jax.ShapeDtypeStruct]) -> SerializedProgram:
-    """The program of a function and the structure of its result; no program for one that cannot travel."""
+    """A function's program and result structure; empty if it cannot travel."""
     made = []
 
     def flat(*leaves: jax.Array) -> list[jax.Array]:
@@ -146,7 +146,7 @@ OWN_KEY = {"xla_embed_ir_in_executable": False}
 
 
 def loaded_jit(jitted: Any, devices: Sequence[Any], control: HostProcesses) -> CompiledTogether:
-    """A `jax.jit` over the devices of several processes, which the host's first rank compiles and the others load.
+    """`jax.jit` over several processes' devices: a host's first rank compiles, others load.
 
     The cache does not help there: a process's place among the others is part of its keys. Ranks must call the function
     together for the first time. For CPUs only: compilers for GPUs may talk to each other.
@@ -162,7 +162,7 @@ def loaded_jit(jitted: Any, devices: Sequence[Any], control: HostProcesses) -> C
 
 
 def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: HostProcesses) -> jax.stages.Compiled:
-    """The compiled function; the machine code travels, between ranks of one host and job only."""
+    """The compiled function; machine code travels within one host and job only."""
     lowered = jitted.lower(*args)  # on all ranks: it also loads what a program calls, such as LAPACK
     own = []
 
@@ -181,7 +181,7 @@ def compile_or_load(jitted: Any, args: tuple, devices: Sequence[Any], control: H
 
 
 def compile_afresh(lowered: Any) -> Any:
-    """Compile past the cache: what has been read from there lacks functions when it is sent on."""
+    """Compile without the cache: programs from there lack functions when sent on."""
     name = "jax_persistent_cache_min_compile_time_secs"
     least_s = getattr(jax.config, name)
     jax.config.update(name, float("inf"))

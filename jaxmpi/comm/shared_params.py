@@ -1,4 +1,4 @@
-"""One copy of the params a host, in memory that its ranks share, for sharded updates on one host.
+"""One copy of params a host, in shared memory, for sharded updates.
 
 With sharded updates each rank makes the new values of a slice and reads those of all others. On one host the second
 half of the exchange, in which all ranks get a copy of everything, can be left out: each rank writes its slice to memory
@@ -46,7 +46,7 @@ LET_GO_S = 10.0  # in which what reads params must come to its end
 
 
 class SharedParams:
-    """Params of all ranks of a host, float32, of which each writes its slice."""
+    """Float32 params that a host's ranks share, each writing its slice."""
 
     def __init__(self, host: HostProcesses, cut: Entries | Leaves, number: int) -> None:
         """Nothing is mapped yet.
@@ -62,10 +62,10 @@ class SharedParams:
         self._turns = 0
 
     def filled(self, params: PyTree) -> PyTree:
-        """Params of the host's first rank as arrays in shared memory; all its ranks come here together.
+        """The host's first rank's params, as arrays in shared memory.
 
-        Of params of other ranks only shapes count: they may be `jax.ShapeDtypeStruct`. Arrays of before are deleted,
-        unless these are the ones: then they are there already.
+        All ranks of the host call it together; the others' params may be `jax.ShapeDtypeStruct`. Arrays of before are
+        deleted, unless these are the ones: then they are there already.
 
         Raises:
             UsageError: no room for them, or ranks that share no memory; on all ranks alike. As `renewed`.
@@ -81,7 +81,7 @@ class SharedParams:
         return self._written()
 
     def renewed(self, own: PyTree) -> PyTree:
-        """Params with the new values of all ranks' slices; arrays of before are deleted.
+        """Params with all ranks' new slices; arrays of before are deleted.
 
         Args:
             own: this rank's slices.
@@ -118,7 +118,7 @@ class SharedParams:
         self._views = jax.tree.unflatten(structure, views)
 
     def _let_go(self) -> None:
-        """Delete the arrays of before, and return when no rank reads them any more."""
+        """Delete the arrays of before; return when no rank reads them."""
         for array in self._arrays:
             array.delete()
         self._arrays = []

@@ -1,4 +1,4 @@
-"""Sums over the ranks of one host through shared memory, in NumPy, inside jit through a handler.
+"""Sums over a host's ranks in shared memory: NumPy, callable from jit.
 
 A chain. The vectors, end to end, are cut into chunks small enough to stay in the processor's caches. Rank 0 copies a
 chunk into a slot of shared memory, rank 1 adds its own, and so on to the last rank; then every rank copies the result
@@ -48,7 +48,7 @@ LEAST = 1 << 10  # floats of a chunk if room is short
 
 
 class SharedSum:
-    """Sums of lists of float32 vectors over all ranks of a host, bitwise equal on all of them."""
+    """Sums of float32 vectors over a host's ranks, bitwise equal on all."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SharedSum:
         effect: Any = host_callbacks.ORDERED,
         instead: str = "use another strategy: asa",
     ) -> None:
-        """Map the shared memory; all ranks of the host must come here together.
+        """Map the shared memory; the host's ranks must call it together.
 
         Args:
             host: the ranks that sum.
@@ -96,7 +96,7 @@ class SharedSum:
         host_callbacks.forget(self.name)
 
     def sum(self, vectors: Sequence[jax.Array], divisor: float = 1, in_place: bool = False) -> list[jax.Array]:
-        """Sums over the ranks of this host, divided by `divisor`, of f32 arrays of any shape; inside or outside jit.
+        """Sum f32 arrays over this host's ranks, inside or outside jit.
 
         Args:
             vectors: the same shapes on every rank.
@@ -112,17 +112,17 @@ class SharedSum:
         return host_callbacks.call(self.name, vectors, like, pairs, self.effect, divisor=float(divisor))
 
     def scatter(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """f32[w m] -> f32[m] each: slice r of the sum over the w ranks of this host, on rank r; inside or outside jit.
+        """f32[w m] -> f32[m] each: this rank's slice of the sum.
 
-        The bits of `sum` with the same divisor. Communicates: one call in all, through shared memory. Raises, if
-        results are waited for: as `add`.
+        The bits of `sum` with the same divisor, over the w ranks of this host; inside or outside jit. Communicates: one
+        call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
         for x in vectors:
             check(x.size % self.size == 0, f"a scatter over {self.size} ranks got {x.size} floats; expected a multiple")
         return self._half("scatter", vectors, [x.size // self.size for x in vectors], divisor)
 
     def gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """f32[m] -> f32[w m] each: the slices of all ranks of this host, in their order; inside or outside jit.
+        """f32[m] -> f32[w m] each: all ranks' slices, inside or outside jit.
 
         Communicates: one call in all, through shared memory. Raises, if results are waited for: as `add`.
         """
@@ -135,7 +135,7 @@ class SharedSum:
         return host_callbacks.call(self.name, vectors, like, [], self.effect, divisor=float(divisor), half=half)
 
     def sum_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """`sum` outside jit, without a program: done when it returns, in order behind the programs begun before.
+        """`sum` without a program, done on return, behind programs begun before.
 
         To call a program with an ordered effect takes 0.5 ms more, as JAX does that in Python.
         """
@@ -158,10 +158,10 @@ class SharedSum:
         half: str = "",
         through: int = 0,
     ) -> None:
-        """results[i] <- (sum_r operands[i] of rank r) / divisor; a result may be its operand.
+        """results[i] <- (sum over ranks of operands[i]) / divisor.
 
-        f32, C-contiguous, any shape, any number of floats. All ranks must call it, in the same order. Waits without
-        spinning.
+        f32, C-contiguous, any shape, any number of floats; a result may be its operand. All ranks must call it, in the
+        same order. Waits without spinning.
 
         Args:
             half: scatter or gather, instead of a sum.
@@ -230,7 +230,10 @@ class SharedSum:
             copy_out(rows[piece.vector % self.size], Chunk((piece,), chunk.floats), totals, divisor)
 
     def _rows_of_all(self, vectors: "Vectors", chunk: "Chunk") -> np.ndarray:
-        """f32[w, n]: a chunk of every rank. Rows are free: all have come to a call since their last use."""
+        """f32[w, n]: a chunk of every rank.
+
+        Rows are free: all ranks have come to a call since their last use.
+        """
         call = self.board.call
         rows = self.rows[call % 2, :, : chunk.floats]
         copy_in(vectors, chunk, rows[self.rank])
@@ -241,7 +244,10 @@ class SharedSum:
         return rows
 
     def _chain(self, vectors: "Vectors", totals: "Vectors", chunks: tuple["Chunk", ...], divisor: np.float32) -> None:
-        """Add to chunk j, copy out chunk j - size, which the last rank has by then; no rank waits for what it drops."""
+        """Add to chunk j, and copy out chunk j - size.
+
+        The last rank has added to the latter by then. No rank waits for a result that it does not want.
+        """
         self.board.post(ARRIVED, self.board.call)
         first, lag = self.summed, self.size
         for j in range(len(chunks) + lag):
@@ -256,7 +262,7 @@ class SharedSum:
         self.summed += len(chunks)
 
     def _add_mine(self, k: int, chunk: "Chunk", vectors: "Vectors", divisor: np.float32) -> None:
-        """The link of the chain that is this rank's, for the k-th chunk of all."""
+        """This rank's step of the chain, for the k-th chunk of all."""
         slot = self.ring[k % self.slots]
         if self.rank == 0:
             self._wait_for_slot(k)
@@ -272,14 +278,14 @@ class SharedSum:
         self.board.post(SUMMED, k + 1)
 
     def _wait_for_slot(self, k: int) -> None:
-        """Return when all ranks have left the chunk that was in the slot of the k-th before."""
+        """Return when all ranks have finished with chunk k's slot."""
         if k >= self.free:
             self.free = self.slots + self.board.wait_for_all(COPIED, k + 1 - self.slots)
 
     def _gather_chunks(
         self, vectors: "Vectors", totals: "Vectors", chunks: tuple["Chunk", ...], divisor: np.float32
     ) -> None:
-        """Copy in what is this rank's of chunk j, copy out chunk j - size, which its ranks have by then."""
+        """Copy own pieces of chunk j in, chunk j - size out."""
         self.board.post(ARRIVED, self.board.call)
         first, lag, seen = self.summed, self.size, {self.rank}
         for j in range(len(chunks) + lag):
@@ -302,7 +308,7 @@ class SharedSum:
 def scatter_beside(
     name: str, size: int, x: jax.Array, divisor: float, through: Sequence[jax.Array] = ()
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """`SharedSum.scatter` as a call in a program that one rank of a host compiles for all.
+    """`SharedSum.scatter` in a program that one rank compiles for its host.
 
     Args:
         name: of the `SharedSum` in each process that runs the program.
@@ -326,9 +332,9 @@ Vectors = Sequence[np.ndarray | None]  # None: another rank's, or not wanted her
 
 
 def all_is_done() -> bool:
-    """Wait for the programs begun; False if one has failed, whose own caller has been told.
+    """Wait for the programs begun; False if one has failed.
 
-    Then only a program knows what is before it.
+    Its own caller gets that error. Then only a program knows what is before it.
     """
     try:
         jax.effects_barrier()
@@ -354,7 +360,7 @@ class Chunk(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def cut(sizes: tuple[int, ...], chunk: int) -> tuple[Chunk, ...]:
-    """Vectors of these sizes, end to end, as chunks of at most `chunk` floats; pieces start at multiples of 16."""
+    """Cut vectors, end to end, into chunks of at most `chunk` floats."""
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     used = 0
@@ -386,7 +392,7 @@ def add_to(slot: np.ndarray, chunk: Chunk, vectors: Vectors) -> None:
 
 
 def copy_out(slot: np.ndarray, chunk: Chunk, totals: Vectors, divisor: np.float32 | None) -> None:
-    """The slot, divided if there is a divisor, to its places in the results."""
+    """Copy the slot, divided if there is a divisor, to the results."""
     divide, number = division(float(divisor or 1))
     for vector, part, place in chunk.pieces:
         if (total := totals[vector]) is None:
@@ -399,13 +405,13 @@ def copy_out(slot: np.ndarray, chunk: Chunk, totals: Vectors, divisor: np.float3
 
 @functools.lru_cache(maxsize=64)
 def division(divisor: float) -> tuple[np.ufunc, np.float32]:
-    """How to divide by it: by a power of two the product with its inverse has the same bits, and is quicker."""
+    """Choose the division; for powers of two, a quicker, bitwise equal product."""
     is_power = math.frexp(divisor)[0] == 0.5 and 2.0**-126 <= abs(divisor) <= 2.0**126
     return (np.multiply, np.float32(1 / divisor)) if is_power else (np.divide, np.float32(divisor))
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Fresh memory that JAX takes over as it is: it copies what does not begin at a multiple of 64 bytes."""
+    """A new array at a multiple of 64 bytes; JAX copies others."""
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size_bytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -431,7 +437,7 @@ def segment_bytes(size: int, slots: int, chunk: int) -> int:
 
 
 def make_file(size: int, slots: int, instead: str) -> SharedMemoryFile:
-    """A file for sums, with the longest chunks for which there is room."""
+    """A file for sums, with the longest chunks that have room."""
     room = SEGMENT_BYTES - segment_bytes(size, slots, 0)
     chunk, trouble = min(CHUNK, room // (4 * slots * LEAST) * LEAST), ""
     while chunk >= LEAST:

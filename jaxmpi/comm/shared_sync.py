@@ -1,10 +1,9 @@
-"""Rows of shared memory in which the ranks of a host publish how far they are.
+"""Rows of shared memory in which a host's ranks publish their progress.
 
 A rank writes only its own row and reads the others'; it sleeps on a futex while it waits.
 """
 
 import ctypes
-import errno
 import functools
 import hashlib
 import mmap
@@ -18,7 +17,7 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
-from jaxmpi.core.shared_memory import available_bytes, folder, reserve
+from jaxmpi.core.shared_memory import folder, reserve
 from jaxmpi.runtime import job_folder
 
 SEGMENT_BYTES = 46 << 20  # of shared memory at most, whatever the vectors' sizes
@@ -35,15 +34,15 @@ ARRIVED, SUMMED, COPIED, PID, PID_SPACE, HEADER = 0, 2, 4, 6, 7, 8
 
 
 def table_bytes(size: int) -> int:
-    """Bytes of a row for each rank, and one for the word that says who has failed; whole pages."""
+    """Bytes of ranks' rows and a row for failures, in whole pages."""
     return -(-(size + 1) * ROW * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Board:
-    """Counters of all ranks of a host, and how to wait for them."""
+    """Counters of a host's ranks, and how to wait for them."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float, what: str = "a sum") -> None:
-        """Take a fresh table, of zeros, and say that this rank is here.
+        """Take a new table of zeros, and mark this rank as present.
 
         Args:
             what: all of them do together, for messages.
@@ -69,7 +68,7 @@ class Board:
         )
 
     def begin(self, header: tuple[int, int, int]) -> None:
-        """Start a call: say what this rank brings; of a sum the digest, the number of vectors and of floats."""
+        """Start a call with a header: digest, numbers of vectors and floats."""
         self._check_none_failed()
         self.call += 1
         start = self.rank * ROW + HEADER + 3 * (self.call % 2)
@@ -108,7 +107,7 @@ class Board:
         fence()
 
     def wait_for_all(self, kind: int, value: int) -> int:
-        """Return when all ranks' counters have come to `value`: the least of them."""
+        """Return the least counter, once all have come to `value`."""
         for rank in range(self.size):
             self.wait(rank, kind, value)
         return min(self.words[kind : self.size * ROW : ROW])
@@ -121,7 +120,7 @@ class Board:
         return False
 
     def _sleep(self, rank: int, word: int, value: int) -> None:
-        """Sleep until woken, and look around now and then: a wake-up that comes too early is lost, and ranks die."""
+        """Sleep until woken, with checks: early wake-ups are lost, and ranks die."""
         waited, pause_s = WaitClock(), 0.002
         while (seen := self.words[word]) < value:
             self.words[word + 1] = 1
@@ -164,7 +163,7 @@ class Board:
             )
 
     def _has_ended(self, rank: int) -> bool:
-        """Return True if a rank's process is gone, as far as this one can see."""
+        """Return True if a rank's process has ended, where it is visible."""
         if not job_folder.pid_space() or self.words[rank * ROW + PID_SPACE] != job_folder.pid_space():
             return False
         try:
@@ -193,7 +192,7 @@ class SharedMemoryFile(NamedTuple):
 
 
 def map_together(host: HostProcesses, make: Callable[[], SharedMemoryFile]) -> tuple[mmap.mmap, int]:
-    """Memory that all ranks of a host share, zeroed, and the floats of a chunk in it.
+    """Zeroed memory that a host's ranks share, and its floats a chunk.
 
     A rank that cannot map it gets memory of its own, so that all ranks go on to find out.
     """
@@ -223,14 +222,15 @@ def forget(path: str) -> None:
 
 
 def reserved_anywhere(size_bytes: int) -> SharedMemoryFile:
-    """Memory of that size, as a file in memory or as one without a name: a container often has 64 MiB for the first."""
+    """A file of that size in memory, else one without a name.
+
+    A container often has 64 MiB for the first.
+    """
     made = reserved(size_bytes)
     if made.path or not hasattr(os, "memfd_create"):
         return made
     handle = os.memfd_create("jaxmpi")
     try:
-        if size_bytes > available_bytes():  # the system would try, and kill processes meanwhile
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         reserve(handle, size_bytes)
     except OSError:
         os.close(handle)

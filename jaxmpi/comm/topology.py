@@ -1,4 +1,4 @@
-"""Workers of a job: which ranks and devices they are, and how state is laid out on them.
+"""Workers of a job: their ranks and devices, and their state's layout.
 
 A worker is a process with one device; or one of several devices of a process, over whose axis the step is mapped; or,
 under an asynchronous rule, a process that shares no program with others. `Workers` says which it is, and `put` and
@@ -51,7 +51,7 @@ class Workers(NamedTuple):
 
 
 def gather_workers(devices: int, comm: str = "mpi") -> Workers:
-    """One worker a process, or one a local device; of several processes all those of the job.
+    """All workers of the job, one a process or a local device.
 
     Args:
         devices: of each process.
@@ -72,13 +72,16 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
 
 
 def gather_fault_tolerant(control: MpiProcesses) -> Workers:
-    """One worker a process, of which some may die; all that live come here together."""
+    """One worker a process, which may die; all alive call it together."""
     comm = FaultTolerantComm(control) if control.size > 1 else SoloComm()
     return Workers(comm, control, (control.rank,), None)
 
 
 def gather_asynchronous(servers: int) -> Workers:
-    """Workers that share no program: all ranks but the last `servers`, which have worker 0's place without its work."""
+    """Workers that share no program: all ranks but the last `servers`.
+
+    Servers have worker 0's place without its work.
+    """
     control = processes()
     workers = control.size - servers
     jax.devices()  # its threads are as many as cores of its share
@@ -92,8 +95,9 @@ def alone(workers: Workers) -> Workers:
 
 
 def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
-    """Build the function that takes a batch to the memory of this process's device; None on CPUs, and over a
-    mesh, to which batches have come already.
+    """The function that copies a batch to this process's device, if needed.
+
+    It is None on CPUs, and over a mesh, to which batches have come already.
     """
     if jax.default_backend() == "cpu" or workers.mesh is not None:
         return None
@@ -101,9 +105,10 @@ def to_device(workers: Workers) -> Callable[[PyTree], PyTree] | None:
 
 
 def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
-    """This process's workers on its devices, bound to them as results are; copies, since the step donates its state.
+    """Copy states to this process's devices, bound to them as results are.
 
-    `states` is emptied, leaf by leaf: on CPUs a state would take its memory twice.
+    They are copied, since the step donates its state. `states` is emptied, leaf by leaf: on CPUs a state would take its
+    memory twice.
     """
     structure = jax.tree.structure(states[workers.mine[0]])
     rest = [jax.tree.leaves(states.pop(worker))[::-1] for worker in workers.mine]
@@ -112,7 +117,7 @@ def put(states: dict[int, TrainState], workers: Workers) -> TrainState:
 
 
 def on_devices(rest: list[list[Any]], workers: Workers) -> jax.Array:
-    """The last leaf of each worker's, taken from it, on this process's devices; there when this returns."""
+    """Move each worker's last leaf to this process's devices, and wait."""
     each = [leaves.pop() for leaves in rest]
     if workers.mesh is None:
         return jax.block_until_ready(jax.device_put(jnp.array(each[0]), jax.local_devices()[0]))
@@ -126,13 +131,13 @@ def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
 
 
 def spread(trees: Sequence[PyTree], mesh: jax.sharding.Mesh) -> PyTree:
-    """One tree for each worker of this process as arrays over the whole mesh, with a leading axis of workers."""
+    """Stack this process's trees, one a worker, as arrays over the mesh."""
     along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
     return jax.tree.map(partial(jax.make_array_from_process_local_data, along), stack(list(trees)))
 
 
 def rows(x: jax.Array, workers: Workers) -> np.ndarray:
-    """[workers of this process, ...] of one worker's array, or of one over the mesh, in host memory."""
+    """An array as [workers of this process, ...] in host memory."""
     if workers.mesh is None:
         return np.asarray(x)[None]
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
@@ -160,7 +165,7 @@ def transport(workers: Workers, strategy: str) -> str:
 
 
 def between_processes(workers: Workers, algorithm: str, on_gpu: bool) -> str:
-    """Name the way of what processes exchange, or devices of a single one."""
+    """Name the transport between processes, or between devices of a single one."""
     over_axis = workers.mesh is not None and workers.devices == 1
     if over_axis and workers.processes.size > 1:
         return f"XLA collectives between processes, {'NCCL' if on_gpu else cpu_collectives()}"

@@ -1,6 +1,6 @@
-"""A `jax.distributed` job that MPI sets up, and the mesh of its devices: XLA exchanges there, not MPI.
+"""A `jax.distributed` job that MPI sets up, and its devices' mesh.
 
-NCCL carries it between GPUs, gloo over TCP between CPUs; MPI between CPUs, if JAX is set so.
+XLA exchanges there: by NCCL between GPUs, by gloo over TCP between CPUs; by MPI between CPUs, if JAX is set so.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm]:
-    """The devices of all processes along one axis, by rank, and the Comm for a `shard_map` over them.
+    """All processes' devices along one axis, and a Comm for `shard_map`.
 
     Worker rank * devices + i is device i of process `rank`. Starts `jax.distributed`, so it must come before anything
     that starts a device; without a launcher it is a mesh of this process's devices.
@@ -66,7 +66,7 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
 
 
 def local_mesh(axis: str, devices: int) -> Mesh:
-    """The first devices of this process along one axis, as many as of every other process.
+    """This process's first devices along one axis; others take as many.
 
     Communicates: how many there are.
 
@@ -85,7 +85,7 @@ def check_devices(have: Sequence[int], devices: int) -> None:
 
 
 def start(control: MpiProcesses) -> None:
-    """`jax.distributed.initialize` with MPI's rank and size; nothing if the job has done so itself.
+    """`jax.distributed.initialize` with MPI's rank and size, unless already done.
 
     Raises:
         UsageError: a rank does not reach rank 0, or has used its device already.
@@ -150,7 +150,7 @@ def reaches(address: str) -> bool:
 
 
 def addresses() -> list[str]:
-    """IPv4 addresses of this host, that of its name first; none by which it reaches only itself."""
+    """IPv4 addresses of this host, its name's first; no loopback ones."""
     siocgifaddr = 0x8915  # linux/sockios.h
     found = [own_address()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -162,7 +162,7 @@ def addresses() -> list[str]:
 
 
 def own_address() -> str:
-    """Addresses of this host's name; empty if it is not known."""
+    """The address of this host's name; empty if unknown."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -170,12 +170,12 @@ def own_address() -> str:
 
 
 def cpu_collectives() -> str:
-    """Library of XLA's collectives between CPUs, by JAX's own setting: `gloo` or `mpi`."""
+    """JAX's setting for XLA's collectives between CPUs: `gloo` or `mpi`."""
     return getattr(jax.config, "jax_cpu_collectives_implementation", None) or "gloo"
 
 
 def take_mpi(devices: int) -> None:
-    """Give the CPU client that is to start MPI's collectives, over the MPI that mpi4py has started.
+    """Register a CPU client with collectives over the MPI that mpi4py started.
 
     XLA calls MPI through MPItrampoline, which loads the wrapper of an MPI. JAX would start and end MPI a second time.
 
@@ -202,7 +202,7 @@ def take_mpi(devices: int) -> None:
 
 
 def make_communicator(mesh: Mesh) -> None:
-    """Have XLA make its communicator of all devices of a mesh; called by the thread that has started MPI.
+    """Make XLA's communicator of a mesh, in the thread that started MPI.
 
     XLA makes it in the first program that needs it, and refuses to in any other thread. One that only adds runs in the
     thread that calls it, larger ones run in XLA's own.
@@ -219,7 +219,7 @@ def make_communicator(mesh: Mesh) -> None:
 
 
 def mpi_trouble() -> str:
-    """Why XLA's MPI collectives cannot be had in this process, in which MPI has started; empty if they can."""
+    """Return why XLA cannot use the started MPI; empty if it can."""
     library = os.environ.get("MPITRAMPOLINE_LIB", "")
     if not library:
         return "MPITRAMPOLINE_LIB is not set; set it to the libmpiwrapper.so of this MPI (docs/launching.md)"
@@ -233,7 +233,7 @@ def mpi_trouble() -> str:
 
 
 def check_gloo(control: MpiProcesses) -> None:
-    """Refuse several hosts whose names are not those of a network: gloo listens at the address of the name."""
+    """Refuse hosts whose names have no network address, where gloo listens."""
     if jax.default_backend() != "cpu" or len(set(control.hosts)) == 1:
         return
     every = control.allgather_object(own_address())

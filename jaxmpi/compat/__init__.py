@@ -1,4 +1,4 @@
-"""APIs of other libraries on jaxmpi: a program changes its import line only.
+"""APIs of other libraries on jaxmpi: programs change only their import line.
 
 In reading order: `mpi4jax`, the names of mpi4jax 0.9.
 

@@ -1,4 +1,4 @@
-"""The API of mpi4jax 0.9 on jaxmpi: same names, order of arguments and results.
+"""mpi4jax 0.9's API on jaxmpi: same names, order of arguments and results.
 
     import jaxmpi.compat.mpi4jax as mpi4jax
 
@@ -146,14 +146,14 @@ def sendrecv(
 
 
 def has_cuda_support() -> bool:
-    """Return True if mpi4jax, which moves arrays on GPUs, was built with CUDA."""
+    """Return True if mpi4jax, which moves GPUs' arrays, was built with CUDA."""
     import mpi4jax
 
     return mpi4jax.has_cuda_support()
 
 
 def has_sycl_support() -> bool:
-    """Return True if mpi4jax, which moves arrays on GPUs, was built with SYCL."""
+    """Return True if mpi4jax, which moves GPUs' arrays, was built with SYCL."""
     import mpi4jax
 
     return mpi4jax.has_sycl_support()

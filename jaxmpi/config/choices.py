@@ -30,7 +30,7 @@ def choices(part: type) -> dict[str, tuple[str, ...]]:
 
 
 def check_choices(part: Any, prefix: str = "") -> None:
-    """Raise `UsageError` unless each such field of a dataclass has one of its words.
+    """Raise `UsageError` unless every field annotated with words has one of them.
 
     Args:
         prefix: of the fields' names, such as `data.`.

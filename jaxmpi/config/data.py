@@ -142,7 +142,7 @@ class Rhythm(NamedTuple):
 
 
 def shuffle_rhythm(period: int | str, steps_per_epoch: int, effective_batch: int) -> Rhythm:
-    """`data.shuffle_period` in epochs, or in steps if it is shorter than one; from an epoch on whole epochs, rounded.
+    """`data.shuffle_period` in whole epochs, rounded, or in steps below one epoch.
 
     Raises:
         UsageError: it is neither epochs nor a duration.
@@ -160,7 +160,7 @@ def shuffle_rhythm(period: int | str, steps_per_epoch: int, effective_batch: int
 
 
 def for_loaders(config: Data) -> Data:
-    """Settings without the objects that only the source needs, which loaders have by itself."""
+    """Settings for loaders, without the objects that only the source needs."""
     return replace(config, train=None, validation=None, tokenizer="")
 
 

@@ -8,7 +8,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
 
 
 def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
-    """A duration as whole steps, rounded to the nearest; at least one, unless the number is 0.
+    """A duration in steps, rounded; at least one if it is positive.
 
     Args:
         duration: a number and a unit: `90ep` epochs, `125st` steps, `20000ex` examples, `10%` of the run.
@@ -51,7 +51,7 @@ def step_range(text: str, name: str) -> tuple[int, int]:
 
 
 def check_divides(what: str, total: int, parts: int, parts_name: str) -> None:
-    """Raise `UsageError` naming the nearest totals that divide unless `total % parts == 0`."""
+    """Raise `UsageError`, with the nearest totals that divide, unless `parts` divides `total`."""
     below = total // parts * parts
     close = f"{below} or {below + parts}" if below else f"{parts}"
     check(

@@ -78,7 +78,7 @@ def for_mean_image(data: Data, names: set[str]) -> Data:
 
 
 def refuse_unknown(argv: Sequence[str]) -> None:
-    """Refuse a flag that no experiment can have, before its file and JAX are loaded: it was mistyped.
+    """Refuse unknown flags before the experiment's file and JAX are loaded.
 
     Parts of an experiment may have fields of the user's own, such as a rule's settings, so `--part.field` waits.
 
@@ -92,7 +92,7 @@ def refuse_unknown(argv: Sequence[str]) -> None:
 
 
 def unknown_field(name: str, known: Mapping[str, Any]) -> UsageError:
-    """The error of a flag that is no field: the nearest, and of a part's fields those of that part."""
+    """The error of an unknown flag: the nearest, and the part's fields."""
     part = name.partition(".")[0]
     beside = ", ".join(sorted(field for field in known if field.startswith(f"{part}.")))
     listed = f"there are: {beside}; " if beside else ""
@@ -106,17 +106,17 @@ def say_once(text: str) -> None:
 
 
 def file_first(argv: Sequence[str]) -> list[str]:
-    """The arguments with the experiment before the flags, which may stand on either side of it."""
+    """The arguments with the experiment moved in front of the flags."""
     pairs = enumerate(zip(argv, ("", *argv), strict=False))
     at = next((i for i, (arg, before) in pairs if is_experiment(arg, before)), 0)
     return [*argv[at : at + 1], *argv[:at], *argv[at + 1 :]]
 
 
 def is_experiment(arg: str, before: str) -> bool:
-    """Return True for a Python file, and for the name of an experiment that ships unless it is the value of a flag.
+    """Return True for a Python file or a shipped experiment's name.
 
     Args:
-        before: the argument to its left; empty if there is none.
+        before: the argument to its left; empty if there is none. If it is a flag that takes a value, `arg` is no name.
     """
     return (arg.endswith(".py") and not arg.startswith("-")) or (arg in shipped() and not flags.takes_value(before))
 
@@ -126,7 +126,7 @@ PROGRAMS = ("collectives/", "functions/")  # begin the names of files that run w
 
 @functools.cache
 def all_shipped() -> dict[str, Path]:
-    """Files that come with jaxmpi in experiments/, by names such as `digits` and `papers/alexnet`."""
+    """Experiment files shipped with jaxmpi, by names such as `papers/alexnet`."""
     folder = (PACKAGE / "experiments").resolve()  # in a clone a link
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.py"))}
 
@@ -137,7 +137,7 @@ def shipped() -> dict[str, Path]:
 
 
 def located(name: str) -> Path:
-    """The file that is meant: the one at this path, else the experiment of this name that ships.
+    """The file at this path, else the shipped experiment of this name.
 
     `experiments/digits.py` is such a name as well as `digits`, so that a line of the docs runs without a clone.
     """
@@ -146,7 +146,9 @@ def located(name: str) -> Path:
 
 
 def overridden(base: Experiment, argv: list[str], name: str, tables: Mapping[str, Mapping[str, Any]]) -> Experiment:
-    """`base` with the fields of the command line. Rank 0 prints an error in them, others only if it does not.
+    """`base` with the fields of the command line.
+
+    Rank 0 prints an error in them; another rank prints it only if rank 0 does not.
 
     Raises:
         UsageError: a field out of range, on ranks other than 0.
@@ -172,7 +174,7 @@ def overridden(base: Experiment, argv: list[str], name: str, tables: Mapping[str
 
 
 def show(text: str, stream: TextIO) -> None:
-    """Print a text to somebody who may have read enough, as `| head` has."""
+    """Print a text to a stream whose reader may end early (`head`)."""
     try:
         print(text, end="", file=stream, flush=True)
     except BrokenPipeError:
@@ -182,7 +184,7 @@ def show(text: str, stream: TextIO) -> None:
 
 
 def hyphens(arg: str) -> str:
-    """Spell a flag with hyphens, `--local-batch=8` for `--local_batch=8`; a value is as given."""
+    """Spell a flag with hyphens, `--local-batch=8` for `--local_batch=8`; keep its value."""
     name, equals, value = arg.partition("=")
     return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
@@ -227,7 +229,7 @@ def load(path: Path) -> Experiment:
 
 
 def nearest_import(error: ImportError) -> str:
-    """Suggest a module of the project instead, such as another model; empty if the package is missing."""
+    """Suggest the nearest module or name; empty if its package is missing."""
     from_module = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
     wanted, parent = from_module.groups() if from_module else (error.name or "").rpartition(".")[::-2]
     module = sys.modules.get(parent)
@@ -239,7 +241,7 @@ def nearest_import(error: ImportError) -> str:
 
 
 def choose(experiment: Experiment, argv: list[str]) -> Experiment:
-    """The recipe, or what it offers for embedded data if no data folder is given."""
+    """The experiment, or its fallback if no folder or source is given."""
     given = any(arg.split("=")[0] in ("--data.dir", "--data.source") for arg in argv)
     if experiment.fallback is None or given or data_dir(experiment.data):
         return experiment

@@ -1,6 +1,7 @@
-"""Command-line flags made from the dataclasses' fields, in groups of which the first has those used most.
+"""Command-line flags made from the fields of dataclasses, in groups.
 
-The parser is tyro's. It is given a dataclass made for it, whose parts are the groups, since tyro lists flags by part.
+The first group has the flags used most. The parser is tyro's. It is given a dataclass made for it, whose parts are the
+groups, since tyro lists flags by part.
 """
 
 import ast
@@ -98,7 +99,7 @@ def flags(part: Any, prefix: str = "") -> dict[str, Flag]:
 
 @functools.cache
 def comments(part: type) -> dict[str, str]:
-    """The comment of each field of a dataclass: behind it, or else on the lines above it."""
+    """The comment of each field: behind it, or else above it."""
     found: dict[str, str] = {}
     for cls in reversed(part.__mro__):
         try:
@@ -205,7 +206,7 @@ def group_class(
     tables: Mapping[str, Mapping[str, Any]],
     with_help: bool,
 ) -> type:
-    """A dataclass with the fields of one heading, each spelled as in its part."""
+    """A dataclass with one heading's fields, spelled as in their parts."""
     fields = []
     for name in names:
         flag = known[name]
@@ -219,7 +220,7 @@ def group_class(
 
 
 def summary() -> str:
-    """A line for each flag of the first group, for those who have named no experiment."""
+    """Lines on the first group's flags, shown if no experiment is named."""
     known, names = flags(Experiment()), GROUPS["common"]
     width = max(map(len, names))
     return "\n".join(f"  --{name:{width}}  {known[name].help}" for name in names)
@@ -231,7 +232,10 @@ def identifier(name: str) -> str:
 
 
 def shown_value(flag: Flag) -> Any:
-    """A field's value, as a text if only Python can have made it, such as a tokenizer; without objects among words."""
+    """A field's value, or the name of an object set in Python.
+
+    Objects among words are left out.
+    """
     value = flag.value
     if flag.objects:
         return tuple(each for each in value if isinstance(each, str))
@@ -240,7 +244,7 @@ def shown_value(flag: Flag) -> Any:
 
 
 def with_values(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """A dataclass with new values, by flag; what no flag names stays, objects that only Python can set as well."""
+    """A dataclass with the values of these flags; other fields keep theirs."""
     new = {}
     for f in dataclasses.fields(part):
         name = prefix + f.name.replace("_", "-")
@@ -252,7 +256,7 @@ def with_values(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def unknown_flags(argv: Sequence[str], experiment: Experiment) -> list[str]:
-    """Names given as `--name` or `--no-name` that no field of the experiment has."""
+    """Names of flags, `--name` or `--no-name`, that the experiment does not have."""
     known = {"help", *flags(experiment)}
     return [name for name in names_in(argv) if name not in known and without_no(name) not in known]
 
@@ -276,7 +280,7 @@ def without_no(name: str) -> str:
 
 
 def resolved(experiment: Experiment) -> dict[str, Any]:
-    """The configuration as plain JSON values; what only Python can set appears by its name."""
+    """The configuration as plain JSON values; Python objects appear by name."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and type(value).__module__.startswith("jaxmpi.config."):

@@ -26,7 +26,7 @@ class Refusal(NamedTuple):
 
 
 def not_with(beside: Callable[[Any], object], words: str, *rows: tuple, form: str = WITH) -> tuple[Refusal, ...]:
-    """Make rows that do not go with the same options: of field, values, way out, and perhaps a test of the value."""
+    """Refusals with the same `beside` and `words`; rows have the other fields."""
     return tuple(Refusal(field, values, beside, words, *rest, form=form) for field, values, *rest in rows)
 
 

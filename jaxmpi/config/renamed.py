@@ -1,6 +1,7 @@
-"""Names that fields and flags had in 0.1; accepted for one more version, with a line that has the new name.
+"""Names that fields and flags had in version 0.1.
 
-Some are switches that a word of another field stands for now.
+They are accepted for one more version, with a line that has the new name. Some are switches that a word of another
+field stands for now.
 """
 
 import dataclasses
@@ -72,7 +73,9 @@ def takes_old_names(part: str = "") -> Callable[[type[T]], type[T]]:
 
 
 def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """The command line with old flags replaced, those that are words now at its end: words may not take what follows.
+    """The command line with old flags replaced by their new names.
+
+    A flag that is a word now is moved to the end, where its field takes no argument that follows.
 
     Args:
         argv: flags, with hyphens or underscores in their names.
@@ -101,7 +104,7 @@ def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]
 
 
 def as_words(flag: str) -> list[str]:
-    """`--sinks tensorboard` for the switch `--tensorboard`, `--sinks` for `--no-tensorboard`; empty if it is none."""
+    """`--sinks tensorboard` for `--tensorboard`, `--sinks` for `--no-tensorboard`, empty for other flags."""
     name = flag.removeprefix("--")
     if not flag.startswith("--") or name.removeprefix("no-") not in WORDS:
         return []

@@ -1,4 +1,4 @@
-"""The experiment: every setting of a run, as a frozen dataclass that checks itself.
+"""Every setting of a run in `Experiment`, a dataclass that checks itself.
 
 Every field is a command-line flag of `python -m jaxmpi.train`; the comment after it is its help text.
 Importing this file starts neither MPI nor a device.
@@ -177,7 +177,7 @@ class Experiment:
 
 
 def local_batch(experiment: Experiment, workers: int, uneven: bool = False) -> int:
-    """Examples per worker and step, the most of them if shares are uneven.
+    """Examples per worker and step; the most if shares are uneven.
 
     Args:
         uneven: let the effective batch not divide: a run that goes on with another number of workers.

@@ -1,8 +1,8 @@
-"""Whole leaves dealt to workers: each of w workers updates some leaves, for optimizers that mix the entries of one.
+"""Whole leaves dealt to workers, for optimizers that mix a leaf's entries.
 
 LARS, LAMB, Adafactor and Muon take leaves one by one, but not entries: a slice has another norm than its leaf, and
-Newton-Schulz needs a whole matrix. So a deal gives each leaf to one worker, the costliest first, each to the worker
-with the least to do (Graham 1969). Then Newton-Schulz is divided by w as well.
+Newton-Schulz needs a whole matrix. So a deal gives each leaf to one of w workers, the costliest first, each to the
+worker with the least to do (Graham 1969). Then Newton-Schulz is divided by w as well.
 
 One program serves all workers, as with slices. Therefore what a worker holds has one shape on all of them: a row, its
 leaves one after another, filled up with zeros to the longest row. Which leaves these are is a branch of the program.
@@ -64,7 +64,7 @@ class Deal(NamedTuple):
 
     @property
     def padding(self) -> float:
-        """Padding of all rows, as a share of params: so much more travels and is held."""
+        """Padding of all rows, as a share of params' entries."""
         return self.workers * self.width / max(1, sum(self.sizes())) - 1
 
     def like(self) -> PyTree:
@@ -108,7 +108,7 @@ class Deal(NamedTuple):
 
 
 def deal(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> Deal:
-    """Deal leaves to workers: the costliest first, each to the worker with the least cost so far, then least entries.
+    """Deal leaves, costliest first, to the worker with least cost, then entries.
 
     Args:
         params: arrays or their shapes.
@@ -199,7 +199,7 @@ class StateLayout(NamedTuple):
 
 @functools.cache
 def layout_of(tx: Any, given: Deal) -> StateLayout:
-    """Owners of an optimizer's state: a leaf that the state of one part alone has is that part's, others are shared.
+    """Owner of each state leaf: the only part with it, or SHARED.
 
     Raises:
         UsageError: a leaf of the state that is neither.
@@ -232,7 +232,7 @@ def layout_of(tx: Any, given: Deal) -> StateLayout:
 
 
 class Leaves(NamedTuple):
-    """The cut into whole leaves; `core.slices.Entries` is that into slices of every leaf. Nothing communicates."""
+    """The cut into whole leaves, unlike `core.slices.Entries`; nothing communicates."""
 
     deal: Deal
 
@@ -247,7 +247,7 @@ class Leaves(NamedTuple):
         return lax.switch(chunk, branches, tree)
 
     def init(self, tx: Any, params: PyTree, chunk: Any) -> DealtState:
-        """The optimizer's state 0 for the leaves of a row of params, whole."""
+        """The optimizer's state 0 for one row's leaves of whole params."""
         layout = layout_of(tx, self.deal)
         branches = [
             lambda p, row=row: layout.held(tx.init(self.deal.part(p, row)), row) for row in range(self.deal.workers)
@@ -263,7 +263,7 @@ class Leaves(NamedTuple):
         state: DealtState,
         own: DealtLeaves,
     ) -> tuple[DealtLeaves, DealtState]:
-        """`step(grads, state, params) -> (tree like params, state)` on the leaves of a row.
+        """`step(grads, state, params) -> (tree like params, state)` on a row's leaves.
 
         It is a branch of its own, since XLA fuses nothing across. In one program with the cutting it would add up norms
         in another order than in a program of whole leaves.
@@ -281,14 +281,14 @@ class Leaves(NamedTuple):
         return lax.switch(chunk, [branch(row) for row in range(given.workers)], grads, state, own)
 
     def write(self, whole: PyTree, own: DealtLeaves, chunk: int) -> None:
-        """Put the leaves of a row in their places among whole leaves, on the host."""
+        """Copy a row's leaves to their places in `whole`, in host memory."""
         leaves = [x for x, owner in zip(jax.tree.leaves(whole), self.deal.owners, strict=True) if owner == chunk]
         pieces = cut_up(np.asarray(own.entries), [leaf.shape for leaf in leaves])
         for leaf, piece in zip(leaves, pieces, strict=True):
             np.copyto(leaf, piece)
 
     def saved(self, tx: Any, state: PyTree, chunk: int) -> PyTree:
-        """A rule's state as a checkpoint has it: whole leaves by their names in the whole state, on the host."""
+        """A rule's state for checkpoints: whole leaves by the whole state's names."""
 
         def one(part: Any) -> Any:
             if isinstance(part, DealtState):
@@ -298,7 +298,7 @@ class Leaves(NamedTuple):
         return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, (DealtLeaves, DealtState)))
 
     def restored(self, tx: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
-        """A rule's state as this worker holds it, of whole leaves that `read(name)` gives from a checkpoint."""
+        """This worker's rule state from a checkpoint's whole leaves, by `read(name)`."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), like)
         saved = jax.eval_shape(lambda state: self.saved(tx, state, chunk), shapes)
         filled = jax.tree.unflatten(jax.tree.structure(saved), [read(name) for name, _ in named_leaves(saved)])

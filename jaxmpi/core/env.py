@@ -24,7 +24,7 @@ def seconds_from(variable: str, default: float) -> float:
 
 
 def installing(package: str) -> str:
-    """The command that installs a package into this environment, which has no pip of its own if uv made it."""
+    """The command that installs a package here: uv's environments have no pip."""
     return f"{_pip()} install '{package}'"
 
 
@@ -44,14 +44,14 @@ def getting_mpi() -> str:
 
 
 def building_for_mpicc() -> str:
-    """The command that builds mpi4py and mpi4jax anew for the MPI whose mpicc is on PATH."""
+    """The command that rebuilds mpi4py and mpi4jax for the mpicc on PATH."""
     config = "--no-config " if _is_clones_own() else ""  # a clone's builds mpi4jax for the wheel's MPI
     options = {"pip": "--force-reinstall --no-cache-dir", "uv pip": f"{config}--reinstall --no-cache"}[_pip()]
     return f"`{_pip()} install {options} --no-deps --no-binary mpi4py mpi4py mpi4jax`, {_needs()}"
 
 
 def _needs() -> str:
-    """Subordinate clause on what the build of mpi4jax needs: it looks for headers of CUDA beside an nvcc."""
+    """A clause on mpi4jax's build, which looks for CUDA's headers beside nvcc."""
     nvcc = shutil.which("nvcc")
     if nvcc and "CUDA_PATH" not in os.environ and not (Path(nvcc).parents[1] / "include/cuda_runtime.h").exists():
         return "which needs a C++ compiler, and CUDA_PATH set to the folder of CUDA, whose nvcc is on PATH"
@@ -63,5 +63,5 @@ def _pip() -> str:
 
 
 def _is_clones_own() -> bool:
-    """Return True in the environment that `uv sync` makes in a clone of jaxmpi."""
+    """Return True in the environment that `uv sync` makes in a clone."""
     return (Path(sys.prefix).resolve().parent / "jaxmpi/core/env.py").exists()

@@ -1,4 +1,4 @@
-"""Errors with a message for the user, and the checks that raise them."""
+"""Errors with a message for the user, and checks that raise them."""
 
 import difflib
 import re
@@ -11,26 +11,26 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text as a terminal may get it: names of a stranger's files hold any bytes."""
+    """Text safe for a terminal: a stranger's file names hold any bytes."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class UsageError(ValueError):
-    """Error of what the user asked for: got, expected, way out. Shown without a traceback."""
+    """A user's error: got, expected, way out; shown without a traceback."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on, for a reason the message gives in full. Shown without a traceback."""
+    """A run that cannot go on; its full message replaces a traceback."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class AgreedError(TrainingError):
-    """An error that all ranks raise together: rank 0 prints it for all."""
+    """An error that all ranks raise together; rank 0 prints it."""
 
 
 class NotFinite(AgreedError):
@@ -58,7 +58,7 @@ ELSEWHERE = {
 
 
 def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """The tail of an error about an unknown name: the nearest known one, and all of them."""
+    """The tail of an error: the nearest known name, and all names."""
     return f"{hint(name, known)}there are: {', '.join(sorted(known))}"
 
 

@@ -1,4 +1,4 @@
-"""Files opened, written and locked safely: odd paths, half writes and stale locks are refused or avoided.
+"""Files opened, written and locked safely.
 
 A path from outside may be a device, a pipe or a folder; a write may end half-way; a lock may be of a file that has
 been replaced.
@@ -18,7 +18,7 @@ from jaxmpi.core.errors import TrainingError, UsageError, check
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that could not be written later; several ranks may ask at once."""
+    """Refuse a file that cannot be written; ranks may call it concurrently."""
     try:
         is_new = not path.exists()
         path.open("a").close()
@@ -31,7 +31,7 @@ def check_writable(path: Path) -> None:
 
 
 class HeldFolder:
-    """A folder held by its descriptor: it stays the same folder, whatever others do to its name.
+    """A folder held by its descriptor, whatever others do to its name.
 
     A path is looked up anew at every use. If someone removes, moves or replaces the folder while a run goes on, the
     path leads nowhere, or to what another job has made there.
@@ -48,7 +48,7 @@ class HeldFolder:
         self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def try_lock(self) -> bool:
-        """Lock the folder itself, until it is closed or the process ends; False if its file system has no such locks.
+        """Lock the folder itself until `close`; False if the file system cannot.
 
         Raises:
             BlockingIOError: another process has it.
@@ -62,7 +62,7 @@ class HeldFolder:
         return True
 
     def fate(self) -> str:
-        """A sentence without its subject if the path no longer leads to the folder; empty if it does."""
+        """Predicate of a sentence on the folder's loss; empty if not lost."""
         if is_same(self._handle, self.path):
             return "" if self._keeps_lock(self.path) else "has lost its file `lock`, so another job may be in it"
         place = self.place()
@@ -71,7 +71,7 @@ class HeldFolder:
         return f"has been moved to {str(place)!r} while the run went on"
 
     def place(self) -> Path | None:
-        """Its path as the kernel knows it; None if it is removed, or another job may be in it. Linux only."""
+        """Its present path, on Linux; None if removed or without its lock."""
         place = Path(os.readlink(f"/proc/self/fd/{self._handle}"))  # of a removed one with ` (deleted)` behind it
         return place if is_same(self._handle, place) and self._keeps_lock(place) else None
 
@@ -131,7 +131,7 @@ def read_plain(path: str | Path, most_bytes: int, expected: str) -> bytes:
 
 
 def refuse_ways_out(folder: Path, name: str, why: str) -> None:
-    """Keep what is written within a folder that someone else may have made: it would go where a link leads.
+    """Refuse a stranger's folder with links, through which writes would leave it.
 
     Args:
         folder: to look at, without its folders.
@@ -152,7 +152,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def write_all(file: io.FileIO, content: Any) -> None:
-    """Write every byte to a file without a buffer, which may take a part at a time.
+    """Write every byte to an unbuffered file, perhaps in several parts.
 
     No buffer, because its `close` would fail once more on a full disk, and hide the error that says how to go on.
     """
@@ -162,7 +162,7 @@ def write_all(file: io.FileIO, content: Any) -> None:
 
 
 def write_whole(path: Path, raw: bytes) -> None:
-    """Write a file of the run directory aside, then rename it: who reads it finds the old or the new, never a part.
+    """Write a run's file aside, then rename it: nobody reads a part.
 
     Raises:
         TrainingError: it cannot be written, as on a full disk.
@@ -180,7 +180,7 @@ def write_whole(path: Path, raw: bytes) -> None:
 
 @contextmanager
 def made_whole(file: Path) -> Iterator[Path]:
-    """A path beside a new file, to write to; the file gets its name when it is whole. If it fails, nothing is left.
+    """Yield a path that becomes the file when whole; failures leave nothing.
 
     Raises:
         UsageError: it exists or cannot be written.
@@ -204,7 +204,7 @@ def made_whole(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Have an error of the file system name the file and the way out.
+    """Make file system errors name the file and the way out.
 
     Raises:
         TrainingError: in the place of OSError.

@@ -12,7 +12,7 @@ def module_of(frame: FrameType) -> str:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return True if a frame runs neither a library nor code without a file."""
+    """Return True if a frame runs neither library nor generated code."""
     name = frame.f_code.co_filename
     is_made = name.startswith("<") and not name.startswith(("<string>", "<stdin>", "<ipython"))
     is_installed = bool({"site-packages", "dist-packages"} & set(Path(name).parts))

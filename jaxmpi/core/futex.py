@@ -1,4 +1,4 @@
-"""Futexes: processes of one host sleep until a word of shared memory changes."""
+"""Futexes: a host's processes sleep until a word of shared memory changes."""
 
 import ctypes
 import os
@@ -31,7 +31,7 @@ class Seconds(ctypes.Structure):
 
 
 def sleep_on(address: int, seen: int, timeout_s: float) -> None:
-    """Sleep while the word at `address` has the value `seen`, until woken, or for at most a time below 1 s."""
+    """Sleep until woken, while `address` holds `seen`; `timeout_s` is below 1."""
     if _number is None:
         time.sleep(0.0005)
         return

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def differences(rank: int, got: str, first: int, expected: str) -> list[str]:
-    """Lines `rank 3: path: got X, expected Y (rank 0)` for the JSON values of a rank and of the first one."""
+    """JSON differences, as `rank 3: path: got X, expected Y (rank 0)`."""
     ours, theirs = flatten_json(json.loads(expected)), flatten_json(json.loads(got))
     lines = [
         f"  rank {rank}: {path}: got {theirs.get(path, 'nothing')}, expected {ours.get(path, 'nothing')} (rank {first})"

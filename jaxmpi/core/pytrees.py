@@ -24,12 +24,12 @@ def path_name(path: Any) -> str:
 
 
 def signature(tree: PyTree) -> dict[str, str]:
-    """Path to `float32[3,3,64]` of every leaf, in order: what must agree before arrays travel."""
+    """Paths to `float32[3, 64]` in order, which must agree before arrays travel."""
     return {name: f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for name, leaf in named_leaves(tree)}
 
 
 def mismatches(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """A line for each leaf that is missing, extra, or of another shape or dtype; at most 12, and how many more."""
+    """Lines on leaves whose presence, shape or dtype differs; the first 12."""
     shown = [{name: f"{np.dtype(x.dtype)}{list(x.shape)}" for name, x in tree.items()} for tree in (got, expected)]
     lines = [
         f"{name}: got {shown[0].get(name, 'nothing')}, expected {shown[1].get(name, 'nothing')}"
@@ -40,7 +40,7 @@ def mismatches(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]
 
 
 def check_arrays(tree: PyTree) -> None:
-    """Raise `UsageError` by path if a leaf is no array of numbers or a number."""
+    """Raise `UsageError` by path if a leaf holds no numbers."""
     for name, leaf in named_leaves(tree):
         is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         kind = "" if is_key else np.asarray(leaf).dtype.kind  # V: bfloat16 and the like
@@ -62,7 +62,7 @@ def mean_of_floats(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
 
 
 class RanksOwn:
-    """A node of a tree with numbers that are each rank's own, which must not be made equal."""
+    """A tree node whose numbers are each rank's own, never made equal."""
 
 
 def has_ranks_own(tree: PyTree) -> bool:

@@ -13,7 +13,7 @@ from jaxmpi.core.pytrees import PyTree
 
 @jax.tree_util.register_pytree_with_keys_class
 class KeyData:
-    """The numbers of an array of typed keys, u32[..., words]. The generator's name is part of the tree's structure."""
+    """Typed keys as u32[..., words]; the tree's structure names their generator."""
 
     def __init__(self, data: Any, implementation: Any) -> None:
         self.data, self.implementation = data, implementation
@@ -43,7 +43,10 @@ def is_key(leaf: Any) -> bool:
 
 
 def packed(tree: PyTree) -> PyTree:
-    """The tree with its typed keys as KeyData; NumPy's, if they are not traced, so that bytes show what changed."""
+    """The tree with its typed keys as KeyData.
+
+    Numbers that are not traced are NumPy's, so that bytes show what changed.
+    """
 
     def one(leaf: Any) -> Any:
         if not is_key(leaf):
@@ -72,7 +75,7 @@ def key_leaves(structure: Any) -> list[bool]:
 
 
 def check_op(op: str, shape: tuple[int, ...], where: str) -> None:
-    """Refuse an operation that makes no keys of keys; `shape` is that of their numbers.
+    """Refuse operations that give no keys; `shape` is of the keys' numbers.
 
     Raises:
         UsageError: arithmetic on keys, or rows of a single key.

@@ -7,7 +7,7 @@ import threading
 
 
 def flush_subnormals() -> bool:
-    """Make this thread's sums give 0 for what is subnormal, as XLA's threads do; False if that is unknown.
+    """Flush this thread's subnormals to 0, as XLA does; False if unsupported.
 
     Writes the control word through glibc's `fenv_t`, whose last word on x86 and first on ARM it is.
     """
@@ -37,9 +37,9 @@ class SchedulingAttributes(ctypes.Structure):
 
 
 def take_short_turns() -> bool:
-    """Ask the kernel for turns of 0.1 ms: who takes short turns is let in soon after waking, however busy the cores.
+    """Request 0.1 ms turns of the kernel, to run soon after waking.
 
-    Linux >= 6.12 heeds it for ordinary threads; False if the call is not known.
+    Linux >= 6.12 heeds it for ordinary threads, also on busy cores; False if the call is not known.
     """
     number = {"x86_64": 314, "aarch64": 274, "riscv64": 274, "ppc64le": 355}.get(platform.machine())
     if platform.system() != "Linux" or number is None:

@@ -1,4 +1,4 @@
-"""Cuts that an optimizer allows, so that workers each update a share of the params: what each update depends on.
+"""Cuts of params that an optimizer allows, by what updates depend on.
 
 Optax does not say whether an optimizer treats entries, tensors, or all params together. Running it on a few numbers
 proves nothing: it may clip from step 1,000 on, or by a norm under a mask, or go by how far params have moved. So
@@ -65,7 +65,7 @@ NO_HASH = (
 
 
 def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> str:
-    """How an Optax transformation can be cut: `entries` if that leaves its updates what they are, else `leaves`.
+    """Choose an optimizer's cut: `entries` if updates stay the same, else `leaves`.
 
     Args:
         params: arrays or their shapes.
@@ -99,7 +99,7 @@ def cut_for(tx: Any, params: PyTree, workers: int, cost: Callable[[Sequence[int]
 
 
 def check_hash(tx: Any) -> None:
-    """Refuse an optimizer that has no hash: what is made of it is kept by it."""
+    """Refuse an optimizer without a hash, by which results are cached."""
     try:
         hash(tx)
     except TypeError as error:
@@ -107,7 +107,7 @@ def check_hash(tx: Any) -> None:
 
 
 def schedule_free_parts(state: PyTree) -> list[ScheduleFreeState]:
-    """The states of schedule-free optimizers in a state, or in the shapes of one: averages are of whole params."""
+    """States of schedule-free optimizers, whose averages are of whole params."""
     return [part for part in jax.tree.leaves(state, is_leaf=is_schedule_free) if is_schedule_free(part)]
 
 
@@ -120,7 +120,7 @@ def is_schedule_free(part: PyTree) -> bool:
 
 
 def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
-    """Return True if an optimizer treats slices in another way than whole tensors, by their sizes.
+    """Return True if an optimizer treats slices differently from whole tensors.
 
     Its programs for whole tensors are compared with those for slices of these workers; of two, which have the most
     rows; of three, four and eight; and of so many that a slice has one entry.
@@ -147,10 +147,10 @@ def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
 
 
 def by_others(whole: "Traced", tx: Any, like: PyTree, owners: Sequence[int], workers: int) -> str:
-    """An update or a part of the state that is another one if an optimizer is given some tensors alone; else empty.
+    """An update or state that differs for some tensors alone; else empty.
 
-    It is given those of each worker. It is also given the first and the last tensor of each shape alone, so that other
-    numbers of workers mostly have the same verdict.
+    The optimizer is given those of each worker. It is also given the first and the last tensor of each shape alone, so
+    that other numbers of workers mostly have the same verdict.
 
     Args:
         owners: by tensor: the worker that is to update it.
@@ -220,12 +220,12 @@ class Traced(NamedTuple):
             state = later
 
     def facts(self) -> list[Any]:
-        """Origins, expressions without shapes, and with shapes the equations that no tensor is in: alike for slices."""
+        """Facts alike for slices: origins, expressions without shapes, equations without tensors."""
         without: list[Any] = []
         return [self._origins(without), without, self.expressions(with_shapes=False)]
 
     def expressions(self, *, with_shapes: bool = True) -> dict[tuple[str, str], int]:
-        """A hash of how each update, state 0 and new state is computed, by the names of what it is made of.
+        """Hash how updates, state 0 and new states come from named operands.
 
         Args:
             with_shapes: else equations that only move numbers, and shapes in others, are left out.
@@ -269,7 +269,7 @@ def opened(program: Any) -> tuple[Any, list[Any]]:
 def run(
     program: Any, given: Sequence[T], constant: Callable[[Any], T], of: Callable[[Any, list[T]], list[T]]
 ) -> list[T]:
-    """Interpret a program with other values than arrays; return those of its results.
+    """Interpret a program on other values than arrays; return its results.
 
     Args:
         given: values of its operands.
@@ -296,7 +296,7 @@ PASSED_ON = frozenset(
 
 
 def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[int]:
-    """A hash of how each result is computed from operands, given theirs; loops count as one equation."""
+    """Hash how results are computed, given operands' hashes; loops are one equation."""
 
     def constant(x: Any) -> int:
         if isinstance(x, Tracer):  # of a program in which the optimizer is made
@@ -329,7 +329,7 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
 
 
 def body_of(program: Any, with_shapes: bool) -> tuple[Any, ...]:
-    """How a function in an equation computes its results; as its text if it gives none, as the kernels of Pallas do."""
+    """Expressions of an equation's function; without results, as in Pallas, its text."""
     jaxpr, _ = opened(program)
     text = [] if jaxpr.outvars else [str(jaxpr)]
     return (*text, *expressions(program, range(len(jaxpr.invars)), with_shapes))
@@ -347,7 +347,7 @@ def plain_options(options: dict[str, Any]) -> str:
 
 
 def has_jaxpr(x: Any) -> bool:
-    """Return True if a function's equations are in an option of an equation."""
+    """Return True if an equation's option holds a function's equations."""
     return any(is_jaxpr(leaf) for leaf in jax.tree.leaves(x, is_leaf=is_jaxpr))
 
 
@@ -379,7 +379,7 @@ CALLS = frozenset("call checkpoint closed_call compute_on custom_jvp_call custom
 
 
 def together(all_of: Sequence[Origin]) -> Origin:
-    """The origin of what is made of values of these, entry by entry."""
+    """The origin of values made of these, entry by entry."""
     # Most often it is one of theirs: a set of its own for each equation behind a norm would take gigabytes.
     most = max((x.tensors for x in all_of), key=len, default=frozenset())
     tensors = most if all(x.tensors <= most for x in all_of) else most.union(*(x.tensors for x in all_of))

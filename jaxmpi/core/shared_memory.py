@@ -1,4 +1,4 @@
-"""Shared memory between processes of one host: named segments, maps, room that is left."""
+"""Shared memory between processes of one host, and room left for it."""
 
 import errno
 import mmap
@@ -22,7 +22,7 @@ class GoneError(Exception):
 
 
 class Segment:
-    """`size` bytes. Pickled, it is an address, at which processes of this user map the same bytes.
+    """Shared bytes; pickled, an address at which this user's processes map them.
 
     The bytes go once nobody maps them: the arrays over them, here and there, and not this object, keep them alive. The
     address holds while this object lives.
@@ -39,9 +39,7 @@ class Segment:
         try:
             fd = os.memfd_create("jaxmpi")
             weakref.finalize(self, os.close, fd)
-            if size > available_bytes():  # the system would try, and kill processes meanwhile
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            os.posix_fallocate(fd, 0, size)  # now, since a page that cannot be had later kills the process
+            reserve(fd, size)
         except OSError as error:
             raise UsageError(
                 f"no shared memory for {size >> 20} MiB of batches: {error}; lower data.prefetch or the local batch"
@@ -54,14 +52,15 @@ class Segment:
         return attached, self.address or ()
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A new view; arrays made of it keep it alive, and those of other calls do not."""
+        """A new view, which only arrays made of it keep alive."""
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self.bytes, dtype, count, offset).reshape(shape)
 
 
 def available_bytes() -> int:
-    """Memory that processes may take yet, page cache included: of this machine, or of the control groups that this one
-    is in if that is less; no limit if the kernel does not say.
+    """Memory that processes may still take, page cache included.
+
+    The least of this machine's and of this process's control groups; no limit if the kernel does not say.
     """
     machine = re.search(r"MemAvailable:\s+(\d+) kB", read(Path("/proc/meminfo")))
     free = [left_in(folder, files) for folder, files in memory_groups()]
@@ -69,7 +68,7 @@ def available_bytes() -> int:
 
 
 class CgroupFiles(NamedTuple):
-    """The file names of one version of control groups: where the kernel writes what a group may take and has taken."""
+    """File names in one version of control groups: limit, memory used."""
 
     limit: str
     used: str
@@ -83,7 +82,7 @@ VERSIONS = {
 
 
 def memory_groups() -> list[tuple[Path, CgroupFiles]]:
-    """The control groups that bound this process's memory, its own first, then those that hold it.
+    """Control groups that bound this process's memory, from its own up.
 
     In a container the path is often that of the machine, and only the root of the mount is there.
     """
@@ -98,7 +97,7 @@ def memory_groups() -> list[tuple[Path, CgroupFiles]]:
 
 
 def left_in(group: Path, names: CgroupFiles) -> int:
-    """Memory of a control group; it counts files in the page cache, which go when memory is needed."""
+    """Memory left in a control group; its page cache counts as free."""
     limit, used = (read(group / name).strip() for name in (names.limit, names.used))
     if not (limit.isdigit() and used.isdigit()):
         return sys.maxsize
@@ -143,7 +142,15 @@ def folder() -> str:
 
 
 def reserve(handle: int, size_bytes: int) -> None:
-    """Give a file its size; memory that is not there must be missed now, not when it is written."""
+    """Give a file in memory its size and all its pages.
+
+    A page that cannot be had later kills the process.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if size_bytes - os.fstat(handle).st_size > available_bytes():  # the system would try, and kill processes meanwhile
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, size_bytes)
     else:

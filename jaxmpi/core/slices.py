@@ -1,7 +1,7 @@
-"""Slices of trees: each of w workers holds one w-th of every leaf. ZeRO, Rajbhandari et al. 2020, stage 1.
+"""Slices of trees: each of w workers holds 1/w of every leaf.
 
-Leaf by leaf, so a tree of slices has the structure of the whole, and masks by name stay what they are. A slice keeps
-the number of axes, by which masks such as `ndim > 1` go:
+ZeRO, Rajbhandari et al. 2020, stage 1. Leaf by leaf, so a tree of slices has the structure of the whole, and masks by
+name stay what they are. A slice keeps the number of axes, by which masks such as `ndim > 1` go:
 
     f32[n0, n1, ...] -> slice c = entries c m to (c + 1) m of the flat leaf, f32[m, 1, ...] ;  m = ceil(n0 n1 ... / w)
 
@@ -53,7 +53,7 @@ def whole_of(rows: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Arr
 def whole_of_slices(
     like: jax.ShapeDtypeStruct | jax.Array, workers: int, read: Callable[[int, jax.ShapeDtypeStruct], np.ndarray]
 ) -> np.ndarray:
-    """A whole leaf of the slices that `read(number, shape)` gives; of one, if the first has all of it."""
+    """Join a leaf's slices from `read(number, shape)`; the first may be all."""
     shape = shape_of_slice(like.shape, workers)
     numbers = range(1 if shape == tuple(like.shape) else workers)
     rows = [read(number, jax.ShapeDtypeStruct(shape, like.dtype)).reshape(-1) for number in numbers]
@@ -61,7 +61,7 @@ def whole_of_slices(
 
 
 class Entries(NamedTuple):
-    """The cut into slices of every leaf; `core.deals.Leaves` is that into whole leaves. Nothing communicates."""
+    """The cut into slices of every leaf, unlike `core.deals.Leaves`; nothing communicates."""
 
     workers: int
 
@@ -85,7 +85,7 @@ class Entries(NamedTuple):
         return step(grads, state, own)
 
     def write(self, whole: PyTree, own: PyTree, chunk: int) -> None:
-        """Put slice number `chunk` of every leaf in its place in whole leaves, on the host."""
+        """Copy slice `chunk` of every leaf into `whole`, in host memory."""
 
         def one(leaf: np.ndarray, mine: Any) -> None:
             flat = leaf.reshape(-1)[chunk * mine.size : (chunk + 1) * mine.size]
@@ -98,7 +98,7 @@ class Entries(NamedTuple):
         return state
 
     def restored(self, tx: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
-        """A rule's state as this worker holds it, of whole leaves that `read(name)` gives from a checkpoint."""
+        """This worker's rule state from a checkpoint's whole leaves, by `read(name)`."""
 
         def one(name: str, mine: Any) -> np.ndarray:
             whole = read(name)

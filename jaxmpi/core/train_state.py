@@ -1,4 +1,4 @@
-"""State of a worker between two steps. Nothing else is needed to go on exactly."""
+"""State of a worker between two steps, enough to go on exactly."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class TrainState(NamedTuple):
 
 
 def worker_key(seed: int, worker: int) -> np.ndarray:
-    """u32[2] key data of a worker: dropout differs between workers, and is the same in every run."""
+    """A worker's key data, u32[2]: its own, and equal in every run."""
     return np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(seed), worker)))
 
 

@@ -27,7 +27,9 @@ MEAN = Expected(
 
 @dataclass(frozen=True)
 class Augment:
-    """The chain of one split: shorter side, mean image, crop, mirror. Crops by area are of the image as it comes.
+    """Image preparation of one split: shorter side, mean image, crop, mirror.
+
+    With `crop_area`, a training crop is cut from the image as it comes, not from the resized one.
 
     Args:
         config: `resize`, `crop`, `crop_area`, `crop_aspect`, `mirror`, `channels` are used here.
@@ -42,7 +44,7 @@ class Augment:
     mean_image: np.ndarray | None = None
 
     def __call__(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
-        """The image as the batch holds it: crop x crop if `data.crop` is set, else its own size.
+        """The image for a batch, crop x crop if `data.crop` is set.
 
         u8 stays u8. With a mean image the result is f32, (x - mean) / 255 / std. An array that is
         not u8 is taken to be prepared by its owner: it may be of any shape and only crop and
@@ -68,7 +70,7 @@ class Augment:
         return decode.mirrored(image) if mirrored else image
 
     def encoded(self, blob: Any, epoch: int, index: int, where: str) -> np.ndarray:
-        """The same of a compressed image, decoded no larger than its crop needs.
+        """Prepare a compressed image, decoded no larger than its crop needs.
 
         Raises:
             CorruptExample: it cannot be decoded.
@@ -85,7 +87,7 @@ class Augment:
         return self(image, epoch, index, where)
 
     def by_user(self, example: dict[str, np.ndarray], epoch: int, index: int, where: str) -> dict[str, np.ndarray]:
-        """The example as `data.augment` returns it, in training; it gets arrays of its own.
+        """Pass copies of a training example's arrays through `data.augment`, if set.
 
         Raises:
             UsageError: it returns other fields than it got.
@@ -121,7 +123,7 @@ class Augment:
         return decode.resized(image, self.config.resize, where) if self.config.resize else image
 
     def _mean(self, image: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Image and mean over the same pixels: the centre of the image, as large as the mean."""
+        """Return the image's centre, of the mean image's size, and the mean."""
         mean = self.mean_image
         if mean is None:
             return image, None
@@ -135,7 +137,7 @@ class Augment:
         return image[top : top + mean.shape[0], left : left + mean.shape[1]], mean
 
     def _choices(self, epoch: int, index: int, image: np.ndarray, where: str) -> tuple[int, int, bool]:
-        """Row and column of the window, and True if it is to be mirrored."""
+        """Row and column of the window, and True to mirror it."""
         config = self.config
         if not (config.crop or (self.train and config.mirror)):
             return 0, 0, False
@@ -152,14 +154,14 @@ class Augment:
         return bits[0] % (high + 1), bits[1] % (wide + 1), config.mirror and bits[2] % 2 == 1
 
     def _scaled_crop(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
-        """A window of random area and aspect, scaled to crop x crop, mirrored half of the time."""
+        """A window of random area and aspect, scaled to crop x crop."""
         check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
         (top, left, height, width), is_mirrored = self._scaled_choices(image.shape[:2], epoch, index)
         scaled = decode.stretched(image[top : top + height, left : left + width], self.config.crop)
         return decode.mirrored(scaled) if is_mirrored else scaled
 
     def _scaled_choices(self, size: tuple[int, int], epoch: int, index: int) -> tuple[tuple[int, int, int, int], bool]:
-        """The window of an image of `size` = (height, width), and True if it is to be mirrored."""
+        """The window in `size` = (height, width), and True to mirror it."""
         *draws, last = random_bits(4 * TRIES + 1, self.seed, epoch, stream=1, index=index).tolist()
         shares = ([bits / 2**64 for bits in draws[i : i + 4]] for i in range(0, 4 * TRIES, 4))  # in [0, 1]
         window = random_window(size, self.config.crop_area, self.config.crop_aspect, shares)
@@ -169,7 +171,9 @@ class Augment:
 def random_window(
     size: tuple[int, int], area: tuple[float, ...], aspect: tuple[float, float], shares: Iterable[Sequence[float]]
 ) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a window: area uniform, aspect log-uniform, place uniform (Szegedy et al. 2015).
+    """(top, left, height, width) of a window drawn from `shares`.
+
+    The area is uniform, the aspect log-uniform and the place uniform (Szegedy et al. 2015).
 
     Args:
         size: height and width of the image, px.
@@ -191,7 +195,7 @@ def random_window(
 
 
 def _place(share: float, spare: int) -> int:
-    """A share in [0, 1] as one of the places 0 to `spare`, all as likely."""
+    """Map a share in [0, 1] evenly to places 0 to `spare`."""
     return min(int(share * (spare + 1)), spare)
 
 
@@ -204,7 +208,7 @@ def _size(image: np.ndarray) -> str:
 
 
 def load_mean_image(config: Data) -> np.ndarray | None:
-    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if it is not set.
+    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if unset.
 
     Raises:
         UsageError: no such file, not a .npy file, or a shape that fits neither channels nor crop.

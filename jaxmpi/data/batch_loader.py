@@ -1,7 +1,8 @@
-"""Batches made ahead by a pool of loaders, in exact order and of one shape, handed over without a copy.
+"""Batches made ahead by a pool of loaders, in exact order.
 
-Parallel loading, Ma et al. 2016, Algorithm 1. The paper's loader fills one buffer while the other is in use; here a
-ring of `prefetch + 2` slots is filled: one for the step that runs, one for the next, `prefetch` for those made ahead.
+All batches have one shape, and their largest field is handed over without a copy. Parallel loading, Ma et al. 2016,
+Algorithm 1. The paper's loader fills one buffer while the other is in use; here a ring of `prefetch + 2` slots is
+filled: one for the step that runs, one for the next, `prefetch` for those made ahead.
 """
 
 import collections
@@ -59,7 +60,7 @@ class Batch(NamedTuple):
 
 
 class _Making(NamedTuple):
-    """A batch in its slot, and the tickets of those who make it."""
+    """A batch that is being made in a slot, and its tickets."""
 
     step: int
     share: Share
@@ -87,7 +88,7 @@ class _Hold:
 
 
 class Loader:
-    """An iterator over one worker's batches, made ahead by the loaders of a pool.
+    """An iterator over one worker's batches, which a pool makes ahead.
 
     At most `data.prefetch + 2` batches are held, those in use included. Close it, or use it in a `with` statement, to
     give back what it holds; its end, an error or losing the last reference to it do so too. Order and contents do not
@@ -210,7 +211,10 @@ class Loader:
         return answer.row
 
     def _good_row(self) -> Example:
-        """The source's first good example: real pixels, since a model's batch statistics see them."""
+        """The source's first good example.
+
+        The example fills empty rows: a model's batch statistics see them, so they need real pixels.
+        """
         if self._filler is None:
             row = self._first_row(0, range(len(self._reader.source)))
             if row is None:
@@ -220,7 +224,7 @@ class Loader:
         return self._filler
 
     def _corrupt(self, failures: list[RowFailure]) -> list[int]:
-        """Positions of corrupt examples that are skipped; any other failure is raised, the first in the batch."""
+        """Positions of corrupt examples to skip; raise the first other failure."""
         for failure in sorted(failures, key=lambda failure: failure.position):
             if self._reader.skip and isinstance(failure.error, CorruptExample):
                 _LOG.warning("skipped: %s", failure.error.fault)
@@ -229,7 +233,7 @@ class Loader:
         return [failure.position for failure in failures]
 
     def _batch(self, making: _Making, corrupt: list[int]) -> Batch:
-        """The batch of a slot: rows in the order of the share, and fillers of weight 0 up to the local batch."""
+        """The batch of a slot, filled up with rows of weight 0."""
         ring, share = self._hold.ring, making.share
         if ring is None:
             raise CancelledError
@@ -266,7 +270,7 @@ class Loader:
         return lent
 
     def close(self) -> None:
-        """Give back what is held; a thread that waits for a batch here gets `CancelledError`."""
+        """Give back what is held; a waiting `next` raises `CancelledError`."""
         self._ahead.clear()
         self._end()
 

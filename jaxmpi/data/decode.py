@@ -1,7 +1,8 @@
-"""Compressed images to pixels: the one file that calls libjpeg-turbo, Pillow and OpenCV, imported when first used.
+"""Compressed images to pixels, by libjpeg-turbo, Pillow and OpenCV.
 
-JPEG files are decoded by libjpeg-turbo, at 1/2 or less of their size if that is enough. What it refuses (PNG, CMYK,
-damaged files) goes to Pillow, which decides what is an image and what is not.
+No other file of this folder calls these libraries, and each is imported when it is first used. JPEG files are decoded
+by libjpeg-turbo, at 1/2 or less of their size if that is enough. What it refuses (PNG, CMYK, damaged files) goes to
+Pillow, which decides what is an image and what is not.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ MAX_SCANS = 500  # of a progressive JPEG, which has ten: each goes over all bloc
 
 
 class CorruptExample(TrainingError):
-    """An example that cannot be decoded: where it is, its index in the source, why.
+    """An example that cannot be decoded: its place, index and reason.
 
     Attributes:
         fault: the same in words, without a way out.
@@ -42,7 +43,7 @@ class CorruptExample(TrainingError):
 
 @contextlib.contextmanager
 def corrupt_if_it_fails(blob: Any, where: str, index: int) -> Iterator[None]:
-    """Turn any error of decoding `blob` into `CorruptExample`: there is no one error for damaged files."""
+    """Turn errors of decoding `blob`, whatever their type, into `CorruptExample`."""
     try:
         yield
     except (MemoryError, ImportError):  # the machine's fault, and the installation's: no example is corrupt for them
@@ -88,7 +89,10 @@ def opened(blob: Any, channels: int) -> Picture:
 
 
 def _check_scans(blob: memoryview) -> None:
-    """Refuse a small JPEG that would take hours; one that is not progressive has bits for each block in each scan."""
+    """Refuse a progressive JPEG of so many scans that decoding takes hours.
+
+    Any other JPEG has bits for each block in each scan, so a small file is fast.
+    """
     if blob[:2] == b"\xff\xd8" and not _is_sequential(blob):
         scans = bytes(blob).count(b"\xff\xda")
         check(scans <= MAX_SCANS, f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
@@ -160,7 +164,7 @@ def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
 
 
 def window(picture: Picture, top: int, left: int, height: int, width: int, px: int) -> np.ndarray:
-    """u8[px, px, channels]: a window of the picture, in its pixels, scaled; decoded no further than that needs."""
+    """A window scaled to u8[px, px, channels], decoded no further than needed."""
     picture = _without_rows_below(picture, top + height)
     enough = -(-picture.height * px // height), -(-picture.width * px // width)
     image = picture.pixels(*enough)
@@ -171,7 +175,7 @@ def window(picture: Picture, top: int, left: int, height: int, width: int, px: i
 
 
 def _without_rows_below(picture: Picture, bottom: int) -> Picture:
-    """The picture, if that can be done without a row of blocks that ends below `bottom`.
+    """The picture without the rows of blocks below `bottom`, if possible.
 
     JPEG files are coded from top to bottom, so decoding may stop early: the header is made to say that there are fewer
     rows. What is left over after them is no fault then, so the file must be seen to have an end.
@@ -200,7 +204,7 @@ _SKIPPED = frozenset([0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)])  # tables, ap
 
 
 def _frame(blob: bytes) -> _Frame | None:
-    """Layout of a file whose components are coded together, in one scan (ITU-T T.81, B.2); None for others."""
+    """Layout of a JPEG of one scan (ITU-T T.81, B.2), or None."""
     at, frame, components = 2, None, 0
     while at + 10 < len(blob) and blob[at] == 0xFF:
         marker, size = blob[at + 1], int.from_bytes(blob[at + 2 : at + 4], "big")
@@ -217,7 +221,7 @@ def _frame(blob: bytes) -> _Frame | None:
 
 
 def resized(image: np.ndarray, px: int, where: str = "image") -> np.ndarray:
-    """u8 or f32[height, width, channels] with its shorter side `px` long, aspect kept.
+    """u8 or f32[height, width, channels], its shorter side `px` long, aspect kept.
 
     Raises:
         UsageError: it would have too many pixels; `where` names it.
@@ -232,7 +236,7 @@ def stretched(image: np.ndarray, px: int) -> np.ndarray:
 
 
 def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """To `size` = (height, width) px: bilinear, from half the size down the mean over areas."""
+    """Scale to `size`: bilinear, or area means at half size or less."""
     if image.shape[:2] == size:
         return image
     cv2 = _opencv()
@@ -269,7 +273,7 @@ def _shorter_side(height: int, width: int, px: int, where: str = "image") -> tup
 
 
 def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
-    """u8[height, width] or [height, width, c] as [height, width, channels]; grey is repeated.
+    """An image as [height, width, channels]; grey is repeated over the channels.
 
     Raises:
         UsageError: the image is neither grey nor of `channels` channels.
@@ -284,7 +288,9 @@ def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
 
 
 def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
-    """An image file with its shorter side `px` long, as a new JPEG or PNG; the same bytes if it has that size already.
+    """Resize an image file's shorter side to `px`, as JPEG or PNG.
+
+    A file of that size keeps its bytes.
 
     Args:
         blob: the file's bytes.
@@ -306,7 +312,9 @@ def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
 
 
 def encoded(image: np.ndarray, quality: int) -> bytes:
-    """u8[height, width, 1, 3 or 4] as a JPEG of quality 1 to 100; as a PNG, which loses nothing, if that is 0.
+    """Encode u8[height, width, 1, 3 or 4] as JPEG, or as PNG.
+
+    `quality` is 1 to 100 for JPEG, and 0 for PNG, which loses nothing.
 
     Raises:
         UsageError: the image is of another shape or type.

@@ -29,7 +29,7 @@ Example = dict[str, np.ndarray]  # one example as a batch holds it: `image` and 
 
 
 class LabeledImage(NamedTuple):
-    """An image and its label, as a source of such pairs gives them."""
+    """A prepared image, and its label as the source gives it."""
 
     image: np.ndarray
     label: object
@@ -37,7 +37,7 @@ class LabeledImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ExampleReader:
-    """Reader of one example as a row of a batch. Shared by loaders, so it holds no state."""
+    """Reader of examples as batch rows; stateless, since loaders share it."""
 
     source: Source
     augment: Augment
@@ -99,7 +99,7 @@ class ExampleReader:
 
 
 def flat(example: dict[str, Any], name: str) -> Example:
-    """Fields of a dict, those of a dict inside it as `outer/inner`, those of a tuple as `outer/[0]`.
+    """Flatten a dict: inner dicts to `outer/inner`, tuples to `outer/[0]`.
 
     Raises:
         UsageError: a name that is no text or has a stroke in it, or that the trainer keeps to itself.
@@ -120,7 +120,7 @@ def flat(example: dict[str, Any], name: str) -> Example:
 
 
 def by_place(values: tuple[Any, ...]) -> dict[str, Any]:
-    """A tuple as a dict with the keys `[0]`, `[1]` and so on."""
+    """A tuple as a dict with keys `[0]`, `[1]` and so on."""
     return {f"[{i}]": value for i, value in enumerate(values)}
 
 
@@ -146,7 +146,9 @@ def nested(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: np.ndarray, name: str) -> np.ndarray:
-    """Numbers in types that devices have: floats in 32 bits, whole numbers in at most 32.
+    """Return numbers, with 64-bit whole ones as i32.
+
+    Floats become f32 when they are copied into a batch.
 
     Raises:
         UsageError: no numbers, or whole ones that do not fit.
@@ -163,7 +165,7 @@ def plain(value: np.ndarray, name: str) -> np.ndarray:
 
 
 def unreadable(name: str, index: int, error: OSError) -> TrainingError:
-    """Turn a file system's error into one that ends the run: skipping would skip a failed file system whole."""
+    """Turn a file system's error into one that ends the run."""
     return TrainingError(
         f"{name} (example {index}) cannot be read: {error}; files must not change while a run reads them"
     )

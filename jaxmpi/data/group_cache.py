@@ -1,9 +1,10 @@
-"""A data set in the memory of a group of workers: who holds which record when, and what moves when it is shuffled.
+"""A data set in the memory of a group of workers.
 
-Each group of S workers holds one full copy, each worker 1/S of it. In every group member m holds the records at those
-places of the epoch's order that are m modulo S within their step. Worker r reads the places that are r modulo the
-number of workers within their step, and S divides that number: so what a worker reads it holds, and all groups together
-read each record once.
+The functions here say which worker holds which record when, and which records move in a shuffle. Each group of S
+workers holds one full copy, each worker 1/S of it. In every group member m holds the records at those places of the
+epoch's order that are m modulo S within their step. Worker r reads the places that are r modulo the number of workers
+within their step, and S divides that number: so what a worker reads it holds, and all groups together read each record
+once.
 
 All here is index arithmetic and memory of one process; what sends the bytes is elsewhere.
 """
@@ -49,7 +50,7 @@ NO_GROUP = "data.group_size: got {size} with {workers}; expected one of {fits}"
 
 @dataclass(frozen=True)
 class GroupSampler(Sampler):
-    """The order of examples if parts of them move to another worker every `period` epochs only.
+    """The order of examples that move between workers every `period` epochs.
 
     At the first of these epochs it is that of `Sampler`. In the others each member's records are permuted among
     themselves, by (seed, epoch, member): so it depends on the group's size, and on nothing else. With period 1 it is
@@ -70,18 +71,18 @@ class GroupSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
+        """Difference of this order from others of its seed; empty if none."""
         is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
         return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
 
     def moved(self, epoch: int) -> int:
-        """The epoch whose shuffle brought the records to where they are in `epoch`."""
+        """The epoch whose shuffle moved records to their holders in `epoch`."""
         if self.parts == 1:
             return epoch  # nothing needs to move
         return epoch - epoch % self.period if self.period else 0
 
     def turn_of(self, step: int) -> int:
-        """Number of the piece that a step reads; of the epoch, if records come at once."""
+        """Number of the piece that a step reads, or of its epoch."""
         epoch, batch = divmod(step, max(self.steps_per_epoch, 1))
         return epoch * self.pieces + batch // self.piece_steps if self.piece_steps else epoch
 
@@ -92,15 +93,18 @@ class GroupSampler(Sampler):
 
     @property
     def copies(self) -> float:
-        """How much a member holds at most, as a multiple of its part: with it the next epoch's, or two pieces."""
+        """The most that a member holds, as a multiple of its part.
+
+        A member holds its part, and the next epoch's or two pieces.
+        """
         return 2.0 if not self.piece_steps else 1 + min(2 * self.piece_steps / self.steps_per_epoch, 1)
 
     def shuffle_of(self, turn: int) -> int:
-        """The shuffle that brought what a turn reads, by the first turn that it is for."""
+        """The shuffle whose records a turn reads, numbered by its first turn."""
         return turn if self.piece_steps else self.moved(turn)
 
     def brought(self, shuffle: int) -> tuple[np.ndarray, np.ndarray]:
-        """i64[k], the records of a shuffle in the order of the epoch; i32[k], the worker of a group that reads each."""
+        """i64[k], records in epoch order; i32[k], the group's worker that reads each."""
         epoch, piece = divmod(shuffle, self.pieces)
         begin = piece * self.piece_steps * self.effective_batch
         end = min(begin + self.piece_steps * self.effective_batch, self.examples) if self.piece_steps else self.examples
@@ -122,7 +126,7 @@ class GroupSampler(Sampler):
 
 @functools.lru_cache(maxsize=2)
 def within_parts(examples: int, batch: int, seed: int, epoch: int, parts: int, begun: int) -> np.ndarray:
-    """i64[n]: the sampler's order of epoch `begun`, the places of each member permuted among themselves."""
+    """i64[n]: the order of epoch `begun`, permuted within each member's places."""
     order = Sampler(examples, examples, seed=seed)._order(begun, 0, examples).copy()
     whose = members(examples, batch, parts)
     by_member = np.argsort(whose, kind="stable")
@@ -134,19 +138,19 @@ def within_parts(examples: int, batch: int, seed: int, epoch: int, parts: int, b
 
 
 def members(examples: int, batch: int, group: int) -> np.ndarray:
-    """i32[n]: the member of each group of `group` workers that holds each place of an order, in steps of `batch`."""
+    """i32[n]: the group member that holds each place of an order."""
     return (np.arange(examples) % batch % group).astype(np.int32)
 
 
 def holders_by_place(order: np.ndarray, whose: np.ndarray) -> np.ndarray:
-    """i32[n]: who holds record i once it is shuffled, from who holds each place."""
+    """i32[n]: the holder of each record, from that of each place."""
     holders = np.empty(len(order), np.int32)
     holders[order] = whose
     return holders
 
 
 def slices(examples: int, parts: int) -> list[int]:
-    """Start of each member's part as records are read from files, side by side; and the end of the last."""
+    """Bounds of the slices of records that members read from files."""
     return [part * examples // parts for part in range(parts + 1)]
 
 
@@ -175,9 +179,10 @@ def moves(
     parts: int,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Iterator[Move]:
-    """A shuffle in segments, the same number of them for every member (Algorithm 2 of IBM's paper).
+    """A shuffle in segments, equally many for every member.
 
-    A segment is a run of places of the new order whose records have about `parts` x `segment_bytes`, and never 2^31.
+    This is Algorithm 2 of IBM's paper (Kumar et al. 2018). A segment is a run of places of the new order whose records
+    have about `parts` x `segment_bytes`, and never 2^31.
 
     Args:
         order: i64[n], the new epoch's.
@@ -204,7 +209,7 @@ def moves(
 def _by_segment(
     places: np.ndarray, segment: np.ndarray, member: np.ndarray, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places by segment, then member, then place; and segment x parts + member of each."""
+    """Sort places by their key, segment x parts + member; return both."""
     keys = segment[places] * parts + member
     by_key = np.argsort(keys, kind="stable")
     return places[by_key], keys[by_key]
@@ -226,7 +231,7 @@ def _of_segment(
 
 
 class Arena:
-    """Records side by side in one piece of memory, which goes back to the system with the last view of it.
+    """Records in one piece of memory, freed with its last view.
 
     Args:
         records: i64[k], in the order in which they lie.
@@ -253,7 +258,7 @@ class Arena:
         return self.bytes[self.begins[place] : self.ends[place]]
 
     def gather(self, records: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """u8: copies of these records, one after another; in `out` if it is given, which is as long."""
+        """u8: these records, one after another, copied into `out` if given."""
         places = np.searchsorted(self.records, records)
         begins, ends = self.begins[places].tolist(), self.ends[places].tolist()
         out = np.empty(sum(ends) - sum(begins), np.uint8) if out is None else out
@@ -265,7 +270,7 @@ class Arena:
 
 
 def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
-    """f64[2]: what a process takes for its part of the records beyond what it holds, and what its machine has left.
+    """f64[2]: bytes that a process still needs, and its machine's free bytes.
 
     Args:
         copies: of the part; 2 if a shuffle makes another one. As measured a chunk is there beside each, or as much of
@@ -276,7 +281,9 @@ def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
 
 
 def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
-    """Refuse what the ranks of a host need together and it has not: it would be given, and kill who uses it.
+    """Refuse parts that together need more memory than their host has left.
+
+    The system would grant the memory, and kill the process that uses it.
 
     Args:
         rows: f64[ranks, 2], the `room` of each.
@@ -291,14 +298,14 @@ def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
 
 
 def by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int], float, float]]:
-    """The ranks of each host, what they need together, and what their machine has left."""
+    """Each host's ranks, the bytes they need together, and its bytes left."""
     for host in sorted(set(hosts)):
         here = [rank for rank, its in enumerate(hosts) if its == host]
         yield here, float(rows[here, 0].sum()), float(rows[here, 1].min())
 
 
 def check_alone(part_bytes: float, held_bytes: float = 0) -> None:
-    """The same for one copy of this process's part, as if no other took memory."""
+    """Refuse this process's part if it alone exceeds the memory left."""
     need_bytes, left_bytes = room(part_bytes, held_bytes).tolist()
     _check_left(need_bytes, left_bytes, "on this machine")
 
@@ -312,9 +319,10 @@ def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
 
 
 def _pages(size_bytes: int) -> mmap.mmap:
-    """Memory from the system itself, in large pages if it has them: NumPy's would stay with the process when freed.
+    """Memory from the system itself, in large pages if it has them.
 
-    A little more than asked for, which takes none until it is used: another epoch's part may need it.
+    NumPy's memory would stay with the process when it is freed. The mapping is a little larger than asked for, as
+    another epoch's part may need it; unused pages take no memory.
     """
     pages = mmap.mmap(-1, size_bytes + size_bytes // MORE + 1, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -344,7 +352,9 @@ def _joined(blobs: list) -> np.ndarray:
 
 
 def bytes_of(array: np.ndarray, where: str) -> bytes:
-    """Length of a head, head, elements. No .npy: reading its head is not safe in threads of Python 3.11.
+    """An array as bytes: length of a head, the head, the elements.
+
+    The format is not .npy, whose head is not safe to read in threads of Python 3.11.
 
     Raises:
         UsageError: the elements are not numbers that NumPy itself has.
@@ -364,10 +374,10 @@ def array_of(blob: Any) -> np.ndarray:
 
 
 class MemorySource:
-    """A source whose records lie in memory, as compressed as the source has them; read from several threads.
+    """Another source's records, kept in memory as compressed as they are.
 
-    A record that is on its way here is waited for. One that neither is here nor comes, such as what fills a short
-    batch, is read from the source.
+    Several threads may read the source. A record that is on its way here is waited for. One that neither is here nor
+    comes, such as what fills a short batch, is read from the source.
 
     Args:
         inner: of the records.
@@ -440,7 +450,7 @@ class MemorySource:
         return next((arena for arena in self._arenas if index in arena), None)
 
     def awaited_s(self, index: int) -> float:
-        """Until when who reads this record may have waited for it to come, by `time.monotonic`."""
+        """The `time.monotonic` until which a reader may have waited for this record."""
         with self._changed:
             is_awaited = self._held(index) is None and self._may_come(index)
             return time.monotonic() if is_awaited else self._changed_s
@@ -450,7 +460,7 @@ class MemorySource:
         return self._promised > 0 or (place < len(self._coming) and int(self._coming[place]) == index)
 
     def _read(self, index: int) -> tuple[Any, int]:
-        """Compressed image and label from the source; an array if it has no compressed form.
+        """The source's compressed image, or its array as bytes, and the label.
 
         Raises:
             UsageError: the label or the array is none that can be kept.
@@ -465,7 +475,7 @@ class MemorySource:
     # ------------------------------------------------------------ called by what fills the memory
 
     def mean_bytes(self) -> float:
-        """Mean bytes of a record, by a sample that is read and not kept.
+        """Mean bytes of a record, by a sample that is not kept.
 
         Raises: as `load`.
         """
@@ -561,7 +571,10 @@ class MemorySource:
         return self._home or self.newest()
 
     def forget(self) -> mmap.mmap | None:
-        """Let go of all arenas but the newest and one that stays; the pages of one that nobody reads any more."""
+        """Drop all arenas but the newest and the one that stays.
+
+        Return the pages of one that nobody reads any more, or None.
+        """
         with self._changed:
             stays = {id(self._arenas[0]), id(self._home)}
             gone = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if id(arena) not in stays]
@@ -570,7 +583,7 @@ class MemorySource:
 
 
 def sample_first(records: np.ndarray) -> np.ndarray:
-    """The same records, behind a sample of them from all over: neighbours are alike."""
+    """The same records, a random sample first, since neighbours are alike."""
     if len(records) <= SAMPLE:
         return records
     first = np.random.default_rng(0).permutation(len(records))[:SAMPLE]
@@ -586,7 +599,7 @@ def shuffled(
     parts: int,
     spare: mmap.mmap | None = None,
 ) -> tuple[Arena, list[Move]]:
-    """The arena that this part will have, still empty, and the moves that fill it from its begin to its end."""
+    """This part's empty arena, and the moves that fill it in order."""
     planned = list(moves(order, before, after, source.lengths, me, parts))
     part_bytes, held_bytes = sum(int(move.received_bytes.sum()) for move in planned), len(spare) if spare else 0
     check_alone(part_bytes, held_bytes * MORE // (MORE + 1))  # others may have taken memory since
@@ -594,12 +607,12 @@ def shuffled(
 
 
 def group_sizes(workers: int, each: int = 1) -> list[int]:
-    """Sizes of groups that split the workers, but no process of `each` workers; ascending."""
+    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
     return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
 
 
 def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
-    """The size of the smallest groups whose parts fit in SHARE of the memory that is left on each host.
+    """The smallest group size that fits SHARE of each host's free memory.
 
     The smaller a group, the less moves. If none fits, all workers are one group.
 
@@ -621,10 +634,10 @@ def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: S
 
 
 def check_group(group: int, workers: int, each: int = 1) -> int:
-    """The size of a group; 0 stands for all workers. Processes of `each` workers are not cut.
+    """Check and return a group's size; 0 stands for all workers.
 
     Raises:
-        UsageError: the workers cannot be split into groups of that size.
+        UsageError: the workers cannot be split into groups of that size without cutting a process of `each`.
     """
     size, fits = group or workers, group_sizes(workers, each)
     of = f"{workers} workers" + f", {each} a process" * (each > 1)

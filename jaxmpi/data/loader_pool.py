@@ -1,7 +1,8 @@
-"""The loaders of one worker, threads or processes that see the same memory: requests, answers, failures.
+"""The loaders of one worker: requests to them, answers and failures.
 
-Loaders receive requests (`loader_worker`), each through a queue or a pipe of its own, and write rows where they belong.
-A ticket is a request that has been sent; its answer ends it.
+Loaders are threads, or processes that see the same memory. Loaders receive requests (`loader_worker`), each through a
+queue or a pipe of its own, and write rows where they belong. A ticket is a request that has been sent; its answer ends
+it.
 """
 
 import contextlib
@@ -59,7 +60,7 @@ class Loaders(Protocol):
     """The loaders of a pool, however they run."""
 
     def open(self, job: int, reader: ExampleReader) -> Any:
-        """Announce a job to all loaders; keep what is returned until the job is closed."""
+        """Announce a job to all loaders; keep the result until its close."""
         ...
 
     def send(self, number: int, message: Any) -> None:
@@ -80,7 +81,7 @@ class Loaders(Protocol):
 
 
 class LoaderPool:
-    """The loaders of one worker, started by the first job, shared by training and evaluation.
+    """A worker's loaders, started by the first job, for training and evaluation.
 
     Args:
         kind: a row of `KINDS`.
@@ -194,7 +195,10 @@ class LoaderPool:
         )
 
     def doing(self, number: int) -> tuple[str, float]:
-        """A loader's current example, empty if there is none, and since when by `time.monotonic`; 0 at first."""
+        """A loader's current example, empty if none, and since when.
+
+        The time is by `time.monotonic`, and 0 before the first message.
+        """
         job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
         if not since_ns or index == NOTHING or job not in self._jobs:
             return "", since_ns / 1e9
@@ -239,7 +243,7 @@ def check_well(holds: bool, message: str) -> None:
 
 
 def kind_for(config: Data, source: Source) -> str:
-    """`data.loader`, or what suits the source: processes if images are decoded, threads if not.
+    """`data.loader`, or with auto: processes if images are decoded, else threads.
 
     Raises:
         UsageError: processes for a source that changes while it is read.
@@ -259,7 +263,7 @@ def kind_for(config: Data, source: Source) -> str:
 
 
 class Threads:
-    """Loaders that are threads of this process: decoding lets go of the interpreter."""
+    """Loaders that are threads of this process; decoding releases the GIL."""
 
     def __init__(self, size: int, board: Segment) -> None:
         self.done: queue.SimpleQueue[LoaderAnswer] = queue.SimpleQueue()
@@ -339,13 +343,13 @@ importlib.import_module(module).main(*arguments)
 
 
 def python_line(module: str, *arguments: Any) -> list[str]:
-    """The command line of a process that imports what this one would, and calls `main(*arguments)` of a module."""
+    """Command line of a process that runs `main(*arguments)` of a module."""
     home = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 
 
 def shared_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
-    """A reader of examples for loader processes, and the message that brings it to them.
+    """A reader pickled for loader processes, and the message with it.
 
     Raises:
         UsageError: its source cannot be pickled.
@@ -368,7 +372,7 @@ class LoaderProcess(NamedTuple):
 
 
 class LoaderProcesses:
-    """Loaders that are processes of their own; they end with this one, however it ends.
+    """Loaders that are processes, which end with this one, however it ends.
 
     Started anew, not forked: MPI and JAX have threads by then.
     """
@@ -444,7 +448,7 @@ def end(loaders: Sequence[LoaderProcess]) -> None:
 
 
 def started(in_words: bool = False) -> LoaderProcess:
-    """A loader process, which ends with this one; it answers as `loader_worker.main` says."""
+    """Start a loader process, which ends with this one (`loader_worker.main`)."""
     mine, its = socket.socketpair()
     in_main = threading.current_thread() is threading.main_thread()
     with its:
@@ -459,7 +463,7 @@ def started(in_words: bool = False) -> LoaderProcess:
 
 
 def outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
-    """Queue of messages for a process that may be stopped, with its pipe full; None ends it."""
+    """Queue of messages for a pipe that may block; None ends it."""
     waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=hand_over, args=(pipe, waiting), daemon=True, name="jaxmpi-outbox").start()
     return waiting

@@ -1,4 +1,4 @@
-"""A loader: it receives requests for rows, makes each row in its place, and answers.
+"""A loader: it receives requests for rows, makes them, and answers.
 
 A thread of the worker or a process of its own; the same code either way. A process must not import JAX: it would cost
 seconds and hundreds of megabytes a loader.
@@ -35,7 +35,7 @@ BOARD_ROW = 8  # i64 a loader: one line of cache
 
 
 class Open(NamedTuple):
-    """From now on `job` means this reader: in a `SharedPickle` if the loader is a process."""
+    """The reader of `job` from now on; in a `SharedPickle` for processes."""
 
     job: int
     reader: ExampleReader | SharedPickle
@@ -49,7 +49,7 @@ class Attach(NamedTuple):
 
 
 class FirstRowRequest(NamedTuple):
-    """Request for the first good row among `indices`; the answer has None if there is none."""
+    """Request for the first good row among `indices`, or None."""
 
     job: int
     ticket: int
@@ -76,7 +76,7 @@ class Close(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """The first message to a loader process: its number, and where the board i64[loaders, 8] is."""
+    """First message to a loader process: its number, the board i64[loaders, 8]."""
 
     number: int
     board: Segment
@@ -90,7 +90,7 @@ class RowFailure(NamedTuple):
 
 
 class LoaderAnswer(NamedTuple):
-    """To a ticket: failures of `Make`; the row of `FirstRowRequest`, or one failure."""
+    """Answer to a ticket: failures, and the row of a `FirstRowRequest`."""
 
     ticket: int
     failures: list[RowFailure]
@@ -98,7 +98,7 @@ class LoaderAnswer(NamedTuple):
 
 
 class LoaderWorker:
-    """State of a loader: the jobs it works for, and its row of the board."""
+    """State of a loader: its jobs, and its row of the board."""
 
     def __init__(self, board: np.ndarray) -> None:
         self.board = board  # i64[8]
@@ -207,7 +207,10 @@ def place(row: Example, rows: dict[str, np.ndarray], position: int, source: Sour
 
 
 def copy(into: np.ndarray, got: np.ndarray) -> None:
-    """into[0] <- got; a grey image that is seen as one of several channels by channel, which is five times as fast."""
+    """Copy `got` to `into[0]`.
+
+    A grey image that is broadcast to channels goes channel by channel, which is five times as fast.
+    """
     if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
         for channel in range(got.shape[2]):
             into[0, ..., channel] = got[..., channel]
@@ -219,13 +222,16 @@ def copy(into: np.ndarray, got: np.ndarray) -> None:
 
 
 def ignore_signals() -> None:
-    """SIGINT and SIGTERM come to all processes of a job: the worker decides."""
+    """Ignore SIGINT and SIGTERM: the worker, which receives them too, decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what an image has freed for the next one: fresh pages cost a tenth of its decoding."""
+    """Have glibc keep the memory that an image frees for the next.
+
+    Fresh pages cost a tenth of the decoding.
+    """
     m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -234,7 +240,7 @@ def keep_freed_memory() -> None:
 
 
 def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
-    """Serve the worker at the other end of socket `fd` until it closes it or ends, however it ends.
+    """Serve the worker behind socket `fd` until it ends or closes `fd`.
 
     Args:
         in_words: whether to answer in the paper's words if they say all.
@@ -250,7 +256,7 @@ def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
 
 
 def die_with(parent: int) -> None:
-    """SIGKILL for this process when the worker ends: it reaches even one that is stopped."""
+    """Have Linux kill this process, even if stopped, when the worker ends."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
@@ -258,7 +264,7 @@ def die_with(parent: int) -> None:
 
 
 def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
-    """Messages into the queue; the end of them is the end of this process, whatever it is at."""
+    """Queue the worker's messages; end this process at once when they end."""
     try:
         while True:
             put(worker.recv_bytes())

@@ -1,4 +1,4 @@
-"""`jaxmpi data`: any source into the packed format, and a check of every record of it.
+"""`jaxmpi data`: write any source in the packed format, and check it.
 
 A shard is put in place whole, with its rows and a note of the examples it came from; so a packing that was stopped
 goes on behind the last whole shard. The manifest comes last: without it a folder is no packed data set.
@@ -61,7 +61,7 @@ SHOWN = 20  # damaged records that are named
 
 @dataclasses.dataclass(frozen=True)
 class PackingOptions:
-    """Treatment of the images, the size of a shard, and what an error does."""
+    """Treatment of images and errors, and the size of a shard."""
 
     resize: int = 0  # px: shorter side; 0 keeps the size
     quality: int = 90  # of images that are compressed anew: JPEG 1 to 100, or 0 for PNG
@@ -103,7 +103,7 @@ class Shard(NamedTuple):
 
 
 def record_of(source: Source, index: int, *, options: PackingOptions) -> tuple[bytes, int] | CorruptExample:
-    """An example's compressed image and label; why not, if it is corrupt and such are skipped.
+    """An example's compressed image and label, or the `CorruptExample` to skip.
 
     Raises:
         UsageError: its label or image is none that can be packed, or it cannot be read.
@@ -145,7 +145,7 @@ def _encoded(image: np.ndarray, options: PackingOptions) -> bytes:
 def in_order(
     work: Callable[[A], B], items: Iterable[A], threads: int, stall_timeout_s: float | None = None
 ) -> Generator[B]:
-    """`map(work, items)` by threads, at most AHEAD times their number of results ahead.
+    """`map(work, items)` by threads, at most AHEAD results per thread ahead.
 
     Args:
         stall_timeout_s: seconds that one item may take; None: as long as it likes.
@@ -193,9 +193,10 @@ def pack(
     threads: int = 2,
     progress: Progress | None = None,
 ) -> Packing:
-    """Write a source's examples into a folder, in their order; goes on if an earlier one was stopped.
+    """Pack a source's examples into a folder, in their order.
 
-    An image that needs no other size keeps its bytes, and is decoded to see that it can be.
+    If an earlier packing was stopped, this one goes on from there. An image that needs no other size keeps its bytes,
+    and is decoded to see that it can be, unless `verify` is `header`.
 
     Args:
         source: of examples.
@@ -245,7 +246,7 @@ def _check_none_left_out(folder: Path, skipped: int, options: PackingOptions) ->
 
 @contextlib.contextmanager
 def writing(folder: Path, done: int, of: int) -> Iterator[None]:
-    """Say of an error of the disk how far it went, and that nothing is lost."""
+    """Turn an `OSError` into one that says how many examples are safe."""
     try:
         yield
     except OSError as error:
@@ -257,7 +258,7 @@ def writing(folder: Path, done: int, of: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
-    """Keep other processes out of the folder; yields True if nothing has been packed in it.
+    """Lock the folder; yield True if nothing has been packed in it.
 
     Raises:
         UsageError: another process is at it, or it has begun to pack something else here.
@@ -290,7 +291,10 @@ def _begin(file: io.FileIO, folder: Path, job: dict[str, Any]) -> bool:
 
 
 def _is_of(begun: Any, job: dict[str, Any]) -> bool:
-    """Return True if what was begun is this job; it may hold more, such as `on_error` of earlier versions."""
+    """Return True if `begun` is this job; it may have more fields.
+
+    Earlier versions wrote `on_error` too.
+    """
     return isinstance(begun, dict) and begun.items() >= job.items()
 
 
@@ -300,7 +304,7 @@ def _changed(begun: Any, job: dict[str, Any]) -> str:
 
 
 def finished(folder: Path, job: dict[str, Any]) -> Packing:
-    """Parts that an earlier packing made.
+    """Counts of an earlier packing, whose leftovers are removed.
 
     Raises:
         UsageError: of something else.
@@ -316,7 +320,7 @@ def finished(folder: Path, job: dict[str, Any]) -> Packing:
 
 
 def whole_shards(folder: Path, examples: int) -> list[Shard]:
-    """Notes of the shards that an earlier packing has put in place, up to the first that is missing or damaged.
+    """Notes of an earlier packing's shards, until one is missing or damaged.
 
     Args:
         folder: of the split.
@@ -351,7 +355,7 @@ def _whole(folder: Path, number: int, first: int, examples: int) -> Shard | None
 
 
 def _is_sound(shard: Shard, first: int, examples: int) -> bool:
-    """Return True if a note's numbers, which a stranger may have written, can be true."""
+    """Return True if a note's numbers, perhaps a stranger's, can be true."""
     is_told = all(map(_is_count, shard)) and first < shard.next <= examples
     return is_told and shard.records + shard.skipped == shard.next - first
 
@@ -361,7 +365,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _forget(folder: Path, whole: int) -> None:
-    """Remove the notes behind those that count: another packing, gone on with, would count on them."""
+    """Remove notes behind the whole shards: a later resumption would trust them."""
     stale = set(folder.glob("shard-*.json")) - {_note(folder, number) for number in range(whole)}
     if stale:
         print(
@@ -380,7 +384,7 @@ def _rows(folder: Path, number: int) -> Path:
 
 
 class _Packer(NamedTuple):
-    """Open the writer of the shards behind those that are done."""
+    """Writer of the shards behind those that are done."""
 
     source: Source
     folder: Path
@@ -394,7 +398,7 @@ class _Packer(NamedTuple):
         return self.done[-1].next if self.done else 0
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which errors of the disk say how many examples are safe."""
+        """Say in errors of the disk how many examples are safe."""
         return writing(self.folder, self.safe(), len(self.source))
 
     def run(self) -> None:
@@ -430,7 +434,10 @@ class _Packer(NamedTuple):
     def _fill(
         self, file: io.FileIO, numbered: Iterator[tuple[int, tuple[bytes, int] | CorruptExample]]
     ) -> tuple[list[tuple[int, int, int, int]], int, int]:
-        """Write records until the shard is full or none are left: rows, corrupt ones, first example behind."""
+        """Write records until the shard is full or none are left.
+
+        Return rows, the number of corrupt examples, and the first example behind.
+        """
         rows, size, skipped, after = [], 0, 0, 0
         for index, record in numbered:
             after = index + 1
@@ -495,7 +502,7 @@ def _tidy(folder: Path, shards: int) -> None:
 
 
 def damaged(packed: Packed, threads: int = 2, progress: Progress | None = None, decode: bool = False) -> list[str]:
-    """Damage by record; empty if all have their checksums (and can be decoded)."""
+    """Damage by record, found by checksums, and with `decode` by decoding."""
 
     def look(index: int) -> str:
         try:
@@ -516,7 +523,7 @@ def damaged(packed: Packed, threads: int = 2, progress: Progress | None = None, 
 
 
 def splits_in(folder: Path) -> list[Path]:
-    """The folder itself, or those in it, that are packed or have been begun.
+    """The folder, and those in it, that are packed or begun.
 
     Raises:
         UsageError: there are none.
@@ -601,7 +608,7 @@ FLAGS = {
 
 @contextlib.contextmanager
 def flags_of_pack() -> Iterator[None]:
-    """Errors of sources, which name the trainer's options, with the options of this command instead."""
+    """Have errors of sources name this command's options, not the trainer's."""
     try:
         yield
     except (CorruptExample, UsageError) as error:
@@ -649,7 +656,7 @@ def check_parser() -> argparse.ArgumentParser:
 
 
 def check_main(argv: list[str]) -> None:
-    """`jaxmpi data check DST`; ends with code 1 if a record is damaged."""
+    """`jaxmpi data check DST`; exit code 1 if a record is damaged."""
     options = check_parser().parse_args(argv)
     check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
     is_whole = True
@@ -678,7 +685,7 @@ example: jaxmpi data pack /data/imagenet /data/packed"""
 
 
 def main(argv: list[str]) -> None:
-    """`jaxmpi data pack SRC DST`, `jaxmpi data check DST`, `jaxmpi data words SRC FILE`."""
+    """Run `jaxmpi data pack`, `check` or `words`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return

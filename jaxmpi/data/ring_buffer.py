@@ -1,4 +1,7 @@
-"""A ring of batches in memory that a worker and its loaders share; without a name, so none is left behind."""
+"""A ring of batches in memory that a worker and loaders share.
+
+The memory has no name, so none is left behind.
+"""
 
 import math
 import pickle
@@ -12,7 +15,7 @@ from jaxmpi.core.shared_memory import PAGE, Segment
 
 
 class SharedPickle:
-    """Any object for several loaders: pickled once, its arrays in one segment that all of them map."""
+    """Any object for several loaders, pickled once, its arrays in shared memory."""
 
     def __init__(self, content: Any) -> None:
         parts: list[pickle.PickleBuffer] = []
@@ -53,7 +56,7 @@ class Field(NamedTuple):
 
 
 class RingLayout(NamedTuple):
-    """Layout of a ring: `slots` batches of `batch` rows, each field's rows together, on pages of their own."""
+    """Layout of a ring: `slots` batches of `batch` rows, field by field."""
 
     slots: int
     batch: int
@@ -66,12 +69,12 @@ class RingLayout(NamedTuple):
 
     @property
     def largest(self) -> str:
-        """Name of the field that a copy would cost most; the first of several."""
+        """Name of the field with the most bytes; the first of several."""
         return max(self.fields, key=lambda field: field.size(1)).name
 
 
 class Ring:
-    """Slots for batches, and a flag that has loaders drop what is queued for them."""
+    """Slots for batches, and a flag that makes loaders drop queued work."""
 
     def __init__(self, layout: RingLayout) -> None:
         self.layout = layout
@@ -90,7 +93,7 @@ class Ring:
         return views
 
     def lend(self, slot: int, take_back: Callable[[int], None]) -> np.ndarray:
-        """The largest field of a slot; `take_back(slot)` once nothing in the process, a device neither, uses it."""
+        """Lend a slot's largest field; call `take_back(slot)` when nothing uses it."""
         lent = self.rows(slot)[self.layout.largest]
         assert isinstance(lent.base, np.ndarray)  # what all views of it keep alive, and no others
         weakref.finalize(lent.base, take_back, slot).atexit = False

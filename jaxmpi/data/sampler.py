@@ -27,7 +27,7 @@ class Share(NamedTuple):
     count: int  # examples of the step over all workers
 
     def filled(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(i64[length], f32[length]): the indices and then index 0, and weights, which are 1 and then 0.
+        """Indices i64[length], filled up with 0, and weights f32[length], 1 or 0.
 
         A compiled step so sees one shape on all workers, and at all steps.
 
@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
 
 def random_bits(n: int, seed: int, epoch: int, stream: int, index: int = 0) -> np.ndarray:
-    """u64[n] that depends on the arguments alone: the counter of Philox is the address.
+    """Random u64[n] from the arguments alone: they are Philox's key and counter.
 
     Raw bits because NumPy keeps those the same for ever, and its distributions not.
     """
@@ -110,7 +110,7 @@ class Sampler:
 
     @property
     def name(self) -> str:
-        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
+        """Difference of this order from others of its seed; empty if none."""
         return ""
 
     @property
@@ -120,11 +120,11 @@ class Sampler:
 
     @property
     def local_batch(self) -> int:
-        """The most examples that a worker ever takes in a step, made a multiple."""
+        """The most examples of a worker's step, rounded up to a multiple."""
         return math.ceil(self.effective_batch / self.size / self.multiple) * self.multiple
 
     def indices(self, step: int) -> Share:
-        """Indices that this worker reads at `step`, counted from 0 at the start of training.
+        """Indices that this worker reads at `step`, counted over all epochs.
 
         Raises:
             IndexError: without `shuffle`, a step past the one epoch.
@@ -149,13 +149,14 @@ class Sampler:
 
 @dataclass(frozen=True)
 class FileSampler(Sampler):
-    """Whole files in a new order every epoch, the examples of each in their own order (Ma et al. 2016, section 3.3).
+    """Whole files in a new order every epoch.
 
-    The paper's workers load one batch file each a step. Here an epoch is all files, one after another in the order of a
-    permutation, and worker r of N takes the r-th of N consecutive parts of each step. So if a file holds as many
-    examples as the local batch, and these divide the number of examples, this is the paper's order; and with files of
-    any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one example at
-    most. A step's examples come from as few files as can be: mix examples before they are written to files.
+    Examples of a file keep their order unless `mixed` (Ma et al. 2016, section 3.3). The paper's workers load one batch
+    file each a step. Here an epoch is all files, one after another in the order of a permutation, and worker r of N
+    takes the r-th of N consecutive parts of each step. So if a file holds as many examples as the local batch, and
+    these divide the number of examples, this is the paper's order; and with files of any lengths, N workers still see
+    in a step the examples that one worker would see. Parts differ by one example at most. A step's examples come from
+    as few files as can be: mix examples before they are written to files.
 
     Args:
         file_ends: of each file, the index behind its last example; the last is `examples`.
@@ -247,7 +248,7 @@ class StreamSampler(Sampler):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that visit every example once; a worker whose own stream is shorter fills up."""
+        """Steps that visit every example once; shorter streams are filled up."""
         return math.ceil(max(self.lengths) / self.each) if self.lengths else super().steps_per_epoch
 
     def indices(self, step: int) -> Share:

@@ -1,4 +1,6 @@
-"""Data-parallel functions: any JAX function over all workers. Stooke and Abbeel 2017, "Synkhronos", on JAX.
+"""Data-parallel functions: any JAX function over all workers.
+
+Synkhronos (Stooke and Abbeel 2017) did the same with Theano.
 
 In reading order: `function`: scatter, compute, reduce; `signature`, arguments of a call; `reductions`, words for inputs
 and outputs; `outputs`, trees of these; `partitioning`, which rows are whose; `variable`, arrays on the workers;
@@ -45,7 +47,9 @@ def function(
     updates: Any = (),
     strategy: str | None = None,
 ) -> Function:
-    """`f` over all workers: y = op_r f(x_r, ...), x_r the r-th share of the examples.
+    """Make a function that runs `f` over all workers.
+
+    The function returns y = op_r f(x_r, ...), with x_r the r-th share of the examples.
 
     Args:
         f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
@@ -73,7 +77,7 @@ def function(
 
 
 def variable(tree: PyTree) -> Variable:
-    """A tree of which every worker holds its own copy, this one to begin with.
+    """Make a variable: every worker begins with its own copy of `tree`.
 
     If every rank runs the script each keeps the tree that it gives. Communicates: the tree, if workers wait.
     """
@@ -83,7 +87,7 @@ def variable(tree: PyTree) -> Variable:
 def shared(
     value: Any = None, *, name: str = "", oversize: float = 1.0, dtype: Any = None, force: bool = False
 ) -> SharedArray:
-    """An array in the host's shared memory, for all its workers: what they take from it need not be sent.
+    """An array in the host's shared memory, which workers read without messages.
 
     Args:
         value: an array to copy in, or a function that gives one; None attaches to `name`.
@@ -105,7 +109,10 @@ def shared(
 
 
 def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:
-    """The first rank of each host makes the array, the others attach; all raise if one could not."""
+    """Make the array on each host's first rank; attach on the others.
+
+    If one rank cannot, all raise.
+    """
     made: list[SharedArray] = []
     errors: list[Exception] = []
 

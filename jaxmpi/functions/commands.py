@@ -32,7 +32,7 @@ from jaxmpi.functions.worker_group import Command, Leaf, Leaves, MissingPrograms
 
 
 def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
-    """Carry out a command with all workers: send it to those that wait, do this process's part.
+    """Carry out a command with all workers, this process's own among them.
 
     Raises:
         UsageError, WorkerFailed: as `WorkerGroup.attempt`; another command is under way. The workers are as before.
@@ -42,7 +42,7 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
 
 
 def performed(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
-    """The command prepared, sent and done; programs that workers lack are sent, and the command again."""
+    """Prepare, send and run a command; send missing programs and repeat it."""
     group.check_usable()
     try:
         command = prepare()
@@ -68,7 +68,7 @@ def performed(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> 
 
 
 def rests(handler: Callable[[WorkerGroup, Command], Any]) -> Callable[[WorkerGroup, Command], Any]:
-    """The handler of a command, after which workers hold nothing of it, unless the command comes again."""
+    """Make a handler drop its command's state, unless the command comes again."""
 
     @functools.wraps(handler)
     def resting(group: WorkerGroup, command: Command) -> Any:
@@ -90,7 +90,7 @@ def rests(handler: Callable[[WorkerGroup, Command], Any]) -> Callable[[WorkerGro
 
 @rests
 def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]:
-    """Compute everywhere, then reduce: structures and leaves of what is returned, if results are wanted."""
+    """Compute everywhere and reduce; return structures, and leaves if results are wanted."""
     reports = group.attempt(command.header["name"], lambda slot: compute(slot, command, group))
     counts = [report.count for report in reports]
     leaves = group.mine.program.leaves
@@ -185,7 +185,7 @@ def program(group: WorkerGroup, command: Command) -> None:
 
 
 def loaded(header: dict[str, Any], body: bytes) -> WorkerProgram:
-    """A program that travelled as StableHLO, or by the name of its function."""
+    """A program that came as StableHLO, or by its function's name."""
     leaves = tuple(Leaf(*leaf) for leaf in header["leaves"])
     if header["module"]:
         function, form, picked = find(header), pickle.loads(body), header["picked"]
@@ -205,7 +205,7 @@ def loaded(header: dict[str, Any], body: bytes) -> WorkerProgram:
 
 @rests
 def put(group: WorkerGroup, command: Command) -> None:
-    """Give workers the leaves of a variable: the whole, or each its rows."""
+    """Give workers the leaves of a variable, whole or each its rows."""
 
     def work(slot: WorkerSlot) -> CallReport:
         header = command.header
@@ -221,7 +221,7 @@ def put(group: WorkerGroup, command: Command) -> None:
 
 
 def values_of(slot: WorkerSlot, command: Command) -> list[Any]:
-    """Inputs of a worker: from here, from the master, or out of shared memory."""
+    """Inputs of a worker, from here, the master or shared memory."""
     if command.given is not None:
         return command.given(slot.rank)
     if "tickets" not in command.header:
@@ -266,7 +266,7 @@ def reduced(group: WorkerGroup, header: dict[str, Any]) -> Leaves:
 
 @rests
 def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None:
-    """The leaves of some workers, all of them or one; kept by all if asked."""
+    """The leaves of one worker or all, kept by all if asked."""
     header = command.header
     group.attempt(header["name"], functools.partial(signed, command=command))
     wanted = range(group.size) if header["rank"] is None else [header["rank"]]
@@ -283,7 +283,7 @@ def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None
 
 @rests
 def lengths(group: WorkerGroup, command: Command) -> list[int]:
-    """How many rows of a variable each worker holds; they travel in the reports."""
+    """The number of a variable's rows on each worker, from the reports."""
 
     def count(slot: WorkerSlot) -> CallReport:
         found = {x.shape[:1] for x in slot.held(command.header["number"])}

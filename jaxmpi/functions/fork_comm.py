@@ -26,7 +26,10 @@ from jaxmpi.runtime import host_callbacks
 
 @dataclass(frozen=True)
 class ForkEffect(host_callbacks.OrderedEffect):
-    """Effect that keeps the sums of one fork in order: a failed one leaves nothing to those of the next."""
+    """Effect that keeps the sums of one fork in order.
+
+    After a failed sum, the next fork has an effect of its own.
+    """
 
     number: int
 
@@ -35,9 +38,10 @@ host_callbacks.admit(ForkEffect(0))
 
 
 class ForkComm(SoloComm):
-    """Workers are processes of one host. Sums are `SharedSum`'s; all else is made of rows that every worker sees.
+    """Communicator of workers that are forked processes of one host.
 
-    So any strategy and any wire give what they give elsewhere. `shm` is the fastest: the others are made for messages.
+    Sums are `SharedSum`'s; all else is made of rows that every worker sees. So any strategy and any wire give what they
+    give elsewhere. `shm` is the fastest: the others are made for messages.
     """
 
     def __init__(self, line: SocketTransport, number: int) -> None:
@@ -68,7 +72,7 @@ class ForkComm(SoloComm):
         return self.shared.sum_now(arrays, divisor)
 
     def gather_now(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n] of any n, on workers that want them; outside jit, all workers together."""
+        """Every worker's u8[n] of any n, if wanted; a collective outside jit."""
         return self.rows.gather(data, is_wanted)
 
     def allgather(self, x: PyTree) -> PyTree:
@@ -102,7 +106,7 @@ class ForkComm(SoloComm):
         return jax.tree.map(lambda rows: rows[root], self.allgather(x))
 
     def fail(self) -> None:
-        """Let the others know that this worker will not come to a sum."""
+        """Report to the others that this worker takes part no longer."""
         self.shared.board.fail()
 
     def close(self) -> None:
@@ -114,7 +118,7 @@ class ForkComm(SoloComm):
 
 
 class SharedMemoryAllgather:
-    """Allgather of bytes through shared memory, in pieces that a row has room for."""
+    """Allgather of bytes through shared memory, in pieces that fit a row."""
 
     def __init__(self, board: Board, rows: np.ndarray) -> None:
         """Take who waits for whom, and u8[2, workers, n] of shared memory."""
@@ -122,9 +126,9 @@ class SharedMemoryAllgather:
         self.room = rows.shape[2]
 
     def __call__(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
-        """results[0][r] <- operands[0] of worker r, of any dtype and shape: the function that programs call.
+        """The function that programs call: results[0][r] <- operands[0] of worker r.
 
-        All workers call it together, with the same sizes, in the same order.
+        All workers call it together, with the same sizes, in the same order. Any dtype and shape will do.
         """
         mine, every = as_bytes(operands[0]), as_bytes(results[0]).reshape(self.board.size, -1)
         with self._failing():
@@ -133,7 +137,7 @@ class SharedMemoryAllgather:
                 every[:, start : start + self.room] = self._piece((piece,), piece.size)[:, : piece.size]
 
     def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n], of any n, on those that want them. All workers call it together."""
+        """Every worker's u8[n] of any n, if wanted; a collective call."""
         size = np.array([data.size]).view(np.uint8)
         taken = self.room - size.size  # of the first piece, which says how many bytes there are
         with self._failing():
@@ -161,9 +165,10 @@ class SharedMemoryAllgather:
             raise
 
     def _piece(self, mine: Sequence[np.ndarray], size: int) -> np.ndarray:
-        """All workers' rows, u8[workers, n], until the call after the next; `size` must be the same on all.
+        """All workers' rows, u8[workers, n], valid until the call after the next.
 
-        A row is free: all have come to the call before this one, and so have left the one before that.
+        `size` must be the same on all. A row is free: all have come to the call before this one, and so have left the
+        one before that.
         """
         board = self.board
         board.begin((digest((size,), 0.0), 1, size))

@@ -153,7 +153,7 @@ class Function:
         return self._results(structures, leaves, made, chosen[0])
 
     def _bound(self) -> WorkerGroup:
-        """The worker group of this function: the one there is at its first call."""
+        """This function's worker group: the current one at the first call."""
         if self.group is None:
             self.group = lifecycle.current_group()
             self.group.check_usable()
@@ -202,7 +202,7 @@ class Function:
     def _arguments(
         self, args: Sequence[PyTree], named: dict[str, PyTree]
     ) -> tuple[Sequence[Marker], Sequence[PyTree], tuple[str, ...]]:
-        """A marker for each place of the user's function, the arguments in order, the names of the last places."""
+        """Return markers by place, arguments in order, and the last places' names."""
         if self.inputs is None:
             keywords = tuple(sorted(named))
             every = [*args, *(named[key] for key in keywords)]
@@ -224,7 +224,7 @@ class Function:
     # ------------------------------------------------------------ programs
 
     def program(self, form: int, shapes: tuple) -> WorkerProgram:
-        """The function over flat leaves of these shapes and dtypes, compiled by JAX at its first run."""
+        """The function over flat leaves of these shapes, compiled when first run."""
         if (form, shapes) not in self.programs:
             with profiling.part("compile"):
                 self.programs[form, shapes] = self._traced(form, shapes)
@@ -250,7 +250,7 @@ class Function:
         )
 
     def _destinations(self, form: int) -> list[tuple[Leaf, str]]:
-        """For each part that a program returns, where its leaves go, and its name for messages."""
+        """Destination of each part that a program returns, and name for messages."""
         outputs = [
             (leaf_of(i, self.outputs[i], self.trees.names[i]), self.trees.names[i]) for i in self.forms[form].outputs
         ]
@@ -262,7 +262,7 @@ class Function:
         return [*outputs, *updates]
 
     def _parts(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
-        """The user's function from leaves to a tree for each output that is computed, then for each update."""
+        """Call the user's function; return trees of computed outputs, then of updates."""
         parts, outputs = self._all_parts(form, flat), self.forms[form].outputs
         return [*(parts[i] for i in outputs), *parts[len(self.outputs) :]]
 
@@ -285,7 +285,7 @@ class Function:
         return [*self.trees.split(self.name, parts[:first]), *parts[first:]]
 
     def _exchange(self) -> AbstractContextManager[None]:
-        """Refuse an exchange in the function that would not be over its workers."""
+        """Refuse an exchange in the function that is not over its workers."""
         if self.group is None or self.group.size == 1 or self.group.is_the_world:
             return nullcontext()
         return refusing_world(
@@ -295,7 +295,7 @@ class Function:
         )
 
     def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
-        """A program for a process that does not have the function: header and body."""
+        """Header and body of a program for a process without the function."""
         program = self.program(form, shapes)
         header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
         avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -328,7 +328,7 @@ class Function:
 
 
 class Given(NamedTuple):
-    """Inputs that the caller's own workers take directly: leaves by input, chosen rows."""
+    """Inputs that the caller's own workers take directly, with the chosen rows."""
 
     leaves: list[Any]
     rows: RowSelection | None
@@ -337,7 +337,7 @@ class Given(NamedTuple):
 
 
 def update_of(update: Any) -> Output:
-    """`(variable, op)` or a variable alone, which takes the mean over pieces, as an Output with a target."""
+    """Convert an update to an Output, whose op is mean by default."""
     variable, op = update if isinstance(update, (tuple, list)) else (update, Output("mean"))
     op = from_word(op)
     check(
@@ -387,7 +387,7 @@ def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
 
 
 class Bound:
-    """The inputs of one call, leaf by leaf, and how each reaches the workers."""
+    """The input leaves of one call, and how each reaches the workers."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group = group
@@ -399,7 +399,7 @@ class Bound:
         self.local: list[Any] = [None] * group.size
 
     def add_all(self, markers: Sequence[Marker], args: Sequence[PyTree], keywords: Sequence[str]) -> Any:
-        """All inputs, the last ones with names; the structure of the user's arguments."""
+        """Add all inputs, the last by name; return the arguments' structure."""
         left, structures = iter(args), []
         names = [*range(len(markers) - len(keywords)), *map(repr, keywords)]
         for place, (marker, name) in enumerate(zip(markers, names, strict=True)):
@@ -464,7 +464,7 @@ class Bound:
         }
 
     def chosen(self) -> dict[str, int]:
-        """Digest of indices, by which ranks that run the script compare their choice."""
+        """Digest of indices, by which ranks that run the script compare them."""
         if self.group.is_serial or len(self.group.slots) == self.group.size:
             return {}
         choices = [self.rows.indices if self.rows else None, *self.local]
@@ -472,7 +472,7 @@ class Bound:
         return {"indices": functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), indices, 0)}
 
     def arrays_for(self, rank: int, fresh: list[Any]) -> list[Any]:
-        """The arrays that travel to a worker, in the order in which it takes them."""
+        """The arrays sent to a worker, in the order it takes them."""
         arrays = []
         if self.rows is not None:
             edges = bounds(self.rows.count, self.group.size)
@@ -499,7 +499,7 @@ def local_header(choice: Any) -> list[Any]:
 
 
 def unchanged(before: Any, now: Any) -> bool:
-    """Return True if a broadcast leaf is what the workers have: the same JAX array, or the same bytes."""
+    """Return True if workers have this broadcast leaf: same array or bytes."""
     if isinstance(now, jax.Array) or isinstance(before, jax.Array):
         return before is now
     same_kind = before.shape == now.shape and before.dtype == canonical(now.dtype)
@@ -507,10 +507,10 @@ def unchanged(before: Any, now: Any) -> bool:
 
 
 def as_words(array: np.ndarray) -> np.ndarray:
-    """Values as bytes, so that NaN equals NaN and -0 is not 0."""
+    """Values as bytes: NaN equals NaN, and -0 is not 0."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def kept_copy(leaf: Any) -> Any:
-    """Token by which a later call knows if the leaf has changed: a JAX array itself, else a copy."""
+    """The leaf for later comparison: a JAX array itself, else a copy."""
     return leaf if isinstance(leaf, jax.Array) else np.array(leaf, dtype=canonical(leaf.dtype), order="C")

@@ -14,7 +14,9 @@ SCRIPT = "__jaxmpi_main__"  # what a worker calls the master's script: not __mai
 
 
 def name_of(function: Callable) -> dict[str, Any]:
-    """Module, qualified name, the script if the module is one, and whether the name is of what wraps the function.
+    """Return how another process finds the function: module, qualified name and script.
+
+    `is_wrapped` says that the name is of what wraps the function.
 
     Raises:
         UsageError: another process cannot find it.
@@ -36,7 +38,9 @@ def name_of(function: Callable) -> dict[str, Any]:
 
 
 def find(name: dict[str, Any]) -> Callable:
-    """The function, its module imported; of a script, what is not under `if __name__ == "__main__"` runs.
+    """Find a function by its name; its module or script is imported.
+
+    A script runs, except for code under `if __name__ == "__main__"`.
 
     Raises:
         UsageError: the module lacks it, or ends the process.

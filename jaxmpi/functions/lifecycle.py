@@ -1,7 +1,8 @@
-"""Start and end of the workers: ranks that all run the script, ranks or processes that wait for commands, or devices.
+"""Start and end of the workers: ranks, forked processes, or devices.
 
-A forked worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It
-never runs the user's script: functions come to it as programs.
+Ranks all run the script, or wait for commands of rank 0. A forked worker is a fresh Python process
+(`python -m jaxmpi.functions.worker_main`) with a socket to the master. It never runs the user's script: functions come
+to it as programs.
 """
 
 import atexit
@@ -38,7 +39,7 @@ _forks = itertools.count()
 
 
 def current_group() -> WorkerGroup:
-    """The workers of this process's functions, made at the first use if `fork` has not made them."""
+    """The workers of this process's functions; without `fork`, made at first use."""
     global _group
     check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
     if _group is None:
@@ -47,10 +48,10 @@ def current_group() -> WorkerGroup:
 
 
 def fork(n: int | None = None, kind: str = "auto") -> int:
-    """Let this script lead `n` workers from here on, itself the first; the others wait for what it calls.
+    """Let this script lead `n` workers from here on, itself the first.
 
-    Under a launcher with several ranks: rank 0 goes on, the others wait here and end with it. Without one: local
-    devices if there are several, else processes on this host, one a core.
+    The other workers wait for what this script calls. Under a launcher with several ranks: rank 0 goes on, the others
+    wait here and end with it. Without one: local devices if there are several, else processes on this host, one a core.
 
     Args:
         n: workers; None: all ranks, devices or cores.
@@ -109,12 +110,15 @@ def chosen(n: int | None, kind: str) -> WorkerGroup:
 
 
 def how_many(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
-    """Workers if the user names no number: all devices; of a CPU that is one device, its cores."""
+    """The default number of workers: one a device, or one a core."""
     return cores if kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus) else devices
 
 
 def close() -> None:
-    """Let the workers go; functions and variables that used them can no longer be used. Another `fork` may follow."""
+    """Release the workers; their functions and variables can no longer be used.
+
+    Another `fork` may follow.
+    """
     global _group, _lost
     closing, _group = _group, None
     atexit.unregister(close)
@@ -129,7 +133,7 @@ def close() -> None:
 
 
 def forget_in_child() -> None:
-    """After `os.fork`: the workers listen to the process that made them, and to no other."""
+    """Forget the workers after `os.fork`: they belong to the parent process."""
     global _group
     if _group is not None:
         _group.gone = "this process was made by os.fork, and the workers are its parent's; call functions there"
@@ -145,7 +149,7 @@ def launched() -> int:
 
 
 def count_devices() -> int:
-    """Devices of this process; a CPU's one is not started to be counted."""
+    """Count this process's devices, without starting a CPU's single one."""
     asked = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.environ.get("XLA_FLAGS", "")
     if asked or device_setup.visible_gpus():
         return jax.local_device_count()
@@ -165,7 +169,7 @@ def ranks(is_serial: bool) -> ProcessGroup:
 
 
 def led_ranks() -> ProcessGroup:
-    """The same, led by rank 0; a second fork finds the other ranks where the first has left them."""
+    """All ranks, led by rank 0; a second fork takes them again."""
     global _led
     if _led is None:
         _led = ranks(is_serial=True)
@@ -177,7 +181,7 @@ def led_ranks() -> ProcessGroup:
 
 
 def end_ranks(led: ProcessGroup) -> None:
-    """At the end of the leading script: waiting ranks go; if they no longer listen, the job ends."""
+    """End waiting ranks, or the job if they are out of step."""
     close()
     if _lost:
         failures.end_job(1)
@@ -221,8 +225,9 @@ def processes_on_this_host(n: int) -> WorkerGroup:
 
 
 def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
-    """A worker's process: fresh, with one end of a socket, over which it learns this one's import path, arguments and
-    JAX settings: a command line may be too short for them.
+    """Start a worker, a fresh process with one end of a socket.
+
+    The socket carries import path, arguments and JAX settings, for which a command line may be too short.
     """
     told |= {"path": sys.path, "argv": [*map(str, sys.argv)], "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
     env = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
@@ -239,7 +244,7 @@ def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subproc
 
 
 def forked_group(line: SocketTransport, number: int) -> ForkedGroup:
-    """The worker group, in the master and in each worker; all call it together."""
+    """Make the worker group; the master and all workers call this together."""
     line.host_barrier()
     return ForkedGroup(line, ForkComm(line, number), "shm", is_serial=True)
 

@@ -29,7 +29,7 @@ from jaxmpi.functions.variable import make, numbers
 
 
 class Optimizer:
-    """Result of `jaxmpi.optimizer`: params and optimizer state on every worker, and the two functions of a step.
+    """Params and optimizer state on every worker, and a step's two functions.
 
     `model_state` is a variable, or a tree of them as the reductions are one; `params` and `state` are variables.
     """
@@ -91,7 +91,7 @@ class Optimizer:
     def __call__(
         self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1, **named: PyTree
     ) -> Any:
-        """One step; the mean loss of the examples, before it, or that and what is auxiliary.
+        """Take a step; return the mean loss before it, with any aux.
 
         Args and errors: as of `Function.__call__`.
         """
@@ -109,7 +109,7 @@ class Loss:
     has_aux: bool
 
     def __call__(self, params: PyTree, parts: Sequence[PyTree], examples: Sequence[PyTree]) -> tuple[Any, Any]:
-        """The loss; what is auxiliary, if anything, and the parts of the new model state."""
+        """The loss, any aux, and the parts of the new model state."""
         old = [jax.tree.map(lambda i: parts[i], tree) for tree in self.kept.numbers]
         result = self.function(params, *old, *examples)
         if not (old or self.has_aux):
@@ -120,7 +120,7 @@ class Loss:
         return value, ([extra] if self.has_aux else [], state)
 
     def signature(self, held: int) -> inspect.Signature | None:
-        """Names of the parameters, params and variables without one; None if Python does not know them."""
+        """The signature, with params and variables positional-only; None if unknown."""
         try:
             rest = [*inspect.signature(self.function).parameters.values()][1 + len(self.kept.trees) :]
         except (TypeError, ValueError):
@@ -138,7 +138,7 @@ def pair(result: Any, expected: str) -> tuple[Any, Any]:
 
 
 def parts_of(model_state: PyTree, reductions: PyTree) -> tuple[Outputs, list[PyTree]]:
-    """The reductions of the model state, and its part for each of them.
+    """The reductions of the model state, and its part for each one.
 
     Raises:
         UsageError: no reductions, others than the state has places for, or no tree of arrays.
@@ -171,7 +171,9 @@ def optimizer(
     model_state_outputs: PyTree = mean,
     aux: PyTree = None,
 ) -> Optimizer:
-    """Synchronous descent: g = sum_r (n_r / n) grad loss(params, share_r), then one step of `tx` on every worker.
+    """Synchronous descent: every worker applies `tx` to the mean gradient.
+
+    A step takes g = sum_r (n_r / n) grad loss(params, share_r), with n_r of the n examples on worker r.
 
     Args:
         loss: (params, *inputs) -> the mean loss of some examples, f32[]. With `model_state` (params, model_state,

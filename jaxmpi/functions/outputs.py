@@ -1,4 +1,4 @@
-"""The outputs of a function: trees of reductions, laid flat for the workers, and results put back into the trees."""
+"""Outputs of a function: trees of reductions laid flat, results put back."""
 
 import functools
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """A tree of reductions for each output. A reduction stands for all leaves below its place in the output."""
+    """A tree of reductions per output; each reduces all leaves below it."""
 
     trees: tuple[PyTree, ...]  # of Output
     is_single: bool  # one output, which the function returns in no tuple
@@ -94,7 +94,7 @@ class Outputs:
         return self._laid_out(picked if self.is_single else tuple(picked.values()))
 
     def _laid_out(self, numbers: PyTree) -> Chosen:
-        """Numbers of outputs; of a tuple those that are kept in a variable are not returned."""
+        """Choose outputs by number; a tuple leaves out those kept in variables."""
         computed = tuple(sorted(jax.tree.leaves(numbers)))
         if not self.is_single:
             numbers = tuple(one for one in numbers if not (isinstance(one, int) and self.flat[one].into is not None))
@@ -103,12 +103,12 @@ class Outputs:
 
 
 def joined(chosen: Chosen, results: dict[int, PyTree]) -> PyTree:
-    """Results in the user's trees; deeper than in a tuple, None is for what is kept in a variable."""
+    """Results in the user's trees, with None for those in a variable."""
     return jax.tree.unflatten(chosen.structure, map(results.get, chosen.returned))
 
 
 def parsed(outputs: Any) -> Outputs:
-    """The outputs that a user names, checked; `tuple` and `list` are several, all else is one.
+    """The outputs that a user names; a tuple or list is several.
 
     Raises:
         UsageError: a leaf is no reduction and no name of one.

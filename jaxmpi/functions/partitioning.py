@@ -12,7 +12,7 @@ Picked = slice | np.ndarray  # rows of an array
 
 
 def bounds(n: int, parts: int) -> list[int]:
-    """Edges of n rows in `parts` parts that differ by one row at most: floor(i n / parts), i = 0..parts."""
+    """Edges floor(i n / parts) of n rows in nearly equal parts."""
     return [i * n // parts for i in range(parts + 1)]
 
 
@@ -35,7 +35,7 @@ class RowSelection(NamedTuple):
     indices: np.ndarray | None = None  # i64[count]
 
     def of(self, begin: int, end: int) -> Picked:
-        """The chosen rows number begin to end, as an index of the array."""
+        """Chosen rows number begin to end, as an index of the array."""
         if self.indices is not None:
             return self.indices[begin:end]
         stop = self.start + end * self.step
@@ -43,7 +43,9 @@ class RowSelection(NamedTuple):
 
 
 def choose(batch: Any, length: int, what: str = "batch") -> RowSelection:
-    """The rows that `batch` names of an array with `length`: None all, int n the first n, a slice, indices or a mask.
+    """The rows that `batch` names, out of `length`.
+
+    None names all, an int n the first n; a slice, indices or a mask name their own.
 
     Raises:
         UsageError: rows that are not there, or no such thing.
@@ -66,7 +68,7 @@ def choose(batch: Any, length: int, what: str = "batch") -> RowSelection:
 
 
 def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.ndarray]:
-    """`RowSelection` of a list or array of integers; negative ones count from the end."""
+    """Fields of a `RowSelection` by indices; negative ones count from the end."""
     indices = np.asarray(batch)
     check(
         bool(indices.ndim == 1 and (indices.dtype.kind in "iu" or indices.size == 0)),
@@ -82,7 +84,9 @@ def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.nd
 
 
 def of_each_worker(batch: Any, workers: int) -> list[Any]:
-    """One choice a worker: a list that holds slices, lists or arrays is one for each, all else is for all.
+    """Return one choice a worker, from a list or one for all.
+
+    A list that holds slices, lists or arrays has one for each worker; all else is for all.
 
     Raises:
         UsageError: another number of choices than workers.

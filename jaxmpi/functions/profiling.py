@@ -1,4 +1,4 @@
-"""Profile of calls, function by function, as in table 1 of Stooke and Abbeel 2017.
+"""Profile of calls by function (Stooke and Abbeel 2017, table 1).
 
 Parts exclude each other: one that begins inside another stops the other's clock, so that they add up to the total.
 Without a profile a part is one comparison and reads no clock. Spans (`runtime/spans.py`) overlap and are of a trainer's
@@ -35,7 +35,7 @@ Key = tuple[str, int | None]  # name and number of a function; a variable's meth
 
 
 class Profile:
-    """Seconds of the calls of functions and variables' methods, as this process saw them."""
+    """Seconds of calls of functions and variables' methods, in this process."""
 
     def __init__(self, path: Path | None) -> None:
         """Take where each call is to be written, if anywhere."""
@@ -50,7 +50,7 @@ class Profile:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a function: `function`, `calls`, `total_s`, `function_s` and so on by part, `sent_bytes`."""
+        """One dict a function, with `function`, `calls`, `total_s`, `<part>_s` of PARTS, `sent_bytes`."""
         names = [name for name, _ in self._totals]
         numbers: dict[str, int] = defaultdict(int)
         rows = []
@@ -98,7 +98,7 @@ class Profile:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the call, whose clock runs but for the parts inside."""
+        """Clock a part of the call, without the parts inside it."""
         self._lap()
         self._open.append(name)
         try:
@@ -131,9 +131,10 @@ class Profile:
         self._call["sent_bytes"] += size_bytes
 
     def save(self, folder: str | Path) -> None:
-        """Append the table to the record in a folder, a run directory for instance, for `jaxmpi report`.
+        """Append the table to a folder's record, for `jaxmpi report`.
 
-        The folder is made if it is not there. Worker 0's process writes; others do nothing. No communication.
+        The folder may be a run directory; it is made if it is not there. Worker 0's process writes; others do nothing.
+        No communication.
 
         Raises:
             UsageError: it cannot be written.
@@ -196,7 +197,7 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
 
 
 def call(name: str, is_first: bool) -> AbstractContextManager[None]:
-    """Profile a call, if a profile is under way; `is_first` if this process has worker 0."""
+    """Profile a call, if a profile is under way."""
     return OFF if _running is None else _running.call(name, is_first)
 
 
@@ -218,7 +219,7 @@ def sent(header: str, arrays: Sequence[np.ndarray]) -> None:
 
 
 def settled(arrays: Any) -> Any:
-    """The arrays, waited for if a profile is under way, so that their time is counted here."""
+    """Wait for the arrays under a profile, to count their time here."""
     return arrays if _running is None else jax.block_until_ready(arrays)
 
 

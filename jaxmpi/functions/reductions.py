@@ -1,4 +1,4 @@
-"""How an input reaches the workers, and how outputs come back: the words of `jaxmpi.function`, one table."""
+"""The words of `jaxmpi.function` for inputs and outputs, in one table."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Scatter:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """Reduction of one output: how pieces and workers combine, and on whom the result is."""
+    """Reduction of an output, over pieces and workers, and the result's place."""
 
     op: str = ""  # a row of OPS; empty: nothing combines
     stays: bool = False  # left on each worker, not combined over workers
@@ -54,7 +54,7 @@ WORDS = {output.op or "local": output for output in (mean, sum, prod, min, max, 
 
 
 def from_word(output: Any) -> Any:
-    """The Output that a string such as "sum" names; all else as it is."""
+    """The Output that a word such as "sum" names; else the argument."""
     return WORDS.get(output, output) if isinstance(output, str) else output
 
 
@@ -97,25 +97,25 @@ def check_reducible(op: str, dtype: Any, shape: Sequence[int], where: str) -> No
 
 
 def letter(dtype: Any) -> str:
-    """NumPy's letter of the dtype's kind; bfloat16, int4 and the like are V to NumPy, and here what they stand for."""
+    """NumPy's kind letter of a dtype; bfloat16 gives f, int4 gives i."""
     dtype = jnp.dtype(dtype)
     alike = {"f": jnp.floating, "i": jnp.signedinteger, "u": jnp.unsignedinteger} if dtype.kind == "V" else {}
     return next((kind for kind, like in alike.items() if jnp.issubdtype(dtype, like)), dtype.kind)
 
 
 def wide(dtype: Any) -> np.dtype:
-    """In what partial results of this dtype are kept: floats below 32 bits in 32."""
+    """The dtype of partial results: floats below 32 bits take 32."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype("float32") if dtype.itemsize < 4 and letter(dtype) == "f" else dtype
 
 
 def travels_as_sum(op: str, dtype: Any) -> bool:
-    """Return True if `exchange` makes it over workers; all else is gathered and combined in rank order."""
+    """Return True if `exchange` reduces it; all else is gathered and combined."""
     return op in ("mean", "sum") and jnp.dtype(dtype) in FLOATS
 
 
 def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
-    """All workers' arrays as one, in rank order: op(row_0, row_1, ...); mean is sum_r weights[r] row_r.
+    """Combine workers' arrays in rank order; mean is sum_r weights[r] row_r.
 
     Raises:
         UsageError: rows that do not go together.

@@ -1,4 +1,4 @@
-"""Arrays in a host's shared memory, seen by all its processes through NumPy's interface.
+"""Arrays in a host's shared memory, with NumPy's interface in all processes.
 
 The first page of the memory says what lies behind it. The file grows where it is, so that growing copies nothing and
 keeps every row. An array without a name has no file: other processes open it through the process that made it, and
@@ -7,7 +7,6 @@ nothing is left behind, however a job ends.
 
 import atexit
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -25,14 +24,14 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.random_keys import is_key
-from jaxmpi.core.shared_memory import available_bytes, folder, reserve
+from jaxmpi.core.shared_memory import folder, reserve
 
 PAGE = 4096
 FREED: list[str] = []  # keys of arrays that this process has freed, until they have been sent to its workers
 
 
 class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array in shared memory. Reads and writes as a NumPy array; `array` is one, without a copy.
+    """An array in shared memory, which reads and writes as NumPy's do.
 
     Operators, NumPy's functions and the methods of its arrays give plain arrays; `x += 1` and `out=x` write here. Only
     `resize` and `reshape` are its own: they change the array itself.
@@ -51,7 +50,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def array(self) -> np.ndarray:
-        """The memory as a NumPy array; a view that is valid until `free`.
+        """The memory as a NumPy array, a view valid until `free`.
 
         Raises:
             UsageError: it has been freed.
@@ -115,16 +114,20 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     # ------------------------------------------------------------ its size
 
     def resize(self, length: int) -> None:
-        """Change the length of the first axis; rows that stay keep their values, others are what the memory holds.
+        """Change the first axis's length; rows that stay keep their values.
 
-        If several ranks run the script all must call it. Raises: UsageError: no room in shared memory.
+        New rows are what the memory holds. If several ranks run the script all must call it. Raises: UsageError: no
+        room in shared memory.
         """
         check(self.ndim > 0, "resize: got an array without axes; expected a first axis")
         check(length >= 0, f"resize: got {length}; expected a length >= 0")
         self.reshape((length, *self.shape[1:]))
 
     def reshape(self, shape: Sequence[int]) -> None:
-        """Change the shape, to more or fewer values too; the memory's bytes stay in their order. As `resize`."""
+        """Change the shape and the number of values; bytes keep their order.
+
+        Calls and errors: as of `resize`.
+        """
         shape = tuple(int(n) for n in shape)
         check(all(n >= 0 for n in shape), f"reshape: got {shape}; expected lengths >= 0")
         size_bytes, dtype = PAGE + math.prod(shape) * self.dtype.itemsize, self.dtype
@@ -140,7 +143,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._array = np.ndarray(said["shape"], jnp.dtype(said["dtype"]), self._memory, PAGE)
 
     def free(self) -> None:
-        """Give the memory back; a name goes away. What still maps it keeps it until it lets go."""
+        """Free memory and name; processes keep the memory while they map it."""
         if self._is_free:
             return
         self._is_free = True
@@ -236,9 +239,9 @@ def attach(name: str) -> SharedArray:
 
 @contextlib.contextmanager
 def new_file(name: str) -> Iterator[tuple[int, str]]:
-    """An empty file, and the path where others find it once it is filled, when the block ends; never a part of it.
+    """An empty file, and the path under which others find it later.
 
-    One without a name is seen through this process only.
+    The file appears there whole, when the block ends. One without a name is seen through this process only.
     """
     if not name and hasattr(os, "memfd_create"):
         handle = os.memfd_create("jaxmpi")
@@ -261,7 +264,10 @@ def new_file(name: str) -> Iterator[tuple[int, str]]:
 
 
 def open_unseen(path: str) -> tuple[int, str]:
-    """A file, if the system can without a name, so that it goes with its maker; and the path from which to link it."""
+    """A file, without a name if possible, and the path to link.
+
+    A file without a name goes with its maker.
+    """
     try:
         handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
         return handle, f"/proc/self/fd/{handle}"
@@ -297,7 +303,7 @@ def forget_the_dead(path: str) -> None:
 
 
 def page(dtype: Any, shape: Sequence[int]) -> bytes:
-    """The first page: dtype and shape of what follows, and who made it."""
+    """The first page: dtype and shape of what follows, and its maker."""
     return json.dumps({"dtype": str(dtype), "shape": list(shape), "pid": os.getpid()}).encode().ljust(PAGE, b"\0")
 
 
@@ -308,9 +314,6 @@ def make_room(handle: int, size_bytes: int) -> None:
         UsageError: there are not as many.
     """
     try:
-        # the system would try what is too much, and kill processes meanwhile
-        if size_bytes - os.fstat(handle).st_size > available_bytes():
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         reserve(handle, size_bytes)
     except OSError as error:
         raise UsageError(
@@ -349,13 +352,13 @@ def check_unmasked(what: str, value: Any) -> None:
 
 
 def check_numeric(what: str, dtype: Any) -> None:
-    """Refuse what is no number; NumPy itself does not know that bfloat16 and the like are."""
+    """Refuse dtypes other than numbers; bfloat16 and the like are numbers."""
     if dtype.kind not in "biufc" and not jnp.issubdtype(dtype, jnp.number):
         raise UsageError(f"{what}: got an array of {dtype}; expected numbers")
 
 
 def check_jax_takes(what: str, dtype: Any) -> None:
-    """The same, and numbers in another byte order or of more than 64 bits."""
+    """As `check_numeric`, and refuse another byte order or over 64 bits."""
     check_numeric(what, dtype)
     if not dtype.isnative or dtype.itemsize > (16 if dtype.kind == "c" else 8):
         raise UsageError(f"{what}: got an array of {dtype}, which JAX does not take; cast it: x.astype(np.float32)")

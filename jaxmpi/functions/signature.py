@@ -1,4 +1,4 @@
-"""How the arguments of a call find their places among the parameters of the user's function."""
+"""Places of a call's arguments among the parameters of the user's function."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class Form(NamedTuple):
-    """One way to call a function: what its program depends on beside the leaves' shapes."""
+    """One way to call a function: its program's key besides leaf shapes."""
 
     structure: Any  # of all arguments, in a tuple
     keywords: tuple[str, ...]  # of the last arguments, which are passed by name
@@ -61,7 +61,7 @@ def in_order(inputs: Mapping[str, Any], function: Callable, name: str) -> dict[s
 def placed(
     name: str, function: Callable, free: Sequence[int], keywords: Sequence[str], args: Sequence, named: dict[str, Any]
 ) -> list[Any]:
-    """Arguments of a call for the free places of the function, in order.
+    """A call's arguments for the free places of the function, in order.
 
     Args:
         name: of the function, for messages.

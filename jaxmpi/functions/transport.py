@@ -1,4 +1,4 @@
-"""Messages between the processes whose workers compute together: over MPI, or over sockets to processes made by fork.
+"""Messages between processes of workers, over MPI or a fork's sockets.
 
 A transport carries commands from the master, reports of all, and arrays of any length. A call ends with a report of
 each worker. Mostly all are alike and well, so 48 bytes of each travel, a hash of the text among them; whole texts
@@ -36,7 +36,7 @@ Arrays = Sequence[np.ndarray]
 
 
 class OutOfStep(TrainingError):
-    """Workers are at different places of the script, or gone: there can be no other call."""
+    """Workers are at different places, or gone; no call can follow."""
 
 
 class CallReport(NamedTuple):
@@ -51,7 +51,7 @@ SHORT_BYTES = 48
 
 
 def short(report: CallReport) -> bytes:
-    """A report as a hash of its text, its count, and whether all is well."""
+    """A report as its text's hash, its count and a not-ok flag."""
     count, is_bad = report.count.to_bytes(8, "little"), bytes([report.kind != "ok"])
     text = report.text.encode(errors="surrogatepass")  # an error may name a file that is no UTF-8
     return (hashlib.sha256(text).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
@@ -65,7 +65,7 @@ def from_short(rows: Sequence[bytes]) -> list[CallReport] | None:
 
 
 class Transport(Protocol):
-    """Messages among `size` processes, a worker each; rank 0 is the master if one process leads."""
+    """Messages among `size` processes; rank 0 is the master if one leads."""
 
     rank: int
     size: int
@@ -79,7 +79,7 @@ class Transport(Protocol):
         ...
 
     def reports(self, mine: CallReport) -> list[CallReport]:
-        """Every worker's report, on all; texts are left out if all are the same and well."""
+        """Every worker's report, on all, without texts if alike and well."""
         ...
 
 
@@ -122,12 +122,12 @@ WATCH_S = 0.5  # between looks at whether workers are stopped
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped, by SIGSTOP or a debugger, as far as the system shows it."""
+    """Return True if the system shows a process stopped (SIGSTOP or debugger)."""
     return state_of(pid) in (b"T", b"t")
 
 
 def state_of(pid: int) -> bytes:
-    """The system's letter for what a process does; empty if it does not show it."""
+    """The system's letter for a process's state; empty if not shown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0]
@@ -145,7 +145,7 @@ class Watched(NamedTuple):
 
 
 def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
-    """Do a task again and again in a thread of its own; what is returned ends that."""
+    """Repeat a task in a thread; the returned function ends it."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -162,14 +162,14 @@ def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
 
 
 class StoppedWorkerMonitor:
-    """The master's monitor of stopped workers: it names one that is, and ends it after the time limit.
+    """Monitor that names stopped workers, and ends them after the time limit.
 
     One that computes is not stopped, however long that takes. Looks are counted, not the clock: if the master is
     stopped as well, as by Ctrl-Z, nobody is late.
     """
 
     def __init__(self, workers: dict[int, Watched], end: Callable[[int], None]) -> None:
-        """Take the workers by rank, and how to end one, or the job with it."""
+        """Take workers by rank, and how to end one, or the job."""
         self.workers, self.end = workers, end
         self.absent_s = dict.fromkeys(workers, 0.0)  # for how long each has been seen absent without a break
 
@@ -190,7 +190,7 @@ class StoppedWorkerMonitor:
                 print(f"jaxmpi: {text} {way_out}", file=sys.stderr, flush=True)
 
     def has_ended(self, rank: int) -> bool:
-        """Return True if a worker has been stopped for longer than the time limit."""
+        """Return True if a worker has been stopped beyond the time limit."""
         return rank in self.workers and self.absent_s[rank] > self.workers[rank].limit_s
 
 
@@ -201,7 +201,10 @@ class MpiTransport:
     """Over a communicator of its own, polled without spinning."""
 
     def __init__(self, control: MpiProcesses, is_led: bool) -> None:
-        """All ranks call it together. If rank 0 leads, all take part in every call; it watches for stopped ones."""
+        """Take a communicator for this transport alone; all ranks call this together.
+
+        If rank 0 leads, all take part in every call, and rank 0 watches for stopped ones.
+        """
         self.control = control.on_own_communicator()
         self.comm, self.rank, self.size = self.control.world, control.rank, control.size
         self.timeout_s = float("inf") if is_led else TIMEOUT_S
@@ -209,9 +212,10 @@ class MpiTransport:
             self._watch()
 
     def _watch(self) -> None:
-        """Rank 0 sees processes of its own host; others report to it that they live, from a thread.
+        """Watch for stopped ranks: rank 0 looks, other hosts report to it.
 
-        If MPI does not take calls of several threads at a time (MPI_THREAD_SERIALIZED) nobody reports.
+        Rank 0 sees processes of its own host; the others report from a thread that they live. If MPI does not take
+        calls of several threads at a time (MPI_THREAD_SERIALIZED) nobody reports.
         """
         mine = [self.control.hosts[self.rank], job_folder.pid_space(), socket.gethostname(), os.getpid()]
         rows = self.control.allgather_object(mine)
@@ -263,7 +267,7 @@ class MpiTransport:
             patient(request, float("inf"))
 
     def hear(self) -> tuple[str, list[np.ndarray]]:
-        """Poll: often at first, since the next call of a loop comes soon."""
+        """Receive by polling, often at first: a loop's next call comes soon."""
         length = np.empty(1, np.int64)
         patient(self.comm.Irecv(length, 0, 3), float("inf"))
         first = np.empty(int(length[0]), np.uint8)
@@ -282,7 +286,7 @@ class MpiTransport:
         return agreed or [CallReport(*each) for each in self.control.allgather_object(mine)]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Every rank's u8[n], on all or (else None) on rank 0 only; in rounds, whose lengths fit MPI's counts."""
+        """Every rank's u8[n], in rounds within MPI's counts; None if unwanted."""
         sizes = np.empty(self.size, np.int64)
         self._together(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
         out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None
@@ -332,13 +336,13 @@ def patient(request: Any, timeout_s: float) -> bool:
 
 
 class Pause:
-    """Give the core away, then sleep: 0.1 ms for about a second, since a loop's next call comes soon, then 1 ms."""
+    """Yield, then sleep 0.1 ms for about a second, then 1 ms."""
 
     def __init__(self) -> None:
         self.looks = itertools.count()
 
     def __call__(self) -> None:
-        """Give the core away or sleep, by how often this was called before."""
+        """Yield the core or sleep, by the number of calls so far."""
         looks = next(self.looks)
         if looks < YIELDS:
             os.sched_yield()
@@ -357,10 +361,10 @@ LOOKS_S = 0.002  # before sleeping: in a loop the next message comes soon, and a
 
 
 class SocketTransport:
-    """The master's end of a socket to each worker, or a worker's end of one; also the control plane of `SharedSum`."""
+    """The master's sockets to workers, or a worker's; also `SharedSum`'s control plane."""
 
     def __init__(self, rank: int, size: int, ends: dict[int, Connection], jobs: dict[int, subprocess.Popen]) -> None:
-        """Take the sockets by rank, and the processes if this is the master."""
+        """Take the sockets by rank, and on the master the processes."""
         self.rank, self.size, self.ends, self.jobs = rank, size, ends, jobs
         self.local_rank, self.local_size = rank, size
         self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
@@ -396,7 +400,7 @@ class SocketTransport:
             os.sched_yield()
 
     def died(self, rank: int) -> WorkerDied:
-        """The error that names a worker that has gone, and how; in a worker, that the master has."""
+        """The error for the end of a worker, or of the master."""
         if rank not in self.jobs:
             return WorkerDied("the master has ended")
         try:
@@ -435,7 +439,7 @@ class SocketTransport:
         return header, arrays
 
     def reports(self, mine: CallReport) -> list[CallReport]:
-        """To the master, and from it to all: 48 bytes a worker; texts travel if they differ."""
+        """Exchange 48 bytes a worker through the master; texts if they differ."""
         row = short(mine)
         if self.rank != 0:
             self._send(0, row)

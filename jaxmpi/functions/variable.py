@@ -29,10 +29,10 @@ from jaxmpi.functions.worker_group import Command, WorkerGroup
 
 
 class Variable:
-    """A tree of which every worker holds its own values. Made by `jaxmpi.variable`; a function's input and target.
+    """A tree of which every worker holds values of its own.
 
-    If every rank runs the script, all ranks call the same methods in the same order, and all get the results; a
-    script that leads workers calls them once.
+    `jaxmpi.variable` makes one, for functions as an input or a target. If every rank runs the script, all ranks call
+    the same methods in the same order, and all get the results; a script that leads workers calls them once.
     """
 
     def __init__(self, group: WorkerGroup, structure: Any, number: int | None = None) -> None:
@@ -49,7 +49,10 @@ class Variable:
 
     @property
     def value(self) -> PyTree:
-        """The tree on this process's own worker: rank 0 for a script that leads, and with devices. No communication."""
+        """The tree on this process's own worker, without communication.
+
+        For a script that leads, or has devices as workers, this is worker 0.
+        """
         self.group.check_usable()
         return self._tree(self.group.mine.held(self.number))
 
@@ -59,7 +62,9 @@ class Variable:
         return [x.shape for x in jax.tree.leaves(self.value)]
 
     def lengths(self) -> list[int]:
-        """How many rows each worker holds, by rank. Communicates: 48 bytes a worker, no rows.
+        """The number of rows that each worker holds, by rank.
+
+        Communicates: 48 bytes a worker, no rows.
 
         Raises:
             UsageError: leaves of different lengths, or without rows.
@@ -68,7 +73,10 @@ class Variable:
         return perform(self.group, "variable.lengths", lambda: Command("lengths", self._header("lengths")))
 
     def get(self, rank: int | np.integer) -> PyTree:
-        """The tree on one worker, as NumPy arrays; random keys as such. Communicates: that tree."""
+        """The tree on one worker as NumPy arrays, random keys as such.
+
+        Communicates: that tree.
+        """
         [leaves] = self._fetch("get", self._rank("get: rank", rank), keep=False)
         return self._tree(leaves)
 
@@ -86,7 +94,7 @@ class Variable:
         self._fetch("broadcast", self._rank("broadcast: root", root), keep=True)
 
     def scatter(self, value: PyTree, batch: Any = None) -> None:
-        """Divide the rows of a tree over the workers, as evenly as can be; worker r gets the r-th part.
+        """Divide a tree's rows over the workers in rank order, nearly evenly.
 
         Args:
             value: arrays, or `jaxmpi.shared` arrays, out of which every worker copies its own rows.
@@ -100,7 +108,7 @@ class Variable:
     # ------------------------------------------------------------ from all
 
     def gather(self) -> PyTree:
-        """The workers' rows, one after another in rank order, as NumPy arrays; lengths may differ."""
+        """All workers' rows in rank order, as NumPy arrays; lengths may differ."""
         self._check_keys("gather", "gather")
         rows = self._fetch("gather", None, keep=False)
         return self._tree([concatenated(leaves) for leaves in zip(*rows, strict=True)])
@@ -118,7 +126,7 @@ class Variable:
         return self._tree(self._reduce("reduce", op, strategy, keep=False))
 
     def all_reduce(self, op: str | Output = "mean", strategy: str | None = None) -> None:
-        """Reduce, and let all workers keep the result, the same bits on each."""
+        """Reduce; all workers keep the result, the same bits on each."""
         self._reduce("all_reduce", op, strategy, keep=True)
 
     # ------------------------------------------------------------ how
@@ -205,7 +213,7 @@ def concatenated(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def where(rows: RowSelection) -> Any:
-    """Describe chosen rows in a header: start and step, or that indices travel."""
+    """Describe rows in a header: start and step, or that indices travel."""
     return "indices" if rows.indices is not None else [rows.start, rows.step]
 
 
@@ -243,7 +251,7 @@ def check_numbers(what: str, leaf: Any) -> Any:
 
 
 def numbers(tree: PyTree) -> list[np.ndarray]:
-    """Leaves as NumPy arrays, in the dtypes that JAX gives them; random keys as their numbers."""
+    """Leaves as NumPy arrays in JAX's dtypes; random keys as their numbers."""
     named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(packed(tree))]
     return [as_jax_has(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
 

@@ -1,4 +1,4 @@
-"""One worker's part of a call: fetch rows, run the program, combine pieces.
+"""A worker's part of a call: fetch rows, run programs, combine pieces.
 
 A worker receives its rows from rank 0, or cuts them out of an array in its process or in shared memory. It may also
 hold them in a variable; each way is a `RowSource`. With `slices=n` the program runs on n pieces of the share, one after
@@ -26,7 +26,7 @@ from jaxmpi.functions.worker_group import Command, Leaf, Leaves, WorkerGroup, Wo
 
 
 class RowSource(NamedTuple):
-    """Rows that this worker can fetch: number a to b of the call's examples."""
+    """Rows that this worker can fetch, by number of the call's examples."""
 
     shape: tuple[int, ...]  # of one row
     dtype: Any
@@ -34,7 +34,7 @@ class RowSource(NamedTuple):
 
 
 def compute(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallReport:
-    """Fill the worker's slot with its results, unless it has them when a command comes again.
+    """Fill the worker's slot with results, unless a repeated command finds them.
 
     The report says what must be the same on all workers.
     """
@@ -75,7 +75,7 @@ WHOLE = ("kept", "whole", "read")
 def rows_of(
     slot: WorkerSlot, command: Command, group: WorkerGroup
 ) -> tuple[list[tuple[int, int]], dict[int, RowSource]]:
-    """The pieces [a, b) that this worker computes, and where their rows come from, by input."""
+    """The pieces [a, b) of this worker, and row sources by input."""
     header, sources = command.header, {}
     spans, slices = [(0, 1)], header["slices"]
     if header["n"] is not None:
@@ -110,7 +110,7 @@ def received(slot: WorkerSlot, share: np.ndarray, first: int) -> RowSource:
 
 
 def given(slot: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> RowSource:
-    """Rows of an array that this process sees whole; `name` is for messages."""
+    """Rows of an array that this process sees whole."""
     fetch = lambda a, b: slot.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
     return RowSource(array.shape[1:], canonical(array.dtype), fetch)
 
@@ -145,7 +145,7 @@ def local_choice(command: Command, rank: int) -> Any:
 
 
 def take(array: Any, picked: Picked) -> Any:
-    """Rows of an array: a view if that is possible, else one copy of these rows."""
+    """Rows of an array: a view if possible, else one copy."""
     if isinstance(array, jax.Array):
         if next(iter(array.devices())).platform != "cpu":
             return take_on_device(array, picked)
@@ -243,7 +243,7 @@ def run_pieces(
 
 
 def add_to_old(slot: WorkerSlot) -> None:
-    """Store the value that updates add to, if nothing is stored yet."""
+    """Add the held values to the results of `add` updates."""
     for i, leaf in enumerate(slot.program.leaves):
         if leaf.op == "add":
             old, new = slot.held(leaf.target)[leaf.index], slot.out[i]
@@ -256,7 +256,7 @@ added = jax.jit(jnp.add)
 
 
 class InputBuffers:
-    """Memory of arrays, to know a result that is an argument passed through: the caller may overwrite that."""
+    """Memory of arguments, to find results in it, which callers may overwrite."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self.pointers = {x.ctypes.data if isinstance(x, np.ndarray) else x.unsafe_buffer_pointer() for x in arrays}
@@ -266,7 +266,7 @@ class InputBuffers:
 
 
 def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
-    """Refuse slices if pieces cannot combine as asked, or nothing says how they do."""
+    """Refuse slices if pieces cannot combine, or no op says how."""
     for leaf, x in zip(leaves, out, strict=True):
         check(
             bool(leaf.op),
@@ -276,7 +276,7 @@ def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
 
 
 def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], out: Leaves) -> None:
-    """Refuse pieces of other shapes, which would broadcast, or other dtypes; gathered ones may differ in length."""
+    """Refuse pieces of other dtypes, or of other shapes, which would broadcast."""
     for leaf, x, y in zip(leaves, first, out, strict=True):
         start = leaf.op == "gather"
         if (x.dtype, x.shape[start:]) != (y.dtype, y.shape[start:]):
@@ -300,7 +300,10 @@ def _fold(ops: tuple[str, ...], total: Leaves, out: Leaves, weights: Leaves) -> 
 
 
 def fold(ops: tuple[str, ...], total: Leaves, out: Leaves, weight: float) -> Leaves:
-    """One more piece: total <- op(total, out), of mean total + weight * out; gathered leaves stay apart."""
+    """Combine the total with one more piece; gathered leaves stay apart.
+
+    total <- op(total, out); for a mean, total + weight * out.
+    """
     kept = [(op, x) for op, x in zip(ops, out, strict=True) if op != "gather"]
     weights = [np.asarray(weight if op == "mean" else 0, wide(x.dtype)) for op, x in kept]
     return _fold(tuple(op for op, _ in kept), total, [x for _, x in kept], weights)

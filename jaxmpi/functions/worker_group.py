@@ -1,4 +1,4 @@
-"""The workers of a function, what each holds, and how their results are combined.
+"""The workers of a function, their state, and how results are combined.
 
 Every call is a command that all workers carry out: a part of each worker's own, then reports, then what travels.
 Nothing is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.
@@ -49,19 +49,22 @@ Device = Any  # of JAX
 
 
 class WorkerFailed(TrainingError):
-    """A worker could not do its part; its own traceback is in the message. The workers are as before the call."""
+    """A worker's part failed; the message has its traceback.
+
+    The workers are as before the call.
+    """
 
 
 class SumFailed(OutOfStep):
-    """A sum or a gather of forked workers failed, so they are no longer in step."""
+    """A sum or gather failed, so forked workers are out of step."""
 
 
 class Missing(Exception):
-    """This worker has no program for these shapes yet; the text names it."""
+    """This worker has no program for these shapes; the text names it."""
 
 
 class MissingPrograms(Exception):
-    """Workers lack programs; the master sends them and repeats the command, for those that have not done their part."""
+    """Workers lack programs; the master sends these and repeats the command."""
 
     def __init__(self, wanted: list[str]) -> None:
         super().__init__(wanted)
@@ -127,7 +130,7 @@ class WorkerSlot:
         return jax.device_put(array, self.device)
 
     def given(self, array: Any) -> Any:
-        """Convert to a program's argument: a call puts NumPy's arrays on the default device sooner than `put` does."""
+        """Convert to a program's argument; calls place NumPy's arrays faster than `put`."""
         is_default = self.device is jax.local_devices()[0] and jax.config.jax_default_device is None  # pyright: ignore[reportAttributeAccessIssue]
         return array if is_default and isinstance(array, np.ndarray) else self.put(array)
 
@@ -136,7 +139,7 @@ class WorkerSlot:
         return jax.device_put(jnp.array(array) if isinstance(array, jax.Array) else np.array(array), self.device)
 
     def forget(self, number: int) -> None:
-        """Let go of a variable, or of what a function has left here, whose number comes as -1 - number."""
+        """Drop a variable, or what function -1 - number has left here."""
         if number >= 0:
             self.values.pop(number, None)
             return
@@ -154,7 +157,7 @@ class Library(Protocol):
     """Registry of the functions that this process has in Python."""
 
     def program(self, form: int, shapes: tuple) -> WorkerProgram:
-        """The program for one structure of arguments and shapes and dtypes of their leaves."""
+        """The program for one structure of arguments and their leaves' shapes."""
         ...
 
     def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
@@ -196,11 +199,11 @@ class WorkerGroup:
         raise NotImplementedError
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Every worker's arrays, by rank; on the process that leads, or on all."""
+        """Every worker's arrays by rank, on the leading process or on all."""
         raise NotImplementedError
 
     def tell(self, command: Command) -> None:
-        """Pass a command to workers that wait for it; if every rank runs the script there are none."""
+        """Send a command to the workers that wait, if any do."""
         self.forget(self.newly_dropped())
 
     def end(self) -> None:
@@ -220,7 +223,7 @@ class WorkerGroup:
                 slot.forget(number)
 
     def newly_dropped(self) -> list[int]:
-        """Numbers of objects that nobody uses any more, since the last call; more may be dropped meanwhile."""
+        """Numbers of objects dropped since the last call; more may follow meanwhile."""
         numbers, self.dropped = self.dropped, []
         return numbers
 
@@ -241,7 +244,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """One command at a time. To wait would be for ever if a function calls another through Python."""
+        """Refuse a second command meanwhile: a nested one would wait for ever."""
         check(
             self.busy.acquire(blocking=False),
             f"{what}: called while another call is under way, from inside of a function or from another thread; calls "
@@ -275,7 +278,7 @@ class WorkerGroup:
     def attempt(
         self, what: str, work: Callable[[WorkerSlot], CallReport], part: str = "function", waiting: str = "straggler"
     ) -> list[CallReport]:
-        """Every worker's own part of a command; then all learn how it went, and raise the same or go on.
+        """Do every worker's part of a command; raise everywhere if one fails.
 
         Args:
             what: for messages.
@@ -328,7 +331,7 @@ class WorkerGroup:
             self.gone = f"the workers are no longer in step: {named(error):.500}{way_out}"
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Report to the others, if every rank runs the script, that this one cannot begin."""
+        """Report that this rank cannot begin, if every rank runs the script."""
         if self.is_serial:
             return
         try:
@@ -382,7 +385,7 @@ def judged(what: str, reports: list[CallReport], errors: dict[int, Exception]) -
 
 
 def raise_failure(what: str, reports: list[CallReport], failed: list[int], errors: dict[int, Exception]) -> None:
-    """The same error in all processes; the original one if no worker could do its part."""
+    """Raise one error everywhere, the original if no worker did its part."""
     own = [error for rank, error in errors.items() if rank in failed]
     if own and not any(report.kind == "ok" for report in reports):
         raise own[0]
@@ -421,7 +424,7 @@ class ProcessGroup(WorkerGroup):
         return self.line.reports(mine[0])
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` outside jit; of floats of 32 bits in shared memory, if no program is needed, the sums alone."""
+        """`exchange` outside jit; f32 through shared memory needs no program."""
         [(rank, leaves)] = mine.items()
         if self.size > 1 and strategy in ("shm", "shm:32") and all(x.dtype == jnp.float32 for x in leaves):
             sum_now = self.sum_now
@@ -433,7 +436,7 @@ class ProcessGroup(WorkerGroup):
 
     @functools.cached_property
     def sum_now(self) -> Callable[[Leaves, float], Leaves]:
-        """`sum_on_host_now`, its memory mapped, which tracing does. What is refused here, all ranks refuse alike."""
+        """`sum_on_host_now`, after tracing has mapped its memory; all ranks refuse alike."""
         check_one_host(self.comm.hosts)
         jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
         return self.comm.sum_on_host_now
@@ -449,7 +452,10 @@ class ProcessGroup(WorkerGroup):
         return self.line.gather(data, everywhere)
 
     def tell(self, command: Command) -> None:
-        """Send a command, to each worker its own arrays. All are made before one is sent: a failure does no harm."""
+        """Send a command, to each worker its own arrays.
+
+        All are made before one is sent: a failure does no harm.
+        """
         self.is_exchanging = False
         of_workers = laid_out([command.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
         dropped = self.newly_dropped()
@@ -474,7 +480,7 @@ class ProcessGroup(WorkerGroup):
         return Command(kind, fields, received=iter(arrays))
 
     def end(self) -> None:
-        """Workers that wait let go of what they hold, and wait on: there may be another fork."""
+        """Make waiting workers drop what they hold, and wait for another fork."""
         if self.is_serial and not self.gone:
             self.tell(Command("close", {}))
 
@@ -499,7 +505,7 @@ class ForkedGroup(ProcessGroup):
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Name the worker that has ended: if an exchange fails, the others learn of it through shared memory only."""
+        """Report a failed exchange in shared memory, and name an ended worker."""
         try:
             yield
         except Exception as error:
@@ -529,7 +535,7 @@ class ForkedGroup(ProcessGroup):
 
 
 def laid_out(of_workers: list[list[Any]]) -> list[list[np.ndarray]]:
-    """Every worker's arrays C-contiguous; one that goes to several is copied once, if it must be."""
+    """Workers' arrays, C-contiguous; one for several workers is copied at most once."""
     made: dict[int, np.ndarray] = {}
     for array in itertools.chain(*of_workers):
         if id(array) not in made:
@@ -556,7 +562,7 @@ class DeviceGroup(WorkerGroup):
         return mine
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """`exchange` under shard_map; rank r's leaves are on device r. Those without elements are their own sums."""
+        """`exchange` under shard_map, rank r on device r; empty leaves stay unchanged."""
         full = [i for i, x in enumerate(mine[0]) if x.size]
         if self.size == 1 or not full:
             return mine

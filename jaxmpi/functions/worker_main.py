@@ -16,7 +16,7 @@ from jaxmpi.runtime import affinity, allocator, caches
 
 
 def main(master: Connection) -> None:
-    """Learn what this process is to be, set it up, call the master back, carry out its commands."""
+    """Receive this process's setup, then carry out the master's commands."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
     told: dict[str, Any] = json.loads(master.recv_bytes())
     sys.path[:], sys.argv[:] = told["path"], told["argv"]  # a script that it imports may read its arguments

@@ -1,4 +1,4 @@
-"""Batches of one split, from the source to the devices of this process.
+"""Batches of one split, from the source to this process's devices.
 
 A step must wait neither for decoding nor for the copy to the device. Loaders make batches ahead, and
 `DeviceFeed.batches` starts the copy of the next batch before it yields the current one, if the next one has been made.
@@ -52,7 +52,7 @@ NOT_MIXED = (
 
 @dataclass
 class DeviceFeed:
-    """A source, and the share of it that this process's workers read at each step."""
+    """A source, and the share of it that this process's workers read."""
 
     source: Source
     samplers: tuple[Sampler, ...]  # of this process's workers
@@ -70,7 +70,7 @@ class DeviceFeed:
     control: Processes | None = None  # over which weights are summed
 
     def facts(self) -> dict[str, Any]:
-        """Facts that must be equal on all ranks: numbers of examples and classes, and the source's digest of them."""
+        """Facts of the data that must be equal on all ranks."""
         digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
         load_mean_image(self.data)  # says what is wrong with it
         own = {} if self.model else {"fields": signature(self.example())}
@@ -84,7 +84,10 @@ class DeviceFeed:
         }
 
     def example(self) -> train_state.Batch:
-        """Shapes of a batch of one example, without its weight: a model's, or those of the source's first example."""
+        """Shapes of a batch of one example, without its weight.
+
+        The shapes are the model's, or those of the source's first example.
+        """
         if self.model and self.labels != "numbers":
             label = jax.ShapeDtypeStruct((1, *self.model.label_shape), np.int32)
             return {"image": self.model.example(), "label": label}
@@ -96,7 +99,9 @@ class DeviceFeed:
 
     @contextlib.contextmanager
     def kept(self, *together: type[Exception]) -> Iterator[None]:
-        """While this lasts records stay in memory; all ranks leave it together, but for errors of one of them.
+        """Keep records in memory until all ranks leave this together.
+
+        An error of one rank alone closes nothing.
 
         Args:
             together: errors that all ranks raise at once, beside `AgreedError`.
@@ -114,11 +119,11 @@ class DeviceFeed:
 
     @property
     def has_epochs(self) -> bool:
-        """Return True if the number of examples is known: that of a stream for training is not."""
+        """Return True if the length is known; a training stream's is not."""
         return len(self.source) != UNBOUNDED
 
     def positions(self, step: int) -> list[str]:
-        """States of the streams of this process's workers behind a step; empty if examples have numbers."""
+        """States of this process's streams behind a step; empty without streams."""
         readers = self.source.readers if isinstance(self.source, StreamSource) else ()
         return [reader.state(step) for reader in readers]
 
@@ -135,21 +140,21 @@ class DeviceFeed:
 
     @property
     def bytes_each(self) -> float:
-        """Mean bytes of text that an example predicts; 0 if examples are no text."""
+        """Mean bytes of text that an example predicts; 0 without text."""
         return getattr(self.source, "bytes_each", 0)
 
     @property
     def tokens_each(self) -> float:
-        """Mean tokens of text that an example predicts; 0 if examples are no text."""
+        """Mean tokens of text that an example predicts; 0 without text."""
         return getattr(self.source, "tokens_each", 0)
 
     @property
     def tokens_per_byte(self) -> float:
-        """Tokens that a byte of text becomes, on average; 1 if examples are no text."""
+        """Mean tokens of a byte of text; 1 without text."""
         return self.tokens_each / self.bytes_each if self.bytes_each else 1.0
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
-        """Batches on the devices of this process's workers, with a leading axis of workers if there are several.
+        """Batches on this process's devices; over a mesh with a leading axis.
 
         The next one is on its way to the device before the step of this one begins, if it has been made by then.
         """
@@ -194,7 +199,7 @@ class DeviceFeed:
                 loader.close()
 
     def _weights(self, batch: Batch) -> np.ndarray:
-        """f64[local batch]: what the examples weigh in the loss; 0 if they only fill the batch up.
+        """f64[local batch]: weights of examples in the loss; 0 for fillers.
 
         Raises:
             UsageError: not one finite number >= 0 an example.
@@ -206,7 +211,10 @@ class DeviceFeed:
         return np.where(batch.weight > 0, weights, 0)
 
     def _scaled(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
-        """A batch whose weights are workers w_j / sum w over all workers' examples; all ranks call it together."""
+        """Scale weights to workers w_j / sum w, over all workers' examples.
+
+        All ranks call this together.
+        """
         own = np.array([sum(each.sum() for each in weights), len(weights)])
         total, workers = self.control.allreduce_sum(own) if self.control else own
         scale = workers / total if total else 0.0
@@ -214,14 +222,16 @@ class DeviceFeed:
 
 
 def on_devices(batches: Sequence[Batch], mesh: Mesh | None) -> train_state.Batch:
-    """Place the workers' batches on the devices; over a mesh this process's share of all workers', each part to
-    its own. A device that shares the host's memory takes the largest field where it lies.
+    """Place the workers' batches on their devices.
+
+    Over a mesh the result is this process's share of all workers' batches, each on its own device. A device that shares
+    the host's memory takes the largest field where it lies.
     """
     return placed([{**nested(batch.fields), "weight": batch.weight} for batch in batches], mesh)
 
 
 def placed(arrays: Sequence[Any], mesh: Mesh | None) -> Any:
-    """Trees of the workers' arrays on their devices; over a mesh with a leading axis of workers."""
+    """Place the workers' trees on devices; a mesh adds a leading axis."""
     if mesh is None:
         return jax.device_put(arrays[0])
     along = NamedSharding(mesh, PartitionSpec(topology.AXIS))
@@ -315,7 +325,7 @@ def open_feed(
 
 
 def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data, workers: Workers) -> None:
-    """Open the streams of this process's workers, and count those of an evaluation.
+    """Open this process's streams, and count those of an evaluation.
 
     Communicates: the counts, if each worker has a stream of its own.
 
@@ -338,7 +348,7 @@ def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data,
 
 
 def fitted(model: Model, source: Source, is_train: bool) -> Model:
-    """The model, or in training one made anew with the source's number of classes.
+    """The model, or in training one remade for the source's classes.
 
     Raises:
         UsageError: the classes are not the model's, and it does not know how to be made with others.
@@ -361,7 +371,7 @@ NO_SPANS = "data.shuffle_by: got files-mixed; {source} does not read its files i
 
 
 def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
-    """Order of files for a source whose files are read whole; None if examples are read one by one.
+    """Index behind each file or span read whole; None for single examples.
 
     Raises:
         UsageError: `data.shuffle_by` wants files of a source that has none of several examples.
@@ -375,9 +385,10 @@ def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
 
 
 def is_mixed(source: Source) -> bool:
-    """Return True if neighbours differ in their labels half as often as in a random order, or the labels are not known.
+    """Return True if neighbours' labels differ often, or are not known.
 
-    If they do not, such as in files sorted by class, a batch of whole files would have few classes.
+    Often means at least half as often as in a random order. If files are not mixed, such as files sorted by class, a
+    batch of whole files would have few classes.
     """
     labels = getattr(source, "labels", None)
     if labels is None or len(labels) < 2:
@@ -387,6 +398,6 @@ def is_mixed(source: Source) -> bool:
 
 
 def dealt_anew(feed: DeviceFeed, workers: Workers, micro_batch: int = 0) -> DeviceFeed:
-    """The same examples in the same order, between other workers; what was counted so far stays counted."""
+    """The feed for other workers, with the same order and counts."""
     deal = partial(dataclasses.replace, feed.samplers[0], size=workers.size, multiple=micro_batch or 1)
     return dataclasses.replace(feed, samplers=tuple(deal(rank=rank) for rank in workers.mine))

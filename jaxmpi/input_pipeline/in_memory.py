@@ -1,8 +1,9 @@
-"""Data in memory for a loop of one's own: load a part, take random batches of it, shuffle over a group.
+"""Data in memory for a loop of one's own.
 
-The three calls of IBM's DIMD (Kumar et al. 2018, section 4.1). The trainer's parts do the work: `memory_shuffle` keeps
-and moves the records, `device_feed` decodes them and brings batches to the device. Only the moment of a shuffle is the
-loop's own, and so is the order between two of them (`LoopSampler`).
+A loop loads a part, takes random batches of it, and shuffles over a group. These are the three calls of IBM's DIMD
+(Kumar et al. 2018, section 4.1). The trainer's parts do the work: `memory_shuffle` keeps and moves the records,
+`device_feed` decodes them and brings batches to the device. Only the moment of a shuffle is the loop's own, and so is
+the order between two of them (`LoopSampler`).
 """
 
 import dataclasses
@@ -31,10 +32,11 @@ STATE = ("shuffles", "batches", "examples", "effective_batch", "seed", "group_si
 
 @dataclass(frozen=True)
 class LoopSampler(GroupSampler):
-    """The order of examples if a loop says when they are shuffled: step s x 2^32 + b is batch b after s shuffles.
+    """The order of examples if a loop says when to shuffle.
 
-    After a shuffle all workers together read each example once, in the order of `Sampler` for epoch s. Then they read
-    them again, the records of each member permuted among themselves, until the next shuffle.
+    Step s x 2^32 + b is batch b after s shuffles. After a shuffle all workers together read each example once, in the
+    order of `Sampler` for epoch s. Then they read them again, the records of each member permuted among themselves,
+    until the next shuffle.
     """
 
     def turn_of(self, step: int) -> int:
@@ -55,7 +57,7 @@ class LoopSampler(GroupSampler):
 
 
 class InMemory:
-    """A data set in the memory of the job's workers, for a loop of one's own: `batch()` and `shuffle()`.
+    """A data set in workers' memory, for a loop of one's own.
 
     Workers form groups. Each group holds one full copy of the compressed examples, each worker its part. Making one
     loads this worker's part.
@@ -115,7 +117,9 @@ class InMemory:
         self._memory.load()
 
     def batch(self) -> Batch:
-        """The next random batch of what this worker holds, on its device; waits for records that are on their way.
+        """The next random batch of this worker's records, on its device.
+
+        The call waits for records that are on their way.
 
         Returns: `image` and `label`, or the fields that `Data.augment` gives; and `weight`, f32[local_batch]. Rows of
             weight 0 only fill the last batch before all examples have been read. The mean over workers of
@@ -133,7 +137,9 @@ class InMemory:
         return batch
 
     def shuffle(self) -> None:
-        """Begin to move records between the workers of a group at random; the next `batch` waits for its own.
+        """Begin to move records at random between a group's workers.
+
+        The next `batch` waits for its own records.
 
         Communicates: over the group, in a thread of its own. All workers of the group call it, equally often. With
         groups of one worker nothing moves, and the order alone is new.
@@ -145,7 +151,7 @@ class InMemory:
         self._memory.begin(first, first + MOST_BATCHES)
 
     def state(self) -> dict[str, int]:
-        """Position, as JSON: `InMemory(..., state=...)` goes on with the next batch, bit for bit."""
+        """Position, as JSON, from which `InMemory(..., state=...)` goes on, bit for bit."""
         return {"shuffles": self._shuffles, "batches": self._batches, **self._facts}
 
     @property
@@ -165,7 +171,7 @@ class InMemory:
 
     @property
     def shuffles(self) -> tuple[Shuffle, ...]:
-        """Seconds of each shuffle that is done here, and bytes that came to this worker; loading moves none."""
+        """Seconds and received bytes of each shuffle that is done here."""
         return tuple(self._memory.shuffles)
 
     def __len__(self) -> int:
@@ -214,7 +220,9 @@ def data_of(data: Any) -> Data:
 
 
 def group_of(asked: int | str | None, data: Data, state: dict[str, int] | None) -> int | str:
-    """The size of a group: the call's or the data's, whose 0 may be nobody's wish; else the state's, or auto.
+    """Group size: the call's, else the data's, else the state's, or auto.
+
+    A 0 of the data counts as left out, since it is the default.
 
     Raises:
         UsageError: call and data have one each, and they differ.
@@ -232,7 +240,7 @@ def check_names(state: dict[str, int]) -> None:
 
 
 def check_state(state: dict[str, int], facts: dict[str, int]) -> None:
-    """Raise `UsageError` unless a state is that of the same data, batches and groups."""
+    """Raise `UsageError` unless a state has the same data, batches and groups."""
     odd = [name for name, value in facts.items() if state.get(name) != value]
     lines = [f"{name}: got {facts[name]}, expected {state.get(name)}" for name in odd]
     check(not odd, f"InMemory: the state is that of another order: {'; '.join(lines)}; give these, or no state")

@@ -1,4 +1,4 @@
-"""A worker's part of a data set in memory, and a thread that moves records as each epoch's order needs.
+"""A worker's part of the data in memory, shuffled by a thread.
 
 A worker reads the records of others on its host out of their memory. Those of other hosts travel by MPI_Ialltoallv over
 a communicator of the group's own, made when all ranks open their data, and used by one thread at a time. The thread
@@ -62,7 +62,7 @@ class Shuffle(NamedTuple):
 
 
 def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float) -> str:
-    """Place of the records, and when they move: `training data in memory, 2.1 MB a worker: groups of 4 ...`."""
+    """Words for the user: where the records are, and when they move."""
     of_auto = " (auto)" if is_auto else ""
     if sampler.parts == 1:
         how = f"each has all of it (groups of 1 worker{of_auto}), and indices are shuffled"
@@ -81,7 +81,7 @@ def period_words(sampler: GroupSampler) -> str:
 
 
 class MemoryShuffle:
-    """Store that keeps the records of one split in memory on the workers that read them.
+    """Store of one split's records, on the workers that read them.
 
     Args:
         source: whose memory is filled.
@@ -136,7 +136,7 @@ class MemoryShuffle:
             self.group = None
 
     def begin(self, step: int, stop: int | None) -> None:
-        """Have in memory what is read from `step` on, until `stop`; all ranks call it together.
+        """Load what is read from `step` to `stop`, on all ranks together.
 
         Communicates, the first time: what memory is needed and left, an allgather over all ranks; lengths, labels and
         marks of the records, an allgather over the group.
@@ -151,7 +151,7 @@ class MemoryShuffle:
         self._want(self.sampler.turn_of(step))
 
     def reached(self, step: int) -> None:
-        """Say that the batches before this step have been made; bring what the next epoch, or piece of one, needs."""
+        """Bring the next epoch's or piece's records, once batches reach this step."""
         if self.group is None:
             return
         turn = self.sampler.turn_of(step)
@@ -162,9 +162,9 @@ class MemoryShuffle:
                 self.source.forget()
 
     def load(self) -> bool:
-        """Have this process's part in memory, and return True if it was not yet; all ranks call it together.
+        """Load this process's part once; return True if this call did.
 
-        Communicates and raises as `begin`.
+        All ranks call this together. Communicates and raises as `begin`.
         """
         if self._is_loaded:
             return False
@@ -196,7 +196,7 @@ class MemoryShuffle:
         check_room(rows, control.hosts)
 
     def _want(self, turn: int) -> bool:
-        """Have the records brought to where this turn reads them; return True if any move."""
+        """Start the shuffle that this turn needs; return False if none."""
         placed = self.sampler.shuffle_of(turn)
         if placed == self._placed:
             return False
@@ -212,7 +212,7 @@ class MemoryShuffle:
     # ------------------------------------------------------------ the thread's own
 
     def _bring(self, shuffle: int, before: int | None) -> None:
-        """Move records from where another shuffle has brought them, or they were loaded, to who reads them."""
+        """Move records from their holders after `before` to those of `shuffle`."""
         group, source, sampler = self.group, self.source, self.sampler
         begin, parts = time.perf_counter(), group.size
         order, worker = sampler.brought(shuffle)
@@ -258,7 +258,7 @@ class MemoryShuffle:
         return old | {group.rank: source.origin()}
 
     def _sent(self, move: Move, is_far: np.ndarray, received: np.ndarray, begins: np.ndarray) -> tuple[Any, np.ndarray]:
-        """The request under way that sends records to members far away and receives theirs; and what it sends."""
+        """Start the exchange with far members; return request and sent records."""
         sent = self.source.origin().gather(move.sent[is_far[move.to]])
         leaving, coming = move.sent_bytes * is_far, move.received_bytes * is_far
         return self.group.Ialltoallv(message(sent, leaving), message(received, coming, begins)), sent
@@ -291,7 +291,10 @@ def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None
 
 
 def message(raw: np.ndarray, size_bytes: np.ndarray, place: np.ndarray | None = None) -> list:
-    """u8 as MPI takes it, with the bytes of each member, side by side or at a place; all of them below 2^31."""
+    """u8 as MPI takes it, with each member's bytes and offsets.
+
+    Parts lie side by side if there is no `place`, and are below 2^31 bytes together.
+    """
     return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes if place is None else place), "B"]
 
 
@@ -305,7 +308,7 @@ def keep(
     multiple: int = 1,
     sampler: type[GroupSampler] = GroupSampler,
 ) -> tuple[MemoryShuffle, tuple[GroupSampler, ...]]:
-    """A source's records in the memory of this job, not yet loaded, and the order in which its workers read them.
+    """A store for a source's records, not yet loaded, and its samplers.
 
     Examples of an evaluation are read in one order for ever: each worker keeps those that it reads.
 

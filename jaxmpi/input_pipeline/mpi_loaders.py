@@ -1,6 +1,6 @@
-"""Loaders that MPI starts: `Comm.Spawn`, as in Theano-MPI (Ma et al. 2016, section 3.3), for `data.loader = spawn`.
+"""Loaders that MPI starts by `Comm.Spawn`, for `data.loader = spawn`.
 
-The paper's messages, between a worker and each of its loaders:
+Theano-MPI starts them so (Ma et al. 2016, section 3.3). The paper's messages, between a worker and each of its loaders:
 
     tag 99  to the loader   what it needs beforehand: its place on the board, readers, rings, the end of a job
     tag 40  to the loader   "train <job>" or "val <job>": which reader is meant from now on
@@ -72,7 +72,7 @@ def answer_of(words: bytes) -> LoaderAnswer:
 
 
 class SpawnedLoaders:
-    """Loaders that are MPI processes, on this worker's host and in a communicator with it alone."""
+    """MPI loaders on the worker's host, in a communicator with it alone."""
 
     def __init__(self, size: int, board: Segment) -> None:
         self.board, self.size = board, size
@@ -126,7 +126,7 @@ class SpawnedLoaders:
         return found
 
     def ended(self, number: int) -> str:
-        """Join the process that MPI has started."""
+        """The message of a loader that has ended, else nothing."""
         return self.gone.get(number, "")
 
     def stop(self) -> None:
@@ -163,7 +163,10 @@ def _spawned(size: int) -> tuple[Any, Any]:
 
 
 def _received(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
-    """Tag and message of the first that has come, whose source the status then has; None if none has."""
+    """Tag and message of the first that has come, or None.
+
+    The status then has the message's source.
+    """
     if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))
@@ -178,9 +181,10 @@ KINDS["spawn"] = SpawnedLoaders
 
 
 def main(worker: int) -> None:
-    """Pass messages between the worker, process `worker` of this host, and a loader, until the worker says stop.
+    """Pass messages between worker and loader until the worker sends "stop".
 
-    The loader is a process of its own: MPI would end the whole job with it, and nobody could say at which file.
+    `worker` is the worker's process on this host. The loader is a process of its own: MPI would end the whole job with
+    it, and nobody could say at which file.
     """
     ignore_signals()
     threading.Thread(target=end_with, args=(worker,), daemon=True).start()

@@ -1,6 +1,7 @@
-"""The memory of other processes of this host, read in one copy and without their help (`process_vm_readv` of Linux).
+"""Reads of other processes' memory on this host, by Linux's `process_vm_readv`.
 
-Who reads must know that what it reads is complete and stays: processes agree on that by other means.
+A read is one copy, and needs no help of the other process. A reader must know that what it reads is complete and
+stays: processes agree on that by other means.
 """
 
 import ctypes
@@ -52,7 +53,7 @@ def read(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> 
 
 
 class PeerMemory:
-    """The members of a group whose records this process reads out of their memory, and which read its own.
+    """The members of a group that read each other's memory.
 
     Communicates: once when made, two allgathers over the group.
 
@@ -79,13 +80,13 @@ class PeerMemory:
 
 
 def addresses(arena: Arena) -> np.ndarray:
-    """i64[4]: where an arena lies in this process: its bytes, records, their begins; how many they are."""
+    """i64[4]: addresses of an arena's bytes, records and begins, and the count."""
     at = [array.ctypes.data for array in (arena.bytes, arena.records, arena.begins)]
     return np.array([*at, arena.records.size], np.int64)
 
 
 class PeerArena:
-    """An arena in the memory of another process, which keeps it while this is used.
+    """An arena of another process, which keeps it while this is used.
 
     Args:
         pid: of the process.
@@ -102,7 +103,7 @@ class PeerArena:
         self.begins = begins + at_bytes
 
     def gather(self, records: np.ndarray, out: np.ndarray) -> None:
-        """Copy these records, one after another, into u8 as long as they are.
+        """Copy these records, one after another, into u8 of their length.
 
         Raises:
             TrainingError: the process has ended.

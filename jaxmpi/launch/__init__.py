@@ -1,4 +1,4 @@
-"""Launch of a job: its command line, its supervisor, the cause of its end.
+"""Launch of a job: command line, supervisor and cause of its end.
 
 In reading order: `start`, the command; `options`, what it is given; `command`, the launcher's line; `supervisor`,
 signals and restarts; `postmortem`, the rank that ended first; `script`, one of the user's own.

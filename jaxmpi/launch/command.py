@@ -1,4 +1,4 @@
-"""`jaxmpi train -n N`: build, print and run the launcher's command line for this machine.
+"""`jaxmpi train -n N`: build, print and run the launcher's command line.
 
 Open MPI and Slurm need flags that depend on the machine (root, cores, PMIx).
 """
@@ -35,7 +35,7 @@ def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmp
 
 
 def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
-    """Mpirun's line; Open MPI needs flags to accept root and more ranks than physical cores, other MPIs none."""
+    """Mpirun's line, with Open MPI's flags for this machine and run."""
     path = find("mpirun")
     plain = [path, "-n", str(options.workers)]
     version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
@@ -51,7 +51,7 @@ def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
 
 
 def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
-    """Return True if the run survives dead workers, by its rule or `--on-rank-loss shrink`, if this Open MPI can."""
+    """Return True if run and Open MPI can survive dead workers."""
     release = re.search(r"(\d+)\.\d+", version)
     if not train_args or release is None or int(release[1]) < 5:
         return False
@@ -64,9 +64,10 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
 
 
 def has_known_rule(text: str) -> bool:
-    """Return True if command line and experiment file show that the rule is one of jaxmpi's synchronous ones.
+    """Return True if `text` surely has one of jaxmpi's synchronous rules.
 
-    A file that imports from elsewhere, or from another experiment, or adds a rule to the table, may have any rule.
+    The text is the command line and the experiment file. A file that imports from elsewhere, or from another
+    experiment, or adds a rule to the table, may have any rule.
     """
     names = re.findall(r"(?:RuleConfig\(\s*(?:name\s*=\s*)?|--rule\.name[= ])[\"']?(\w+)", text)
     imported = set(re.findall(r"^\s*(?:from|import)\s+(jaxmpi\.experiments|\w+)", text, re.MULTILINE))
@@ -82,7 +83,7 @@ def rules() -> dict[str, Any]:
 
 
 def with_fields_of_file(train_args: Sequence[str]) -> tuple[str, ...]:
-    """Arguments with what the experiment file says of where and how the run begins: it counts for the first start only.
+    """Arguments with the file's fields that count for the first start only.
 
     Raises:
         UsageError: the file or a flag is wrong.
@@ -97,7 +98,7 @@ def with_fields_of_file(train_args: Sequence[str]) -> tuple[str, ...]:
 
 
 def text_of(train_args: Sequence[str]) -> str:
-    """The experiment file, as far as it can be read; the trainer says what is wrong with it."""
+    """The experiment file's text; empty if unreadable, as the trainer will report."""
     try:
         return experiment_file.located(train_args[0]).read_text(errors="replace") if train_args else ""
     except OSError:
@@ -110,7 +111,7 @@ def srun(options: Options, cores: int, is_root: bool) -> list[str]:
 
 
 def find(launcher: str) -> str:
-    """Path of a launcher: beside this Python, where a wheel's mpirun is, or on PATH."""
+    """Path of a launcher, beside this Python (a wheel's) or on PATH."""
     beside = Path(sys.executable).parent / launcher
     path = str(beside) if beside.exists() else shutil.which(launcher)
     if path is None:
@@ -122,7 +123,7 @@ def find(launcher: str) -> str:
 
 
 def launch(options: Options) -> NoReturn:
-    """Print the line and supervise it; for one worker without restarts, exec the trainer."""
+    """Print the line and supervise it; exec one worker without restarts."""
     facts = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
 
     def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
@@ -148,7 +149,7 @@ SETS = ("-genv", "-env")  # take a name, then a value
 
 
 def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
-    """The line as printed: values of variables in launcher arguments, which may be secret, are left out."""
+    """The line without the values of launcher variables, which may be secret."""
     hidden = [SETTING.sub(r"\1\2=...", arg) for arg in launcher_args]
     hidden = ["..." if i > 1 and hidden[i - 2] in SETS else arg for i, arg in enumerate(hidden)]
     size = len(launcher_args)

@@ -1,4 +1,4 @@
-"""Options of `jaxmpi train`: the launcher's, before the experiment file, and those that go to the trainer.
+"""Options of `jaxmpi train`, for the launcher and for the trainer.
 
 Nothing here imports JAX, so a mistyped line ends at once.
 """
@@ -45,7 +45,7 @@ class Options(NamedTuple):
 
 
 def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
-    """Parse options before the experiment file; its fields, and all from the file on, are the trainer's.
+    """Parse the launcher's options before the experiment file; others are the trainer's.
 
     Raises:
         UsageError: an option without its value, or an invalid number of workers.

@@ -1,4 +1,4 @@
-"""Find the rank that ended a job first, from the output of the launcher and the ranks."""
+"""Find the rank that ended a job first, from the job's output."""
 
 import re
 from typing import NamedTuple
@@ -50,7 +50,7 @@ TRACES = [
 
 
 def culprit(text: str) -> Culprit | None:
-    """The culprit in a job's standard error; None if no message names one."""
+    """The culprit in a job's standard error; None if none is named."""
     found = next((match for trace in TRACES if (match := trace.search(text))), None)
     if found is None:
         return None

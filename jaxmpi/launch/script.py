@@ -1,4 +1,4 @@
-"""`jaxmpi run SCRIPT.py`: run a script such that an error on one rank ends the job and is named.
+"""`jaxmpi run SCRIPT.py`: run a script whose errors end the whole job.
 
 `jaxmpi.world()` does that for all that comes after it. This does it from the script's first line on: also where the
 script has started MPI itself, and where a library replaces `sys.excepthook`. An exit code other than 0 ends the job.
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is below this file and Python's `runpy`."""
+    """The part of a traceback below this file and Python's `runpy`."""
     while trace and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace

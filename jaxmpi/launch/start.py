@@ -1,4 +1,4 @@
-"""`jaxmpi train`: what no run can take is refused before ranks start, and before JAX is imported."""
+"""`jaxmpi train`: refuse wrong options before ranks start, without JAX."""
 
 from typing import NoReturn
 

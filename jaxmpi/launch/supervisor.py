@@ -1,4 +1,4 @@
-"""Supervisor of a job: forward signals, name the rank that ended it, restart from the newest good checkpoint.
+"""Supervise a job: forward signals, name the failed rank, restart from checkpoints.
 
 A launcher does not always end when a rank dies, and its exit code need not be the rank's. So ranks leave files in the
 job's folder, which the supervisor polls, and it kills a launcher that hangs. It restarts a job only if the newest
@@ -47,10 +47,10 @@ SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPA
 
 
 class JobRunner:
-    """Runner of jobs one after another, which forwards this process's signals to them."""
+    """Runner of successive jobs, which forwards this process's signals to them."""
 
     def __init__(self) -> None:
-        """Install handlers that forward signals: the first asks the job to save and leave, the second ends it."""
+        """Install handlers that forward signals as requests to leave."""
         self._job: subprocess.Popen | None = None
         self._requests = interrupts.Requests()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
@@ -73,17 +73,17 @@ class JobRunner:
         self._send(self._request())
 
     def _request(self) -> int:
-        """Signal for the job: save and leave, then end at once, then, if the launcher does not, SIGKILL."""
+        """Signal for the job: to save and leave, to end, then SIGKILL."""
         return (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)[min(self.asked, 3) - 1]
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
-        """Forward Ctrl-Z: the terminal stops this process group only; mpirun stops its ranks on SIGTSTP."""
+        """Forward Ctrl-Z to the launcher, which is in another process group."""
         self._send(signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT, as from `fg`
         self._send(signal.SIGCONT)
 
     def code_of(self, code: int) -> int:
-        """The exit code of a job that was asked to leave, given its launcher's."""
+        """The exit code of a job asked to leave, given its launcher's."""
         if self.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's default action before handlers are installed
             say("asked to leave before the ranks could save: what is saved stays")
             code = failures.PREEMPTED
@@ -96,7 +96,10 @@ class JobRunner:
             self._job.send_signal(number)
 
     def run(self, line: Sequence[str]) -> tuple[int, str]:
-        """Run a job; return (exit code as in a shell, end of its standard error with mpirun's notices on hosts)."""
+        """Run a job; return its shell exit code and standard error's end.
+
+        The text includes mpirun's notice of a lost host, which may be on standard output.
+        """
         said, told = Relay(sys.stdout), Relay(sys.stderr)
         with job_folder.own_segments() as setting:
             self._job = job = subprocess.Popen(
@@ -128,10 +131,11 @@ class JobRunner:
 
 
 def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bool) -> int:
-    """Wait for a launcher and return its exit code; kill it if it does not end a job that a rank has ended or left.
+    """Wait for a launcher's exit code; kill a launcher that hangs.
 
-    Open MPI's launcher blocks forever if a rank exits with code 0 before it has started MPI while the others wait
-    there. A launcher that hangs would delay a restart as long.
+    A launcher hangs if it does not end a job that a rank has ended or left. Open MPI's launcher blocks forever if a
+    rank exits with code 0 before it has started MPI while the others wait there. A launcher that hangs would delay a
+    restart as long.
 
     Args:
         outlives_ranks: the job goes on without ranks that end.
@@ -157,22 +161,25 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bo
 
 
 def spoken_code(setting: Mapping[str, str]) -> int:
-    """Exit code with which a rank of this host ended the job, which its launcher takes for a signal; 0 if none did."""
+    """Exit code that a rank of this host has marked; else 0."""
     names = [path.name for path in job_folder.words(setting).glob(job_folder.ENDED_WITH + "*")]
     return min((int(name.removeprefix(job_folder.ENDED_WITH)) for name in names), default=0)
 
 
 def is_unfinished(setting: Mapping[str, str]) -> bool:
-    """Return True if ranks of this host began and none finished: mpirun --with-ft returns 0 if all are killed."""
+    """Return True if ranks of this host began and none finished.
+
+    If all ranks are killed, mpirun --with-ft returns 0.
+    """
     folder = job_folder.words(setting)
     return (folder / job_folder.BEGAN).exists() and not (folder / job_folder.FINISHED).exists()
 
 
 class Relay(threading.Thread):
-    """Thread that copies a job's output as it comes, without the NUL at the end of some of Open MPI's notices."""
+    """Thread that copies a job's output, without Open MPI's NUL bytes."""
 
     def __init__(self, to: TextIO) -> None:
-        """Open `end` for the job to write to: a pseudo-terminal as large as that of `to`, else a pipe."""
+        """Open the job's `end`: a pseudo-terminal with `to`'s size, or a pipe."""
         super().__init__(daemon=True)
         self._to, self._kept = to, b""
         if not to.isatty():
@@ -183,7 +190,7 @@ class Relay(threading.Thread):
         termios.tcsetwinsize(self.end, termios.tcgetwinsize(to.fileno()))
 
     def start(self) -> None:
-        """Close this process's copy of `end`, once the job has it, and start."""
+        """Close this process's copy of `end`, which the job has, and start."""
         os.close(self.end)
         super().start()
 
@@ -274,7 +281,7 @@ def drop_if_empty(folder: Path | None) -> None:
 
 
 def tell(code: int, text: str) -> int:
-    """Name the culprit of a job that failed, as the last line; return its code."""
+    """Name a failed job's culprit in the last line; return the code."""
     who = culprit(text) if code not in FINAL else None
     if who:
         say(str(who))
@@ -296,7 +303,7 @@ def say(text: str) -> None:
 
 
 def run_dir(train_args: Sequence[str]) -> Path:
-    """The run directory: the requested one, the newest if the run is resumed, or a fresh one.
+    """The run directory: as requested, the newest to resume, or fresh.
 
     Raises:
         UsageError: there is none to resume, or no experiment is named.
@@ -312,7 +319,7 @@ def run_dir(train_args: Sequence[str]) -> Path:
 
 
 def record_in(folder: Path | None) -> int:
-    """Identity of a run directory's record, as its inode; 0 if there is none."""
+    """Identity of a run directory's record, its inode; 0 without one."""
     try:
         return (folder / "record.jsonl").stat().st_ino if folder else 0
     except OSError:
@@ -320,7 +327,7 @@ def record_in(folder: Path | None) -> int:
 
 
 def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, ...]:
-    """Arguments of a restart; a run without a record of its own starts over.
+    """Arguments of a restart; a run without its own record starts over.
 
     Args:
         first: `record_in` before the first start. With `--from-start` that is another run's, until it is renamed.
@@ -335,7 +342,7 @@ def resuming(train_args: Sequence[str], folder: Path, first: int) -> tuple[str, 
 
 
 def value_of(args: Sequence[str], flag: str) -> str:
-    """The last value of a flag, `--a b` or `--a=b`; empty if it is not given."""
+    """The last value of a flag, `--a b` or `--a=b`; else empty."""
     value = ""
     for arg, following in itertools.pairwise([*map(hyphens, args), ""]):
         if arg == flag or arg.startswith(flag + "="):
@@ -355,13 +362,13 @@ def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[st
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint with a whole manifest; 0 if there is none."""
+    """The step of the newest checkpoint with a whole manifest; else 0."""
     manifest = manifests.newest(folder / "checkpoints")
     return manifest["step"] if manifest else 0
 
 
 def wait_for_lock(folder: Path) -> None:
-    """Wait until no process of the last job holds the run directory; if one stays, the next start names it."""
+    """Wait up to UNLOCK_S until the last job releases the run directory."""
     deadline = time.monotonic() + UNLOCK_S
     while time.monotonic() < deadline:
         try:
@@ -372,7 +379,7 @@ def wait_for_lock(folder: Path) -> None:
 
 
 def with_those_left(asked: SupervisedJob, probe: Callable[[str], bool]) -> SupervisedJob:
-    """Reduce the workers to the slots of hosts that answer; without a list of hosts, by one."""
+    """Reduce workers to slots of hosts that answer; without `--host`, by one."""
     if asked.least == asked.workers:
         return asked
     slots = hosts_of(asked.launcher_args)

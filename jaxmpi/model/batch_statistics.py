@@ -26,9 +26,10 @@ _OVER: contextvars.ContextVar[Over | None] = contextvars.ContextVar("_OVER", def
 
 @contextlib.contextmanager
 def statistics_over(mean: Mean | None = None, real: jax.Array | None = None) -> Iterator[None]:
-    """The meaning of `batch_mean` for models called within; they see neither workers nor weights.
+    """The meaning of `batch_mean` for models that are called within this context.
 
-    It acts while a model is traced, so it belongs inside the function that is compiled, around `apply`.
+    Models see neither workers nor weights. The context acts while a model is traced, so it belongs inside the function
+    that is compiled, around `apply`.
 
     Args:
         mean: tree -> mean over all workers, in 32 bits (`exchange(tree, "asa32")`): every batch mean is then that of
@@ -43,7 +44,7 @@ def statistics_over(mean: Mean | None = None, real: jax.Array | None = None) -> 
 
 
 def batch_mean(tree: PyTree) -> PyTree:
-    """The mean over the examples of a batch, for a layer's statistics: leaves f32[batch, ...] -> f32[...].
+    """The mean over examples for a layer's statistics: f32[batch, ...] -> f32[...].
 
     sum_j w_j x_j / sum_j w_j over the local batch, w_j = 1; under `statistics_over(real=...)` w_j = 2^-30 for fillers,
     and under `statistics_over(mean=...)` j runs over the examples of all workers.

@@ -24,7 +24,7 @@ FLOATS = ("float32", "bfloat16", "float16")  # what an exchange takes
 
 
 def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtype: Any = jnp.float32) -> None:
-    """Try a model on shapes alone, before training: does it give what the trainer takes?
+    """Check, on shapes alone, that a model gives what the trainer takes.
 
     Args:
         model: of an experiment.
@@ -53,7 +53,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
 
 
 def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
-    """Shapes of params and model state, each leaf of a kind that can be trained, exchanged and saved."""
+    """Shapes of params and model state; every leaf is checked (`check_leaves`)."""
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
         made = model.init(key, image)
@@ -66,7 +66,7 @@ def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
 
 
 def check_leaves(name: str, params: PyTree, model_state: PyTree) -> None:
-    """Raise `UsageError` unless all leaves are arrays that can be trained, or saved as model state."""
+    """Raise `UsageError` unless all leaves can be trained or saved as state."""
     check(bool(jax.tree.leaves(params)), f"{name}: init: expected params, got none")
     for path, leaf in (by_path({"params": params}) | by_path({"model_state": model_state})).items():
         is_array = isinstance(leaf, (jax.Array, np.ndarray))
@@ -75,7 +75,7 @@ def check_leaves(name: str, params: PyTree, model_state: PyTree) -> None:
 
 
 def check_kind(got: str, is_param: bool, dtype: Any) -> None:
-    """Raise `UsageError` unless leaves of this dtype can be trained, or saved as model state."""
+    """Raise `UsageError` unless leaves of this dtype can be trained or saved."""
     if is_param:
         is_float = jnp.issubdtype(dtype, jnp.floating)
         way_out = "cast it" if is_float else "what is not trained belongs in the model state"
@@ -85,7 +85,7 @@ def check_kind(got: str, is_param: bool, dtype: Any) -> None:
 
 
 def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: bool, dtype: Any) -> Any:
-    """Shapes of a model's outputs, in float32; model state must keep its own."""
+    """Shapes of outputs, in float32; model state must keep its own shapes."""
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array) -> tuple[Any, PyTree]:
         result = model.apply(params, model_state, image, key, train)
@@ -102,7 +102,7 @@ def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: 
 
 
 def check_state(what: str, model_state: PyTree, updated: PyTree) -> None:
-    """Raise `UsageError` unless an updated model state has the leaves of the one before."""
+    """Raise `UsageError` if an updated model state has other leaves than before."""
     before, after = by_path({"model_state": model_state}), by_path({"model_state": updated})
     for path in sorted(before | after):
         got, expected = (shown(tree[path]) if path in tree else "nothing" for tree in (after, before))
@@ -125,7 +125,7 @@ def check_logits(model: Model, outputs: Any, train: bool) -> None:
 
 
 def check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
-    """Raise `UsageError` unless the loss is f32[batch], or has the shape of the labels."""
+    """Raise `UsageError` unless the loss is f32[batch] or shaped like the labels."""
     labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
     what = f"the experiment's `loss` on {shown(outputs)}, which {model.name} gives in {mode(train)}"
     with noting(f"before training, jaxmpi was trying {what}"):

@@ -1,4 +1,4 @@
-"""The model contract, and what crosses workers inside a model: the statistics of a batch."""
+"""The model contract: two pure functions and facts on inputs and outputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jaxmpi.core.pytrees import PyTree
 
 
 class Model(NamedTuple):
-    """A model as a pair of pure functions and what the trainer must know of its input and output.
+    """A model: two pure functions, and facts about its input and output.
 
     `init(key, image) -> (params, model_state)`, where image is f32[1, height, width, channels];
     `apply(params, model_state, image, key, train) -> (outputs, model_state)`, where outputs are logits
@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
     @property
     def takes_tokens(self) -> bool:
-        """Return True if inputs are whole numbers, which are neither normalised nor cast to a float."""
+        """Return True if inputs are integers, neither normalised nor cast to floats."""
         return jnp.issubdtype(self.input_dtype, jnp.integer)
 
 
@@ -50,7 +50,7 @@ def check_whole(what: str, value: Any, least: int = 1) -> None:
 
 
 def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
-    """Raise `UsageError` unless these can be a model's name, the shape of its input and the number of its logits."""
+    """Raise `UsageError` unless name, input shape and number of classes are valid."""
     check(isinstance(name, str) and bool(name), f"a model's name: got {name!r}; expected text")
     expected = "expected (height, width, channels), or (window,) of tokens"
     is_shape = isinstance(input_shape, (tuple, list)) and len(input_shape) > 0

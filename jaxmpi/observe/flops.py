@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, and the most that its devices could do.
+"""Floating-point operations of a step, and the peak of its devices.
 
 Counted are matrix products and convolutions, 2 for a multiplication with its addition, as the field counts model FLOPs:
 all else takes few. They are counted in the program that is traced for the step, so it costs no compilation. XLA's
@@ -41,7 +41,7 @@ class Uncounted(Exception):
 
 
 def flops_of(jaxpr: Jaxpr) -> float | None:
-    """Model FLOPs of a program on one device; None if a part of it cannot be counted."""
+    """Model FLOPs on one device; None if a part cannot be counted."""
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # XLA leaves the rest out, too
     try:
         return sum(map(flops_of_equation, used.eqns))
@@ -50,7 +50,7 @@ def flops_of(jaxpr: Jaxpr) -> float | None:
 
 
 def flops_of_equation(equation: Any) -> float:
-    """Model FLOPs of an equation, of loops all turns, of branches the dearest.
+    """Model FLOPs of an equation: all iterations of loops, the costliest branch.
 
     Raises:
         Uncounted: a call into another library, or a loop with products that runs as long as its data say.
@@ -76,7 +76,7 @@ def flops_of_equation(equation: Any) -> float:
 
 
 def convolution(image: Shape, kernel: Shape, out: Shape, params: dict[str, Any]) -> float:
-    """FLOPs of a convolution; zeros of the padding and between inputs are not multiplied, as XLA counts."""
+    """XLA's FLOPs of a convolution: none for zeros of padding or dilation."""
     layout = params["dimension_numbers"]
     pairs = 1.0
     for i, (stride, (low, _), spread, apart) in enumerate(
@@ -91,7 +91,7 @@ def convolution(image: Shape, kernel: Shape, out: Shape, params: dict[str, Any])
 
 
 class StepFlops:
-    """Model FLOPs of the gradients of one worker, counted when they are traced."""
+    """Model FLOPs of one worker's gradients, counted when they are traced."""
 
     def __init__(self) -> None:
         """Nothing has been traced."""
@@ -154,7 +154,7 @@ MEASURE_S = 0.05
 
 
 def peak_of(device_kind: str, dtype: str) -> Peak | None:
-    """Peak of a device by its kind and the compute dtype; None if the table does not have it."""
+    """Peak of a device by kind and compute dtype; None if unknown."""
     is_whole = "MIG" not in device_kind.split()
     names = (name for name in TERAFLOPS if re.search(rf"\b{re.escape(name)}\b{OTHER_KIND}", device_kind) and is_whole)
     name = next(names, None)
@@ -164,7 +164,7 @@ def peak_of(device_kind: str, dtype: str) -> Peak | None:
 
 @functools.cache
 def measured_peak(dtype: str) -> Peak:
-    """Peak of the cores of this process, by products of square matrices for MEASURE_S seconds."""
+    """Peak of this process's cores, measured by matrix products for MEASURE_S seconds."""
     n = 512 * max(1, round(cores() ** 0.5))
     square = jnp.ones((n, n), dtype)
     product = jax.jit(jnp.matmul).lower(square, square).compile()
@@ -177,8 +177,9 @@ def measured_peak(dtype: str) -> Peak:
 
 
 def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
-    """Peak of all workers' devices together; of CPUs that of rank 0's cores, for as many as all hosts lend to ranks.
+    """Peak of all workers' devices together; on CPUs rank 0 measures it.
 
+    The peak of rank 0's cores is scaled to the cores of all hosts that ranks may use; other ranks get None.
     Communicates: devices, or cores, once.
     """
     control = workers.processes
@@ -193,7 +194,7 @@ def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
 
 
 def peak_of_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | None:
-    """Peak of the devices of all ranks together; one that ranks share counts once. None if one is unknown."""
+    """Peak of all ranks' distinct devices together; None if one is unknown."""
     devices = {
         (host, gpu, i, kind) for seen in ranks for host, gpu, i, kind in seen
     }  # lists by now: JSON has no tuples
@@ -203,7 +204,7 @@ def peak_of_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | Non
 
 
 def cores_of_hosts(ranks: Sequence[tuple[str, Sequence[int], int]]) -> int:
-    """Cores of all hosts that ranks run on, each once, from every rank's host, cores and number of cores it may use."""
+    """Number of cores that ranks may use on all hosts, each once."""
     hosts: dict[str, tuple[set[int], int]] = {}
     for host, mask, count in ranks:
         masks, counts = hosts.get(host, (set(), 0))
@@ -219,7 +220,7 @@ class Work(NamedTuple):
     peak: Peak | None  # of all workers' devices
 
     def fields(self, examples_per_s: float) -> dict[str, float]:
-        """Fields of the record at this speed: a short step of an epoch counts as much as its examples."""
+        """Fields of the record at this speed; short steps count by examples."""
         flops_per_s = self.flops_per_step * examples_per_s / self.examples
         share = {"mfu": flops_per_s / self.peak.flops_per_s} if self.peak else {}
         return {"flops_per_step": self.flops_per_step, "model_flops_per_s": flops_per_s, **share}

@@ -1,4 +1,4 @@
-"""Gradient noise scale over workers: how far the batch can grow before it only costs examples."""
+"""Gradient noise scale over workers: how far the batch can usefully grow."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ class Means(NamedTuple):
 
 
 class Noise:
-    """Unbiased estimates from the squared gradient norms at two batch sizes, b and k b.
+    """Estimates from squared gradient norms at batch sizes b and k b.
 
     variance  V = (1/(k-1)) sum_i |g_i - g|^2 = k / (k-1) (|g_i|^2 - |g|^2)      between workers
     square    |G|^2 = |g|^2 - V / k                                             of the gradient without noise
@@ -30,7 +30,7 @@ class Noise:
         self._trace = self._square = 0.0
 
     def fields(self, means: Means) -> dict[str, float]:
-        """Record fields for the steps since the last line; infinite if the noise hides the gradient."""
+        """Record fields; `noise_scale` is infinite if the noise hides the gradient."""
         variance = self.workers / (self.workers - 1) * (means.local - means.whole)
         square = means.whole - variance / self.workers
         self._trace = KEPT * self._trace + (1 - KEPT) * self.local_batch * variance

@@ -1,6 +1,7 @@
-"""Line, bar, area and map plots in files; the only module that calls matplotlib, imported at first use.
+"""Line, bar, area and map plots in files.
 
-A figure is a column of panels. Each panel is plain data with a `draw` method, so callers need no matplotlib.
+No other module calls matplotlib, which is imported at first use. A figure is a column of panels. Each panel is plain
+data with a `draw` method, so callers need no matplotlib.
 """
 
 import io
@@ -40,7 +41,7 @@ class Quantity(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Named lines, perhaps with whiskers; all values > 0 if an axis has a base."""
+    """Named lines with optional whiskers; values > 0 if axes have bases."""
 
     title: str
     x: Quantity
@@ -69,7 +70,7 @@ class Lines(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Named bars, with a whisker from quartile to quartile; all values > 0."""
+    """Named bars, with whiskers from quartile to quartile; values > 0."""
 
     title: str
     x: Quantity
@@ -159,7 +160,7 @@ Panel = Lines | Bars | Areas | Map
 
 
 def save(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels, one under another, in the format of the file's suffix.
+    """Write panels, one under another, in the format of the file's suffix.
 
     Raises:
         OSError: the file cannot be written.
@@ -168,7 +169,7 @@ def save(panels: Sequence[Panel], path: Path) -> None:
 
 
 def save_both(panels: Sequence[Panel], path: Path) -> str:
-    """Write the panels as a PNG file; return them as SVG, for a page.
+    """Write the panels as a PNG file; return them as SVG.
 
     Raises:
         OSError: the file cannot be written.
@@ -216,7 +217,7 @@ def figure(panels: Sequence[Panel]) -> "Figure":
 
 
 def lay_out(made: "Figure") -> None:
-    """Give all of a figure its place, once: else every file that is made of it draws it one more time to do so."""
+    """Lay out a figure once, instead of by a drawing per file."""
     if engine := made.get_layout_engine():
         engine.execute(made)
     made.set_layout_engine(None)
@@ -239,7 +240,7 @@ def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Se
 
 
 def without_unit(value: float) -> str:
-    """A ratio with three digits, a count whole: no prefix, which `515 m` would read as metres."""
+    """Three digits or a whole number; no prefix: `515 m` suggests metres."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
@@ -249,7 +250,7 @@ def columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 
 def colour(i: int) -> Any:
-    """Colour of the i-th line or bar: Petroff 2021, distinct to most eyes."""
+    """Colour of line or bar i, distinct to most eyes (Petroff 2021)."""
     from matplotlib import color_sequences
 
     colours = color_sequences["petroff10"]
@@ -257,7 +258,7 @@ def colour(i: int) -> Any:
 
 
 def literal(text: str) -> str:
-    """Escape a text, so that matplotlib does not read it as a formula."""
+    """Escape a text, so that matplotlib reads no formula in it."""
     return text.replace("$", r"\$")
 
 

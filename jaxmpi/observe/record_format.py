@@ -1,6 +1,6 @@
-"""Words of the record, for those who write it and those who read it: kinds of lines, parts of a step's time.
+"""Words of the record: kinds of lines, parts of a step's time.
 
-This module imports no JAX, so that `jaxmpi report` starts at once.
+The recorder and the reader share them. This module imports no JAX, so that `jaxmpi report` starts at once.
 """
 
 FORMAT = 2  # of the record; 1 had no anatomy

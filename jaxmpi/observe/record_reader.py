@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
     @property
     def worker_steps(self) -> list[float]:
-        """Steps by worker in the last line of kind `workers`; empty if one is unknown."""
+        """Steps by worker in the last `workers` line; empty if incomplete."""
         steps = [values[-1] for name, values in self.workers.items() if name.startswith("worker_steps.")]
         return [float(made) for made in steps] if all(made >= 0 for made in steps) else []
 
@@ -106,7 +106,7 @@ def read(folder: Path, name: str = "") -> Record:
 
 
 def read_study(path: Path) -> list[Record]:
-    """Read the lines that `scripts/study.py` wrote, each the outcome of a run: its settings, and evaluations by epoch.
+    """Read a file of `scripts/study.py`, a run's settings and evaluations per line.
 
     Raises:
         UsageError: it cannot be read, or holds no line of a study.
@@ -120,7 +120,7 @@ def read_study(path: Path) -> list[Record]:
 
 
 def differs(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the lines of a study do not all have the same value of a flag."""
+    """Return True if lines of a study differ in a flag."""
     return len({str(row["cell"].get(name)) for row in rows}) > 1
 
 
@@ -158,7 +158,10 @@ def listed(value: Any) -> list[Any]:
 
 
 def numbers_beyond(lines: Sequence[bytes]) -> dict[int, dict[str, Any]]:
-    """Numbers of lines of steps beyond MOST_LINES, by line: of all but every n-th, the last two, and odd ones."""
+    """Numbers of lines of steps beyond MOST_LINES, by index.
+
+    Left out are every n-th line of a step, the last two lines, and those of another form than the recorder's.
+    """
     steps = [i for i, line in enumerate(lines[:-2]) if line.startswith(b'{"kind": "train"')]
     per = -(-len(steps) // MOST_LINES) or 1
     cut = {i: found[1] + b"}" for place, i in enumerate(steps) if place % per and (found := STEP.fullmatch(lines[i]))}
@@ -179,7 +182,7 @@ def loaded(text: bytes) -> Any:
 
 
 def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of steps without the times of the first step of a start, which include compilation."""
+    """Lines of steps; a start's first, which includes compilation, loses its times."""
     kept, is_first = [], True
     for row in rows:
         if row.get("kind") == "train":
@@ -190,10 +193,10 @@ def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parsed(lines: Sequence[bytes], known: Mapping[int, dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Parse whole lines; return their objects and the number of malformed lines. The last may be partial.
+    """Parse whole lines; return their objects and the number of malformed ones.
 
     Args:
-        lines: of the file.
+        lines: of the file; the last may be partial.
         known: lines that have been read, by index.
     """
     rows, broken = [], 0
@@ -213,12 +216,12 @@ def parsed(lines: Sequence[bytes], known: Mapping[int, dict[str, Any]]) -> tuple
 
 
 def is_printable(text: bytes) -> bool:
-    """Return True if no text of this JSON can hold a lone surrogate."""
+    """Return True if this JSON cannot contain a lone surrogate."""
     return text.isascii() and b"\\u" not in text
 
 
 def is_flat(text: bytes) -> bool:
-    """Return True if this JSON cannot be nested deeper than lines of a record are."""
+    """Return True if this JSON cannot be nested deeper than MOST_DEEP."""
     return text.count(b"{") + text.count(b"[") <= MOST_DEEP
 
 
@@ -275,7 +278,7 @@ def column(values: Sequence[Any]) -> np.ndarray:
 
 
 def of_steps(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Numbers of lines of steps; the parts of a step are their medians over ranks."""
+    """Numbers of lines of steps; a step's parts as medians over ranks."""
     known = [i for i, row in enumerate(rows) if row.get("anatomy")]  # few of a long record
     parts = {part: np.full(len(rows), math.nan) for part in PARTS}
     for part, values in parts.items():
@@ -292,25 +295,25 @@ def of_workers(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def number(value: Any) -> float:
-    """Convert to float; NaN if it is no number, not finite, or so large that the record is forged."""
+    """Convert to float; NaN if not a finite number up to MOST."""
     return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
 
 
 def median_of(anatomy: Any, part: str) -> float:
-    """Median from [least, median, most, rank] of a part; NaN if a line has none."""
+    """Median out of a part's [least, median, most, rank]; NaN if missing."""
     spread = anatomy.get(part) if isinstance(anatomy, dict) else None
     return number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
 
 
 def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """[label, seconds in flight, seconds waited for] of the last line that has them."""
+    """Last known [label, seconds in flight, seconds waited for] of each bucket."""
     last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
     whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
     return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
 
 
 def functions_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | str]]:
-    """Rows of the last profile of calls: `function`, and figures that are numbers."""
+    """Rows of the last profile of calls: `function` and numeric figures."""
     profiles = (row.get("functions") for row in reversed(rows) if row.get("kind") == "functions")
     named = [row for row in listed(next(profiles, None)) if isinstance(row, dict) and "function" in row]
     return [
@@ -320,7 +323,7 @@ def functions_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | st
 
 
 def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """f64[columns, ranks]: seconds of a step in which a rank waits for no other; means of neighbouring lines."""
+    """f64[columns, ranks]: a step's seconds without waits for others; neighbouring lines averaged."""
     lists = [values for row in rows if isinstance(values := row.get("own_s"), list)]
     ranks = max(map(len, lists), default=0)
     full = [[number(value) for value in values] for values in lists if ranks and len(values) == ranks]
@@ -328,7 +331,7 @@ def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def thinned(values: np.ndarray, most: int) -> np.ndarray:
-    """Means of neighbours along the first axis, so that `most` are left; NaN if all neighbours are NaN."""
+    """At most `most` means of known neighbours along axis 0, or NaN."""
     per = -(-len(values) // most)
     if per <= 1:
         return values

@@ -1,4 +1,4 @@
-"""The record: one JSON object per line in RUN/record.jsonl, also sent to sinks and terminal. Rank 0 only.
+"""The record: JSON lines of rank 0 in RUN/record.jsonl, sinks and terminal.
 
 The file is unbuffered, so a killed run loses at most the line being written. A resumed run first drops the lines after
 its checkpoint.
@@ -49,7 +49,7 @@ class Unit(NamedTuple):
 
 
 class Recorder:
-    """Writer to the record, sinks and terminal; on ranks other than 0 it does nothing."""
+    """Writer to record, sinks and terminal on rank 0; a no-op elsewhere."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Recorder:
         self._terminal.say(text)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a line: `kind`, then `fields`; numbers that JSON cannot represent become null.
+        """Append a line: `kind`, then `fields`; NaN and infinities become null.
 
         Raises:
             TrainingError: it cannot be written, as on a full disk.
@@ -112,7 +112,7 @@ class Recorder:
         self.write(kind, **fields)
 
     def sample(self, step: int, name: str, value: str | np.ndarray) -> None:
-        """Write a sample: a text in its line, a picture as a PNG file that its line names.
+        """Write a sample: a text in its line, a picture as PNG.
 
         Raises:
             UsageError: a name that is none of a file, or a value that is neither a text nor a picture.
@@ -148,7 +148,7 @@ class Recorder:
         shuffles: Sequence[tuple[float, int]] = (),
         **more: float,
     ) -> None:
-        """Write a progress line, with the speed since the last one: images/s, tokens/s (and bytes/s) or examples/s.
+        """Write a progress line, with the speed since the last one.
 
         Args:
             wait_s: seconds that a worker has waited for batches so far, mean over workers.
@@ -211,7 +211,7 @@ class Recorder:
         }
 
     def _slowest(self, own_s: Sequence[float]) -> str:
-        """The rank that the others wait for; empty if none is far behind."""
+        """The rank that others wait for; empty if none is far behind."""
         own = [seconds for seconds in own_s if seconds]  # 0: a worker that has left
         is_behind = bool(own) and max(own) > BEHIND * statistics.median(own)
         return self.name(int(np.argmax(own_s))) if is_behind else ""
@@ -223,9 +223,9 @@ class Recorder:
     def evaluation(
         self, *, step: int, epoch: float, examples: int, eval_count: int, tokens_per_byte: float = 1.0, **means: float
     ) -> None:
-        """Write figures of `eval_count` examples: eval_loss and those of the task; none if there are no examples.
+        """Write figures of `eval_count` examples: eval_loss and the task's own.
 
-        For text also eval_bits_per_byte = eval_loss / ln 2 x the tokens of a byte.
+        There are none without examples. For text also eval_bits_per_byte = eval_loss / ln 2 x the tokens of a byte.
         """
         if self._unit.bytes_each and means:
             means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2) * tokens_per_byte
@@ -242,7 +242,7 @@ class Recorder:
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
     def start_window(self, examples: int) -> None:
-        """Begin a new window of the speed, because the time in between was not training."""
+        """Begin a new speed window, since the time between was not training."""
         self._window = time.monotonic(), examples
 
     def go_back(self, step: int) -> None:
@@ -253,7 +253,7 @@ class Recorder:
             self._file = opened(Path(self._file.name))
 
     def copy_to(self, folder: Path) -> None:
-        """Write the record so far into another folder, even if its own file has been removed."""
+        """Copy the record to another folder, even if its file was removed."""
         if self._file:
             shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", folder / "record.jsonl")
 
@@ -297,7 +297,7 @@ def figure(name: str, value: float) -> tuple[str, str]:
 
 
 class Buckets:
-    """Seconds a step that each bucket of this rank is in flight, and that the rank waits for it."""
+    """Seconds a step of this rank's buckets: in flight, and waited for."""
 
     def __init__(self) -> None:
         """Nothing seen yet."""
@@ -313,14 +313,14 @@ class Buckets:
                 both[int(span.track == "wait")] += span.end_s - span.begin_s
 
     def taken(self) -> list[list[Any]]:
-        """Return [label, seconds in flight, seconds waited for] a step of each bucket since the last call."""
+        """Return and reset each bucket's [label, seconds in flight, seconds waited for]."""
         rows = [[name, *map(jsonable, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())]
         self.seconds, self.steps = {}, 0.0
         return rows
 
 
 class Classic:
-    """Time of 5,120 examples at any batch size: the time since the last line, scaled."""
+    """Time of 5,120 examples, scaled from the time since the last line."""
 
     def __init__(self, counted: str = "images") -> None:
         """Nothing measured yet, of examples that are called so."""
@@ -356,7 +356,7 @@ class Classic:
 
 
 def classic_line(fields: dict[str, Any]) -> str:
-    """Theano-MPI's line in its words: train (compute, transfer, other), sync, comm (exchange), wait (data).
+    """Theano-MPI's line: train (compute, transfer, other), sync, comm (exchange), wait (data).
 
     An estimate has `~` before it; an unknown time is `-` and counts in `train`.
     """
@@ -380,7 +380,7 @@ def blocks(values: Sequence[float]) -> list[float]:
 
 
 def cut_record(path: Path, step: int) -> None:
-    """Drop the lines that a resumed run writes again, those after `step`, and a torn last line."""
+    """Drop lines after `step`, which a resumed run rewrites, and damaged ones."""
     if not path.exists():
         return
     kept = []
@@ -395,7 +395,7 @@ def cut_record(path: Path, step: int) -> None:
 
 
 def opened(path: Path) -> FileIO:
-    """Open a record to append to, unbuffered: on a full disk `close` would fail again, and hide the first error."""
+    """Open a record unbuffered, since `close` would repeat a full disk's error."""
     with writing(path):
         return path.open("ab", buffering=0)
 

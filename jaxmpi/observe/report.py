@@ -1,4 +1,4 @@
-"""`jaxmpi report RUN [RUN...]`: a page and pictures from the records of one run, several, or a study.
+"""`jaxmpi report RUN [RUN...]`: a page and pictures of runs or studies.
 
 The page is one file that needs no network: its style, its scripts and its data are in it. `page/` holds them as files
 of their own, with uPlot, which draws the curves. The content security policy of the page lets no other script run.
@@ -119,7 +119,7 @@ def median(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
 
 
 def told(value: float, unit: str) -> str:
-    """Six digits, or a share in percent with two decimals; from 1000 on no decimals, from a million on a prefix."""
+    """Format a value: two decimals and the unit, or about six digits."""
     if unit:
         return f"{value:.2f}{unit}"
     size = abs(value)
@@ -136,7 +136,7 @@ def max_of(record: Record, name: str) -> float:
 
 
 def best(record: Record, title: str, name: str, factor: float = 1.0, unit: str = "") -> list[Headline]:
-    """The last value of a figure with the best one, or with both ends if nobody said which is better."""
+    """A figure's last value, with its best or, if unknown, its extremes."""
     values = factor * known(record.evaluations, name)
     if not len(values):
         return [Headline(title, "")]
@@ -153,7 +153,7 @@ def better(record: Record, name: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`12.5 s`, `3 min 20 s` or `2 h 05 min`; empty for NaN."""
+    """A duration such as `3 min 20 s`; empty for NaN."""
     if not math.isfinite(seconds):
         return ""
     if seconds < 60:
@@ -163,7 +163,7 @@ def duration(seconds: float) -> str:
 
 
 def exchange_time(record: Record) -> str:
-    """How the time of exchanges is known, by lines; empty if there are no exchanges."""
+    """Sources of exchange times, with numbers of lines; empty without exchanges."""
     total = sum(record.exchange_time.values())
     shown = [f"{source} in {lines} of {total} lines" for source, lines in record.exchange_time.items()]
     return "" if set(record.exchange_time) <= {"none"} else ", ".join(shown)
@@ -202,14 +202,14 @@ def flat_facts(record: Record) -> dict[str, str]:
 
 
 class Group(NamedTuple):
-    """Runs of the same settings and program with different seeds, or a single run."""
+    """Runs of equal settings and program but different seeds, or one run."""
 
     name: str
     runs: list[int]
 
 
 def groups(records: Sequence[Record]) -> list[Group]:
-    """Runs by settings, named by those in which the groups differ; if two have one seed, each alone."""
+    """Runs grouped by settings, named by their differences; apart if seeds repeat."""
     settings = [settings_of(record) for record in records]
     members: dict[str, list[int]] = {}
     for i, record in enumerate(records):
@@ -235,7 +235,7 @@ def groups(records: Sequence[Record]) -> list[Group]:
 
 
 def settings_of(record: Record) -> dict[str, str]:
-    """The settings and the program that decide on a run, without its seed and its place."""
+    """Settings and program that decide on a run, without seed and place."""
     left_out = {f"experiment.{name}" for name in OF_ONE_RUN}
     decisive = {
         path: value
@@ -247,7 +247,7 @@ def settings_of(record: Record) -> dict[str, str]:
 
 
 def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
-    """Table of the groups: figures of the last evaluations, mean and standard deviation over seeds."""
+    """Table of the groups' last evaluations: mean and standard deviation over seeds."""
     tops = {f"eval_{name}": (f"{label}, %", 100.0) for name, label in report_charts.TOPS.items()}
     others = {name: (title_of(name), 1.0) for name in own_figures(records)}
     figures = {
@@ -268,7 +268,7 @@ def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
 
 
 def spread(records: Sequence[Record], name: str, factor: float) -> str:
-    """`0.967 ± 0.004` of the last values, with the number of runs that have none."""
+    """`0.967 ± 0.004` of last values, and the number of runs without."""
     ends = [factor * float(values[-1]) for record in records if len(values := known(record.evaluations, name))]
     missing = f" ({len(records) - len(ends)} without)" * (len(ends) < len(records))
     if not ends:
@@ -323,7 +323,7 @@ def text_of(name: str) -> str:
 
 
 def policy(styles: str, scripts: Sequence[str]) -> str:
-    """Content security policy: these styles and scripts, pictures in the page, and nothing from elsewhere."""
+    """Content security policy: these styles and scripts, embedded pictures, and nothing else."""
     ours = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
     return f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {ours}; img-src data:"
 
@@ -349,7 +349,7 @@ def encoded(text: str) -> str:
 
 
 def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
-    """Tiles of one run; of several a table with a row each, and over their seeds if they have groups."""
+    """Tiles of one run; tables of several, and of their groups."""
     figures = own_figures(records)
     found = [headlines(record, figures) for record in records]
     if len(records) == 1:
@@ -376,14 +376,14 @@ def tile(each: Headline) -> str:
 
 
 def functions(records: Sequence[Record]) -> str:
-    """Profiles of calls of functions over workers, a table for each record that has one; empty if none has."""
+    """Tables of the records' profiles of function calls; empty without any."""
     tables = [function_table(record) for record in records if record.functions]
     head = '<section id="functions" class="filled printed"><h2>Calls of functions</h2>'
     return head + "".join(tables) + "</section>" if tables else ""
 
 
 def function_table(record: Record) -> str:
-    """A row a function, seconds by part; their sum at the end if there are several."""
+    """A row per function, and if there are several, their sum."""
     figures = [name for name in record.functions[0] if name != "function"]
     rows = [
         [str(row["function"]), *(cell(name, row.get(name, math.nan)) for name in figures)] for row in record.functions
@@ -402,7 +402,7 @@ def column_of(figure: str) -> str:
 
 
 def cell(figure: str, value: Any) -> str:
-    """Seconds with three decimals, megabytes with one, counts as they are; empty if unknown."""
+    """Seconds with three decimals, megabytes with one, whole counts; empty if unknown."""
     if math.isnan(value):
         return ""
     return (
@@ -452,7 +452,7 @@ def configuration(record: Record) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """Rows as HTML, the first column as their names; a wide table scrolls by itself."""
+    """Rows as HTML, named by the first column; a wide table scrolls."""
     cells = [
         f"<th scope=row>{escaped(row[0])}</th>" + "".join(f"<td>{escaped(c)}</td>" for c in row[1:]) for row in rows
     ]
@@ -497,7 +497,7 @@ def default_folder(run: Path) -> Path:
 
 
 def write(runs: Sequence[Path], folder: Path) -> Path:
-    """Write the page and its pictures to this folder; return the page's path.
+    """Write page and pictures to this folder; return the page's path.
 
     Raises:
         UsageError: a record cannot be read, or nothing can be written there.
@@ -530,7 +530,7 @@ def names(runs: Sequence[Path]) -> list[str]:
 
 
 def drawn(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
-    """Write pictures as PNG into the folder; return those for print as SVG, by section."""
+    """Write pictures as PNG; return those for print as SVG by section."""
     printed: dict[str, list[str]] = {}
     together = report_charts.pictures(records, report_charts.charts(records))
     jobs = [(name, name, panels, name not in NOT_PRINTED) for name, panels in together.items()]

@@ -1,4 +1,4 @@
-"""The figures of a report: which there are, their data for the page, and their static pictures.
+"""Figures of a report: their list, page data, and static pictures.
 
 A chart is described once. The page draws it from the data below, and `pictures` from the same description with
 matplotlib, for print and as files.
@@ -55,7 +55,7 @@ class Chart(NamedTuple):
 
 
 def charts(records: Sequence[Record]) -> list[Chart]:
-    """Charts in the order of the page; those that no record has a value for are left out."""
+    """Charts of which any record has a value, in page order."""
     speeds = [name for name in fields(records, "train") if is_speed(name)]
     is_measured = any(record.facts.get("peak") == "measured" for record in records)
     named = [
@@ -118,7 +118,7 @@ def one(section: str, title: str, quantity: Quantity, field: str, factor: float 
 
 
 def of_field(section: str, table: str, field: str) -> Chart:
-    """A chart of a field that this module does not know, with the unit that ends its name."""
+    """A chart of another field, with the unit that ends its name."""
     unit = next((unit for ending, unit in {"_s": "s", "_bytes": "B"}.items() if field.endswith(ending)), "")
     quantity = Quantity(field, unit, base=None, low=None)
     return Chart(section, field.removesuffix("_s").replace("_", " "), quantity, (Series(table, field),))
@@ -153,7 +153,7 @@ def fields(records: Sequence[Record], table: str) -> list[str]:
 
 
 def own_figures(records: Sequence[Record]) -> list[str]:
-    """Figures of evaluations besides those with a chart of their own, such as `eval_mae`."""
+    """Figures of evaluations without a fixed chart, such as `eval_mae`."""
     own = [name for name in fields(records, "evaluations") if name.startswith("eval_")]
     return sorted(name for name in own if name != "eval_loss" and name.removeprefix("eval_") not in TOPS)
 
@@ -180,7 +180,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any]:
-    """The data of one run of `runs`: series by table, parts of a step, ranks, buckets, steps of workers."""
+    """One run of `runs` as the page's script reads it."""
     bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
     wanted = {(series.table, series.field) for chart in shown for series in chart.series}
     steps = [f"worker_steps.{i}" for i in range(min(MOST_WORKERS, len(record.worker_steps)))]
@@ -208,7 +208,7 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
 
 
 def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
-    """Columns `x` of the lines that any series keeps, and each series with its lines among them."""
+    """Columns `x` of all kept lines, and each series with its lines."""
     kept = {name: kept_lines(table[name], bins) for name in names}
     kept = {name: lines for name, lines in kept.items() if len(lines)}
     lines = np.unique(np.concatenate([*kept.values(), np.empty(0, int)])).astype(int)
@@ -232,7 +232,7 @@ def edges_of(lines: int, bins: int) -> np.ndarray:
 
 
 def bin_means(values: np.ndarray, bins: int) -> np.ndarray:
-    """f64[lines]: for every line the mean of its bin's known values; NaN if there are none."""
+    """f64[lines]: the mean of known values in each line's bin, or NaN."""
     known, edges = ~np.isnan(values), edges_of(len(values), bins)
     sums = np.add.reduceat(np.where(known, values, 0.0), edges)
     counts = np.add.reduceat(known.astype(float), edges)
@@ -241,7 +241,7 @@ def bin_means(values: np.ndarray, bins: int) -> np.ndarray:
 
 
 def kept_lines(values: np.ndarray, bins: int) -> np.ndarray:
-    """Lines to draw: all if they are few, else those of the least and the greatest value of every bin.
+    """Lines to draw: all if few, else each bin's least and greatest.
 
     The first and the last are kept, too; gaps within a series as one line, and none if all values are NaN.
     """
@@ -258,7 +258,7 @@ def kept_lines(values: np.ndarray, bins: int) -> np.ndarray:
 
 
 def parts_data(record: Record, bins: int) -> dict[str, Any]:
-    """Parts of a step in the lines that have them; in long records those with the greatest value of a part."""
+    """Parts of a step by line; of long records, each bin's extremes."""
     train = record.train
     known = np.flatnonzero(~np.isnan(train["compute"]))
     parts = [part for part in PARTS if not np.isnan(train[part]).all()]
@@ -270,7 +270,7 @@ def parts_data(record: Record, bins: int) -> dict[str, Any]:
 
 
 def map_data(record: Record, runs: int) -> dict[str, Any] | None:
-    """Own times of ranks over their median, with the steps at the ends; None without two lines of two ranks."""
+    """Ranks' own times over their median; None without two lines and ranks."""
     relative = over_median(record)
     if relative is None:
         return None
@@ -284,9 +284,9 @@ def map_data(record: Record, runs: int) -> dict[str, Any] | None:
 
 
 def packed(values: np.ndarray) -> str:
-    """Numbers as a letter and base64: u indices, f float32, d float64 if 32 bits are too few.
+    """Numbers as a letter and base64: u uint32, f float32, d float64.
 
-    Records have six significant digits, which float32 keeps.
+    Records have six significant digits, which float32 keeps. Larger whole numbers, and any from 1e38 on, take d.
     """
     if values.dtype.kind in "iu":
         letter, narrow = "u", values.astype("<u4")
@@ -304,14 +304,14 @@ def packed(values: np.ndarray) -> str:
 
 
 def pictures(records: Sequence[Record], shown: Sequence[Chart]) -> dict[str, list[Panel]]:
-    """Panels of all runs together, by file: loss and figures by step, epoch and seconds; speed; course."""
+    """Panels of all runs together, by file: learning, speed and course."""
     by_x = {f"by_{x}": panels(records, shown, "learning", x) for x in XS}
     others = {section: panels(records, shown, section, "step") for section in ("speed", "course")}
     return by_x | others
 
 
 def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: str) -> list[Panel]:
-    """A section's panels that have anything to draw; a logarithmic axis only for values > 0."""
+    """A section's panels with data, logarithmic only if values are > 0."""
     made: list[Panel] = []
     for chart in shown:
         lines = {
@@ -330,7 +330,7 @@ def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: s
 
 
 def points(record: Record, series: Series, x: str) -> list[plots.Point]:
-    """(x, y) of the lines that have both; in a long record, of the lines with the extremes of stretches."""
+    """(x, y) of lines that have both; in long records only extremes."""
     table: Table = getattr(record, series.table)
     if series.field not in table:
         return []
@@ -366,7 +366,7 @@ def steps_of(record: Record) -> np.ndarray:
 
 
 def over_median(record: Record) -> np.ndarray | None:
-    """f64[columns, ranks]: own time of every rank over the median of the ranks; None if there is nothing to compare."""
+    """f64[columns, ranks]: each rank's own time over the ranks' median, or None."""
     own = record.own
     if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps_of(record)):
         return None
@@ -375,7 +375,7 @@ def over_median(record: Record) -> np.ndarray | None:
 
 
 def rank_map(record: Record) -> list[Panel]:
-    """Own time of every rank over the median of its time: who is slow, and when."""
+    """Map of each rank's own time over the median, by step."""
     relative = over_median(record)
     if relative is None:
         return []

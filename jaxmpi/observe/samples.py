@@ -1,4 +1,4 @@
-"""Samples of a model: texts in lines of kind `sample`, pictures as PNG files in RUN/samples that the lines name."""
+"""Samples of a model: texts in `sample` lines, PNG files in RUN/samples."""
 
 import base64
 import re
@@ -62,7 +62,7 @@ def save(picture: np.ndarray, file: Path) -> None:
 
 
 def newest(folder: Path, rows: Iterable[dict[str, Any]]) -> list[Sample]:
-    """The newest sample of each name; pictures that cannot be read are left out."""
+    """The newest sample of each name, without pictures that cannot be read."""
     last = {str(row.get("name", "")): row for row in rows if row.get("kind") == "sample"}
     found = []
     for name, row in [*last.items()][:MOST_NAMES]:

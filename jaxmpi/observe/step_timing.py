@@ -1,4 +1,4 @@
-"""Breakdown of a step's time from events of the training loop, without extra synchronisation.
+"""Breakdown of a step's time from loop events, without extra synchronisation.
 
 An iteration of the loop waits for a batch, hands it to the device, starts the step and reads the loss of the step
 before. The device may still run that step while the loop waits for the next batch, so only time in which the device is
@@ -90,7 +90,7 @@ class StepTimer:
         spans.drain()
 
     def batches(self, batches: Iterable[PyTree], first_step: int) -> Iterator[PyTree]:
-        """Yield the batches, and record the time that the loop spends on each."""
+        """Yield the batches, and record the loop's time for each."""
         source, step = iter(batches), first_step
         while True:
             row = self._begin(step)
@@ -136,7 +136,7 @@ class StepTimer:
             self._rows[-1].start_s = time.perf_counter()
 
     def pause(self) -> None:
-        """Note that the loop has waited for the device to end the last step."""
+        """Note that the loop has waited until the last step ended."""
         self._under_way, self._last_s = None, time.perf_counter()
         if self._rows:
             last = self._rows[-1]
@@ -231,7 +231,7 @@ def waits_of(row: StepTimes) -> tuple[Interval, Interval]:
 
 
 def pieces_of(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
-    """Busy intervals of the device in an iteration, with their steps: the one before, then its own.
+    """Busy intervals of the device in an iteration, with their steps.
 
     Args:
         own_s: seconds of its own step, if the device was not idle between the two; None: unknown. If unknown, or if it
@@ -245,7 +245,7 @@ def pieces_of(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[t
 
 
 def durations_of(rows: Sequence[StepTimes], pieces: Sequence[list[tuple[int, Interval]]]) -> list[float]:
-    """Seconds of each row's step on the device, in whichever iterations that ran; they add up to its busy time."""
+    """Device seconds of each row's step; they add up to busy time."""
     seconds = {row.step: 0.0 for row in rows}
     for step, (begin, end) in chain.from_iterable(pieces):
         seconds[max(step, rows[0].step)] += max(0.0, end - begin)
@@ -269,16 +269,18 @@ def folded(values: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values, np.arange(0, len(values), per)) if per > 1 else values
 
 
-class ComputeOnlyStep(NamedTuple):
+@dataclass
+class ComputeOnlyStep:
     """A step without exchange, whose result is discarded; it measures compute time."""
 
     step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
-    is_compiled: bool  # by the first step of the run
+    is_compiled: bool  # at the start by the first step of the run
 
     def seconds(self, state: PyTree, batch: PyTree, count: int = 1) -> list[float]:
-        """Time so many steps, each on a copy of the state; the first call compiles first if that has not been done."""
-        seconds = []
-        for _ in range(count + (not self.is_compiled)):
+        """Time steps on copies of the state, after one that compiles if need be."""
+        seconds, steps = [], count + (not self.is_compiled)
+        self.is_compiled = True
+        for _ in range(steps):
             with spans.span("other", "step without exchange"):
                 scratch = jax.block_until_ready(jax.tree.map(copied, state))
                 begin = time.perf_counter()
@@ -288,7 +290,7 @@ class ComputeOnlyStep(NamedTuple):
 
 
 def copied(array: jax.Array) -> jax.Array:
-    """Copy an array on its devices; if it spans several processes, each copies its own shards.
+    """Copy an array on its devices; each process copies its own shards.
 
     `jnp.copy` compiles a program for every shape, which takes seconds if ranks share cores. `jax.device_put` of the
     whole array refuses one that spans processes.
@@ -298,7 +300,7 @@ def copied(array: jax.Array) -> jax.Array:
 
 
 class ComputeOnlyProbe:
-    """Schedule of steps without exchange, used if the time of an exchange is not measured.
+    """Schedule of steps without exchange, if no exchange time is measured.
 
     They come close together at first, and again if steps take another time than those beside the last ones. All ranks
     make one at the same time, since ranks that share cores would otherwise be faster without each other.
@@ -319,7 +321,7 @@ class ComputeOnlyProbe:
             self.soonest = self.due
 
     def now(self, anatomy: StepTimer, step: int, source: str, state: PyTree, batch: PyTree) -> None:
-        """Time some if they are due; `source` is the last source of the time of exchanges, the same on all ranks."""
+        """Time steps if due; all ranks pass the same `source` of exchanges."""
         is_new_phase = source == "unknown"
         is_due = step >= (self.soonest if is_new_phase else self.due)
         if self.compute_only is not None and is_due and source in ("unknown", "estimated"):
@@ -354,7 +356,7 @@ def by_name(window: Window) -> dict[str, float]:
 
 
 def flat(window: Window) -> np.ndarray:
-    """A window as f64[n]; n is the same on ranks with the same number of steps."""
+    """A window as f64[n]; ranks with equal steps have the same n."""
     head = [window.source, median_of(window.durations_s), window.probed_s]
     return np.concatenate([window.parts, head, window.exposed])
 
@@ -380,7 +382,7 @@ def summary(rows: np.ndarray, steps: int) -> Summary:
 
 
 def summary_asynchronous(spent: dict[str, np.ndarray]) -> Summary:
-    """Summarise asynchronous workers from f64[workers] each: `steps` of a worker and seconds of its parts.
+    """Summarise asynchronous workers from `steps` and seconds by part, f64[workers] each.
 
     Workers that made no step in this window count only in `own_s`, as 0, and in `spent`.
     """
@@ -414,5 +416,5 @@ def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:
 
 
 def own_of(each: np.ndarray) -> np.ndarray:
-    """Time of each rank without waits for other ranks or their messages, from f64[PARTS, ranks]."""
+    """Each rank's time without waits for other ranks, from f64[PARTS, ranks]."""
     return each[OWN].sum(axis=0)

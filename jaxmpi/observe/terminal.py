@@ -1,4 +1,4 @@
-"""Output of rank 0: a live panel on a terminal, lines through a pipe, nothing with --quiet.
+"""Output of rank 0: a live panel, lines through pipes, or nothing.
 
 All three implement `Terminal`, so the recorder does not depend on which one shows a run.
 """
@@ -56,7 +56,7 @@ class ProgressLine(NamedTuple):
 
     @property
     def shuffled(self) -> str:
-        """Seconds and bytes of the shuffles since the last line; empty if there were none."""
+        """Seconds and bytes of shuffles since the last line; empty if none."""
         if not self.shuffles:
             return ""
         seconds, sizes = zip(*self.shuffles, strict=True)
@@ -65,7 +65,7 @@ class ProgressLine(NamedTuple):
 
     @property
     def made(self) -> str:
-        """Steps of each worker; if more than MOST_WORKERS, the least, the median and the most."""
+        """Steps by worker; beyond MOST_WORKERS the least, the median and the most."""
         each = sorted(self.worker_steps)
         if len(each) > MOST_WORKERS:
             return f"worker steps {each[0]} to {each[-1]}, median {each[len(each) // 2]}"
@@ -73,7 +73,7 @@ class ProgressLine(NamedTuple):
 
     @property
     def speed(self) -> str:
-        """How fast it goes, and by which learning rate; a share of a measured peak has `~` before it."""
+        """Speed and learning rate; `~` marks a share of a measured peak."""
         mfu = "" if self.mfu is None else f" (mfu {'~' * self.peak_is_measured}{100 * self.mfu:.0f} %)"
         flops = "" if self.flops_per_s is None else f"  {prefixed(self.flops_per_s)}FLOP/s{mfu}"
         return f"{self.per_s:.1f} {self.unit}/s{flops}" + ("" if self.lr is None else f"  lr {self.lr:.3g}")
@@ -96,7 +96,7 @@ class ProgressLine(NamedTuple):
 
 
 def decimals(value: float) -> str:
-    """Four decimals; three digits of values for which these would be hardly any."""
+    """Four decimals, or three digits of values below 0.001 in size."""
     return f"{value:.3g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"
 
 
@@ -107,7 +107,7 @@ def prefixed(value: float) -> str:
 
 
 def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, str]]:
-    """(part, its text) of the visible parts; an estimate has `~` before it."""
+    """(part, its text) of visible parts; an estimate has `~` before it."""
     marks: dict[str, str] = dict.fromkeys(ESTIMATED, "~") if estimated else {}
     return [(part, f"{part} {marks.get(part, '')}{100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
 
@@ -173,13 +173,13 @@ class Plain(Silent):
             failures.unheard(self.out)
 
     def progress(self, progress: ProgressLine) -> None:
-        """Print a line, unless one was just printed; the last step always has one."""
+        """Print a line, unless one was just printed; the last always comes."""
         if time.monotonic() - self._last_s >= self.line_s or progress.step == progress.total_steps:
             self._last_s = time.monotonic()
             self.say(progress.line)
 
     def classic(self, text: str) -> None:
-        """Print a line, unless one was just printed: a fast run would print many a second."""
+        """Print a line, unless one was just printed, as in fast runs."""
         if time.monotonic() - self._classic_s >= self.line_s:
             self._classic_s = time.monotonic()
             self.say(text)
@@ -239,7 +239,7 @@ class Panel(Silent):
             self.live.refresh()
 
     def _renderable(self) -> RenderableType:
-        """The panel, and below it what the job is at if that is no step.
+        """The panel, and below it the job's phase if there is one.
 
         An empty row ends it, because mpirun passes on whole lines only.
         """
@@ -293,7 +293,7 @@ def left(first: ProgressLine, now: ProgressLine) -> str:
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int) -> str:
-    """Values as bars of eighths between their least and most, one a column; sampled if there are more."""
+    """Values as bars between their least and most, sampled to the width."""
     each = [list(values)[i * len(values) // min(width, len(values))] for i in range(min(width, len(values)))]
     finite = [value for value in each if value == value and abs(value) != float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

@@ -24,15 +24,15 @@ Steps = tuple[int, int]  # first and last; (0, 0): none
 
 
 class Tracer:
-    """Collector of the spans of some steps, which writes those of all ranks."""
+    """Collector of spans of some steps, which writes those of all ranks."""
 
     def __init__(self, steps: Steps, processes: Processes, hosts: Sequence[str], path: Path) -> None:
-        """Trace these steps to a file of rank 0's; hosts are names by rank."""
+        """Trace these steps to rank 0's file; `hosts` are names by rank."""
         (self.first, self.last), self.processes, self.hosts, self.path = steps, processes, hosts, path
         self._kept: list[Span] = []
 
     def add(self, noted: Sequence[Span], step: int, is_end: bool) -> str:
-        """Take the spans of a window that ends with this step; all ranks call it together.
+        """Take a window's spans up to this step; all ranks call together.
 
         Returns: a line on the file written, after the last step or at the end of the run; else empty. A run that goes
             on after these steps writes none: the file is that of the run before.
@@ -57,7 +57,7 @@ class Tracer:
 
 
 class UncoordinatedTrace:
-    """Trace under asynchronous rules: each worker writes its part, and worker 0 merges them at the end."""
+    """Trace under asynchronous rules: worker 0 merges parts that workers write."""
 
     def __init__(self, steps: Steps, processes: Processes, path: Path) -> None:
         """Trace these steps, by each worker's own count, to a file.
@@ -71,7 +71,7 @@ class UncoordinatedTrace:
         self._is_open = bool(self.last)
 
     def add(self, noted: Sequence[Span], worker: int, step: int, is_end: bool = False) -> None:
-        """Take a worker's spans up to its own step; write them after the last step or at the end of the run."""
+        """Take a worker's spans, written after its last step or at `is_end`."""
         if not self._is_open or (step < self.first and not is_end):
             return
         self._kept += noted
@@ -81,7 +81,7 @@ class UncoordinatedTrace:
             write_whole(part, json.dumps(of_steps(self._kept, (self.first, self.last))).encode())
 
     def merge(self, workers: int) -> str:
-        """Merge the parts, on worker 0 after the others have ended; return a line on the file, or empty if no trace."""
+        """Merge parts on worker 0 after the others' end; return a message."""
         if not self.last:
             return ""
         parts = [self._part(worker) for worker in range(workers)]
@@ -104,7 +104,7 @@ def write_events(events: Sequence[Event], path: Path) -> None:
 
 
 def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
-    """Spans from the wait for the first step's batch to the end of the last step."""
+    """Spans from the first step's batch wait to the last step's end."""
     numbered = [(int(m[1]), span) for span in noted if (m := re.search(r"step (\d+)$", span.name))]
     inside = [span for step, span in numbered if steps[0] <= step <= steps[1]]
     if not inside:
@@ -114,7 +114,7 @@ def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
 
 
 def merged(ranks: Sequence[Sequence[Span]], offsets: Sequence[float], hosts: Sequence[str]) -> list[Event]:
-    """Events of all ranks on rank 0's clock, in microseconds from the first; offsets are subtracted."""
+    """Events of all ranks in microseconds on rank 0's clock, offsets subtracted."""
     begins = [span.begin_s - off for spans, off in zip(ranks, offsets, strict=True) for span in spans]
     zero, events = min(begins, default=0.0), []
     for rank, (noted, offset) in enumerate(zip(ranks, offsets, strict=True)):
@@ -139,7 +139,7 @@ def track_of(span: Span) -> str:
 
 
 def shown(track: str) -> str:
-    """A track's name in the words for the parts of a step: one rank alone cannot know what a wait was for."""
+    """A track's displayed name: one rank cannot separate exchange from sync."""
     return "exchange and sync" if track == "wait" else track
 
 
@@ -157,7 +157,7 @@ def bucket_number(label: str) -> tuple[int, str]:
 
 
 class Profiler:
-    """Start and stop of JAX's own profiler around some steps, on every rank."""
+    """JAX's own profiler around some steps, on every rank."""
 
     def __init__(self, steps: Steps, folder: Path) -> None:
         """Profile these steps to a folder of its own."""

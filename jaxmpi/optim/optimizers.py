@@ -31,7 +31,7 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(Optim)}
 
 
 class OptimizerSpec(NamedTuple):
-    """An optimizer of Optax's: a direction, to which decay and learning rate are added here, or the whole of it."""
+    """An Optax optimizer: whole, or a direction without decay and learning rate."""
 
     direction: Callable[[Optim], Transform] | None = None
     whole: Callable[[Optim, optax.Schedule, Mask], Transform] | None = None
@@ -68,7 +68,7 @@ def lamb(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
 
 
 def lars(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
-    """LARS: momentum over gradients scaled to each tensor's norm. You et al. 2017."""
+    """LARS: momentum over gradients scaled to tensors' norms. You et al. 2017."""
     every = True if mask is None else mask
     return optax.lars(lr, config.weight_decay, every, **given(config, momentum="momentum", eps="eps"))
 
@@ -80,14 +80,17 @@ def adafactor(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
 
 
 def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
-    """Muon: momentum made orthogonal, of tensors of two axes; AdamW for all others. Jordan et al. 2024."""
+    """Muon: orthogonal momentum of matrices; AdamW for others. Jordan et al. 2024."""
     own = given(config, beta="momentum", adam_b1="b1", adam_b2="b2", eps="eps")
     decay = config.weight_decay
     return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **own)
 
 
 def muon_cost(shape: Sequence[int]) -> float:
-    """Multiplications of Muon's update of a tensor: of a matrix, 5 steps of x <- a x + (b A + c A A) x, A = x x^T."""
+    """Multiplications of Muon's update of a tensor.
+
+    A matrix takes 5 steps of x <- a x + (b A + c A A) x, A = x x^T.
+    """
     if len(shape) != 2:
         return math.prod(shape)
     short, long = sorted(shape)
@@ -95,7 +98,7 @@ def muon_cost(shape: Sequence[int]) -> float:
 
 
 def velocity(config: Optim, *, nesterov: bool = False) -> Transform:
-    """Momentum, v <- mu v + g; Optax has no default of mu."""
+    """Momentum, v <- mu v + g; Optax has no default mu."""
     return optax.trace(MOMENTUM if config.momentum is None else config.momentum, nesterov=nesterov)
 
 
@@ -106,9 +109,9 @@ def rms(config: Optim) -> Transform:
 
 
 def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transform:
-    """Steps of z by a base without momentum, gradients at y, evaluation at x, their mean. Defazio et al. 2024.
+    """Schedule-free steps: z by the base, gradients at y, evaluation at x.
 
-    y <- b1 x + (1 - b1) z
+    y <- b1 x + (1 - b1) z, with x the mean of z over steps. The base has no momentum. Defazio et al. 2024.
 
     Raises:
         UsageError: b1 is 0, with which x cannot be told from y and z.
@@ -118,7 +121,7 @@ def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transfo
 
 
 def clip_by_global_norm(largest: float) -> Transform:
-    """Clip by the norm of all gradients, as Optax does but for roundings and a copy (`clipped`)."""
+    """Clip as Optax does, but for roundings and a copy (`clipped`)."""
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         return clipped(updates, optax.tree.norm(updates), largest), state
@@ -169,7 +172,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 
 
 def arrays_of(config: Optim, *, gives_square: bool = False) -> int:
-    """`OptimizerSpec.arrays` of any optimizer, one more if decoupled decay stands beside the square of the gradient."""
+    """`OptimizerSpec.arrays` of any optimizer; the gradient's square may add one."""
     if config.transform is not None:
         return OWN_ARRAYS + gives_square
     row = OPTIMIZERS[config.name]
@@ -177,7 +180,7 @@ def arrays_of(config: Optim, *, gives_square: bool = False) -> int:
 
 
 def cut_of(config: Optim, tx: Transform, params: PyTree, workers: int) -> str:
-    """`entries` or `leaves`, of which workers can each update a share; the user's optimizer's equations say it.
+    """`entries` or `leaves`: parts of which workers can each update a share.
 
     Args:
         tx: what `optimizer` has made of the configuration, without clipping.
@@ -198,7 +201,7 @@ def cut_of(config: Optim, tx: Transform, params: PyTree, workers: int) -> str:
 
 
 def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Transform:
-    """Clip, decay, direction, learning rate per tensor: an Optax chain in that order (some decay after the direction).
+    """Chain clipping, decay, direction and learning rate; decoupled decay follows the direction.
 
     v <- mu v + (g + lambda w) ;  w <- w - eta v   (momentum)
     v <- mu v - eta (g + lambda w) ;  w <- w + v   (with `rate_in_velocity`)
@@ -247,7 +250,7 @@ class RateFactor(NamedTuple):
 
 
 def by_rate_factor() -> optax.GradientTransformation:
-    """Updates times a number in the state, at first 1, by which a callback may lower the learning rate."""
+    """Multiply updates by a factor in the state, which callbacks may lower."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         return jax.tree.map(lambda u: u * state.rate_factor.astype(u.dtype), updates), state
@@ -261,13 +264,13 @@ def is_rate_factor(part: PyTree) -> bool:
 
 
 def times_rate(state: PyTree, factor: float) -> PyTree:
-    """The state of a rule or an optimizer, with its learning rate multiplied by a factor."""
+    """A rule's or optimizer's state, its learning rate times a factor."""
     scaled = lambda part: RateFactor(part.rate_factor * factor) if is_rate_factor(part) else part  # noqa: E731
     return jax.tree.map(scaled, state, is_leaf=is_rate_factor)
 
 
 def rate_factors(state: PyTree) -> list[jax.Array]:
-    """The factors of the learning rate in the state of a rule or an optimizer; empty if no callback scales it."""
+    """Learning-rate factors of callbacks in a rule's or optimizer's state, if any."""
     return [part.rate_factor for part in jax.tree.leaves(state, is_leaf=is_rate_factor) if is_rate_factor(part)]
 
 
@@ -302,7 +305,7 @@ def own(config: Optim, lr: optax.Schedule) -> Transform:
 
 
 def has_own_rate(config: Optim) -> bool:
-    """Return True if the user's own optimizer knows its learning rates: no schedule of ours has a part in it."""
+    """Return True if the user's optimizer has learning rates of its own."""
     return config.transform is not None and (isinstance(config.transform, Transform) or not callable(config.transform))
 
 
@@ -341,7 +344,7 @@ def at_step(state: PyTree, step: int) -> PyTree:
 
 
 def is_averaged(tx: Transform, params: PyTree) -> bool:
-    """Return True for an optimizer that evaluates an average of its own, a schedule-free one.
+    """Return True for a schedule-free optimizer, which evaluates its own average.
 
     Args:
         params: their shapes.
@@ -350,7 +353,7 @@ def is_averaged(tx: Transform, params: PyTree) -> bool:
 
 
 def eval_params(params: PyTree, state: PyTree) -> PyTree:
-    """The params with x in place of y, of tensors that schedule-free optimizers train; others as they are.
+    """The params with x for y in tensors that schedule-free optimizers train.
 
     Args:
         state: of a rule or an optimizer, which holds their z.
@@ -364,7 +367,7 @@ def eval_params(params: PyTree, state: PyTree) -> PyTree:
 
 
 def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
-    """Return True if the mean of the workers' updates is the update of the mean gradient.
+    """Return True if workers' mean update is that of their mean gradient.
 
     For the table's optimizers it is known; the user's own is tried out.
 
@@ -381,10 +384,11 @@ def is_linear(config: Optim, tx: Transform, params: PyTree) -> bool:
 
 
 def is_linear_at(tx: Transform, params: PyTree, scale: float) -> bool:
-    """Two workers with gradients of a size, beside one with their mean, step by step from the same random params.
+    """Compare two workers' mean update with that of their mean gradient.
 
-    The tensors have the axes of the model's, but at most three entries along each. Steps go on until several have moved
-    params; if none does, it cannot be known.
+    All three start each step from the same params, at first random; gradients are random, of size `scale`. The tensors
+    have the axes of the model's, but at most three entries along each. Steps go on until several have moved params; if
+    none does, it cannot be known.
     """
     rng = np.random.default_rng(0)
 
@@ -422,7 +426,7 @@ def not_bias(params: PyTree) -> PyTree:
 
 
 def scale_biases(factor: float) -> optax.GradientTransformation:
-    """Multiply the updates of tensors of one axis, as the papers' 2 eta for biases."""
+    """Multiply updates of biases (one axis at most), as papers' 2 eta."""
     check(factor > 0, f"bias_lr_factor: got {factor}; expected > 0")
     return optax.stateless(
         lambda updates, params: jax.tree.map(lambda leaf: leaf * factor if leaf.ndim <= 1 else leaf, updates)

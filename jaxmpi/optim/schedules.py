@@ -33,7 +33,10 @@ class Clock(NamedTuple):
 
 
 def part(step: jax.Array, whole: int) -> jax.Array:
-    """Step / whole, f32. Schedules count the rest of a span in whole steps: 1 - step / span would not end in 0."""
+    """Step / whole, f32.
+
+    Schedules pass the whole steps that are left of a span, since 1 - step / span would not end in 0.
+    """
     return step.astype(jnp.float32) / whole
 
 
@@ -82,7 +85,7 @@ def linear_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
 
 
 def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
-    """From `warmup_from` (0: 1/k) to 1 by the same factor after each epoch: k^(1/5) each over 5 epochs."""
+    """From `warmup_from` (0: 1/k) to 1 by an equal factor each epoch."""
     over = max(clock.steps(config.warmup), 1)
     first = config.warmup_from or 1 / workers
 
@@ -97,7 +100,7 @@ WARMUPS = {"linear": linear_warmup, "geometric": geometric_warmup}
 
 
 def schedule(config: Schedule, clock: Clock, peak_lr: float, workers: int, factor: float = 1.0) -> optax.Schedule:
-    """Step to learning rate: peak * warm-up share * decay share, or factor * a schedule of the user's own.
+    """Learning-rate schedule: peak * warm-up * decay, or factor * `config.rate`.
 
     Args:
         factor: by which the rate is scaled for the workers; `peak_lr` has it already.
@@ -118,7 +121,7 @@ def schedule(config: Schedule, clock: Clock, peak_lr: float, workers: int, facto
 
 
 def check_rate(rate: Callable[[jax.Array], Any]) -> None:
-    """Raise `UsageError` unless a schedule of the user's own gives a number for a step that JAX traces."""
+    """Raise `UsageError` unless a user's schedule gives a number when traced."""
     expected = "expected (step) -> rate, a number, as JAX traces it: jnp.where chooses, or a schedule of Optax"
     try:
         made = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32, weak_type=True))

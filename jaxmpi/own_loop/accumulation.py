@@ -1,4 +1,4 @@
-"""Gradients of several batches for one exchange and one step of the optimizer."""
+"""Gradients of several batches for one exchange and one optimizer step."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ class Accumulated(NamedTuple):
 
 
 def accumulate_gradients(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformationExtraArgs:
-    """`inner` of the mean gradient of `every` batches, and no update in between.
+    """Apply `inner` to mean gradients of `every` batches; otherwise update nothing.
 
     In `optax.MultiSteps` the inner transformation runs at every batch; here only when it is due, so that
     `accumulate_gradients(optax.chain(exchange_gradients(), ...), 4)` exchanges once in four batches.

@@ -1,4 +1,7 @@
-"""A loop's own trees, saved and restored in the trainer's format: atomic, checksummed, for any number of ranks."""
+"""Checkpoints of a loop's own trees, in the trainer's format.
+
+A checkpoint is atomic and checksummed, and can be restored on any number of ranks.
+"""
 
 import json
 from dataclasses import replace
@@ -31,7 +34,7 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """Checkpoints of a loop of one's own, in a folder that all ranks see. All ranks call the methods together."""
+    """Checkpoints of your own loop; all ranks call the methods together."""
 
     def __init__(self, folder: str | Path, keep: int = 2, *, check_finite: bool = True) -> None:
         """Name a folder; nothing is read or written.
@@ -88,7 +91,7 @@ class Checkpoints:
         return f"rank {rank}: {odd}{of_step(step, self._folder)}; {way_out}"
 
     def restore(self, shared: PyTree, own: PyTree = ()) -> Restored | None:
-        """The newest checkpoint that is whole on all ranks; None if there is none.
+        """Restore the newest checkpoint that is whole on all ranks; else None.
 
         On another number of ranks `own` is the mean of all ranks' own for floats, and rank 0's else; keys stay those
         given here. The state of `jaxmpi.sharded` is put together and cut anew, for another strategy as well.
@@ -150,7 +153,7 @@ def _is_sharded(x: Any) -> bool:
 
 
 def _is_sliced(x: Any, size: int) -> bool:
-    """Return True for a state of `jaxmpi.sharded` of which all ranks have slices, which can be cut anew."""
+    """Return True for a `jaxmpi.sharded` state with slices on all ranks."""
     return isinstance(x, ShardedState) and not x.is_dealt and len(x.chunks) == size
 
 
@@ -159,7 +162,7 @@ def _sliced(tree: PyTree, size: int) -> list[ShardedState]:
 
 
 def _cuts(shared: PyTree, own: PyTree, size: int) -> dict[str, Any]:
-    """How states of `jaxmpi.sharded` in a rank's own tree are cut, for the manifest.
+    """The cuts of `jaxmpi.sharded` states in `own`, for the manifest.
 
     Raises:
         UsageError: one is in the shared tree, of which rank 0's is written; or they are cut in two ways.
@@ -179,7 +182,7 @@ def _cuts(shared: PyTree, own: PyTree, size: int) -> dict[str, Any]:
 
 
 def _check_cuts(cuts: dict[str, Any], size: int, folder: Path, extra: dict[str, Any], workers: int) -> None:
-    """Refuse a checkpoint whose states of `jaxmpi.sharded` do not become those of this run.
+    """Refuse a checkpoint whose `jaxmpi.sharded` states do not fit this run.
 
     Raises:
         UsageError: they are of other trees; or are not slices over all ranks, and were cut otherwise.
@@ -211,14 +214,14 @@ def _whole(state: ShardedState) -> PyTree:
 
 
 def _with_slices(own: PyTree, state: TrainState, size: int) -> PyTree:
-    """A rank's own tree as it was read: slices are a field of their own."""
+    """A rank's own tree as read, with slices from their own field."""
     is_sliced, slices = partial(_is_sliced, size=size), iter(state.rule_state)
     put = lambda mine, read: replace(mine, own=next(slices)) if is_sliced(mine) else read  # noqa: E731
     return jax.tree.map(put, own, state.model_state["arrays"], is_leaf=is_sliced)
 
 
 def _state(step: int, shared: PyTree, own: PyTree, size: int) -> TrainState:
-    """A state like the trainer's, with arrays of NumPy; slices of `jaxmpi.sharded` are where it has its optimizer's."""
+    """A `TrainState` of NumPy arrays; slices of `jaxmpi.sharded` are its `rule_state`."""
     is_sliced = partial(_is_sliced, size=size)
     rest = jax.tree.map(lambda x: () if is_sliced(x) else x, packed(own), is_leaf=is_sliced)
     slices = [state.own for state in _sliced(packed(own), size)]

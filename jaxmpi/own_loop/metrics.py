@@ -1,4 +1,4 @@
-"""Metrics over all ranks: sums and means of numbers and arrays of any dtype, exact for uneven counts.
+"""Sums and means of metrics over all ranks, exact for uneven counts.
 
 Numbers travel as 64-bit floats whatever JAX's settings are, integers in two halves. Their sums are rounded once, so
 that neither the number of ranks nor their order matters.
@@ -44,7 +44,7 @@ def sum(metrics: PyTree) -> PyTree:
 
 
 def mean(metrics: PyTree, count: Any = 1) -> PyTree:
-    """The mean over examples of every rank's means, on every rank; outside jit.
+    """The example-weighted mean of all ranks' means, on every rank; outside jit.
 
     sum_r count_r metrics_r / sum_r count_r; the numerator is the exact sum, rounded once. Ranks of count 0 do not
     matter, whatever their metrics are.
@@ -102,7 +102,7 @@ def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTr
 
 
 def _array(where: str, leaf: Any) -> np.ndarray:
-    """A leaf as bools, integers (also Python's, as objects) or 64-bit floats of NumPy."""
+    """A leaf as NumPy bools, integers (or Python's as objects) or f64."""
     check(not isinstance(leaf, Tracer), f"{where} is traced; inside jit take jaxmpi.collectives.allreduce")
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     check(not is_key, f"{where}: got a random key; expected real numbers: jax.random.key_data of it")
@@ -125,7 +125,10 @@ def _array(where: str, leaf: Any) -> np.ndarray:
 
 
 def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two f64[n] for f64[n] or integers [n]: each number is their sum, and of floats so are products with a count."""
+    """Split f64[n] or integers [n] into high and low parts, f64[n] each.
+
+    An integer is high * HALF + low. A float is high + low, whose products with a whole count below COUNTS are exact.
+    """
     if x.dtype.kind != "f":
         whole = x.astype(object)
         return (whole // HALF).astype(np.float64), (whole % HALF).astype(np.float64)
@@ -135,12 +138,12 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _exactly(counts: np.ndarray) -> list[Any]:
-    """Counts as Python's integers, or as fractions if one is no whole number."""
+    """Counts as Python integers, or as fractions if one is not whole."""
     return [int(count) for count in counts] if (counts % 1 == 0).all() else [Fraction(count) for count in counts]
 
 
 def _of_integers(halves: np.ndarray, counts: np.ndarray, is_mean: bool) -> list[Any]:
-    """The sum over ranks of each number times its rank's count, or the mean, from halves f64[n, ranks, 2]."""
+    """Count-weighted sums over ranks, or means, from halves f64[n, ranks, 2]."""
     weights = _exactly(counts)
     totals = [
         builtins.sum(weight * (HALF * int(high) + int(low)) for weight, (high, low) in zip(weights, rows, strict=True))

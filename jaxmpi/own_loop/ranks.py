@@ -1,4 +1,4 @@
-"""A rank's share of the examples, its random key, output of rank 0 alone, and loops of uneven length."""
+"""A rank's examples, random key and output, and loops of uneven length."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -17,12 +17,13 @@ T = TypeVar("T")
 
 
 def sampler(examples: int, effective_batch: int, *, seed: int = 0, shuffle: bool = True) -> Sampler:
-    """This rank's share of every step's examples, the same examples a step for any number of ranks.
+    """This rank's share of every step's examples.
 
-    `x[sampler(len(x), 64).indices(step).indices]` is a batch, shorter at the end of an epoch, and on some ranks by one.
-    For a compiled step `indices(step).filled(sampler.local_batch)` gives batches of one length with weights: a rank
-    that compiles for another length alone waits for the others, which do not, and a plain mean of gradients over ranks
-    weighs examples of unequal batches wrongly (docs/extending.md has the loop). Communicates nothing.
+    A step has the same examples for any number of ranks. `x[sampler(len(x), 64).indices(step).indices]` is a batch,
+    shorter at the end of an epoch, and on some ranks by one. For a compiled step
+    `indices(step).filled(sampler.local_batch)` gives batches of one length with weights: a rank that compiles for
+    another length alone waits for the others, which do not, and a plain mean of gradients over ranks weighs examples of
+    unequal batches wrongly (docs/extending.md has the loop). Communicates nothing.
 
     Args:
         examples: length of the data set.
@@ -65,15 +66,15 @@ def on_rank0(function: Callable[..., T], *arguments: Any, **options: Any) -> T |
 
 
 def average_statistics(tree: PyTree) -> PyTree:
-    """Mean over ranks of the float leaves, such as BatchNorm's running statistics; others stay each rank's own.
+    """Average float leaves over ranks, such as BatchNorm's running statistics.
 
-    Communicates: one exchange, in 32 bits. Raises: as `jaxmpi.exchange`.
+    Other leaves stay each rank's own. Communicates: one exchange, in 32 bits. Raises: as `jaxmpi.exchange`.
     """
     return mean_of_floats(tree, exchange)
 
 
 def join(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """This rank's batches, until those of all ranks are at their end: (batch, is it a new one).
+    """Yield (batch, is it a new one) until all ranks' batches end.
 
     A rank whose batches have ended repeats its last one, so that it goes on to take part in exchanges. Give such a
     batch weight 0, and divide sums of gradients by the sum of weights. If a compiled step exchanges, batches must have

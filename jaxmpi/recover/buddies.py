@@ -1,4 +1,4 @@
-"""Copies of slices, so that sharded updates outlive a death: `--exchange.buddy`, with `--on-rank-loss shrink`.
+"""Copies of slices for `--on-rank-loss shrink` with sharded updates: `--exchange.buddy`.
 
 A worker that updates a slice of the params has the optimizer's state of this slice alone, and takes it along when it
 dies. So after each step, before the vote by which it counts, a worker sends its slice to the next worker, or to the
@@ -37,13 +37,13 @@ class SliceLayout(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """Slices of a rule's state that a worker holds: its own, and copies of others'."""
+    """A worker's slice of the rule's state, and copies of others' slices."""
 
     layout: SliceLayout
     by_number: dict[int, PyTree]
 
     def named(self) -> dict[int, dict[str, np.ndarray]]:
-        """By number of the slice: its leaves, by the paths that they have in a checkpoint."""
+        """Leaves by slice number, then by their paths in a checkpoint."""
         found = {}
         for number, state in self.by_number.items():
             saved = self.layout.cut.saved(self.layout.tx, state, number)
@@ -52,7 +52,7 @@ class Slices(NamedTuple):
 
 
 class Copies:
-    """The slices of the workers before this one, as they were after the last step."""
+    """Slices of the workers before this one, after the last step."""
 
     def __init__(self, comm: FaultTolerantComm, layout: SliceLayout, count: int) -> None:
         """Take part in copying each slice to the next `count` workers."""
@@ -81,11 +81,10 @@ class Copies:
 
 
 def difference_of_copies(slices: Slices, processes: Processes, step: int) -> str:
-    """Which workers hold one slice differently, on all ranks alike; empty if all copies are equal.
+    """Workers whose copies of a slice differ, as text on all ranks.
 
-    With several copies also in which leaf.
-
-    It finds what happened to a slice or its copy since the copy was sent, and what the message changed.
+    The text is empty if all copies are equal. With several copies it also names the leaf. A difference shows what
+    happened to a slice or its copy since the copy was sent, or what the message changed.
 
     Communicates: a gather of CRC-32 of the leaves held here, as text.
     """
@@ -106,10 +105,10 @@ def difference_of_copies(slices: Slices, processes: Processes, step: int) -> str
 def recut(
     control: MpiProcesses, slices: Slices, state: TrainState, like: PyTree, slicing: format.Slicing, told: str
 ) -> TrainState:
-    """The state of this worker with its part of the rule's, of the slices that those who are left hold together.
+    """This worker's state, with the rule's part recut from remaining slices.
 
-    All of them come here together. Each in turn asks for the slices of one leaf after another, so nobody holds more
-    than a whole leaf beside its own part.
+    All remaining workers call it together. Each in turn requests the slices of one leaf after another, so no worker
+    holds more than a whole leaf beside its own part.
 
     Args:
         state: of the same worker before the loss.

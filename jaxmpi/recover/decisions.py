@@ -1,4 +1,4 @@
-"""Decisions that all ranks take together: leave, stop, skip a step, roll back.
+"""Decisions of all ranks together: leave, stop, skip or roll back.
 
 A signal to leave or a NaN may reach one rank alone. If that rank acted on it, the others would block in the next
 exchange. So ranks vote once a step, by the maximum of two integers: whether a rank is to leave, and the first worker
@@ -21,7 +21,7 @@ LOSS = 0  # in a ballot: not a leaf of the gradients but the loss; leaf i is i +
 
 
 class RollBack(Exception):
-    """Go back to the newest checkpoint: `step` failed, or 0 if no step is to blame."""
+    """Go back to the newest checkpoint, since `step` failed; 0 if none."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
@@ -55,7 +55,7 @@ class NonFiniteStep(NamedTuple):
 
 
 class StepConsensus:
-    """One vote a step, counted while the next step runs: the device waits for neither.
+    """One vote a step, counted while the device runs the next step.
 
     Communicates: the largest of two integers over all ranks, once a step.
     """
@@ -100,7 +100,7 @@ class Recovery:
     """Consequence of failures, the same on all ranks; counted over a run."""
 
     def __init__(self, policy: str, limit: int) -> None:
-        """Args: a name of config.RECOVERIES, and how often it may be made use of."""
+        """Take a policy of config.RECOVERIES, and how often it may be used."""
         self.policy, self.limit = policy, limit
         self.count = 0
         self.failed: set[int] = set()  # steps that failed once
@@ -146,7 +146,7 @@ class Recovery:
 
 
 def not_finite(loss: float, finite: np.ndarray) -> int | None:
-    """The first part of a worker's step that is not finite, as a vote says it; None if all is."""
+    """First non-finite part of a worker's step, for `cast`; else None."""
     if not np.isfinite(loss):
         return LOSS
     return None if finite.all() else int(np.argmin(finite)) + 1

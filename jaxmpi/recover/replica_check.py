@@ -1,4 +1,4 @@
-"""Check that replicated state is bit-identical on all workers; name the worker that differs."""
+"""Check that replicated state is bit-identical; name workers that differ."""
 
 import zlib
 from collections import Counter
@@ -15,7 +15,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 
 
 def fingerprints_by(jit: Callable, workers: Workers) -> Callable[[PyTree], np.ndarray]:
-    """Build the function that gives u32[workers of this process, leaves] of a tree on its devices.
+    """Build the function that fingerprints a tree: u32[workers of this process, leaves].
 
     The device hashes, so that only numbers leave it. On CPUs the host does, whose memory it is: there is no program
     that all ranks of a host would have to compile for it in the midst of a run.
@@ -27,7 +27,7 @@ def fingerprints_by(jit: Callable, workers: Workers) -> Callable[[PyTree], np.nd
 
 
 def checksums(tree: PyTree, workers: Workers) -> np.ndarray:
-    """u32[workers of this process, leaves]: CRC-32 of the bytes of each; a flipped bit always changes it."""
+    """u32[workers of this process, leaves]: CRC-32, which any flipped bit changes."""
     columns = [[checksum(row) for row in rows(leaf, workers)] for leaf in jax.tree.leaves(tree)]
     return np.array(columns, np.uint32).reshape(-1, len(workers.mine)).T
 
@@ -38,7 +38,7 @@ def checksum(row: np.ndarray) -> int:
 
 
 def fingerprints(tree: PyTree) -> jax.Array:
-    """u32[leaves]: a sum over the bits of each leaf, every word times an odd number of its own.
+    """u32[leaves]: a sum of each leaf's words, times distinct odd numbers.
 
     h = sum_i (2 i + 1) word_i  mod 2^32 ; a flipped bit of one word changes it by +-2^b (2 i + 1), which is not 0.
     """
@@ -55,7 +55,7 @@ def fingerprint(leaf: jax.Array) -> jax.Array:
 
 
 def difference(rows: Mapping[int, np.ndarray], leaves: list[str], step: int, what: str = "params of workers") -> str:
-    """Which workers differ from most of the others, and in which leaf; empty if all are equal.
+    """Message on the workers and leaves that differ from most; else empty.
 
     Args:
         rows: fingerprints by worker.

@@ -1,4 +1,4 @@
-"""Going on without a rank that dies, `--on-rank-loss shrink`: a step ends in a vote, and those that live do it again.
+"""Training without a rank that has died: `--on-rank-loss shrink`.
 
 A rank that dies makes the others' messages fail, on some of them or on all, at once or later. The rank that notices it
 first makes all messages of all ranks fail, so that nobody waits, and votes No. So do the others at the end of their
@@ -30,7 +30,7 @@ class Lost(Exception):
 
 
 class CommittedState(NamedTuple):
-    """The state after the last step that all ranks voted for; no death takes it away."""
+    """The state after the last step that all ranks voted for."""
 
     step: int
     state: TrainState
@@ -74,7 +74,7 @@ class ShrinkCoordinator:
             raise Lost(why)
 
     def after(self, error: Exception, saver: Saver) -> None:
-        """Become the ranks that are left, after an error that says that one is gone; what is being saved is dropped.
+        """Shrink to the remaining ranks after a loss; drop an unfinished checkpoint.
 
         Raises:
             Exception: the error itself, which says something else.
@@ -98,7 +98,7 @@ class ShrinkCoordinator:
         self.comm = workers.comm
 
     def copy_slices(self, layout: SliceLayout | None, count: int) -> None:
-        """From now on copy each worker's slice of the rule's state, if there are slices, to so many others."""
+        """Copy each worker's slice, if any, to `count` others from now on."""
         self.copies = None
         if layout:
             assert isinstance(self.comm, FaultTolerantComm)
@@ -135,7 +135,7 @@ NEEDS = (
 
 
 def check_mpi(control: MpiProcesses) -> None:
-    """Refuse an MPI, or a way to start it, that ends a job with its first rank.
+    """Refuse an MPI under which a job cannot outlive a rank.
 
     Raises:
         UsageError: what it takes.

@@ -14,10 +14,10 @@ JUST_NOW_S = 1.0  # between the SIGCONT and the SIGTERM by which mpirun ends its
 
 
 class PreemptionNotice:
-    """Requests to this process to save and leave: SIGTERM, SIGUSR1, Ctrl-C's SIGINT, and SIGHUP, unless under nohup."""
+    """Requests to save and leave: SIGTERM, SIGUSR1, SIGINT, and SIGHUP without nohup."""
 
     def __init__(self) -> None:
-        """Install the handlers; outside the main thread Python cannot, and signals keep the ones they have."""
+        """Install the handlers in the main thread; elsewhere signals keep theirs."""
         self.given = self.is_interrupt = False
         self.launcher_ends = False  # Open MPI's mpirun, which was asked to end, ends its ranks
         self._requests, self._woken_s = interrupts.Requests(), 0.0
@@ -44,7 +44,7 @@ class PreemptionNotice:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
 
     def say_saved(self, say: Callable[[str], None], step: int, folder: Path) -> None:
-        """Say which step is saved and how to go on; all ranks call it.
+        """Report the saved step and how to continue; all ranks call it.
 
         An mpirun that ends its ranks forwards no more of their output, so rank 0 writes to its standard error as well.
         """
@@ -58,8 +58,9 @@ class PreemptionNotice:
                 os.close(above)
 
     def close(self) -> None:
-        """Restore the handlers of before; the default ones if a C library had set them, since Python cannot set those
-        again.
+        """Restore the earlier handlers, but defaults in place of a C library's.
+
+        Python cannot set a handler of a C library again.
         """
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

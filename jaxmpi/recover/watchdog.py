@@ -1,4 +1,4 @@
-"""A thread on every rank that sees when the job gets no further, and says who is late.
+"""A thread on every rank that detects stalls and names late ranks.
 
 Each rank sends its phase to two others, about once a second, over a communicator of its own: rank 0, which judges, and
 one on another host if there is one, which judges if rank 0 has fallen silent. A job is stuck when no rank has got on
@@ -96,7 +96,7 @@ class Watchdog:
                 self.stacks[message["rank"]] = message["text"]
 
     def _allow_for_sleep(self, gap_s: float) -> None:
-        """Excuse all others if this process itself was stopped, or its clock jumped."""
+        """Excuse all ranks if this process was stopped or its clock jumped."""
         if gap_s > 2 * self.beat_s:
             for status in self.known.values():
                 status.heard_s += gap_s
@@ -132,7 +132,7 @@ class Watchdog:
                 failures.end_job(STALLED)
 
     def late(self) -> list[int]:
-        """Who keeps others waiting: who does not answer; else who has come least far; else who waits for no rank."""
+        """Ranks that others wait for: silent, else furthest behind, else not waiting."""
         silent = [rank for rank, status in self.known.items() if self._is_silent(status)]
         least = min(status.beat["count"] for status in self.known.values())
         behind = [rank for rank, status in self.known.items() if status.beat["count"] == least]
@@ -209,7 +209,7 @@ def own_stacks() -> str:
 
 
 def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
-    """Rank 0 and the first rank on another host, for a host that hangs takes all its ranks with it; else rank 1."""
+    """Rank 0 and the first rank on another host, else rank 1."""
     return 0, next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
 
@@ -217,7 +217,9 @@ def judges_of(hosts: Sequence[Any]) -> tuple[int, int]:
 def watching(
     processes: Processes, stall_timeout_s: float, on_stall: str, is_fault_tolerant: bool = False
 ) -> Iterator[str]:
-    """Watch while this lasts; gives why it does not, empty if it does. All ranks call it together.
+    """Watch the job within the block; yield a reason if it cannot.
+
+    All ranks call it together. The reason is empty if it watches.
 
     Args:
         is_fault_tolerant: those that live call it again when a rank has died; until then nobody watches.

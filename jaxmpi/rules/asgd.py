@@ -1,4 +1,4 @@
-"""ASGD (Downpour): workers add their updates to a center without waiting for each other."""
+"""ASGD (Downpour): workers add updates to a center without mutual waits."""
 
 import numpy as np
 import optax
@@ -8,12 +8,12 @@ from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend
 
 
 def asgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
-    """Workers step alone from the center; every tau steps they send it the sum of their updates and take what it is.
+    """Workers step alone; every tau steps they add updates to the center.
 
     d = sum_t v_t ;  c <- c + d ;  w <- c ;  d <- 0
 
-    What a wire's rounding keeps from the center stays in the worker's next d. `rule.staleness` bounds how many steps a
-    worker may be ahead of the slowest.
+    The worker's next d has the part of d that a wire's rounding keeps from the center. `rule.staleness` bounds how many
+    steps a worker may be ahead of the slowest.
 
     State: tx's, each worker's own. Communicates: K bytes to the center and K back every tau steps, at the same time.
     Learning rate: k workers' updates are all added, so eta is not scaled. Dean et al. 2012, section 4.1 (Downpour);

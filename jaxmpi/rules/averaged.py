@@ -1,4 +1,4 @@
-"""Averages of params over the steps of a run, evaluated instead of the params: of a rule, or of its optimizer."""
+"""Averages of a rule's or optimizer's params over steps, which are evaluated."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +23,12 @@ OWN_AVERAGE = (
 
 
 def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) -> Rule:
-    """The rule with an exponential moving average of its params, which is evaluated and exported instead of them.
+    """The rule with an exponential average of params, evaluated and exported instead.
 
     a_t = ((1 - d) / (1 - d^t)) sum_{s <= t} d^(t - s) w_s ;  kept as a <- a + (1 - d) / (1 - d^t) (w - a).
 
-    So it has no memory of the initial params. Communicates nothing more: params are equal on all workers. If updates
-    are sharded each worker holds its slice of a; `eval_params` then gathers it, in 32 bits.
+    So a has no memory of the initial params. Communicates nothing more: params are equal on all workers. If updates are
+    sharded each worker holds its slice of a; `eval_params` then gathers it, in 32 bits.
 
     Args:
         rule: whose params are equal on all workers after each step.
@@ -82,7 +82,7 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
 
 def schedule_free(rule: Rule, jit: Callable[..., Callable], name: str, *, exchanges_gradients: bool) -> Rule:
-    """The rule over a schedule-free optimizer, whose x is evaluated and exported instead of the params, its y.
+    """Evaluate and export a schedule-free optimizer's x, not the params y.
 
     Communicates nothing: z, from which x follows, must be equal on all workers after each step.
 

@@ -1,4 +1,4 @@
-"""AWAGD: the mean of all workers' weights after each has stepped (`avg` in Theano-MPI)."""
+"""AWAGD: the mean of workers' weights after each step (Theano-MPI's `avg`)."""
 
 import jax
 import jax.numpy as jnp

@@ -25,7 +25,7 @@ from jaxmpi.core.slices import Entries
 
 
 class ShardedMean(Protocol):
-    """The mean of gradients in two halves, between which each worker steps its own slices.
+    """The mean of gradients in two halves; workers step slices in between.
 
     `jaxmpi.allreduce.sharded.Shards` is one.
     """
@@ -52,7 +52,7 @@ class ShardedMean(Protocol):
 
     @property
     def keeps_masters(self) -> bool:
-        """Return True if changes of params travel, over `gather_wire`, and workers keep their slices in 32 bits."""
+        """Return True if changes of params travel and workers keep 32-bit slices."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class ShardedMean(Protocol):
 
     @property
     def early(self) -> bool:
-        """Return True if `scatter` gets slices of the mean, which the program of the gradients has made."""
+        """Return True if `scatter` gets slices that the gradients' program has made."""
         ...
 
     def chunk(self) -> jax.Array:
@@ -78,12 +78,12 @@ class ShardedMean(Protocol):
         ...
 
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
-        """The new params, of all workers' new slices; with shared params nothing is gathered."""
+        """The new params of all workers' slices; shared params are not gathered."""
         ...
 
     @property
     def shared_params(self) -> "ParamsInPlace | None":
-        """The one copy of the params that workers of a host share; None if each has its own."""
+        """The one copy of params that a host's workers share, or None."""
         ...
 
 
@@ -91,7 +91,7 @@ class ParamsInPlace(Protocol):
     """Params that the workers of a host share; `jaxmpi.comm.shared_params.SharedParams` is one."""
 
     def filled(self, params: PyTree) -> PyTree:
-        """Params of the host's first rank, where they lie from now on; of other ranks' only shapes count."""
+        """Place params of the host's first rank; other ranks give shapes only."""
         ...
 
     def renewed(self, own: PyTree) -> PyTree:
@@ -111,12 +111,12 @@ class Exchange(NamedTuple):
 
 @dataclass
 class NoExchange:
-    """A switch that leaves exchanges out, for steps that are timed and thrown away."""
+    """A switch that leaves exchanges out of timed, discarded steps."""
 
     is_on: bool = False
 
     def of(self, exchange: Exchange) -> Exchange:
-        """The exchange, of which means and sums are the worker's own while the switch is on."""
+        """The exchange, without communication while the switch is on."""
 
         def unless_on(share: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
             return lambda tree: tree if self.is_on else share(tree)
@@ -149,7 +149,7 @@ class NoExchange:
 
 
 class OwnShards(NamedTuple):
-    """`ShardedMean` of which nothing travels while the switch is on: other workers' slices stay as they were."""
+    """`ShardedMean` without communication while the switch is on: other slices stay unchanged."""
 
     given: ShardedMean
     switch: NoExchange
@@ -191,7 +191,7 @@ class OwnShards(NamedTuple):
 
     @property
     def early(self) -> bool:
-        """Return True if `scatter` gets slices, with the switch on, too: a program does not see it."""
+        """Return True if `scatter` gets slices; programs do not see the switch."""
         return self.given.early
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
@@ -212,12 +212,12 @@ class OwnShards(NamedTuple):
 
     @property
     def shared_params(self) -> ParamsInPlace | None:
-        """The one copy of the params that workers of a host share; None if each has its own."""
+        """The one copy of params that a host's workers share, or None."""
         return self.given.shared_params
 
 
 class Sharding(NamedTuple):
-    """How the state of a rule is cut over workers: as `core.slices` or `core.deals` have it."""
+    """How a rule's state is cut over workers (`core.slices` or `core.deals`)."""
 
     shards: ShardedMean
     tx: optax.GradientTransformation  # whose state it is
@@ -230,7 +230,7 @@ class Sharding(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Two pure functions. A rule returns params, not updates: p + (mean - p) would not be exact.
+    """Two pure functions. A rule returns params, not updates as in Optax.
 
     `init(params) -> state`; `update(grads, state, params) -> (params, state)`, with this worker's grads.
     Called outside jit, `update` runs the jitted pieces it is made of one by one.
@@ -254,9 +254,10 @@ class Rule(NamedTuple):
 
 
 class Asynchronous(NamedTuple):
-    """How a worker meets a center, in NumPy on f32[n]: `sent` and `seen` are what travelled, as both ends know it.
+    """How a worker exchanges with a center, in NumPy on f32[n].
 
-    `outward(params, state)` is the tree that travels, `inward(tree, state)` the params for what came of it.
+    `sent` and `seen` are what travelled, as both ends know it. `outward(params, state)` is the tree that travels,
+    `inward(tree, state)` the params for what came of it.
     """
 
     send: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker sends
@@ -275,7 +276,7 @@ def l2(tree: PyTree) -> jax.Array:
 
 
 def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
-    """`then(*operands)` if it is due, else the operands as they are; inside jit both are compiled."""
+    """`then(*operands)` if due, else the operands; inside jit both are compiled."""
     if isinstance(is_due, Tracer):
         return jax.lax.cond(is_due, then, lambda *same: same, *operands)
     return then(*operands) if np.all(is_due) else operands  # devices of one process count alike
@@ -308,7 +309,7 @@ def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> C
 def descend(
     tx: optax.GradientTransformation, jit: Callable[..., Callable]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """One optimizer step, jitted: (grads, state, params) -> (params, state); state and params are donated."""
+    """Jit one optimizer step: (grads, state, params) -> (params, state), both donated."""
 
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = tx.update(grads, state, params)
@@ -320,7 +321,7 @@ def descend(
 def updates_of(
     tx: optax.GradientTransformation, jit: Callable[..., Callable]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """The updates of an optimizer, jitted: (grads, state, params) -> (updates, state); the state is donated."""
+    """Jit an optimizer's updates: (grads, state, params) -> (updates, state), state donated."""
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = tx.update(grads, state, params)

@@ -1,4 +1,4 @@
-"""DiLoCo: local steps by any optimizer, and an outer Nesterov optimizer on what workers come back with."""
+"""DiLoCo: local steps by any optimizer, and an outer Nesterov optimizer."""
 
 import optax
 
@@ -8,7 +8,7 @@ from jaxmpi.rules.local_sgd import every
 
 
 def diloco(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
-    """Every H steps the mean of what the workers have moved is the gradient of an outer Nesterov optimizer.
+    """Every H steps an outer Nesterov optimizer applies the workers' mean change.
 
     w_i <- w_i + tx(g_i), H times ;  D = (1/k) sum_i (w' - w_i) ;  v <- mu v + D ;  w <- w' - eta (mu v + D)
 

@@ -1,4 +1,4 @@
-"""EASGD: workers and a center pull at each other, whenever a worker comes; EAMSGD; the synchronous form."""
+"""EASGD: workers and a center approach each other; EAMSGD; synchronous EASGD."""
 
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend, either, l2,
 
 
 def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
-    """Workers step alone; every tau steps one of them and the center move towards each other, both from the old pair.
+    """Every tau steps a worker and the center move towards each other.
 
-    w_i <- w_i - alpha (w_i - c) ;  c <- c + alpha_s (w_i - c)
+    w_i <- w_i - alpha (w_i - c) ;  c <- c + alpha_s (w_i - c), both from the old pair
 
     With momentum delta it is EAMSGD: v <- delta v - eta g(w + delta v) ;  w <- w + v, and w is what travels.
 
@@ -39,7 +39,10 @@ def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
 
 
 def nesterov(tx: optax.GradientTransformation, exchange: Exchange, delta: float, spring: Asynchronous) -> Rule:
-    """The local half of EAMSGD, on y = w + delta v: v' = delta v + tx(g(y)) ;  y' = (y - delta v) + (1 + delta) v'."""
+    """The local half of EAMSGD, on y = w + delta v.
+
+    v' = delta v + tx(g(y)) ;  y' = (y - delta v) + (1 + delta) v'
+    """
 
     def init(params: PyTree) -> PyTree:
         return tx.init(params), jax.tree.map(jnp.zeros_like, params)
@@ -67,7 +70,7 @@ class Elastic(NamedTuple):
 
 
 def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
-    """All workers meet the center at once, every tau steps, from the old values.
+    """Every tau steps all workers exchange with the center, from old values.
 
     w_i <- w_i + tx(g_i) - alpha (w_i - c) ;  c <- c + alpha sum_i (w_i - c)
 

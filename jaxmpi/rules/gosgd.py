@@ -1,4 +1,4 @@
-"""GoSGD: workers send their params to random others, with weights that say how much they stand for."""
+"""GoSGD: workers send weighted params to random others."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend
 
 
 def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
-    """Workers step alone; after a step each of them, with probability p, pushes its params to a random other one.
+    """After each step, workers push params to random others with probability p.
 
     sender: alpha_s <- alpha_s / 2, then sends (w_s, alpha_s)
     receiver: w <- (alpha w + alpha_s w_s) / (alpha + alpha_s) ;  alpha <- alpha + alpha_s
@@ -61,7 +61,7 @@ class Gossip:
         self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
 
     def draw(self, is_shut: frozenset[int] = frozenset()) -> ScheduledPush | None:
-        """Half of the weight for one of the others that take it, or nothing this time."""
+        """Draw another worker for half of the weight, or None."""
         others = [rank for rank in range(self.workers) if rank != self.worker and rank not in is_shut]
         if not others or self._rng.random() >= self.p:
             return None
@@ -69,7 +69,7 @@ class Gossip:
         return ScheduledPush(others[self._rng.integers(len(others))], self.weight)
 
     def merge(self, w: np.ndarray, sent: np.ndarray, share: float) -> np.ndarray:
-        """(alpha w + alpha_s w_s) / (alpha + alpha_s), f32[n]; the weight grows by the share."""
+        """The weighted mean of params, f32[n]; the weight grows by the share."""
         total = self.weight + share
         mean = np.float32(self.weight / total) * w + np.float32(share / total) * sent
         self.weight = total

@@ -1,4 +1,4 @@
-"""Transport of gossip between workers: pushes that nobody waits for. Blot et al. 2016."""
+"""Transport of gossip: pushes that nobody waits for. Blot et al. 2016."""
 
 import threading
 import time
@@ -35,10 +35,10 @@ class IncomingPush(NamedTuple):
 
 
 class GossipThread:
-    """A thread that sends and receives params, so that they travel while this rank computes."""
+    """A thread that sends and receives params while this rank computes."""
 
     def __init__(self, mpi: Any, worker: int, workers: int, body_bytes: int) -> None:
-        """Start it on a communicator of its own; all workers call it together."""
+        """Start the thread on its own communicator; all workers call it together."""
         self.mpi, self.body_bytes = mpi, body_bytes
         self.arrived: deque[PushMessage] = deque()  # for the main thread to take
         self.ended: set[int] = set()  # who will send no more
@@ -59,11 +59,11 @@ class GossipThread:
         self._to_send.append((to, PushMessage(share, body)))
 
     def shut(self) -> frozenset[int]:
-        """Workers to push nothing to: they are gone, or have not taken what was pushed to them before."""
+        """Workers to push nothing to: gone, or behind with earlier pushes."""
         return frozenset(peer for peer in self._peers if self._pushed[peer] - self._out[peer] >= MOST) | self.gone
 
     def end(self, meanwhile: Callable[[], Any] = lambda: None) -> None:
-        """Push no more, and wait for what the others have pushed; it is in `arrived` then.
+        """Push no more, and wait for all others' pushes in `arrived`.
 
         Args:
             meanwhile: called ten times a second or so: another may be evaluating, or slow.
@@ -110,7 +110,7 @@ class GossipThread:
         return self.mpi.Irecv(head, peer), head
 
     def _look(self, peer: int) -> bool:
-        """Look at what comes from a peer: the header of a `PushMessage`, then its parts."""
+        """Poll a peer for the header of a `PushMessage`, then its parts."""
         coming = self._coming.get(peer)
         if coming is None and len(self.arrived) >= MOST * len(self._peers) and not self._is_ending:
             return False  # until the main thread has taken some; at the end it waits for all
@@ -137,7 +137,7 @@ class GossipThread:
         return True
 
     def _guarded(self, peer: int, act: Callable[[], Any]) -> Any:
-        """Result of an act; None if the act shows that the peer is gone."""
+        """Result of an act, or None if the peer is gone."""
         try:
             return act()
         except Exception as error:

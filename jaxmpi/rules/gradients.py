@@ -1,4 +1,4 @@
-"""Mean of gradients: one optimizer on what a single worker would see on the whole batch."""
+"""Mean of gradients, as of a single worker on the whole batch."""
 
 from collections.abc import Callable
 
@@ -100,7 +100,7 @@ def square(tree: PyTree) -> jax.Array:
 
 
 def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:
-    """The same with a mean that has a state: compressed, or one step late."""
+    """The same with a mean that has a state: compressed or delayed."""
 
     def init(params: PyTree) -> PyTree:
         return mean.init(params), tx.init(params)

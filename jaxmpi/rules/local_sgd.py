@@ -1,4 +1,4 @@
-"""Local SGD: workers step alone H times, then take the mean of their weights."""
+"""Local SGD: workers step alone H times, then take their weights' mean."""
 
 from typing import Any, NamedTuple
 
@@ -37,9 +37,10 @@ class LocalState(NamedTuple):
 def every(
     period: int, tx: optax.GradientTransformation, exchange: Exchange, outer: optax.GradientTransformation
 ) -> Rule:
-    """Workers step alone by `tx`; every `period` steps `outer` steps from w' with the mean of w' - w_i as its gradient.
+    """Workers step alone by `tx`, and every `period` steps by `outer`.
 
-    Inside jit both ways are compiled, and all workers take the same one. Outside Python chooses.
+    `outer` steps from w' with the mean of w' - w_i as its gradient. Inside jit both ways are compiled, and all workers
+    take the same one. Outside, Python chooses.
     """
     step, step_outer = descend(tx, exchange.jit), descend(outer, exchange.jit)
     gone = exchange.jit(lambda agreed, params: jax.tree.map(jnp.subtract, agreed, params))

@@ -1,4 +1,4 @@
-"""The center of asynchronous rules, and a worker's exchange with it: a protocol as pure functions of messages.
+"""The center of asynchronous rules: a protocol as pure functions of messages.
 
 The center is f32[n], cut into shards, one a server, and these into segments, one a message. A worker sends all segments
 one after another and is answered segment by segment, each as it was before the server used what came. So a link is
@@ -30,7 +30,7 @@ Serve = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
 class ServerLayout(NamedTuple):
-    """How f32[n] is cut for servers and messages; the same on all ranks."""
+    """How f32[n] is cut for servers and messages, equal on all ranks."""
 
     n: int
     servers: int
@@ -41,7 +41,7 @@ class ServerLayout(NamedTuple):
         return self.n * server // self.servers, self.n * (server + 1) // self.servers
 
     def width(self) -> int:
-        """Floats of a segment: whole blocks of the wire, and a message at most."""
+        """Floats of a segment: whole wire blocks, at most one message."""
         most = (MESSAGE_BYTES - HEADER_BYTES) // self.host_wire().size_bytes(BLOCK) * BLOCK
         piece = -(-self.n // (self.servers * PIECES * BLOCK)) * BLOCK
         return min(most, max(LEAST, piece))
@@ -89,7 +89,7 @@ class Counters(NamedTuple):
 
 
 class TimeSpent(NamedTuple):
-    """Seconds of a worker by part, as in `step_timing.PARTS`."""
+    """Seconds of a worker by part."""
 
     steps: float = 0.0
     data: float = 0.0
@@ -106,7 +106,7 @@ class TimeSpent(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """A worker's report to server 0, beside counters of what is new and its seconds by part."""
+    """A worker's report to server 0, beside new `Counters` and its `TimeSpent`."""
 
     clock: float  # its steps in this job
     saved: float  # the number of the last checkpoint that it has written its part of
@@ -145,7 +145,7 @@ REPORT_FLOATS = len(WorkerReport._fields) + len(Counters._fields) + len(TimeSpen
 
 
 class GlobalProgress:
-    """Progress of all workers, at server 0: who has done what; when to stop, to wait, to save."""
+    """Progress of all workers at server 0; when to stop, wait, save."""
 
     def __init__(self, workers: int, target: float, bound: int, counters: Counters | None = None) -> None:
         """Begin with no reports.
@@ -175,7 +175,7 @@ class GlobalProgress:
     def report(
         self, worker: int, report: WorkerReport, counters: Sequence[float], spent: Sequence[float] = TimeSpent()
     ) -> None:
-        """Note what a worker says; its answer is due as soon as `answers` gives it."""
+        """Note a worker's report; `answers` gives its answer when that is due."""
         self.absent.discard(worker)
         self.counters = self.counters.plus(counters)
         self.spent[worker] += spent
@@ -187,7 +187,7 @@ class GlobalProgress:
         self._held.add(worker)
 
     def lose(self, worker: int) -> None:
-        """A worker is gone: nobody waits for it any more; what it has exchanged counts."""
+        """Wait no more for a worker that is gone; its exchanges count."""
         self.reports.pop(worker, None)
         self.absent.discard(worker)
         self._held.discard(worker)
@@ -196,7 +196,7 @@ class GlobalProgress:
             self.closing = 2.0
 
     def answers(self) -> Iterator[tuple[int, ServerAnswer]]:
-        """Answers that can be given now; none before all workers that live have come, so that they begin together."""
+        """Answers that are due; none until every remaining worker has reported."""
         if self.absent and not self.closing:
             return
         at_work = [report.clock for report in self.reports.values() if not report.is_done]
@@ -226,7 +226,7 @@ class GlobalProgress:
         return {worker for worker, report in self.reports.items() if report.evaluated < self.evaluate}
 
     def awaited(self) -> set[int]:
-        """Workers that are to say something next: none that is held back, or gone."""
+        """Workers expected to send next: none that is held back or gone."""
         return set(self.reports) - self._held - self.told
 
     def is_over(self) -> bool:
@@ -238,7 +238,7 @@ class GlobalProgress:
 
 
 class Server:
-    """One shard of the center; at server 0 also the progress of all. A function of the messages in their order."""
+    """One shard of the center; server 0 also keeps all workers' progress."""
 
     def __init__(
         self, layout: ServerLayout, number: int, center: np.ndarray, serve: Serve, progress: GlobalProgress | None
@@ -258,7 +258,7 @@ class Server:
         self.is_closed = self.is_left = False
 
     def take(self, worker: int, message: np.ndarray) -> None:
-        """A message u8[..] of a worker; what is to be answered, to whomever, goes to `out`."""
+        """Take a worker's message, u8[..]; put all answers due into `out`."""
         kind, number = message[:HEADER_BYTES].view(np.int64).tolist()
         body = message[HEADER_BYTES:]
         if kind in (END, LEAVE):
@@ -280,13 +280,13 @@ class Server:
             self._answer()
 
     def excuse(self, workers: Iterable[int]) -> None:
-        """Let the others begin without workers that are late, and that may come yet."""
+        """Let others begin without late workers, which may still come."""
         if self.progress:
             self.progress.absent -= set(workers)
             self._answer()
 
     def is_over(self) -> bool:
-        """Return True if no worker will come any more and all answers are out of the house."""
+        """Return True if no worker will come and all answers are out."""
         has_ended = self.is_closed and (self.progress is None or self.progress.is_over())
         return has_ended and not any(self.out.values())
 
@@ -302,7 +302,7 @@ class Server:
         self.out.setdefault(worker, deque()).append(before)
 
     def _post(self, worker: int, kind: int, begin: int, body: np.ndarray) -> np.ndarray:
-        """Keep a piece, or give one; zeros if it has not been posted."""
+        """Keep a piece or return one, zeros if it is not posted."""
         whose, size = body[:PIECE_BYTES].view(np.int64).tolist()
         if kind == FETCH:
             piece = bytes(self.posts.get(whose, b"")[begin : begin + size])
@@ -337,7 +337,7 @@ class Sending(NamedTuple):
 
 
 class ServerExchange:
-    """A worker's exchange with all servers: what to send next, given what has been answered."""
+    """A worker's exchange with all servers: messages to send, given the answers."""
 
     def __init__(
         self,
@@ -352,7 +352,7 @@ class ServerExchange:
         """Begin an exchange.
 
         Args:
-            kind: PUSH or READ; with neither vector nor report: POST, FETCH, or END, which lets servers go.
+            kind: PUSH or READ; with neither vector nor report: POST, FETCH, or END or LEAVE, which let servers go.
             vector: f32[n] to push; only its shape counts if the center is read; None: a report only.
             report: the numbers of a WorkerReport, Counters and TimeSpent, for server 0; the last thing sent to it.
             workers: of the job, if worker 0 reports, who gets their times.
@@ -371,7 +371,7 @@ class ServerExchange:
         self._open: list[deque[Any]] = [deque() for _ in range(layout.servers)]
 
     def ready(self) -> Iterator[Sending]:
-        """Messages that may be sent now; the caller sends them all, in order."""
+        """Messages that may be sent now; the caller sends all in order."""
         for server, (todo, open_) in enumerate(zip(self._todo, self._open, strict=True)):
             while todo and len(open_) < WINDOW:
                 make, where, answer_bytes = todo.popleft()
@@ -381,7 +381,7 @@ class ServerExchange:
                 yield Sending(server, message, answer_bytes)
 
     def take(self, server: int, answer: np.ndarray) -> None:
-        """The answer u8[..] to the oldest message to a server that has none."""
+        """Take the answer, u8[..], to the oldest open message to a server."""
         where = self._open[server].popleft()
         if where == REPORT:
             self.answer = unpacked(answer)
@@ -395,7 +395,7 @@ class ServerExchange:
         return [server for server, open_ in enumerate(self._open) if open_]
 
     def lacks_only_report(self) -> bool:
-        """Return True if all has been said, and nothing but the answer to the report is missing."""
+        """Return True if only the answer to the report is missing."""
         return not any(self._todo) and [where for open_ in self._open for where in open_] == [REPORT]
 
     def is_over(self) -> bool:

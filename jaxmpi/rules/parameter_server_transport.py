@@ -1,4 +1,4 @@
-"""Messages of asynchronous rules over MPI: between workers and the center, and between workers that gossip.
+"""Messages of asynchronous rules over MPI: with a center, or by gossip.
 
 All sends and receives are non-blocking and polled, and every receive names its sender. So whoever comes is served, a
 rank that dies is known by its own messages, and no two can wait for each other. A server that is a thread of a worker's
@@ -64,7 +64,7 @@ class Outbox:
 
 
 def is_complete(request: Any) -> bool:
-    """Return True if a send is over; one to a rank that is gone is."""
+    """Return True if a send is over, or its rank is gone."""
     try:
         return request.Test()
     except Exception as error:
@@ -77,7 +77,7 @@ def is_complete(request: Any) -> bool:
 
 
 class ServerEndpoint:
-    """Endpoint that serves workers: in the main thread of its rank, or in one beside a worker.
+    """Endpoint that serves workers, in the main thread or beside a worker.
 
     A round takes one message of each worker that has sent any, and rounds begin with another worker each time. A worker
     of this process could call the server instead, and sends messages over MPI as the others do. So a worker's share of
@@ -119,7 +119,7 @@ class ServerEndpoint:
                     look()
 
     def silent_s(self) -> dict[int, float]:
-        """Seconds since each worker's last message to server 0, but for workers that wait for an answer themselves."""
+        """Seconds since each worker's last message, but for those awaiting an answer."""
         now_s, progress = time.monotonic(), self.server.progress
         awaited = {worker for worker in (progress.awaited() if progress else ()) if not self.server.out.get(worker)}
         return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
@@ -153,7 +153,7 @@ class ServerEndpoint:
         return True
 
     def _guarded(self, worker: int, act: Callable[[], Any]) -> Any:
-        """Result of an act; None if the act shows that the worker is gone."""
+        """Result of an act, or None if the worker is gone."""
         if worker not in self._coming:
             return None
         try:
@@ -227,7 +227,7 @@ def run_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> fl
 
 
 def go_on(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> bool:
-    """Send what may be sent, take what has come; False if nothing has."""
+    """Send ready messages, take answers; return False if none has come."""
     for sending in exchange.ready():
         lines[sending.server].send(sending.message, sending.answer_bytes)
     moved = False

@@ -29,7 +29,7 @@ Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
 
 
 class RuleSpec(NamedTuple):
-    """A rule, its learning-rate contract, and what the trainer and the launcher must know of it."""
+    """A rule, its learning-rate contract, and facts for trainer and launcher."""
 
     build: Build
     lr_scaling: str  # the default
@@ -43,7 +43,7 @@ class RuleSpec(NamedTuple):
     check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
 
     def goes_by(self, setting: str) -> bool:
-        """Return True if a field of its config matters to the rule; `name` and `force` are of all rules."""
+        """Return True if a config field matters; `name` and `force` always do."""
         own = self.settings if self.settings is not None else {setting} - COMMON
         return setting in ("name", "force", *own)
 
@@ -81,7 +81,7 @@ NO_USE = {
 
 
 def check_settings(config: RuleConfig) -> None:
-    """Refuse settings that differ from their defaults and that the rule does not go by.
+    """Refuse changed settings that the rule does not go by.
 
     Raises:
         UsageError: the setting, the rule, and which rules take it.
@@ -101,7 +101,7 @@ def check_settings(config: RuleConfig) -> None:
 
 
 def default(field: dataclasses.Field) -> Any:
-    """The value that a field of a dataclass has if none is given."""
+    """The default value of a field of a dataclass."""
     return field.default_factory() if callable(field.default_factory) else field.default
 
 
@@ -111,7 +111,7 @@ def is_asynchronous(config: RuleConfig) -> bool:
 
 
 def check_ranks(config: RuleConfig, size: int) -> None:
-    """Refuse numbers of ranks and settings with which a rule makes no sense.
+    """Refuse rank counts and settings with which a rule makes no sense.
 
     Raises:
         UsageError: got, expected, way out.
@@ -160,7 +160,7 @@ def build(
 
 
 def check_wire(config: RuleConfig, strategy: str) -> None:
-    """Refuse to send weights through a wire that rounds away what a step changes in them.
+    """Refuse to send weights over wires that round away a step's changes.
 
     Raises:
         UsageError: params over a coarse wire, such as `8` or `bf16`, unless forced.
@@ -174,12 +174,12 @@ def check_wire(config: RuleConfig, strategy: str) -> None:
 
 
 def is_periodic(config: RuleConfig) -> bool:
-    """Return True if workers exchange every so many steps only, and step alone in between."""
+    """Return True if workers exchange only every so many steps."""
     return lookup(RULES, config.name, "rule").is_periodic
 
 
 def scale_lr(rule: str, scaling: str, workers: int) -> tuple[float, str]:
-    """The factor on lr and the name of the scaling used; `rule` takes the rule's own default.
+    """The factor on lr and the scaling; `rule` takes the rule's default.
 
     Raises:
         UsageError: an unknown scaling, or one beside none for a rule that sums updates.

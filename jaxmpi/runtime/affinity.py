@@ -1,4 +1,4 @@
-"""Cores of this machine, and the share of them that a process is bound to."""
+"""The machine's cores, and the share that a process is bound to."""
 
 import os
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores() -> int:
-    """Cores that this process may use: of its affinity, and whole ones of a container's quota."""
+    """Number of cores that affinity and a container's quota allow this process."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(mine, quota_cores(QUOTA, mine))
 
 
 def quota_cores(file: Path, default: int) -> int:
-    """Whole cores, at least 1, of a control group's `quota period` in microseconds."""
+    """Whole cores, at least 1, of a control group's quota; else `default`."""
     try:
         quota, period = file.read_text().split()
         return default if quota == "max" else max(1, int(quota) // int(period))
@@ -24,9 +24,10 @@ def quota_cores(file: Path, default: int) -> int:
 
 
 def pin_cores(local_rank: int, local_size: int) -> None:
-    """Give each rank of a host its share of the cores, unless it has been given a part of them or they do not divide.
+    """Bind this rank to its share of the host's cores.
 
-    XLA sizes its thread pool by the cores a process may use when its device starts.
+    A rank that was given a part of the cores keeps that part. If neither number divides the other, the rank keeps all
+    cores. XLA sizes its thread pool by the cores a process may use when its device starts.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -36,7 +37,7 @@ def pin_cores(local_rank: int, local_size: int) -> None:
 
 
 def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
-    """Take a share of the cores, if ranks of this host were all given the same ones, as in a container."""
+    """Take a share of cores that several ranks have, as in containers."""
     mine = masks[local_rank]
     alike = [rank for rank, mask in enumerate(masks) if mask == mine]
     if mine and len(alike) > 1:
@@ -44,14 +45,14 @@ def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
 
 
 def core_mask() -> list[int]:
-    """The cores that this process may use; none if the system does not show them."""
+    """The cores that this process may use; none if they are unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
-    """Advice if each rank may use one core and the host has more cores than ranks; else empty.
+    """Advice if ranks of one core each leave cores idle; else empty.
 
-    So Open MPI binds if it starts one or two ranks on a host.
+    Open MPI binds ranks to one core each if it starts one or two of them on a host.
     """
     if mine != 1 or all_cores <= local_size:
         return ""
@@ -75,7 +76,7 @@ def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
 
 
 def roam() -> None:
-    """Give this process's threads all its cores again, if it took a single one as its share.
+    """Undo a share of one core: threads may use all cores again.
 
     For ranks that do not keep step. A rank of its own pace on a core is not slowed by ranks on another, so those that
     share one with more of them, or with a server, would have less of the machine.

@@ -1,4 +1,4 @@
-"""The folder of compiled programs, trusted only if nobody else may write to it."""
+"""The folder of compiled programs, trusted if only its owner may write."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ from jaxmpi.runtime.launchers import my_rank
 
 
 def cache_folder(name: str) -> Path:
-    """A private folder of this user for what can be made again; made if it is not there.
+    """Return the user's private cache folder of this name, made if absent.
 
     Raises:
         OSError, RuntimeError, UsageError: it cannot be written, nobody's home, or others may write it.
@@ -26,7 +26,7 @@ def cache_folder(name: str) -> Path:
 
 
 def check_private(folder: Path) -> None:
-    """Refuse a folder that others own or may write: a compiled program is code, which this process would run.
+    """Refuse a folder that others own or may fill with code.
 
     Raises:
         UsageError: its owner, or its mode.
@@ -41,7 +41,7 @@ def check_private(folder: Path) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs in a private folder, so that one rank compiles and the others read."""
+    """Keep compiled programs in a private folder, so that ranks share them."""
     import jax
 
     own = getattr(jax.config, "jax_compilation_cache_dir", None)  # of JAX_COMPILATION_CACHE_DIR, too

@@ -1,4 +1,4 @@
-"""Devices that a process may use: a GPU each, or several GPUs or CPU devices."""
+"""Devices that a process may use: GPUs, or devices of the CPU."""
 
 import itertools
 import os
@@ -11,9 +11,10 @@ MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when
 
 
 def pin_gpu(local_rank: int, local_size: int, devices: int = 1) -> None:
-    """Take some of the GPUs that this process sees, and a part of their memory, as if all ranks of the host saw these.
+    """Take this rank's GPUs, and its part of their memory.
 
-    They may not, if a launcher gives each its own; `share_gpu` corrects that once ranks can ask each other.
+    This assumes that all ranks of the host see the same GPUs. A launcher may give each rank its own; `share_gpu`
+    corrects that once ranks can communicate.
 
     Raises:
         UsageError: a GPU has started already, and there are several.
@@ -44,7 +45,7 @@ def visible_gpus() -> list[str]:
 
 
 def my_gpu() -> str:
-    """The variable by which this rank finds its GPU among those of its host; empty if it has none."""
+    """Name of this rank's GPU within its host; empty if none."""
     here, gpus = launched(), visible_gpus()
     if here is None or not gpus:
         return ""
@@ -55,9 +56,9 @@ def my_gpu() -> str:
 
 
 def share_gpu(ranks: int) -> None:
-    """Let `ranks` processes on one GPU have equal parts of its memory; before the device starts.
+    """Give each of `ranks` processes on a GPU an equal memory share.
 
-    What the user has set stays.
+    It counts only before the device starts. A share that the user has set stays.
     """
     global _share
     if os.environ.get(MEMORY_SHARE, _share) != _share:
@@ -72,7 +73,7 @@ _share = ""  # what `share_gpu` has set, to distinguish it from the user's
 
 
 def take_devices(devices: int) -> None:
-    """Take `devices` GPUs of the host before MPI shares them out, one a rank; or have the CPU backend offer as many."""
+    """Before MPI starts, take `devices` GPUs or CPU devices for this rank."""
     here = launched()
     if devices > 1 and here is not None and here.size > 1:
         pin_gpu(here.local_rank, here.local_size, devices)
@@ -80,7 +81,7 @@ def take_devices(devices: int) -> None:
 
 
 def make_cpu_devices(devices: int) -> None:
-    """Let the CPU backend offer `devices` devices; GPUs are counted as they are."""
+    """Let the CPU backend offer `devices` devices; GPUs stay as they are."""
     if devices == 1:
         return
     import jax

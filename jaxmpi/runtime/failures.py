@@ -1,4 +1,4 @@
-"""Hooks that end the whole job when a rank fails, and say why once.
+"""Hooks that end the job when a rank fails, with one message.
 
 If one rank raises an error, the others block in their next collective for ever: MPI does not pass exceptions on. So an
 uncaught error in any thread prints rank, host and phase, and aborts the job (`fail`, `end_job`). At exit a rank waits
@@ -33,7 +33,7 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.runtime.interrupts import INTERRUPTED as INTERRUPTED
 from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
 from jaxmpi.runtime.launchers import launched, my_rank
-from jaxmpi.runtime.mpi_end import before_mpi_ends
+from jaxmpi.runtime.mpi_end import before_mpi_ends, run_checks
 from jaxmpi.runtime.prepare import _prepared
 from jaxmpi.runtime.spared_threads import report_of
 
@@ -49,11 +49,11 @@ PREEMPTED = 75  # exit code after a checkpoint on request: to be resumed
 
 
 def forget_in_child() -> None:
-    """Make a child of `os.fork` a process of its own: no rank of the job, with errors and an exit of its own.
+    """Detach a child of `os.fork` from its parent's job.
 
     The child inherits exit hooks and objects of JAX and MPI, but not the threads and connections behind them. At its
     exit, hooks that wait for these block for ever, and so do JAX's objects when they are destroyed, unless they crash.
-    So the child drops the hooks, and keeps for ever what its parent has made.
+    So the child drops the hooks, handles its own errors, and keeps for ever what its parent has made.
     """
     global _job
     if _prepared.is_set():
@@ -77,13 +77,13 @@ INTERRUPT_NOTE = "interrupted: the run saves itself and leaves; Ctrl-C again end
 
 
 def write_error(text: str) -> None:
-    """Write to standard error from a signal handler: Python's buffered streams may be in use when it interrupts."""
+    """Write to standard error without Python's buffers, as signal handlers must."""
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 
 
 def unheard(stream: TextIO) -> None:
-    """Redirect a stream that nobody reads any more to nowhere: the run goes on, and its exit code stays."""
+    """Redirect a stream without a reader to nowhere; the run goes on."""
     if stream is not sys.stderr:
         write_error(
             "jaxmpi: standard output cannot be written, as after `| head`: the run goes on without it; its "
@@ -93,14 +93,14 @@ def unheard(stream: TextIO) -> None:
 
 
 def to_nowhere(stream: TextIO) -> None:
-    """Redirect a stream to nowhere, also what Python still has of it and writes when it ends."""
+    """Redirect a stream to nowhere, with the text still in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def open_streams() -> None:
-    """Give stdout and stderr a place if they were closed before the start, and let them show names that are no text."""
+    """Open stdout and stderr if closed, and let both print undecodable names."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -114,7 +114,7 @@ def open_streams() -> None:
 
 @dataclass
 class JobControl:
-    """This process's part in a job of several, as the hooks need it."""
+    """This process's part in a job of several, as hooks need it."""
 
     rank: int
     size: int
@@ -132,7 +132,7 @@ ENDING_S = READ_S + PASSED_ON_S + 1  # after which another thread takes that one
 
 
 def install_hooks(job: JobControl) -> None:
-    """From now on an error in any thread, or a rank that leaves early, ends the whole job with a message."""
+    """Install hooks that end the job after an error or early exit."""
     global _job
     _job = job
     install_excepthooks()
@@ -146,7 +146,7 @@ def note_spawned() -> None:
 
 
 def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
-    """From now on a rank of this job that fails by itself, not together with the others, goes alone.
+    """From now on let a rank that fails by itself end alone.
 
     Args:
         kill: ends other ranks; False if one has ended already, though nobody has noticed.
@@ -161,13 +161,13 @@ def go_on_without(ranks: Sequence[int]) -> bool:
 
 
 def install_excepthooks() -> None:
-    """Show an uncaught error of any thread with this rank's name, and end; needed before MPI starts, too."""
+    """Pass uncaught errors of all threads to `fail`, also before MPI starts."""
     sys.excepthook = lambda kind, error, trace: fail(error, trace)
     threading.excepthook = fail_in_thread
 
 
 def fail_in_thread(args: threading.ExceptHookArgs) -> None:
-    """`fail`, but for a thread that only ends itself, as Python has it, or that is spared."""
+    """Call `fail`, unless the thread is spared or raised `SystemExit`."""
     if args.exc_type is SystemExit:
         return
     report = report_of(args.thread)
@@ -178,7 +178,7 @@ def fail_in_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def who() -> str:
-    """`rank 2/4 on node07`, for messages; from the launcher's variables before MPI has started."""
+    """This rank in messages, also before MPI starts: `rank 2/4 on node07`."""
     here = launched()
     rank, size = (_job.rank, _job.size) if _job else (here.rank, here.size) if here else (0, 1)
     return f"rank {rank}/{size} on {socket.gethostname()}"
@@ -198,7 +198,7 @@ _at = At("start", time.monotonic(), 0, LONG)
 
 
 def doing(phase: str, patience: float = 1.0) -> None:
-    """Note what this process is at, for the message if it fails, and that it gets on.
+    """Note this process's phase, for error messages, and that it makes progress.
 
     Args:
         patience: how many times longer than a step it may last before it counts as stuck.
@@ -213,10 +213,10 @@ def at() -> At:
 
 
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print rank, host, phase and traceback, then end the job. What the user did wrong needs no traceback.
+    """Print rank, host, phase and traceback, then end the job.
 
-    An error that is there because another rank has ended, by `JobControl.echoes`, is a line, or none if that rank has
-    said why.
+    A `UsageError` or `TrainingError` is printed without a traceback. An error caused by the end of another rank, as
+    `JobControl.echoes` finds, is one line, or none if that rank has said why.
     """
     echo = _job.echoes(error) if _job else None
     if echo is not None:
@@ -242,7 +242,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
 
 
 def as_sentence(error: Exception) -> Exception:
-    """The error in the user's words; if nobody catches it, Python prints it without a traceback."""
+    """The error in the user's words, which Python prints without a traceback."""
     told = no_device(error) if is_no_backend(error) else error
     before = sys.excepthook
 
@@ -258,7 +258,7 @@ def as_sentence(error: Exception) -> Exception:
 
 
 def no_device(error: BaseException | None) -> UsageError:
-    """The error of JAX that it could not start a backend, with a way out."""
+    """JAX's error that it cannot start a backend, with a way out."""
     said = (str(error) or "none of that platform").splitlines()[0]
     if "FFI handler registration for mpi_" in said:
         return UsageError(
@@ -297,13 +297,16 @@ def has_backend() -> bool:
 
 
 def rank_0_first_s() -> float:
-    """Seconds to wait for rank 0's message: before MPI starts it may be as late as this rank has taken to get here."""
+    """Seconds to wait for rank 0's message; more before MPI has started."""
     age_s = time.monotonic() - LOADED_S if _job is None else 0.0
     return max(RANK_0_FIRST_S, min(age_s, RANK_0_FIRST_MOST_S))
 
 
 def go_alone() -> None:
-    """End this rank if the others go on without it: by a signal, since Open MPI would end them after a bad exit."""
+    """End this rank by SIGKILL if the others are to go on.
+
+    After a bad exit code, Open MPI would end the others.
+    """
     if _job is not None and _job.kill:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -311,13 +314,13 @@ def go_alone() -> None:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """The job's exit code for launchers: starting again helps only if it is 1 or a signal's."""
+    """The job's exit code; a restart helps only if it is 1."""
     codes = ((KeyboardInterrupt, INTERRUPTED), (UsageError, MISUSED))
     return next((code for kind, code in codes if isinstance(error, kind)), 1)
 
 
 def leave_with(code: object) -> None:
-    """End the job if a rank leaves by `sys.exit` with what is no success; nothing otherwise."""
+    """End the job unless this rank's `sys.exit` was given 0 or None."""
     if code in (0, None):
         return
     if not isinstance(code, int):
@@ -328,7 +331,7 @@ def leave_with(code: object) -> None:
 
 
 def end_job(code: int) -> NoReturn:
-    """End all ranks with `code`, from any thread; by SIGKILL if a launcher might take that for 0."""
+    """End all ranks with `code`, from any thread, if necessary by SIGKILL."""
     sys.stdout.flush()
     sys.stderr.flush()
     if _job is not None and _job.size > 1:
@@ -344,9 +347,11 @@ def end_job(code: int) -> NoReturn:
 
 
 def let_be_heard() -> None:
-    """Wait until the launcher has read what this process has said to a pipe, and could pass it on: Open MPI 5's forgets
-    at times what it has not by the time the job is ended. Of a terminal, as that launcher makes stdout, nobody can see
-    what has been read: there the time to pass it on must do. Ctrl-C ends the wait.
+    """Wait until the launcher has read and passed on this process's output.
+
+    Open MPI 5 at times loses output that its launcher has not passed on when the job ends. A pipe shows how much of it
+    is unread. The terminal that this launcher makes of stdout does not, so there a fixed time must do. Ctrl-C ends the
+    wait.
     """
     deadline = time.monotonic() + READ_S
     with suppress(KeyboardInterrupt):
@@ -356,13 +361,13 @@ def let_be_heard() -> None:
 
 
 def let_end() -> None:
-    """Let another thread end the job, if one does: this process must not exit with 0 meanwhile."""
+    """Wait while another thread ends the job, rather than exit with 0."""
     if _ending.acquire(timeout=ENDING_S):
         _ending.release()
 
 
 def unread(fd: int) -> int:
-    """Bytes in a pipe that nobody has read yet; 0 for what is no pipe."""
+    """Number of unread bytes in a pipe; 0 for any other file."""
     try:
         if not stat.S_ISFIFO(os.fstat(fd).st_mode):
             return 0
@@ -377,7 +382,7 @@ def is_at_work() -> bool:
 
 
 def leave() -> None:
-    """At exit: wait for the other ranks, or end them if they would wait for this one for ever."""
+    """Wait for the other ranks at exit, or end the whole job."""
     if _job is None or _job.size == 1:
         return
     let_end()
@@ -393,11 +398,12 @@ def leave() -> None:
             file=sys.stderr,
         )
         end_job(1)
+    run_checks()
 
 
 @contextmanager
 def at_work() -> Iterator[None]:
-    """While this lasts, a rank that leaves takes the job with it at once; errors go through `fail`."""
+    """End the job at once if a rank leaves within this block."""
     if _job is not None:
         _job.working = True
     try:

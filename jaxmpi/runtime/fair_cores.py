@@ -1,4 +1,4 @@
-"""Equal shares of a host's cores for processes that do not wait for each other.
+"""Equal shares of a host's cores for processes that run independently.
 
 Problem: asynchronous workers that share cores make as many steps as the kernel gives them time for. It balances
 threads, not workers, and beside other programs the steps of equal workers differ by 20 % for seconds.
@@ -41,7 +41,7 @@ Address = tuple[int, int, int, int]  # of a `Segment`; its first number is that 
 
 
 class FairCores:
-    """This process's turns among processes that run on the same cores; no sleep if there are cores for all.
+    """This process's turns on shared cores; no sleep if cores suffice.
 
     Attributes:
         address: where others find its count of steps; none if they cannot.
@@ -58,7 +58,7 @@ class FairCores:
         weakref.finalize(self, close, self._files)
 
     def begin(self, addresses: Sequence[Address], uncounted: Container[int] = ()) -> None:
-        """Begin to count; all of the processes come here at about the same time.
+        """Begin to count; all processes call it at about the same time.
 
         Args:
             addresses: of processes of this host, in the same order in each of them.
@@ -88,9 +88,9 @@ class FairCores:
         self._mine[0] = 0.0
 
     def sleep_s(self) -> float:
-        """After each step: seconds that this process is to sleep now, which are counted as slept.
+        """Count a step; return the seconds that this process must sleep now.
 
-        At most as many as since it last slept.
+        These seconds count as slept, and are at most those since the last sleep.
         """
         self._mine[0] += 1.0
         awake_s = time.monotonic() - self._looked_s - self._sleep_s
@@ -110,7 +110,7 @@ class FairCores:
         return self._sleep_s
 
     def _read(self) -> np.ndarray:
-        """f64[processes, 3]: steps, seconds that they have run, and that they have waited for a core."""
+        """f64[processes, 3]: steps, seconds run, and seconds waited for a core."""
         rows = zip(self._counts, self._files, strict=False)
         return np.array([(count[0], *times_of(files)) for count, files in rows])
 
@@ -123,17 +123,18 @@ def mask_of(pid: int) -> list[int]:
 
 
 def opened(pid: int, uncounted: Container[int]) -> list[int]:
-    """The times of a process's threads, as open files, from which reading takes a tenth of opening them."""
+    """Open each thread's file of times; reading takes a tenth of opening."""
     files = []
-    with contextlib.suppress(OSError):  # it has ended, or the kernel keeps no such times
+    with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             if int(thread) not in uncounted:
-                files.append(os.open(f"/proc/{pid}/task/{thread}/schedstat", os.O_RDONLY))
+                with contextlib.suppress(OSError):  # the thread has, or the kernel keeps no such times
+                    files.append(os.open(f"/proc/{pid}/task/{thread}/schedstat", os.O_RDONLY))
     return files
 
 
 def times_of(files: Sequence[int]) -> tuple[float, float]:
-    """Seconds that a process's threads have run, and that they have waited for a core; of those that have not ended.
+    """Seconds that a process's live threads ran, and waited for a core.
 
     W = sum_t w_t r_t / max_t r_t: a thread that polls for messages runs little, and waits whenever it wakes.
     """

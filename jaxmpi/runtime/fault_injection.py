@@ -1,4 +1,4 @@
-"""Fault injection: `--inject kill:rank=1,step=20` shows before a big run what it will do when that happens.
+"""Fault injection, to test before a big run: `--inject kill:rank=1,step=20`.
 
     --inject KIND[:key=value,...]     repeatable; KINDS below is the table of kinds
 
@@ -35,7 +35,7 @@ class InjectedError(RuntimeError):
 
 
 class Kind(NamedTuple):
-    """A row of the table: where the fault happens, what it takes beside rank, step and times, and what it does."""
+    """A kind of fault: its place, its own keys and its action."""
 
     where: str  # step: before an update; save: while a checkpoint is written; saved: once it is whole
     defaults: Values
@@ -100,7 +100,7 @@ def terminate(values: Values, subject: Any) -> Any:
 
 
 def poison(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainState, Batch]:
-    """An infinite weight on the batch's first example: gradients are infinite or NaN."""
+    """Give the batch's first example an infinite weight, for non-finite gradients."""
     state, batch = subject
 
     def change(weight: np.ndarray) -> None:
@@ -110,7 +110,7 @@ def poison(values: Values, subject: tuple[TrainState, Batch]) -> tuple[TrainStat
 
 
 def changed(array: Any, change: Callable[[np.ndarray], None]) -> Any:
-    """A copy with a change in it; of what lies over several devices, in the part of this process's first."""
+    """A copy with `change` applied, in the first local shard if sharded."""
     if not isinstance(array, jax.Array):
         copy = np.array(array)
         change(copy)
@@ -149,7 +149,7 @@ def fill_disk(values: Values, subject: Any) -> Any:
 
 
 def damage(values: Values, subject: Path) -> Path:
-    """Flip one bit of a file of the checkpoint that has just been written."""
+    """Flip one bit in a file of the checkpoint just written."""
     file = subject / values["file"]
     with file.open("r+b") as opened:
         byte = opened.read(1)
@@ -173,7 +173,7 @@ def drop_link(values: Values, subject: Any) -> Any:
 
 
 def cut_off(handle: str) -> bool:
-    """Shut a file descriptor's connection to another host; False if it is none."""
+    """Shut a file descriptor's connection to another host; False if none."""
     try:
         copy = os.dup(int(handle))
     except OSError:  # the folder's own handle, which is gone
@@ -283,7 +283,7 @@ class RequestedFaults:
     """The requested faults of this rank, and how often each has happened."""
 
     def __init__(self, faults: Sequence[tuple[int, Fault]], folder: Path) -> None:
-        """Args: `faults` with their place on the command line; `folder` that remembers, over restarts."""
+        """Take faults with their command-line places, and a folder kept over restarts."""
         self._faults, self._folder = faults, folder
         self._met: set[int] = set()  # places of those that have happened in this process
         if faults:
@@ -307,7 +307,7 @@ class RequestedFaults:
         return [fault.text for place, fault in self._faults if place not in self._met | before]
 
     def _may(self, place: int, fault: Fault) -> bool:
-        """Count one more; False if it has been often enough. Written before it happens: it may be the last thing."""
+        """Count a fault before it happens; False if it happened often enough."""
         if fault.times == 0:
             return True
         for time_ in range(fault.times):
@@ -323,7 +323,7 @@ _requested: RequestedFaults | None = None
 
 
 def request(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Path) -> None:
-    """Have these faults happen in this process, if one of `mine` is their rank.
+    """Request those faults in this process whose rank is in `mine`.
 
     Args:
         folder: the run directory, which remembers what has happened.
@@ -337,10 +337,10 @@ def request(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Pat
 
 
 def reach(where: str, step: int, subject: Any = None) -> Any:
-    """A place where faults may have been requested; what becomes of the subject."""
+    """Do the faults requested for this place; return the new subject."""
     return subject if _requested is None else _requested.reach(where, step, subject)
 
 
 def missed() -> list[str]:
-    """Faults requested for this rank that have not happened, as they were spelled."""
+    """Faults requested for this rank that have not happened, as spelled."""
     return [] if _requested is None else _requested.missed()

@@ -1,4 +1,4 @@
-"""Buffers of a GPU as arrays of the host, for Python functions that programs call on CUDA devices.
+"""Host arrays of GPU buffers, for Python functions in CUDA programs.
 
 XLA calls a handler while it puts a program's work on a stream, and gives it addresses of the GPU. So operands are
 copied to the host behind that work. The function reads and fills memory of the host, and its results are copied back.
@@ -95,9 +95,10 @@ def call_driver(call: str, *arguments: Any) -> None:
 def on_host(
     stream: int | None, operands: Sequence[Buffer], results: Sequence[Buffer]
 ) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
-    """Yield copies of operands, and arrays that become the results; an operand in a result's buffer is in its array.
+    """Yield host copies of operands, and arrays that become the results.
 
-    Waits for the stream's work so far if an array has bytes, and not if none has.
+    An operand in a result's buffer is in that result's array. If an array has bytes, this waits for the stream's work
+    so far.
     """
     sizes: dict[int, int] = {}  # by address; XLA may pass the beginning of a buffer as well
     for x in [*operands, *results]:
@@ -126,7 +127,7 @@ def on_host(
 
 @contextmanager
 def device_of(stream: int | None) -> Iterator[None]:
-    """Make the stream's device this thread's, which may be one of XLA's threads that has none."""
+    """Make the stream's device current in this thread, which may have none."""
     context = c_void_p()
     call_driver("cuStreamGetCtx", stream, byref(context))
     call_driver("cuCtxPushCurrent_v2", context)

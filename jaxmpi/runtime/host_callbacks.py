@@ -1,9 +1,9 @@
-"""Python functions in jitted programs on CPUs and CUDA GPUs: XLA FFI handlers made with ctypes, no compiler needed.
+"""Python functions in jitted programs, by XLA FFI handlers made with ctypes.
 
-A program holds a function's name and nothing of this process: it is the same on all ranks, can be read from the
-compilation cache, and can be exported. XLA runs independent calls in any order and several at once, even on one core;
-so calls carry an ordered effect by default. Then they run one after another in the order of the program,
-through scans, branches and jits in it, and programs in the order in which they were started.
+No compiler is needed. A program holds a function's name and nothing of this process: it is the same on all ranks, can
+be read from the compilation cache, and can be exported. XLA runs independent calls in any order and several at once,
+even on one core; so calls carry an ordered effect by default. Then they run one after another in the order of the
+program, through scans, branches and jits in it, and programs in the order in which they were started.
 
 On a CPU a function sees XLA's own buffers. On a GPU it sees copies on the host (`jaxmpi.runtime.gpu_buffers`), and
 holds up the thread that puts work on the device: what is there goes on, and nothing is added.
@@ -188,7 +188,7 @@ DTYPES = {  # by the header's numbers; those of 1, 2 and 4 bits are left out: XL
 
 
 def can_go(dtype: Any) -> bool:
-    """Return True if arrays of this dtype can go to a function: not random keys, nor numbers of less than 8 bits."""
+    """Return True if arrays of this dtype can go to a function."""
     return not jax.numpy.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype) in DTYPES.values()
 
 
@@ -196,7 +196,7 @@ def can_go(dtype: Any) -> bool:
 
 
 def register(name: str, function: Function, ends_job: bool = False) -> None:
-    """Let programs call `function(operands, results, **attributes)` by `name`, from any thread of XLA's.
+    """Let programs call `function(operands, results, **attributes)` by `name`, from any XLA thread.
 
     operands: read-only views of XLA's own buffers, on a GPU of copies; results: views to fill, aligned to 64 bytes,
     whose content is undefined before. Views must not outlive the call. Any dtype and shape, size 0 included.
@@ -221,7 +221,7 @@ def _end_job_if_asked(name: str, error: BaseException) -> None:
 
 
 def forget(name: str) -> None:
-    """Let go of a function; a program that still calls it gets an error."""
+    """Remove a function; a program that still calls it gets an error."""
     _functions.pop(name, None)
     _ending.discard(name)
 
@@ -233,16 +233,19 @@ class OrderedEffect(effects.Effect):
 
 @dataclass(frozen=True)
 class Kept(effects.Effect):
-    """Effect that keeps calls in a program if nobody uses their results; data alone orders them."""
+    """Effect that keeps calls whose results are unused; data alone orders them."""
 
 
 @dataclass(frozen=True)
 class Checked(effects.Effect):
-    """Effect that keeps what is checked when a program is compiled, and does nothing in it."""
+    """Effect that keeps a compile-time check, and does nothing at run time."""
 
 
 def admit(effect: effects.Effect, *, is_ordered: bool = True, may_repeat: bool = False) -> effects.Effect:
-    """Let JAX lower an effect, also in branches and loops; in `jax.checkpoint` if it may be repeated."""
+    """Let JAX lower an effect, also in branches, loops and custom derivatives.
+
+    One that may be repeated is also admitted in `jax.checkpoint`.
+    """
     kinds = ["lowerable", "control_flow_allowed", "custom_derivatives_allowed"]
     kinds += ["ordered"] * is_ordered + ["remat_allowed"] * may_repeat
     for kind in kinds:
@@ -286,7 +289,7 @@ def call(
 
 
 def sees_copies() -> bool:
-    """Return True in a function that is called on copies of a GPU's arrays."""
+    """Return True in a function called on copies of GPU arrays."""
     return getattr(_thread, "sees_copies", False)
 
 
@@ -294,7 +297,7 @@ _thread = threading.local()
 
 
 def copy_unless_shared(source: np.ndarray, to: np.ndarray) -> None:
-    """Nothing, if XLA has given operand and result one buffer, as `in_place` asks it to."""
+    """Copy `source` into `to`, unless `in_place` gave them one buffer."""
     if source.ctypes.data != to.ctypes.data:
         np.copyto(to, source)
 
@@ -332,7 +335,7 @@ def _abstract(*operands: Any, results: tuple, effect: effects.Effect | None, **_
 def _lower(
     ctx: mlir.LoweringRuleContext, *operands: Any, results: Any, in_place: Any, effect: Any, constants: Any
 ) -> list:
-    """A custom call; if there is an effect with an order, its last operand and result is the effect's token."""
+    """A custom call; an ordered effect's token is last operand and result."""
     lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=True, operand_output_aliases=dict(in_place))
     typed = {k: np.int64(v) if isinstance(v, int) else v for k, v in constants}
     if effect in (None, KEPT):
@@ -357,7 +360,7 @@ mlir.register_lowering(_python_p, _lower, platform="cuda")
 
 
 def handler_of(run: Callable[[FfiCallFrame, str, dict[str, Any]], None]) -> Any:
-    """Make the entry point that XLA calls; `run` calls the function of this name in an execution."""
+    """Make XLA's entry point; `run` calls the function of the given name."""
 
     @ctypes.CFUNCTYPE(c_void_p, POINTER(FfiCallFrame))
     def handler(frame: Any) -> int | None:
@@ -455,7 +458,7 @@ def _as_xla_error(frame: FfiCallFrame, error: BaseException) -> int:
 
 
 def _told(error: BaseException) -> str:
-    """The error, its rank and, unless it is a plain message to the user, its traceback."""
+    """The error with its rank, and its line unless written for users."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if isinstance(error, (UsageError, TrainingError)) else f", {place.filename}:{place.lineno}"
     return f"{type(error).__name__}: {error} [{failures.who()}{where}]"
@@ -471,7 +474,7 @@ def why_copies() -> str:
 
 @functools.cache
 def unavailable_reason() -> str | None:
-    """Why calls go through `io_callback`; None if the handler works, as a tiny program shows once a process.
+    """Reason why calls go through `io_callback`; None if the handler works.
 
     JAXMPI_FFI=off asks for `io_callback`.
     """

@@ -1,4 +1,4 @@
-"""Signals that ask this process to leave: which are one request, and Ctrl-C while a command is imported.
+"""Signals to leave: those of one request, and Ctrl-C during imports.
 
 Imports next to nothing itself, so as to come first.
 """
@@ -22,7 +22,7 @@ class Requests:
         self._last_s = 0.0
 
     def add(self, number: int) -> bool:
-        """Add a signal; return False if it is part of the request before."""
+        """Add a signal; return False if it belongs to the last request."""
         if number == signal.SIGHUP and self.heard:  # a closed terminal sends it twice, by its shell and by the kernel
             return False
         now_s, window_s = time.monotonic(), ONE_CTRL_C_S if number == signal.SIGINT else ONE_REQUEST_S
@@ -34,7 +34,7 @@ class Requests:
 
 
 def leave_on_interrupt() -> None:
-    """Have Ctrl-C end this process with one line, until a run takes it over: there is nothing to save yet."""
+    """Have Ctrl-C end this process with one line until a run begins."""
     signal.signal(signal.SIGINT, _leave)
 
 

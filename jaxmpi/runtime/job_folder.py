@@ -1,4 +1,4 @@
-"""A job's folder in shared memory: marks that outlive a process, and what is swept when it ends."""
+"""A job's folder in shared memory, with marks that outlive a process."""
 
 import fcntl
 import os
@@ -12,9 +12,10 @@ from pathlib import Path
 
 
 def over_leftovers(line: Sequence[str]) -> list[str]:
-    """The line, begun over what a killed Open MPI launcher with the same process id left: a launcher refuses to start.
+    """The line, after removal of a killed Open MPI launcher's folder.
 
-    Process ids come round again, folders in /tmp stay. The line gets the process id of the shell that is run here.
+    A launcher refuses to start if one with the same process id has left its temporary folder. The line gets the process
+    id of the shell that is run here.
     """
     folder = shlex.quote(f"{tempfile.gettempdir()}/ompi.")
     return ["/bin/sh", "-c", f'rm -rf {folder}$$; exec "$@"', "sh", *line]
@@ -31,7 +32,7 @@ ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it en
 
 
 def mark(name: str) -> None:
-    """Leave a file of this name for the process that has made the folder of `own_segments`."""
+    """Leave a file of this name in the folder of `own_segments`."""
     folder = Path(os.environ.get(SEGMENTS, ""))
     if folder.name.startswith(OWN):
         with suppress(OSError):  # on another host, gone, or full: then there is no file
@@ -39,16 +40,16 @@ def mark(name: str) -> None:
 
 
 def is_marked(name: str) -> bool:
-    """Return True if a rank of this host has left a file of this name."""
+    """Return True if a rank of this host has called `mark(name)`."""
     return (words(os.environ) / name).exists()
 
 
 @contextmanager
 def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
-    """A folder of a job's own in this host's shared memory, as a setting for Open MPI; removed even if this is killed.
+    """Yield Open MPI's setting of a job's own folder in shared memory.
 
-    Open MPI leaves 16 MiB a rank behind if its launcher is killed, and at times when that kills ranks. What others
-    have left goes here, too.
+    The folder is removed even if this process is killed. Open MPI leaves 16 MiB a rank behind if its launcher is
+    killed, and at times when the launcher kills ranks. What others have left goes here, too.
     """
     if SEGMENTS in os.environ or not os.access(root, os.W_OK):
         yield {}
@@ -67,20 +68,24 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
 
 
 def words(setting: Mapping[str, str]) -> Path:
-    """The folder of the files that ranks of this host have left, given what `own_segments` has."""
+    """The folder of this host's marks, by the setting of `own_segments`."""
     return Path(setting.get(SEGMENTS, os.devnull)) / WORDS
 
 
 def hold(folder: Path) -> int:
-    """Keep a folder of `own_segments` from `sweep` until this process ends; made on hosts if it is not there."""
+    """Keep a folder from `sweep` while this process lives; made if absent."""
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with suppress(OSError):  # swept in between
-            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(handle, fcntl.LOCK_SH)
-            if os.path.samestat(os.fstat(handle), folder.stat()):
+        with suppress(FileNotFoundError):  # swept in between
+            handle, is_held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY), False
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH)
+                is_held = os.path.samestat(os.fstat(handle), folder.stat())
+            finally:
+                if not is_held:
+                    os.close(handle)
+            if is_held:
                 return handle
-            os.close(handle)
 
 
 def sweep(root: Path) -> None:

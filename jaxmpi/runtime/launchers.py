@@ -46,7 +46,7 @@ VARIABLES = {name for names in LAUNCHERS.values() for name in names} | {*MARKS}
 
 
 def launched() -> Launch | None:
-    """The launcher that started this process with its rank and size, or None if there is none."""
+    """This process's launcher, rank and size; None without a launcher."""
     for launcher, names in LAUNCHERS.items():
         rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
         if rank is None or size is None:
@@ -63,19 +63,19 @@ def launched() -> Launch | None:
 
 
 def my_rank() -> int:
-    """This process's rank by the launcher's variables, 0 if there is no launcher; needs no MPI."""
+    """This process's rank by the launcher's variables, without MPI; else 0."""
     here = launched()
     return here.rank if here else 0
 
 
 def launched_workers() -> int:
-    """Ranks of this job by the launcher's variables, 1 without one; needs no MPI. For recipes that depend on it."""
+    """The job's size by the launcher's variables, before MPI starts; else 1."""
     here = launched()
     return here.size if here else 1
 
 
 def ranks_below(pid: int) -> dict[int, int]:
-    """Processes by rank that a launcher has on this host, without those that ranks spawn by MPI. Linux only."""
+    """A launcher's processes on this host by rank, except spawned ones (Linux)."""
     variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
     jobs = b"PMIX_NAMESPACE="  # of Open MPI: the launcher's own ends with @1, of spawned processes with @2, ...
     found: dict[int, int] = {}
@@ -96,7 +96,7 @@ def ranks_below(pid: int) -> dict[int, int]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent ends, however it ends. Linux only."""
+    """Have Linux send this process SIGTERM however its parent ends."""
     pr_set_pdeathsig = 1
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

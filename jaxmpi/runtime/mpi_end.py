@@ -1,14 +1,15 @@
-"""Hooks that run before MPI ends: at exit, or in an `MPI.Finalize()` of the script's own."""
+"""Hooks that run before MPI ends, at exit or in `MPI.Finalize()`."""
 
 import atexit
 from collections.abc import Callable
 from contextlib import suppress
 
 _hooks: list[Callable[[], None]] = []
+_checks: list[Callable[[], object]] = []
 
 
 def before_mpi_ends(hook: Callable[[], object]) -> None:
-    """Call the hook once, when MPI or this process ends, whichever is first; the last one registered comes first."""
+    """Call a hook once when MPI or the process ends, newest first."""
 
     def once() -> None:
         if once in _hooks:
@@ -20,7 +21,18 @@ def before_mpi_ends(hook: Callable[[], object]) -> None:
 
 
 def run_hooks() -> None:
-    """Call those that have not been called; MPI can still be used in them."""
+    """Call the remaining hooks, in which MPI can still be used."""
     while _hooks:
         with suppress(Exception):  # of a program that failed: mpi4jax's hook raises it again at exit
             _hooks[-1]()
+
+
+def when_all_have_ended(check: Callable[[], object]) -> None:
+    """Call the check when all ranks' scripts have ended, before MPI ends."""
+    _checks.append(check)
+
+
+def run_checks() -> None:
+    """Call the checks, when all scripts have ended."""
+    for check in _checks:
+        check()

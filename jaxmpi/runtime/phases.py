@@ -1,4 +1,4 @@
-"""The phase that a job is in while it can show no step, such as a compilation, and a line about it in silence.
+"""Phases in which a job shows no step, such as a compilation.
 
 A job imports, waits for other ranks, traces and compiles before its first step, each for seconds or minutes. Whoever
 does such a thing opens a phase. Rank 0 prints its name whenever it has been silent for SILENCE_S; on a terminal the
@@ -31,7 +31,7 @@ _narrators: list[threading.Event] = []  # at most one, with what ends it
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Be at something until the block ends; inside another phase it is shown in brackets."""
+    """Open a phase for the block; inside another it shows in brackets."""
     mine = Phase(name, time.monotonic())
     _open.append(mine)
     try:
@@ -41,7 +41,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current() -> Phase | None:
-    """The phase of this process, with the innermost part of it in brackets; None if at nothing that is a phase."""
+    """This process's phase, with the innermost in brackets; None outside phases."""
     at = [*_open]  # another thread may ask
     if len(at) < 2:
         return at[0] if at else None
@@ -49,13 +49,13 @@ def current() -> Phase | None:
 
 
 def said() -> None:
-    """Note that something has been shown, so that no line need come for a while."""
+    """Note that something was shown, so that the next line can wait."""
     global _said_s
     _said_s = time.monotonic()
 
 
 def narrate(out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
-    """Print the phase whenever so many seconds have passed in silence, until `hush`; by default on standard output.
+    """Print the phase whenever `silence_s` have passed without output, until `hush`.
 
     A thread prints it, because the one that works blocks while it imports or compiles.
     """
@@ -76,6 +76,6 @@ def narrate(out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
 
 
 def hush() -> None:
-    """Print no more of them: they are shown elsewhere, or are not wanted."""
+    """Stop `narrate`: phases are shown elsewhere, or are not wanted."""
     while _narrators:
         _narrators.pop().set()

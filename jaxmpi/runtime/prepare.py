@@ -16,7 +16,7 @@ from jaxmpi.runtime.launchers import Launch, launched
 
 
 def prepare() -> None:
-    """Set allocator, cores and device of this process; before the first device call, at most once."""
+    """Set allocator, cores and device once, before JAX's first device call."""
     if _prepared.is_set():
         return
     _prepared.set()
@@ -38,7 +38,7 @@ _prepared = threading.Event()
 
 
 def tune_mpi(here: Launch) -> None:
-    """Open MPI's settings, read when MPI starts; what the user has set stays."""
+    """Set Open MPI's defaults before it starts; the user's settings stay."""
     if here.local_size < here.size:  # else ranks of other hosts abort, and are blamed, before a death is reported
         os.environ.setdefault("OMPI_MCA_opal_abort_delay", "1")  # seconds
     if here.local_size > cores():  # a rank that spins while it waits takes the core that another needs

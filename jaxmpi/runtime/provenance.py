@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parent.parent  # jaxmpi
 
 
 def project_root(path: Path) -> Path:
-    """The nearest folder above the experiment with a pyproject.toml or .git, else the one above its own.
+    """The nearest folder above with pyproject.toml or .git, else two levels up.
 
     For an experiment that was installed with jaxmpi it is the current folder: above site-packages may be any project.
     """
@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
 
 
 def commit(root: Path | None) -> str:
-    """The commit of the project, `+` behind it if files differ; empty outside git."""
+    """The project's commit, with `+` if files differ; empty outside git."""
     try:
         git = partial(subprocess.run, cwd=root, capture_output=True, text=True, timeout=10, check=True)
         head = git(["git", "rev-parse", "HEAD"]).stdout.strip()

@@ -8,7 +8,7 @@ from jaxmpi.runtime import launchers
 
 
 def columns_of(out: Any) -> int:
-    """Columns of the terminal that a stream leads to, 0 if it leads to none.
+    """Columns of the terminal that a stream leads to; else 0.
 
     Open MPI gives every rank a terminal of its own, and passes on what is written there to wherever mpirun's own output
     goes. So under a launcher the first process above that writes elsewhere is asked.

@@ -1,4 +1,4 @@
-"""Spans of time: noted by whoever works, read by recorder, trace and watchdog.
+"""Spans of time, noted during work for recorder, trace and watchdog.
 
 Times are seconds of `time.perf_counter`, which a change of the wall clock does not move.
 """

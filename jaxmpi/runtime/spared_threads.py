@@ -1,4 +1,4 @@
-"""Threads of other people's code whose errors do not end the run, such as those of a tracker's library.
+"""Threads of other libraries, such as trackers, whose errors end no run.
 
 `failures` ends the job for an uncaught error of any other thread. A thread is spared by the one that starts it, so
 that a thread which the trainer starts meanwhile is not.
@@ -17,7 +17,7 @@ _start = threading.Thread.start
 
 @contextmanager
 def sparing(report: Report) -> Iterator[None]:
-    """Spare the threads that this thread starts until the block ends, and those that they start.
+    """Spare threads started by this thread in the block, and their children.
 
     Args:
         report: is called by a spared thread with its uncaught error.
@@ -31,7 +31,10 @@ def sparing(report: Report) -> Iterator[None]:
 
 
 def start(self: threading.Thread) -> None:
-    """`Thread.start`, with a note if the thread is spared: Python does not keep who has started a thread."""
+    """Start a thread as `Thread.start` does, and note if it is spared.
+
+    Python does not keep who has started a thread.
+    """
     report = getattr(_scope, "report", None) or report_of(threading.current_thread())
     if report:
         _reports[self] = report
@@ -39,5 +42,5 @@ def start(self: threading.Thread) -> None:
 
 
 def report_of(thread: threading.Thread | None) -> Report | None:
-    """The function that is called with a thread's error; None if the thread is not spared."""
+    """The function to call with a spared thread's error; else None."""
     return None if thread is None else _reports.get(thread)

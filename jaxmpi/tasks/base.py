@@ -21,7 +21,7 @@ def no_metrics(outputs: Any, batch: Batch) -> Ratios:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The fields of a batch, its losses, metrics and predictions, as pure functions.
+    """A batch's losses, metrics and predictions, as pure functions.
 
     A step's loss is L = sum_j w_j l_j / sum_j w_j over the examples j of all workers, exactly, however unequal their
     shares. A batch has the fields of the source's examples, [batch, ...] each, dicts inside dicts as they are, and

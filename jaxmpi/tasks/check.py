@@ -13,7 +13,7 @@ from jaxmpi.tasks.base import Batch, Task
 
 
 def check_task(task: Task, example: Batch, held_out: Batch, compute_dtype: Any = jnp.float32) -> None:
-    """Try a task on batches of EXAMPLES such as these, on shapes: does it give what the trainer takes?
+    """Check on shapes that a task returns what the trainer takes.
 
     Args:
         task: of an experiment.
@@ -63,7 +63,7 @@ def batch_like(example: Batch) -> Batch:
 
 
 def shapes_of_init(task: Task, example: Batch) -> tuple[PyTree, PyTree]:
-    """Shapes of params and model state, each leaf of a kind that can be trained, exchanged and saved."""
+    """Shapes of params and model state; refuse leaves not fit for training."""
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         made = task.init(key, batch)
@@ -78,7 +78,7 @@ def shapes_of_init(task: Task, example: Batch) -> tuple[PyTree, PyTree]:
 def check_judged(
     task: Task, params: PyTree, model_state: PyTree, batch: Batch, train: bool, compute_dtype: Any
 ) -> None:
-    """Raise `UsageError` unless a loss is one number an example, model state keeps its leaves, metrics are ratios."""
+    """Refuse losses, model state, metrics or predictions of a wrong form."""
     what = f"task {task.name} in {mode(train)}"
 
     def judge(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:

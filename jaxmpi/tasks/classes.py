@@ -1,4 +1,4 @@
-"""Tasks whose labels name classes: of an image, of each token, of each pixel."""
+"""Tasks whose labels name classes, of an image, token or pixel."""
 
 from typing import Any
 
@@ -22,12 +22,15 @@ def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def counted_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    """f32[batch]: the mean cross-entropy of an example's tokens or pixels whose label is not negative."""
+    """f32[batch]: an example's mean cross-entropy over labels that are not negative."""
     return mean_of(cross_entropy(outputs, jnp.maximum(labels, 0)), labels >= 0)
 
 
 def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """i32[...]: how many classes are ahead of the true one; ties go by class number, NaN of it is last."""
+    """i32[...]: how many classes are ahead of the true one.
+
+    Ties go by class number; a true class of NaN is last.
+    """
     true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     ahead = ~(logits <= true)
     numbers = jnp.arange(logits.shape[-1]).reshape((1,) * labels.ndim + (-1,))
@@ -36,7 +39,7 @@ def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def top(outputs: jax.Array, batch: Batch) -> Ratios:
-    """Shares of examples, or of their tokens, whose class is the most probable one and among the first five."""
+    """Top-1 and top-5 accuracy of examples, or of their tokens."""
     place = ranking(outputs, batch["label"])
     ones = jnp.ones(place.shape[0])
     return {"top1": (an_example(place < 1), ones), "top5": (an_example(place < 5), ones)}
@@ -50,7 +53,7 @@ def top_of_counted(outputs: jax.Array, batch: Batch) -> Ratios:
 
 
 def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
-    """The share of pixels that are right, and the mean over classes of intersection / union, of all images together."""
+    """Pixel accuracy, and mean intersection over union of classes, over all images."""
     labels, found = batch["label"], outputs.argmax(-1)
     counted = labels >= 0
     is_true, is_found = (
@@ -69,17 +72,17 @@ def classification(made: Supervised) -> Task:
 
 
 def language_model(made: Supervised) -> Task:
-    """One class a token, all tokens counted, so that an example's loss is the mean over its tokens."""
+    """One class a token; an example's loss is the mean over tokens."""
     return made.task("language model", top)
 
 
 def token_classification(made: Supervised) -> Task:
-    """One class a token; those with a negative label are padding. Every token weighs the same, whoever's it is."""
+    """One class a token, all of one weight; negative labels are padding."""
     return made.task("token classification", top_of_counted, tokens)
 
 
 def segmentation(made: Supervised) -> Task:
-    """One class a pixel; those with a negative label are not counted. Every image weighs the same."""
+    """One class a pixel; negative labels do not count, images weigh alike."""
     return made.task("segmentation", overlaps)
 
 

@@ -12,7 +12,7 @@ from jaxmpi.model.contract import Model, check_image
 
 
 def prepared(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Array:
-    """The model's input: images normalised and cast to `dtype`, tokens as they are."""
+    """The model's input: normalised images in `dtype`, tokens in `model.input_dtype`."""
     check_image(model.name, image.shape, model.input_shape)
     if not model.takes_tokens:
         return normalise(image, data).astype(dtype)
@@ -24,7 +24,9 @@ def prepared(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Arra
 
 
 def normalise(image: jax.Array, data: Data) -> jax.Array:
-    """(pixel / 255 - mean) / std, per channel, of u8 images; others are ready, as loaders with a mean image make them.
+    """Normalise u8 images per channel: (pixel / 255 - mean) / std.
+
+    Other images are ready, as loaders with a mean image make them.
 
     Raises:
         UsageError: a mean or deviation is given for images that are not u8, or a mean image for some that are.

@@ -1,4 +1,4 @@
-"""Tasks whose labels are numbers: values to come near to, or one yes or no for each of several classes."""
+"""Tasks whose labels are numbers: values, or yes or no per class."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxmpi.tasks.supervised import Supervised, an_example
 
 
 def targets(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    """f32, labels in the shape of the outputs; labels [batch] stand for [batch, 1].
+    """Labels as f32 in the outputs' shape; [batch] stands for [batch, 1].
 
     Raises:
         UsageError: they are not as many.
@@ -37,12 +37,12 @@ def errors(outputs: jax.Array, batch: Batch) -> Ratios:
 
 
 def binary_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    """Cross-entropy of sigmoid(logits) and labels in [0, 1], of each class, in nats."""
+    """Cross-entropy of sigmoid(logits) and labels in [0, 1] by class, in nats."""
     return optax.sigmoid_binary_cross_entropy(outputs, targets(outputs, labels))
 
 
 def hits(outputs: jax.Array, batch: Batch) -> Ratios:
-    """Shares of answers and of whole examples that are right, and F1 = 2 TP / (2 TP + FP + FN) over all answers."""
+    """Accuracy by answer and by whole example, and F1 over all answers."""
     said, true = outputs > 0, targets(outputs, batch["label"]) > 0.5
     ones = jnp.ones(said.shape[0])
     both, either = ((x.astype(jnp.float32)).sum(-1) for x in (said & true, said ^ true))

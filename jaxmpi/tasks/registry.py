@@ -1,4 +1,7 @@
-"""The rows of tasks, one a kind of labels; a user's own is a `Task` in the experiment, or another row."""
+"""Table of tasks, one row for each kind of labels.
+
+A user's own task is a `Task` in the experiment, or another row.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,7 +43,7 @@ TASKS: dict[str, TaskSpec] = {
 
 
 def spec_of(experiment: Experiment) -> TaskSpec | None:
-    """The row that an experiment asks for; None if it has a task of its own.
+    """The row of an experiment; None if it has its own task.
 
     Raises:
         UsageError: no such row, or not exactly one of a model and a task of its own.

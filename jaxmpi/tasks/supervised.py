@@ -63,7 +63,7 @@ def an_example(values: jax.Array) -> jax.Array:
 
 
 def mean_of(values: jax.Array, counted: jax.Array) -> jax.Array:
-    """f32[batch]: the mean over an example's tokens or pixels that count; 0 if none does."""
+    """f32[batch]: the mean over counted tokens or pixels; 0 if none is."""
     return sum_of(values, counted) / jnp.maximum(count_of(counted), 1)
 
 

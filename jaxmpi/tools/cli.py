@@ -1,4 +1,4 @@
-"""`jaxmpi COMMAND ...`: a table of commands, each imported only when it is called."""
+"""`jaxmpi COMMAND ...`: a table of commands, each imported when called."""
 
 import importlib
 import sys

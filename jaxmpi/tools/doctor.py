@@ -1,4 +1,4 @@
-"""`jaxmpi doctor`: report machine, MPI and JAX, test exchanges between ranks, and suggest changes.
+"""`jaxmpi doctor`: report machine, MPI and JAX, test exchanges, suggest changes.
 
 jaxmpi doctor                 this process
 jaxmpi doctor -n 4            four ranks, through the launcher that `jaxmpi train` would use
@@ -100,7 +100,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
 
 
 def tested(control: Processes) -> list[Timed]:
-    """Time short and long exchanges for TEST_S, by a portable and by the best strategy."""
+    """Time short and long exchanges by a portable and the best strategy."""
     comm = world()
     if comm.size == 1:
         return []
@@ -116,7 +116,7 @@ def tested(control: Processes) -> list[Timed]:
 
 
 def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Timed:
-    """Time means of vectors whose mean is known bit for bit, as often as the budget allows."""
+    """Time exchanges with a known mean, as often as the budget allows."""
     failures.doing(f"self-test: {strategy}, {floats} floats")
     x = np.arange(floats, dtype=np.float32) % 1024 + control.rank
     expected = np.arange(floats, dtype=np.float32) % 1024 + np.float32((control.size - 1) / 2)
@@ -148,7 +148,7 @@ class RankPairSpeed(NamedTuple):
 
 
 def pairs_of(trips_s: np.ndarray, hosts: Sequence[str]) -> list[RankPairSpeed]:
-    """Pairs, the slowest first, from f64[w, w] seconds of round trips of PAIR_FLOATS as each rank measured them."""
+    """Pairs, slowest first, from seconds f64[w, w] for PAIR_FLOATS there and back."""
     both = np.fmin(trips_s, trips_s.T)
     met = [(a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if both[a, b] == both[a, b]]
     speeds = [(a, b, hosts[a] != hosts[b], 2 * 8 * PAIR_FLOATS / float(both[a, b]) / 1e9) for a, b in met]
@@ -168,7 +168,7 @@ def slow_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[str
 
 
 def shown_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[str]:
-    """A line for pairs on one host, and one for pairs on two."""
+    """A line for pairs on one host, one for pairs on two."""
     lines = []
     for where, is_far in (("one host", False), ("two hosts", True)):
         if some := [pair for pair in pairs if pair.is_far == is_far]:

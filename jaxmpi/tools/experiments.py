@@ -1,4 +1,4 @@
-"""`jaxmpi experiments`: the experiments that come with jaxmpi, with or without a clone."""
+"""`jaxmpi experiments`: the experiments that ship with jaxmpi, also without a clone."""
 
 import argparse
 import ast
@@ -42,7 +42,7 @@ def first_line(path: Path) -> str:
 
 
 def copied(name: str) -> Path:
-    """Copy a file that ships to the same place under experiments/ of this folder.
+    """Copy a shipped file to the same place under ./experiments/.
 
     Raises:
         UsageError: no such file, or there is one already.

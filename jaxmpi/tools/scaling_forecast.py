@@ -1,4 +1,4 @@
-"""`jaxmpi plan`: forecast of speed with more workers, as a table and a plot.
+"""`jaxmpi plan`: forecast of speed with more workers, as table and plot.
 
 The cost model of `auto` predicts the exchange from link prices, probed or given. A single worker's step time is known,
 so efficiency follows for every layout of hosts and slots.
@@ -154,7 +154,7 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def given(options: argparse.Namespace) -> autotune.Probe:
-    """Prices of the command line; inside a host those between hosts, unless given."""
+    """Prices given as options; inside a host, by default those between hosts."""
     between = Link(options.alpha_s, options.beta_s_per_byte)
     alpha, beta = options.alpha_inside_s, options.beta_inside_s_per_byte
     inside = Link(between.alpha_s if alpha is None else alpha, between.beta_s_per_byte if beta is None else beta)
@@ -178,7 +178,7 @@ def saved_probe() -> tuple[autotune.Probe, str]:
 
 
 def without_gaps(net: Net) -> Net:
-    """Set prices inside a host to those between hosts, if the probe had one rank on each."""
+    """Use prices between hosts inside them, if the probe had none there."""
     return net if net.slots > 1 else net._replace(inside=net.between)
 
 
@@ -238,7 +238,7 @@ def describe(net: Net) -> str:
 
 
 def panels(question: Question, forecasts: Sequence[ScalingForecast]) -> list[plots.Panel]:
-    """Seconds of all strategies for the last number of slots, and efficiency for all."""
+    """Seconds by strategy for the last slots, and efficiency for all slots."""
     slots = question.slots[-1]
     last = with_slots(forecasts, slots)
     names = dict.fromkeys(name for a in last for name in a.others)
@@ -267,5 +267,5 @@ def panels(question: Question, forecasts: Sequence[ScalingForecast]) -> list[plo
 
 
 def with_slots(forecasts: Sequence[ScalingForecast], slots: int) -> list[ScalingForecast]:
-    """Answers for hosts of so many ranks, or for fewer on one host."""
+    """Forecasts for hosts of `slots` ranks, or fewer on one host."""
     return [a for a in forecasts if a.net.slots == min(slots, a.net.workers)]

@@ -1,4 +1,4 @@
-"""The trainer from Python: a script under mpirun, or a notebook with workers in processes or devices."""
+"""The trainer as a Python class, for scripts under mpirun and notebooks."""
 
 import dataclasses
 import sys
@@ -79,14 +79,15 @@ class Trainer:
             sys.exit(left.code)
 
     def evaluate(self, *, step: int | None = None, best: bool = False) -> dict[str, float]:
-        """Figures of the validation data, by the newest checkpoint, that of a step, or the best by `monitor`."""
+        """Evaluate the newest checkpoint, that of `step`, or the best by `monitor`."""
         return open_finished(self.experiment, self.run_dir, step=step, best=best).evaluate()
 
     def predict(self, batch: Batch, *, step: int | None = None, best: bool = False) -> Any:
-        """Outputs of the task for a batch of this process's own, a dict of arrays [batch, ...].
+        """Return the task's outputs for one batch of this process's own.
 
-        By the newest checkpoint, that of a step, or the best by `monitor`; its program is compiled once. Images come as
-        the data source gives them: u8 is normalised with the experiment's mean and deviation.
+        The batch is a dict of arrays [batch, ...]. The model is that of the newest checkpoint, of `step`, or the best
+        by `monitor`; its program is compiled once. Images come as the data source gives them: u8 is normalised with the
+        experiment's mean and deviation.
         """
         if (step, best) not in self._opened:
             self._opened[step, best] = open_finished(self.experiment, self.run_dir, step=step, best=best)
@@ -101,7 +102,7 @@ class Trainer:
         platforms: Sequence[str] = (),
         batch: int = 0,
     ) -> None:
-        """Write the trained model with its program for JAX alone: `jaxmpi export RUN model.jaxexport`.
+        """Write model and program for JAX alone, as `jaxmpi export RUN model.jaxexport`.
 
         Args:
             file: to write, by rank 0; and `file.json`, what goes in and out.

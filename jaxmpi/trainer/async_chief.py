@@ -1,4 +1,4 @@
-"""Worker 0 among asynchronous workers: the record, evaluations and checkpoints for all of them.
+"""The record, evaluations and checkpoints of asynchronous workers, made by worker 0.
 
 A checkpoint has two phases, since workers do not meet: worker 0 announces it through server 0, each worker writes its
 part when it next reports, and when all have, worker 0 adds the center and completes it.
@@ -60,11 +60,14 @@ class ChiefWorker:
         self.answer: ServerAnswer | None = None  # the last
 
     def asks(self) -> dict[str, float]:
-        """The next report's words to all workers: to do their parts of a checkpoint and of an evaluation."""
+        """The next report's requests to all workers: parts of checkpoint and evaluation."""
         return self.evaluation.asks() | ({"save": self.number} if self.is_writing else {})
 
     def progress(self, state: TrainState, answer: ServerAnswer) -> RunProgress:
-        """Complete what all have done their parts of; what is due. At the end nothing is: see `finish`."""
+        """Complete what all workers have done parts of; return what is due.
+
+        At the end nothing is due: see `finish`.
+        """
         self.answer, step = answer, self.run.plan.step(answer.counters.examples)
         if outcome := self.evaluation.conclude_if_whole(answer):
             self.result, self.evaluated = outcome.figures, self.evaluation.step
@@ -81,7 +84,7 @@ class ChiefWorker:
         return RunProgress(step, now)
 
     def has_news(self) -> bool:
-        """Return True if a worker has made a step since the last progress line."""
+        """Return True if any worker stepped since the last progress line."""
         assert self.answer is not None
         return self.answer.counters.examples > self.before.examples
 
@@ -103,7 +106,7 @@ class ChiefWorker:
         self.number = step + 1 + self.worker.is_done / 2
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        """Evaluate the center; in gossip worker 0's own params until all have sent theirs to the center."""
+        """Evaluate the center; in gossip worker 0's params, until the end."""
         self.evaluation.begin(step, state._replace(params=on_device(self.shared(state))))
 
     def commit(self, state: TrainState) -> None:
@@ -114,7 +117,7 @@ class ChiefWorker:
         self.is_writing = False
 
     def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
-        """Add to the parts the params that stand for all workers', and JSON values."""
+        """Complete a checkpoint's parts with the shared params and JSON values."""
         run = self.run
         extra = extra_of(run, run.functions, run.recorder.elapsed_s())
         extra |= {"tally": [*map(float, self.at)], "lr": run.plan.lr_of(self.begun + 1), "callbacks": self.states}
@@ -122,7 +125,7 @@ class ChiefWorker:
             parts.end(self.begun, {"center": self.shared(state)}, extra, score)
 
     def end_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
-        """Save the center elsewhere, from which all workers can go on, and end the run."""
+        """Save the center elsewhere, to resume from, and end the run."""
         home = self.run.saver.home
         place = refuge(home, self.run.recorder.copy_to)
         parts = self.parts._replace(folder=place / "checkpoints")
@@ -140,7 +143,7 @@ class ChiefWorker:
         return jax.tree.map(np.asarray, state.params) if is_own else self.worker.center()
 
     def log(self, step: int, state: TrainState) -> None:
-        """Lines of what all workers did since the last ones; the learning rate is worker 0's."""
+        """Write lines about all workers' steps; the learning rate is worker 0's."""
         assert self.answer is not None
         answer, recorder, examples = self.answer, self.run.recorder, len(self.run.plan.feed.source)
         now, alive = answer.counters, int(answer.status.alive)
@@ -183,7 +186,7 @@ class ChiefWorker:
         self.before, self.alive = now, alive
 
     def finish(self, state: TrainState) -> None:
-        """When all others have made their last exchange: the last evaluation and checkpoint."""
+        """Wait for all last exchanges; then make the last evaluation and checkpoint."""
         assert self.answer is not None
         run, workers = self.run, self.worker.workers
         while self.is_writing or self.evaluation.is_open or self.answer.status.done < self.answer.status.alive:
@@ -207,7 +210,7 @@ class ChiefWorker:
             run.recorder.say(f"finished with {workers - lost} of {workers} workers")
 
     def wait(self, state: TrainState) -> None:
-        """Report, write the part of a checkpoint that is asked for, and complete what all have done their parts of."""
+        """Report, write the checkpoint part asked for, and complete what is whole."""
         time.sleep(LOOK_S)
         answer = self.worker.tell(self.asks())
         self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
@@ -215,9 +218,10 @@ class ChiefWorker:
 
 
 def fallen_behind(worker_steps: Sequence[int], is_gone: Sequence[bool] | np.ndarray) -> dict[int, float]:
-    """Workers that have made less than half of the steps of the median of those that are there, and that median.
+    """Return the workers below half the median of steps, and that median.
 
-    While it is below MANY steps nobody is: all are within the steps of one report.
+    The median counts only workers that are there. Below MANY steps nobody is behind: all are within the steps of one
+    report.
     """
     there = {number: made for number, made in enumerate(worker_steps) if not is_gone[number]}
     median = float(np.median([*there.values()])) if there else 0.0

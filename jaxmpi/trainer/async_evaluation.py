@@ -1,4 +1,4 @@
-"""An evaluation among asynchronous workers: each judges its part of the validation batches when it next reports.
+"""Evaluation by asynchronous workers: each judges its batches at its next report.
 
 A worker that evaluated alone would fall behind the others, and the further the more of them there are. So worker 0
 posts at server 0 what is to be judged: the center as it is now, and its own model state. Each worker posts the sums
@@ -26,7 +26,7 @@ class SharedEvaluation:
     """
 
     def __init__(self, run: Run, worker: Worker) -> None:
-        """Divide the batches; those of a stream, which is read from its beginning, are all worker 0's.
+        """Divide the batches; a stream's, read from its beginning, are worker 0's.
 
         Args:
             run: whose control plane is this rank's alone.
@@ -55,7 +55,7 @@ class SharedEvaluation:
         return {"evaluate": self._number} if self.is_open else {}
 
     def begin(self, step: int, state: TrainState) -> None:
-        """Worker 0: post what is to be judged, have all know it, and judge its own part."""
+        """Worker 0: post the subject, request all parts, and judge its own."""
         self.step, self.is_open, self._subject = step, True, subject_of(self.run, state)
         self._number = step + 1 + self.worker.is_done / 2  # that of the end may be of the same step
         self.worker.post(packed(self._subject))
@@ -64,7 +64,7 @@ class SharedEvaluation:
         self.worker.evaluated = self._number
 
     def take_part(self, answer: ServerAnswer) -> None:
-        """Judge this worker's part, if one is asked for, and post its sums."""
+        """Judge this worker's part, if asked for, and post its sums."""
         number = answer.status.evaluate
         if number <= self.worker.evaluated:
             return

@@ -1,4 +1,4 @@
-"""Ranks that keep the center, how workers reach them, and how a server notices workers that hang."""
+"""Ranks that keep the center, connections to them, and their heartbeat monitor."""
 
 import math
 import sys
@@ -32,7 +32,7 @@ class Connections(NamedTuple):
 
 
 def wire_of(run: Run) -> str:
-    """The wire of the strategy that was asked for; an asynchronous rule takes nothing else of it."""
+    """The requested strategy's wire, all that an asynchronous rule takes of it."""
     return run.functions.strategy.partition(":")[2]
 
 
@@ -73,22 +73,23 @@ def connect(run: Run, start: Start) -> Connections:
 def open_server(
     layout: ServerLayout, number: int, rule: Asynchronous, center: np.ndarray, progress: GlobalProgress | None
 ) -> Server:
-    """A shard of the center; in gossip nothing, to which workers will add."""
+    """A shard of the center; in gossip zeros, to which workers add."""
     begin, end = layout.bounds(number)
     shard = np.zeros(end - begin, np.float32) if rule.is_gossip else center[begin:end].copy()
     return Server(layout, number, shard, rule.serve, progress)
 
 
 def start_limit_s(stall_timeout_s: float) -> float:
-    """How long a worker may take for its first batch and to compile; beyond it, it is late."""
+    """Seconds in which a worker must compile and get its first batch."""
     return failures.LONG * (stall_timeout_s or AGREE_TIMEOUT_S)
 
 
 @dataclass
 class HeartbeatMonitor:
-    """Watch of server 0 over workers that hang, which no other would notice, and over signals.
+    """Server 0's watch over workers that hang, and over signals to leave.
 
-    A worker reports every tau steps or so. It is given more time while it evaluates, and worker 0, which saves, always.
+    No other rank would notice a worker that hangs. A worker reports every tau steps or so. A worker that evaluates is
+    given more time, and worker 0, which saves, always.
     """
 
     stall_timeout_s: float  # without a message of a worker; 0: no limit
@@ -104,7 +105,7 @@ class HeartbeatMonitor:
         return (self.stall_timeout_s or math.inf) * (failures.LONG if has_more_to_do else 1.0)
 
     def look(self, endpoint: ServerEndpoint, is_called_away: bool) -> None:
-        """Name workers that have fallen silent, and end the job if it is to end; pass on a signal to leave."""
+        """Name silent workers, pass on signals, and end the job on `abort`."""
         progress = endpoint.server.progress
         if progress is None:
             return

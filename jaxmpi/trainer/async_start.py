@@ -1,4 +1,4 @@
-"""Start of asynchronous workers: the center, each worker's own state, and progress so far."""
+"""Start of asynchronous workers: the center, each worker's state, and progress."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Flat(NamedTuple):
         return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(params)])
 
     def tree(self, vector: np.ndarray) -> PyTree:
-        """The params in f32[n], as arrays of NumPy that share its memory if their type is f32."""
+        """Params of f32[n] as NumPy arrays; those in f32 share its memory."""
         parts = np.split(vector, np.cumsum([leaf.size for leaf in self.like])[:-1])
         shaped = [
             part.reshape(leaf.shape).astype(leaf.dtype, copy=False) for part, leaf in zip(parts, self.like, strict=True)
@@ -60,7 +60,7 @@ class Flat(NamedTuple):
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """Copies on this worker's device, bound to it as results of a step are."""
+    """Copies that are committed to this worker's device, as step results are."""
     return jax.device_put(jax.tree.map(jnp.array, tree), jax.local_devices()[0])
 
 
@@ -82,7 +82,7 @@ class Start:
 def starting(
     folder: Path, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool, say: Callable[[str], None]
 ) -> Start:
-    """State 0, or the newest checkpoint if a run is resumed, with any number of workers.
+    """State 0; with `resume` the newest checkpoint, for any number of workers.
 
     Args:
         folder: RUN/checkpoints.
@@ -95,7 +95,7 @@ def starting(
 
 
 def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> Start:
-    """Start of a worker from a checkpoint; one whose part is not in it begins at the center.
+    """A worker's start from its part of a checkpoint, else the center.
 
     On another number of workers weights of gossip begin anew, so that they sum to 1.
     """

@@ -1,4 +1,4 @@
-"""One asynchronous worker between its steps: it meets the center or other workers, and reports to server 0.
+"""An asynchronous worker between its steps: exchanges, and reports to server 0.
 
 Nothing in here is a collective. Server 0 counts for all: examples of all workers make steps, epochs and the end of the
 run. Its answer to a report says how things stand, and what is asked of the worker.
@@ -64,7 +64,7 @@ class Worker:
         self.gossip = Gossip(self.number, self.workers, config.p, seed, start.weight)
 
     def count(self, sums: np.ndarray, steps: int, skipped: int, wait_s: float) -> None:
-        """Steps that were done: [loss, examples, |g|^2], and what feed counts since its start."""
+        """Count steps, with sums [loss, examples, |g|^2] and the feed's running totals."""
         loss, examples, square = map(float, sums[:3])
         before, self._waited = self._waited, (skipped, wait_s)
         new = Counters(steps, examples, loss, skipped - before[0], wait_s - before[1], square=square)
@@ -77,7 +77,7 @@ class Worker:
         self.spent = self.spent.plus(TimeSpent(window.steps, exchange=part["exposed"], **alike))
 
     def begin_with_all(self) -> None:
-        """Say that this worker is ready, and wait until all are that live; before its first step."""
+        """Report ready before the first step, and wait for all live workers."""
         failures.doing("start", failures.LONG)
         self._answer(self._server_exchange(PUSH, None, self._report({})))
         spans.drain()  # it is no part of a step
@@ -90,7 +90,7 @@ class Worker:
         return self._answer(exchange)
 
     def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, ServerAnswer]:
-        """Meet the center, and report: the state after it, and how things stand."""
+        """Exchange with the center and report; return the state and the answer."""
         begin = time.perf_counter()
         w = self.flat.vector(self.rule.outward(state.params, state.rule_state))
         exchange = self._server_exchange(PUSH, self.rule.send(w, self.base), self._report(asks))
@@ -128,7 +128,7 @@ class Worker:
         return state
 
     def end(self, state: TrainState) -> TrainState:
-        """After the last step: meet the center with what has been learnt since.
+        """Make the last exchange, if steps came after the one before.
 
         In gossip: take what is under way, then lay alpha w and alpha down at the center.
         """
@@ -143,16 +143,16 @@ class Worker:
         return state
 
     def center(self) -> PyTree:
-        """The center's params; in gossip the weighted mean of what workers have laid down."""
+        """The center's params; in gossip the weighted mean of workers' final params."""
         seen = self._server_exchange(READ, np.empty(self.connections.layout.n, np.float32), None).seen
         return self.flat.tree(seen[:-1] / seen[-1] if self.rule.is_gossip else seen)
 
     def post(self, values: np.ndarray) -> None:
-        """Leave u8[..] at server 0, where others may fetch it, in the place of what this worker had left there."""
+        """Leave u8[..] at server 0 for others, replacing this worker's last."""
         self._server_exchange(POST, None, None, post=values)
 
     def fetch(self, whose: int, size_bytes: int) -> np.ndarray:
-        """u8[size_bytes] that a worker has left at server 0; zeros if it has left none."""
+        """u8[size_bytes] that a worker left at server 0; zeros if none."""
         values = np.empty(size_bytes, np.uint8)
         self._server_exchange(FETCH, None, None, post=values, whose=whose)
         return values
@@ -174,7 +174,7 @@ class Worker:
         self.saved = save
 
     def close(self, is_left: bool) -> None:
-        """Worker 0: all is over, or is to be gone on with later."""
+        """Worker 0: end the run, or leave it to be resumed."""
         self.tell({"closing": 1.0})
         self._server_exchange(LEAVE if is_left else END, None, None)
 

@@ -1,4 +1,4 @@
-"""The coordinator of asynchronous rules: workers that do not wait for each other, and ranks that keep the center.
+"""The coordinator of asynchronous rules: independent workers, and ranks with the center.
 
 A worker makes steps of its own. Every tau steps it meets the center, or after some steps it sends its params to another
 worker, and it reports to server 0. What is due to the run is worker 0's to do, by the examples of all workers.
@@ -71,7 +71,7 @@ def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str
 
 
 def host_workers(run: Run, cores: FairCores, server: threading.Thread | None) -> tuple[list[Address], set[int]]:
-    """Addresses of this host's workers whose processes this one can see, and their threads that keep the center.
+    """Addresses and server threads of this host's workers, in one PID namespace.
 
     All ranks call it together.
 
@@ -86,7 +86,7 @@ def host_workers(run: Run, cores: FairCores, server: threading.Thread | None) ->
 
 
 class StderrRecorder(Recorder):
-    """Recorder of a rank without a record: its own messages go to standard error."""
+    """Recorder of a rank without a record, which writes to standard error."""
 
     def say(self, text: str) -> None:
         """A line that names the rank."""
@@ -94,7 +94,7 @@ class StderrRecorder(Recorder):
 
 
 class AsynchronousWorker:
-    """This rank's worker as the loop sees it; worker 0 has a chief's duties besides."""
+    """The loop's coordinator for this rank's worker; worker 0 is also chief."""
 
     is_asynchronous = True
     is_stopped = False
@@ -135,7 +135,7 @@ class AsynchronousWorker:
         self._pending: list[tuple[int, Metrics | None]] = []  # since the last report
 
     def begin(self, position: Position) -> TrainState:
-        """Compile, first on one rank of a host, so that others find it in the cache; then wait for all workers."""
+        """Compile, one rank of a host first, and wait for all workers."""
         run = self.run
         state, self.source = on_device(position.state), run.plan.feed.batches(position.step)
         self.first = next(self.source)
@@ -165,7 +165,7 @@ class AsynchronousWorker:
         return self.step(state, batch)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
-        """Gossip, or meet the center every tau steps; report now and then, and receive the progress of all."""
+        """Gossip, or exchange every tau steps; report, and receive all workers' progress."""
         worker, run = self.worker, self.run
         self._pending.append((step, metrics))
         worker.clock += 1
@@ -198,7 +198,7 @@ class AsynchronousWorker:
         return state, progress
 
     def _let_others_run(self, state: TrainState) -> None:
-        """Sleep if another worker of this host has been given less time of its cores; that is no part of a step."""
+        """Sleep outside a step if another worker here had less core time."""
         sleep_s = self.cores.sleep_s()
         if sleep_s:
             begin_s = end_s(state)
@@ -208,12 +208,12 @@ class AsynchronousWorker:
             self.worker.spent = self.worker.spent.plus(TimeSpent(sync=time.perf_counter() - begin_s))
 
     def _do_parts(self, state: TrainState, answer: ServerAnswer) -> None:
-        """This worker's parts of a checkpoint and of an evaluation that have been begun."""
+        """Do this worker's parts of a checkpoint and an evaluation under way."""
         self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
         self.evaluation.take_part(answer)
 
     def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
-        """f64[SUMS] of a step, which is finite before it can reach the center.
+        """f64[SUMS] of a step, checked as finite before it reaches the center.
 
         Raises:
             TrainingError: it is not, and `on_nonfinite` does not leave it out.
@@ -241,7 +241,7 @@ class AsynchronousWorker:
         self.chief.evaluate(step, state)
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Announce a checkpoint, of which each worker writes its part when it comes to it."""
+        """Announce a checkpoint; each worker writes its part at its next report."""
         assert self.chief is not None
         self.chief.save(step, state)
 
@@ -249,11 +249,11 @@ class AsynchronousWorker:
         """Nothing: the answer to a report says it, at the end."""
 
     def settle(self, step: int, due: DueEvents) -> None:
-        """An exchange has been counted, and the record and checkpoints are no training."""
+        """Restart the timer; exchanges are counted, record and checkpoints are no training."""
         self.timer.restart()
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """The last exchange, the last evaluation and checkpoint, of which all do their parts.
+        """Make the last exchange, evaluation and checkpoint, all workers doing their parts.
 
         Raises:
             decisions.Preempted: the run is to be resumed later.

@@ -50,7 +50,7 @@ from jaxmpi.trainer.training_plan import Job
 
 
 class Ahead(NamedTuple):
-    """The largest program of a step, before it runs: it is compiled once, here or with the step."""
+    """The step's largest program, compiled once, before the step or with it."""
 
     compiled: Callable[[TrainState, train_state.Batch], jax.stages.Compiled]
     is_whole: bool  # of the whole step; else of its gradients
@@ -79,7 +79,7 @@ class Functions(NamedTuple):
 
     @property
     def exchanges(self) -> bool:
-        """Return True if workers exchange anything; with strategy none their params drift apart."""
+        """Return True if workers exchange; with strategy none their params drift apart."""
         return not self.strategy.startswith("none")
 
 
@@ -181,7 +181,7 @@ def split_form(of: StepParts) -> Functions:
 
 
 def fused_form(of: StepParts) -> Functions:
-    """The fused form: one jit, with the exchange beside the backward pass if it can be there."""
+    """The fused form: one jit, whose exchange may overlap the backward pass."""
     experiment, workers, is_beside = of.job.experiment, of.job.workers, of.form.is_beside
     # Of a single worker no exchange is to begin early.
     gradients = steps.in_place(of.gradients) if workers.comm.size == 1 else of.gradients
@@ -221,7 +221,7 @@ def fused_form(of: StepParts) -> Functions:
 
 
 def with_late_gather(of: StepParts, made: Functions) -> Functions:
-    """The functions of a step that leaves its new params under way, and takes whole ones as well.
+    """Functions whose step leaves params under way, and takes whole ones too.
 
     Args:
         made: of the fused form, with the gather in the step.
@@ -268,7 +268,7 @@ def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
 def over_mesh(
     function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate_argnums: tuple[int, ...] = ()
 ) -> Callable:
-    """`steps.over_devices`; if ranks share a host's cores one of them compiles for all."""
+    """`steps.over_devices`; if ranks share a host's cores, one compiles for all."""
     jitted = steps.over_devices(function, mesh, donate_argnums)
     if isinstance(control, MpiProcesses) and control.local_size > 1 and jax.default_backend() == "cpu":
         return loaded_jit(jitted, list(mesh.devices.flat), control)
@@ -323,7 +323,7 @@ def exchange_for(job: Job, strategy: str, order: Order, is_beside: bool) -> base
 def exchange_of_devices(
     strategy: str, op: Op, workers: Workers, bucket_bytes: int | None = BUCKET_BYTES, order: Order | None = None
 ) -> Callable[[PyTree], PyTree] | None:
-    """The exchange of trees over this process's devices with all others'; None if each process drives one.
+    """Exchange of trees over all devices; None if each process drives one.
 
     Args: strategy: in full, as asa:32.
     """
@@ -343,7 +343,7 @@ def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
 
 
 def pieces(job: Job) -> tuple[Callable, Callable, Callable]:
-    """The local gradients and the evaluation step, not yet compiled; predictions, compiled when they are called."""
+    """The local gradients and evaluation step, uncompiled; predictions as a jit."""
     is_synchronised = job.experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
         job.plan.task,
@@ -355,7 +355,7 @@ def pieces(job: Job) -> tuple[Callable, Callable, Callable]:
 
 
 def sees_noise(job: Job) -> bool:
-    """Return True if noise is measured, between several workers with equal shares: with one there is none to see."""
+    """Return True if noise is measured, between several workers with equal shares."""
     workers = job.workers.size
     return job.experiment.rule.noise_scale and workers > 1 and job.plan.clock.effective_batch % workers == 0
 
@@ -393,7 +393,7 @@ def build_rule(job: Job, exchange: base.Exchange) -> Rule:
 
 
 def rule_in_program(job: Job) -> Rule:
-    """The rule with the exchange in the step's program: for its shapes, and for what it refuses."""
+    """The rule with its exchange in the program, for shapes and refusals."""
     return build_rule(job, exchange_for(job, job.experiment.exchange.strategy, Order(), is_beside=False))
 
 
@@ -408,7 +408,7 @@ def rule_state(rule: Rule, params: PyTree) -> PyTree:
 
 
 def given_model(where: Path, params: PyTree, model_state: PyTree) -> orbax_export.Loaded:
-    """Params and model state of a file or a folder, in the structures of those given.
+    """Params and model state of a file or folder, structured as given.
 
     Raises:
         UsageError: it cannot be read, or is not of this model.
@@ -420,7 +420,7 @@ def given_model(where: Path, params: PyTree, model_state: PyTree) -> orbax_expor
 
 
 def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:
-    """State 0 of this process's workers: params and model state of rank 0 on all ranks, params compared by hash."""
+    """State 0 of this process's workers, with the model of rank 0."""
     experiment, workers, plan = job.experiment, job.workers, job.plan
     key, place = jax.random.key(experiment.seed), rule.sharding and rule.sharding.shards.shared_params
     shapes = jax.eval_shape(plan.init, key)
@@ -455,7 +455,7 @@ def empty(shapes: PyTree) -> PyTree:
 
 
 def rule_states(rule: Rule, workers: Workers, params: PyTree) -> dict[int, PyTree]:
-    """The rule's state 0 of each of this process's workers, in host memory."""
+    """The rule's state 0 of this process's workers, in host memory."""
     on_host = partial(jax.tree.map, np.asarray)
     if rule.sharding is None:
         state = on_host(workers.comm.jit(rule.init)(params))

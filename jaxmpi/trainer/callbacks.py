@@ -1,8 +1,9 @@
-"""Callbacks: what happens around the steps of a run, whatever the rule. A run has one list, the user's own behind ours.
+"""Callbacks: code that runs around a run's steps, under any rule.
 
-A callback is called on every rank at the same moments, or on rank 0 alone if it says so. If nothing is under way it
-may exchange between ranks (`jaxmpi.exchange`, `Moment.sum`) if all do so alike; beside a step that is refused. Its
-`state` goes into checkpoints, so that a resumed run goes on as if it had not ended.
+A run has one list of callbacks, the user's own behind ours. A callback is called on every rank at the same moments, or
+on rank 0 alone if it says so. If nothing is under way it may exchange between ranks (`jaxmpi.exchange`, `Moment.sum`)
+if all do so alike; beside a step that is refused. Its `state` goes into checkpoints, so that a resumed run goes on as
+if it had not ended.
 """
 
 import contextlib
@@ -66,7 +67,7 @@ class Moment:
 
 
 class Callback:
-    """Something that happens at moments of a run, in this process; each method may be left out.
+    """Code for moments of a run in this process; methods are optional.
 
     `before_step`, `after_dispatch` and `after_checkpoint` may not communicate: an exchange may be under way.
     """
@@ -77,28 +78,31 @@ class Callback:
 
     @property
     def looks_between_steps(self) -> bool:
-        """Return True if `before_step` or `after_dispatch` may look at params, which so have to be whole."""
+        """Return True if `before_step` or `after_dispatch` may need whole params."""
         own = (Callback.before_step, Callback.after_dispatch, ReduceOnPlateau.before_step)
         return type(self).before_step not in own or type(self).after_dispatch not in own
 
     def at_start(self, step: int, state: TrainState) -> None:
-        """The loop is about to start behind `step`: of the run, and again after a rollback or a lost rank."""
+        """The loop's start after `step`, again after a rollback or lost rank."""
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """A step is about to start; the state and the batch that it takes, of the same structure and shapes."""
+        """Return the step's state and batch, of the same structure and shapes."""
         return state, batch
 
     def after_dispatch(self, step: int, state: TrainState) -> None:
-        """A step has been handed to the device, which may still be at work on `state`."""
+        """The moment after a step's dispatch; the device may still compute `state`."""
 
     def after_evaluation(self, moment: Moment) -> None:
-        """An evaluation is done; nothing is under way. Among asynchronous workers only worker 0 calls it."""
+        """The moment after an evaluation, when no exchange is under way.
+
+        Among asynchronous workers only worker 0 calls it.
+        """
 
     def after_checkpoint(self, step: int, folder: Path) -> None:
-        """The checkpoint of a step is whole, in this folder. Asynchronous runs do not call it."""
+        """The moment when a step's checkpoint is whole; not in asynchronous runs."""
 
     def at_end(self, figures: dict[str, float]) -> None:
-        """The last step, evaluation and checkpoint are done; `figures` are the last evaluation's."""
+        """The end of the run; `figures` are those of the last evaluation."""
 
     def state(self) -> dict[str, Any]:
         """JSON values that a checkpoint keeps."""
@@ -115,7 +119,7 @@ class InjectFaults(Callback):
     """Faults that `--inject` orders for a step."""
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """A fault may change the batch, end the process or hold it up."""
+        """Let faults change the batch, end the process or hold it up."""
         return fault_injection.reach("step", step, (state, batch))
 
 
@@ -197,7 +201,7 @@ class EarlyStop(Plateau):
 
 
 class ReduceOnPlateau(Plateau):
-    """Multiplies the learning rate once a figure has not improved for `patience` evaluations.
+    """Multiply the learning rate after `patience` evaluations without a better figure.
 
     Args:
         factor: in (0, 1).
@@ -352,9 +356,10 @@ def kind_of(leaf: Any) -> str:
 
 
 def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]:
-    """[name, state] of each for a checkpoint, copied: it is written while the run goes on. All ranks call it.
+    """Copies of each [name, state] for a checkpoint; all ranks call it.
 
-    Communicates: errors, if there are callbacks.
+    States are copied, since the checkpoint is written while the run goes on. Communicates: errors, if there are
+    callbacks.
 
     Raises:
         UsageError: a state of any rank's is no JSON.
@@ -372,13 +377,13 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
 
 
 def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
-    """Give each its state back; one that the checkpoint does not know stays as it is."""
+    """Restore each callback's state; one unknown to the checkpoint stays as is."""
     for callback, state in matched(callbacks, kept):
         callback.restore(state)
 
 
 def carry_rate(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
-    """Begin with the falls of the learning rate that were due in a run that this one continues.
+    """Take over the learning-rate reductions still due in the continued run.
 
     Those that were made before are in the optimizer's state. What callbacks counted is that run's own.
     """
@@ -388,7 +393,7 @@ def carry_rate(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> 
 
 
 def matched(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> list[tuple[Callback, dict[str, Any]]]:
-    """Each with its state of a checkpoint, if that has one: of several of one name the first, second, and so on."""
+    """Callbacks with their states in a checkpoint, matched by name and order."""
     left, found = list(kept), []
     for callback in callbacks:
         row = next((row for row in left if row[0] == type(callback).__name__), None)

@@ -49,7 +49,7 @@ def keeps_own(strategy: str) -> bool:
 
 
 def weighs(task: Any) -> bool:
-    """Return True if examples weigh differently, whose sum workers need before every step."""
+    """Return True if examples weigh differently; workers sum weights before each step."""
     return task.weight is not None if isinstance(task, Task) else task == "token-classification"
 
 
@@ -59,7 +59,7 @@ def has_stream(experiment: Experiment) -> bool:
 
 
 def is_streamed(part: Any) -> bool:
-    """Return True for `Data` with a stream, or a mixture with such a part."""
+    """Return True if `Data` has a stream, alone or in a mixture."""
     if not isinstance(part, Data):
         return False
     if part.source == "mixture":
@@ -69,7 +69,7 @@ def is_streamed(part: Any) -> bool:
 
 
 def drives_several(experiment: Experiment) -> bool:
-    """Return True if each of several processes drives several devices, between which MPI is not called."""
+    """Return True if each of several MPI processes drives several devices."""
     return experiment.devices > 1 and experiment.comm == "mpi" and launched_workers() > 1
 
 
@@ -311,7 +311,7 @@ REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_STA
 
 
 def check_compatible(experiment: Experiment) -> None:
-    """Refuse options that do not go together, as far as they show it.
+    """Refuse options that do not go together, as far as they show.
 
     Raises:
         UsageError: a field, what it goes not with, and the way out.

@@ -31,7 +31,10 @@ CALLS = "what a callback calls"
 
 
 def distance(run: Run, state: TrainState) -> float | None:
-    """L2 of this process's workers from the mean or center that they met last, summed; None if no rule keeps it."""
+    """Summed L2 distance of this process's workers from mean or center.
+
+    The mean or center is that of the last exchange; None if the rule keeps no distance.
+    """
     of = run.functions.rule.distance
     return rows(of(state.rule_state), run.workers).sum().item() if of else None
 
@@ -49,7 +52,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(run: Run, state: TrainState, step: int) -> Evaluation:
-    """Every validation example once, over all workers; model state as `batch_statistics` says, params as the rule."""
+    """Evaluate on every validation example once, over all workers; see `subject_of`."""
     subject = subject_of(run, state)
     with phases.phase("evaluating"):
         means = figures_of(judged(run, subject, step), run.workers)
@@ -86,7 +89,7 @@ def concluded(run: Run, subject: Subject, step: int, means: dict[str, Any]) -> E
 
 
 def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_state: PyTree) -> str:
-    """Call the user's callbacks; return why the run is to end, if any rank's says so.
+    """Call the user's callbacks; return why any rank's would end the run.
 
     Raises:
         UsageError: one would end the run of workers that do not wait for each other, or makes calls on some ranks only.
@@ -143,12 +146,12 @@ def own_batches(run: Run) -> Iterator[Batch]:
 
 
 def figures_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
-    """Figures over the batches of all workers, `eval_count` of examples first; all ranks call it."""
+    """Figures over all workers' batches, `eval_count` first; all ranks call it."""
     return means_of(summed(sums_of(metrics, workers), workers.processes))
 
 
 def sums_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.ndarray]:
-    """Sums and counts of each figure, f64[2, ...], over the batches of this process."""
+    """Sums and counts of each figure, f64[2, ...], over this process's batches."""
     sums: dict[str, np.ndarray] = {}
     for of_batch in metrics:
         for name, ratio in of_batch.items():
@@ -165,7 +168,7 @@ def means_of(totals: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def summed(sums: dict[str, np.ndarray], processes: Processes) -> dict[str, np.ndarray]:
-    """Sums over all ranks, which have the same names, in the task's order but for the loss, which comes first."""
+    """Sums over all ranks, which have the same names, the loss first."""
     return like(sums, processes.allreduce_sum(flat(sums)))
 
 
@@ -187,7 +190,7 @@ def loss_first(names: Iterable[str]) -> list[str]:
 
 
 def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
-    """Divide sums by counts; of several columns the mean over those with a count."""
+    """Divide sums by counts; average the columns that have a count."""
     counted = np.atleast_1d(counts) != 0
     if not counted.any():
         return float("nan")
@@ -195,6 +198,6 @@ def quotient(sums: np.ndarray, counts: np.ndarray) -> float:
 
 
 def score(experiment: Experiment, means: dict[str, float]) -> float | None:
-    """The figure that the best checkpoints are kept by, the lower the better; None if there was no evaluation."""
+    """The figure that orders checkpoints, the lowest best; None without an evaluation."""
     value = means.get(experiment.monitor)
     return -value if value is not None and experiment.monitor_mode == "max" else value

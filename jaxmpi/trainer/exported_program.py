@@ -1,4 +1,4 @@
-"""A trained model with its program in one file, which JAX alone loads.
+"""A trained model with its program in a file for JAX alone.
 
     jaxmpi export RUN model.jaxexport [--best | --step K] [--platforms cpu,cuda] [--batch N] [--field value ...]
 
@@ -49,7 +49,7 @@ ANY = "batch"  # the symbol of a dimension of any size
 
 
 class Unable(Exception):
-    """A program that cannot be exported as it was asked for; why, in a line."""
+    """A program that cannot be exported as requested; why, in a line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def program_of(run: Finished, example: Batch, *, platforms: Sequence[str] = (), 
 
 
 def any_or(size: int, lower: Callable[[int | str], ExportedPredictions]) -> tuple[int | str, list[str]]:
-    """The symbol of any number of examples; or their size if the model must know it, and why."""
+    """The symbol of any batch size; else `size`, with the reason."""
     try:
         lower(ANY)
     except Unable as error:
@@ -97,7 +97,7 @@ def any_or(size: int, lower: Callable[[int | str], ExportedPredictions]) -> tupl
 def on_platforms(
     asked: Sequence[str], lower: Callable[[Sequence[str]], ExportedPredictions]
 ) -> tuple[ExportedPredictions, list[str]]:
-    """The program for the platforms asked for, or for those of `PLATFORMS` that are possible, and why not for others.
+    """The program for `asked`, or all possible `PLATFORMS`, and why not others.
 
     Raises:
         Unable: for one that was asked for, or for all.
@@ -156,7 +156,7 @@ def lowered(
 
 
 def check_asked(file: Path, platforms: Sequence[str]) -> None:
-    """Refuse a file of another suffix or that exists, and unknown platforms, before the minutes of an export.
+    """Refuse an existing or misnamed file, and unknown platforms, before an export.
 
     Raises:
         UsageError: got, expected.
@@ -169,9 +169,9 @@ def check_asked(file: Path, platforms: Sequence[str]) -> None:
 
 
 def write(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: int = 0) -> None:
-    """Write the predictions of a finished run, and facts beside them; say so. All ranks call it, rank 0 writes.
+    """Write a finished run's predictions and facts; all ranks call it.
 
-    Both files get their names when they are whole.
+    Rank 0 alone writes and prints. Both files get their names when they are whole.
 
     Args: platforms, batch: as those of `program_of`.
 
@@ -215,7 +215,7 @@ def facts_of(run: Finished, program: ExportedPredictions) -> dict[str, Any]:
 
 
 def shown(tree: PyTree) -> dict[str, Any]:
-    """Dtype and shape of each leaf by its path; a dimension of any size by its symbol."""
+    """Dtype and shape of each leaf by path; symbolic dimensions by name."""
     sizes = lambda leaf: [size if isinstance(size, int) else str(size) for size in leaf.shape]  # noqa: E731
     return {name: {"dtype": leaf.dtype.name, "shape": sizes(leaf)} for name, leaf in by_path(tree).items()}
 
@@ -229,7 +229,7 @@ def told(leaves: dict[str, Any]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """`jaxmpi export RUN OUT`: a program, an Orbax folder or a safetensors file, by the name of OUT."""
+    """`jaxmpi export RUN OUT`: program, Orbax folder or safetensors file, by suffix."""
     options = parser()
     asked, fields = options.parse_known_args(argv)
     if asked.out.suffix != SUFFIX:

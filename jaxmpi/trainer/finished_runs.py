@@ -1,4 +1,4 @@
-"""A finished run: its model evaluated, and asked for predictions, by any number of workers.
+"""A finished run: evaluation and predictions by any number of workers.
 
     jaxmpi evaluate RUN [--best | --step K] [--field value ...]              figures of the validation data, as JSON
     jaxmpi predict RUN OUT.npz [--best | --step K] [--field value ...]       outputs for every validation example
@@ -48,7 +48,7 @@ from jaxmpi.trainer.evaluate import figures_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The model of a run beside its validation data, on this process's worker."""
+    """A run's model beside its validation data, on this process's worker."""
 
     workers: Workers
     feed: DeviceFeed
@@ -58,14 +58,14 @@ class Finished:
     step: int
 
     def evaluate(self) -> dict[str, float]:
-        """Figures of every validation example once, over all workers; `eval_count` and `eval_loss` among them."""
+        """Figures of every validation example once, `eval_count` and `eval_loss` among them."""
         evaluated = self.workers.comm.jit(partial(steps.eval_step, self.forward))
         with self.feed.pool:
             held = partial(evaluated, self.params, self.model_state)
             return figures_of(map(held, self.feed.batches()), self.workers)
 
     def predict(self, batch: Batch) -> Any:
-        """Outputs of the task for a batch of this process's own, a dict of arrays [batch, ...].
+        """Task outputs for this process's batch, a dict of arrays [batch, ...].
 
         Raises:
             UsageError: no dict, arrays of different lengths, or a field that the task takes is not there.
@@ -93,7 +93,7 @@ class Finished:
         return jax.jit(partial(steps.predict, self.forward))
 
     def example(self) -> Batch:
-        """A batch of validation examples as `predict` takes them, this worker's share. All ranks call it.
+        """A validation batch for `predict`, this worker's share; all ranks call it.
 
         Raises:
             UsageError: there are none.
@@ -105,7 +105,7 @@ class Finished:
         return {name: value for name, value in batch.items() if name != "weight"}
 
     def predict_all(self) -> dict[str, np.ndarray]:
-        """Outputs for all validation examples, in the order of the data, on all ranks; `outputs` or their names.
+        """Outputs by name for all validation examples, in order, on all ranks.
 
         Raises:
             UsageError: an example is corrupt, so that outputs would not be in line with the data.
@@ -122,7 +122,7 @@ class Finished:
         return {name: values[real] for name, values in whole.items()}
 
     def _of_all_ranks(self, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Every rank's rows, dealt one by one as the sampler deals examples: float64 holds all that 32 bits do."""
+        """Every rank's rows in the sampler's order; float64 keeps 32 bits exactly."""
         flat = np.concatenate([values.ravel().astype(np.float64) for values in own.values()])
         every = self.workers.processes.allgather_array(flat)
         ends = np.cumsum([values.size for values in own.values()])[:-1]
@@ -139,7 +139,7 @@ def by_name(outputs: Any) -> dict[str, Any]:
 
 
 def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = None, best: bool = False) -> Finished:
-    """The model of a run's checkpoint, on all ranks; rank 0 reads it.
+    """The model of a run's checkpoint, which rank 0 reads for all.
 
     Raises:
         UsageError: there is no such checkpoint, the data is missing, or the model is not the run's: what differs.
@@ -169,7 +169,7 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
 
 
 def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experiment:
-    """The experiment of a run with other fields, by the command line in its config.json or by a file that is named.
+    """A run's experiment with other fields, from config.json or a named file.
 
     Raises:
         UsageError: it was not started by an experiment file, or that is not here; the one that is named sees other
@@ -204,7 +204,7 @@ INPUTS = ("model", "task", "compute_dtype", "data.mean", "data.std", "data.mean_
 
 
 def refuse_other_inputs(named: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse an experiment whose model sees its examples otherwise than the run's did.
+    """Refuse an experiment whose model sees examples otherwise than the run's did.
 
     Args:
         named: its file.
@@ -225,7 +225,7 @@ def refuse_other_inputs(named: str, saved: dict[str, Any], now: dict[str, Any]) 
 
 
 def with_inputs(experiment: Experiment, file: Path) -> Experiment:
-    """The experiment with arrays of a NumPy file as its validation data; a model's images need no labels.
+    """Set a NumPy file's arrays as validation data; images need no labels.
 
     Raises:
         UsageError: it cannot be read, or its arrays have different lengths.
@@ -305,7 +305,7 @@ def predict_parser() -> argparse.ArgumentParser:
 
 
 def write_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write what `np.savez` writes, of arrays of any name: of its own arguments one is `file`."""
+    """Write arrays as `np.savez` does, under any name, even `file`."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, values in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:

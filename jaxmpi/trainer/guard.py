@@ -1,4 +1,4 @@
-"""The guard of a run: votes on losses that are not finite, and the way back."""
+"""The guard of a run: votes on non-finite losses, and the recovery."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class Guard:
     recorder: Recorder
 
     def passes(self, step: int, metrics: Metrics | None) -> bool:
-        """Vote on a step, which is the run's though this process's workers may have left it out; whether it was made.
+        """Vote on a step, even one left out; return True if made.
 
         Raises:
             TrainingError, RollBack: what all ranks agree to do about the step before.

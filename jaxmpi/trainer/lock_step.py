@@ -1,4 +1,4 @@
-"""Workers in lock step: all make step k together, exchange inside it, and read its metrics one step later.
+"""Workers in lock step: exchanges inside steps, metrics read one step later.
 
 Every rank votes on every step, and the vote is counted while the next step runs, so that neither the device nor the
 loop waits for it. With `--on-rank-loss shrink` the vote comes before the next step, while the state before it is still
@@ -59,7 +59,7 @@ class LockStep:
         self._held = None if run.is_measured else run.held
 
     def begin(self, position: Position) -> TrainState:
-        """Hold the state, compare it over workers as it came to the devices, and start the clock."""
+        """Hold the state, compare it over workers, and start the clock."""
         run, self.start = self.run, position.step
         if run.shrinking:
             run.shrinking.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
@@ -92,7 +92,7 @@ class LockStep:
         return run.functions.settled(state) if looks else state, metrics
 
     def _measure(self, held: WorkerMemory, state: TrainState, batch: Batch) -> None:
-        """Say what the first step will hold, and refuse it if memory has no room for that."""
+        """Log the first step's memory, and refuse more than is free."""
         run, self._held = self.run, None
         held = measured(held, run.functions.ahead.compiled(state, batch))
         self.run = dataclasses.replace(run, held=held, is_measured=True)
@@ -102,7 +102,7 @@ class LockStep:
         make_room(held, run, free_bytes)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
-        """Read the metrics of the step before, or of all steps if something is due."""
+        """Read metrics of the step before, or all if events are due."""
         run, leaving = self.run, self.run.guard.votes.leaving
         due = run.plan.timetable.between(step - 1, step, is_first=step == self.start + 1, leaving=leaving)
         if run.shrinking:
@@ -117,7 +117,7 @@ class LockStep:
         return state, RunProgress(step, due)
 
     def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
-        """f64[SUMS] of this process's workers, of a step that was made; and this process's vote on it.
+        """Vote on a step; return its f64[SUMS], zeros if not made.
 
         Raises:
             TrainingError, decisions.RollBack: what all ranks agree to do about the step before.
@@ -137,7 +137,7 @@ class LockStep:
         self.run.guard.compare(state, step, held.slices if held else None)
 
     def log(self, step: int, state: TrainState) -> None:
-        """A line of all workers' steps since the last, and perhaps a step without exchange, to know its time."""
+        """Write a line about all workers' steps; perhaps time one without exchange."""
         run = self.run
         seen = run.log.line(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
         self.sums = np.zeros(SUMS)
@@ -198,7 +198,7 @@ class LockStep:
 
 @contextlib.contextmanager
 def none_under_way(state: TrainState) -> Iterator[None]:
-    """Wait for the last step before an error that all ranks raise together leaves here.
+    """Wait for the last step before raising an error of all ranks.
 
     The step after the one that failed has been dispatched on all ranks. Whoever catches the error may send messages,
     read a checkpoint or call `train` again at once, beside an exchange that still goes on.

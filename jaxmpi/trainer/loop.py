@@ -1,4 +1,4 @@
-"""The training loop, one for all rules: a step, what is due after it, and the next.
+"""The training loop of all rules: a step, then what is due.
 
 A coordinator has all that differs between rules. Workers in lock step exchange inside each step, and vote on it
 (`lock_step`); asynchronous ones exchange between steps of their own (`asynchronous`). A list of callbacks has what
@@ -37,13 +37,13 @@ class RunProgress(NamedTuple):
 
 
 class Coordinator(Protocol):
-    """A rule's way from one step to the next, and what this process does of all that is due."""
+    """A rule's steps, and this process's part of what is due."""
 
     is_asynchronous: bool  # whether workers do not wait for each other
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a callback has ended the run at its last evaluation."""
+        """Return True if a callback ended the run at the last evaluation."""
         ...
 
     @property
@@ -64,11 +64,11 @@ class Coordinator(Protocol):
         ...
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
-        """Read metrics that are ready, and exchange what is not exchanged inside a step."""
+        """Read metrics that are ready, and exchange what the step did not."""
         ...
 
     def pause(self, state: TrainState) -> None:
-        """Wait for all that is under way: the control plane sends only when no exchange is under way."""
+        """Wait for all that is under way, before the control plane sends."""
         ...
 
     def compare(self, step: int, state: TrainState) -> None:
@@ -96,7 +96,7 @@ class Coordinator(Protocol):
         ...
 
     def finish(self, state: TrainState) -> dict[str, float]:
-        """After the last step: the last evaluation; empty if this process knows of none."""
+        """Finish after the last step; return the last evaluation, empty if unknown."""
         ...
 
 

@@ -186,7 +186,7 @@ def train_until(
 
 
 def check_before_data(experiment: Experiment) -> None:
-    """Raise `UsageError` unless the sinks are known, and the model, if there is one, gives what the trainer takes."""
+    """Raise `UsageError` unless sinks are known and a model fits the trainer."""
     check_sinks(experiment.sinks)
     spec = spec_of(experiment)
     if spec:  # of a row with a loss of its own the labels, and so the loss, are known with the data
@@ -195,7 +195,7 @@ def check_before_data(experiment: Experiment) -> None:
 
 
 def check_with_data(job: Job) -> None:
-    """Raise `UsageError` unless the task judges examples such as these, and has the figure that is asked for."""
+    """Raise `UsageError` unless the task fits the data and has `monitor`."""
     experiment, plan = job.experiment, job.plan
     spec, asked = spec_of(experiment), experiment.monitor
     if spec is None or spec.labels == "numbers":
@@ -206,7 +206,7 @@ def check_with_data(job: Job) -> None:
 
 
 def gather_all(experiment: Experiment) -> Workers:
-    """The workers of the job, in the way that the experiment asks for."""
+    """Gather the job's workers in the way that the experiment selects."""
     control = processes()
     control.assert_same("what becomes of workers if one dies", {"on_rank_loss": experiment.on_rank_loss})
     check_compatible(experiment)
@@ -220,7 +220,7 @@ def gather_all(experiment: Experiment) -> Workers:
 
 
 def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.StoredSettings | None:
-    """Read on rank 0 what must be known of the run that is resumed."""
+    """Read on rank 0 what all must know of a resumed run."""
     with run_folder.usable():
         found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
     row = workers.processes.bcast_object(found)
@@ -235,7 +235,7 @@ def run_in(
     root: Path | None,
     digest: str,
 ) -> dict[str, float]:
-    """Start or resume in a run directory, and go on to the end."""
+    """Start or resume in a run directory, and run to the end."""
     experiment, workers, plan = job.experiment, job.workers, job.plan
     is_first, folder = workers.processes.rank == 0, home.path
     held = None
@@ -306,7 +306,7 @@ def run_in(
 
 
 def say_continued(job: Job, recorder: Recorder, saved: format.Saved) -> None:
-    """Say, and record, which run this one continues, and how its steps are counted anew."""
+    """Say and record which run is continued, and how steps are counted."""
     was, now = saved.extra["experiment"]["effective batch"], job.plan.clock.effective_batch
     source = job.experiment.continue_from
     recorder.say(

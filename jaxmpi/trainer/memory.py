@@ -1,4 +1,4 @@
-"""Memory that a worker holds in a step, part by part, before the first one.
+"""A worker's memory in a step, by parts, before the first step.
 
 Shapes say what params, gradients and the optimizer's state take. Arrays of an exchange are as many as were measured of
 its strategy, those of an update as of its optimizer. XLA says what it allots for activations: the program of the first
@@ -70,7 +70,7 @@ class WorkerMemory:
 
     @property
     def at_once(self) -> int:
-        """The most at one time: activations go before gradients are exchanged, buckets before params are updated."""
+        """The most at one time: activations, exchange and update come in turn."""
         activations = self.activations or 0
         lasting = self.process + self.kept + self.copies + self.before + self.saved
         if self.is_whole:
@@ -88,12 +88,12 @@ class WorkerMemory:
 
     @property
     def fixed(self) -> int:
-        """Bytes among the activations that are the same for any number of examples."""
+        """Bytes of activations that are the same for any number of examples."""
         inside = 2 * self.gradients * self.is_whole + self.bucket + self.gradients * self.is_summed
         return min(self.activations or 0, inside)
 
     def with_share(self, share: float) -> "WorkerMemory":
-        """The same with a smaller local batch or micro-batch, of this share of the examples."""
+        """The same with this share of a local batch or micro-batch."""
         fixed = self.fixed
         return replace(self, activations=fixed + round(share * ((self.activations or 0) - fixed)))
 
@@ -104,7 +104,7 @@ class WorkerMemory:
         return replace(self, activations=(self.activations or 0) + self.gradients, is_summed=True)
 
     def with_fewer(self, share: float) -> "WorkerMemory":
-        """The same for a share of the workers, with the same local batch: slices are larger."""
+        """The same for fewer workers of unchanged local batch: slices are larger."""
         if not self.is_sharded:
             return self
         more = 1 / share
@@ -120,7 +120,7 @@ class WorkerMemory:
 
 
 def held(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> WorkerMemory:
-    """Memory of each worker, as far as shapes say it, and with other options.
+    """Memory of each worker by shapes alone, also under other options.
 
     Args:
         rule, strategy: of the run.
@@ -188,7 +188,7 @@ def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> Worker
 def copied(
     rule: Rule, strategy: str, state: tuple[PyTree, PyTree], moments: int, *, takes_all: bool
 ) -> tuple[int, int]:
-    """Bytes that are copied for a checkpoint while steps go on: by one worker for all, and by each for itself.
+    """Bytes copied for a checkpoint: once for all workers, and by each.
 
     Nothing is copied at the end of a run, when nothing changes the state any more.
 
@@ -212,9 +212,10 @@ def largest_bucket(params: PyTree, bucket_bytes: int | None) -> int:
 
 
 def others(job: Job, strategy: str, *, is_whole: bool) -> Iterator[tuple[str, WorkerMemory]]:
-    """The same with sharded updates, and with one copy of the params a host; where that can be, in the same form.
+    """The same with sharded updates, and with params shared on a host.
 
-    An optimizer of the user's own is not tried out.
+    Options are left out that cannot be, or that change the step's form. An optimizer of the user's own is not tried
+    out.
     """
     if job.experiment.optim.transform is not None:
         return
@@ -231,19 +232,19 @@ def others(job: Job, strategy: str, *, is_whole: bool) -> Iterator[tuple[str, Wo
 
 
 def padding(rule: Rule) -> float:
-    """Padding of the rows of workers that update whole tensors, as a share of the params."""
+    """Padding of rows of whole tensors, as a share of the params."""
     cut = rule.sharding.shards.cut if rule.sharding else None
     return cut.deal.padding if isinstance(cut, Leaves) else 0.0
 
 
 def measured(of: WorkerMemory, program: jax.stages.Compiled) -> WorkerMemory:
-    """The same with what XLA allots to the program; as it was if XLA does not say."""
+    """The same with the program's temporary bytes, if XLA reports them."""
     analysis = program.memory_analysis()
     return of if analysis is None else with_activations(of, analysis.temp_size_in_bytes)
 
 
 def with_activations(of: WorkerMemory, temp_bytes: int) -> WorkerMemory:
-    """The same with what the program takes; with other options a bucket more if gradients are then sent early."""
+    """The same with `temp_bytes` as activations; other options differ by their bucket."""
     named = [(name, replace(other, activations=temp_bytes + other.bucket - of.bucket)) for name, other in of.others]
     return replace(of, activations=temp_bytes, others=tuple(named))
 
@@ -294,7 +295,7 @@ def words(of: WorkerMemory, workers: int) -> str:
 
 
 def words_on_gpu(of: WorkerMemory) -> str:
-    """The line before the first step of a worker that has a GPU; empty if it has none."""
+    """The line before a GPU worker's first step; empty without a GPU."""
     counted = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if not counted or "bytes_limit" not in counted:
         return ""
@@ -304,7 +305,7 @@ def words_on_gpu(of: WorkerMemory) -> str:
 
 
 def words_of_activations(of: WorkerMemory) -> str:
-    """The part of a step's line that counts activations, if they are known."""
+    """The part of a step's line about activations, if they are known."""
     named = "gradients, activations and buckets" if of.is_whole else EARLY[1] if of.is_early else "activations"
     return f"{mb(of.activations)} MB of {named}, " if of.activations is not None else ""
 
@@ -337,7 +338,7 @@ def workers_here(workers: Workers) -> int:
 
 
 def allocated(of: WorkerMemory, here: int, *, has_copies: bool) -> int:
-    """Bytes of what a step holds that so many workers of a host have taken before their first step.
+    """Bytes of the first step that a host's workers already hold.
 
     Args:
         has_copies: of others' slices, as they are at the start: of two sets of copies the first.
@@ -346,15 +347,18 @@ def allocated(of: WorkerMemory, here: int, *, has_copies: bool) -> int:
 
 
 def is_short(of: WorkerMemory, here: int, free_bytes: int) -> bool:
-    """Return True if memory has no room for holes between freed buffers: on CPUs, if the user leaves it open."""
+    """Return True if memory lacks room for holes between freed buffers.
+
+    The answer is False on accelerators, and if the user has set JAXMPI_ALLOCATOR.
+    """
     return KEPT_FREED * of.on_host(here) > free_bytes and jax.default_backend() == "cpu" and not is_settled()
 
 
 def make_room(of: WorkerMemory, job: Job, free_bytes: int) -> None:
-    """Have this process keep freed memory or give it back; refuse what this host cannot hold, by its first rank.
+    """Keep freed memory or give it back; refuse what cannot fit.
 
     Raises:
-        UsageError: bytes needed and free, and what would fit; on CPUs.
+        UsageError: bytes needed and free, and what would fit; on a host's first rank, on CPUs.
     """
     here, plan = workers_here(job.workers), job.plan
     if is_short(of, here, free_bytes):
@@ -366,7 +370,7 @@ def make_room(of: WorkerMemory, job: Job, free_bytes: int) -> None:
 
 
 def check_fits(of: WorkerMemory, here: int, batch: int, free_bytes: int) -> None:
-    """Raise `UsageError` if so many workers of one host do not fit, with what would.
+    """Raise `UsageError` if a host's workers do not fit; suggest what would.
 
     Args:
         batch: examples of a worker at a time: of a micro-batch, or of the local batch.
@@ -381,7 +385,7 @@ def check_fits(of: WorkerMemory, here: int, batch: int, free_bytes: int) -> None
 
 
 def ways(of: WorkerMemory, here: int, batch: int, free_bytes: int) -> list[str]:
-    """Options with which it would fit, each with what a worker would hold."""
+    """Options with which a run fits, each with a worker's memory."""
     found: list[str] = []
     smaller = [size for size in range(batch - 1, 0, -1) if batch % size == 0]
 

@@ -1,4 +1,4 @@
-"""`jaxmpi forecast`: memory of a run's workers, with and without sharded updates, before any of them is started.
+"""`jaxmpi forecast`: workers' memory with and without sharded updates, before a run.
 
 One process opens the data, makes a batch, and compiles the gradients of one worker; no step is made.
 """
@@ -93,7 +93,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(experiment: Experiment, workers: Workers) -> Forecast:
-    """The memory of one worker, whose step has the split form; a single one's is one program.
+    """The memory of one worker in split form, or fused if alone.
 
     Raises:
         UsageError: as a run of this experiment.

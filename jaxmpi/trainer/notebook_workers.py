@@ -1,4 +1,4 @@
-"""A run in processes of its own, from a script or a notebook that is one process.
+"""A run in processes of its own, from a script or notebook.
 
 `cloudpickle` writes the experiment for the workers, so functions and classes of the notebook go with it. It lies in a
 folder in the run directory that only this user can read. Once all workers have read it they remove it. When they have
@@ -54,14 +54,14 @@ TOLD_LINES = 30  # of the workers' output, in an error
 
 
 class KeepFigures(Callback):
-    """Writes the figures of each evaluation to a file, for the process that waits; removes the pickle."""
+    """Write each evaluation's figures for the waiting process; remove the pickle."""
 
     def __init__(self, file: Path, pickle: Path) -> None:
         """Args: file: whose folder is there; pickle: of the experiment."""
         self.file, self.pickle = file, pickle
 
     def at_start(self, step: int, state: TrainState) -> None:
-        """Remove the pickle: all workers have read it, since they have compared what they read."""
+        """Remove the pickle, which all workers have read and compared by now."""
         self.pickle.unlink(missing_ok=True)
 
     def after_evaluation(self, moment: Moment) -> None:
@@ -71,7 +71,7 @@ class KeepFigures(Callback):
 
 
 def fit(experiment: Experiment, workers: int) -> dict[str, float]:
-    """Train in `workers` processes; the figures of the last evaluation, empty if no step was left to do.
+    """Train in `workers` processes; return the last figures, empty without a step.
 
     Ctrl-C lets the run save and end, and is raised here then.
 
@@ -129,7 +129,7 @@ def written(experiment: Experiment, folder: Path) -> Path:
 
 
 def run(line: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
-    """Run a job whose output is shown here: its code, and its last lines."""
+    """Run a job and show its output; return code and last lines."""
     said: collections.deque[str] = collections.deque(maxlen=TOLD_LINES)
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     job = subprocess.Popen(line, env=env, text=True, errors="replace", start_new_session=True, **pipes)

@@ -61,7 +61,7 @@ class ProgressLog:
     shuffles: int = 0  # of data in memory, that have been recorded
 
     def loaded(self, memory: MemoryShuffle, step: int) -> None:
-        """Say and record what is in memory from this step on; all ranks call it together."""
+        """Say and record which data is in memory; all ranks call it."""
         mine = np.array([memory.source.newest().bytes.size / len(self.workers.mine), memory.load_s])
         worker_bytes, load_s = self.workers.processes.allgather_array(mine).max(axis=0).tolist()
         place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
@@ -69,7 +69,7 @@ class ProgressLog:
         self.recorder.say(in_words(memory.sampler, memory.source.data.group_size == "auto", worker_bytes, load_s))
 
     def _shuffles(self) -> list[Shuffle]:
-        """The shuffles that are done on all ranks and not recorded yet: the slowest rank's seconds, bytes of all."""
+        """Unrecorded shuffles done on all ranks: the slowest rank's seconds, all bytes."""
         memory = self.plan.feed.memory
         if memory is None or memory.group is None:
             return []
@@ -92,7 +92,7 @@ class ProgressLog:
         )
 
     def _measured(self, step: int, metrics: Metrics, squares: np.ndarray) -> list[float]:
-        """|g_i|^2, |g|^2 and 1 over workers; zeros if their gradients are not of as many examples."""
+        """|g_i|^2, |g|^2 and 1 summed over workers; zeros for a short batch."""
         is_whole = self.plan.examples(step) - self.plan.examples(step - 1) == self.plan.clock.effective_batch
         if metrics.mean_square is None or not is_whole:
             return [0.0] * 3
@@ -106,7 +106,7 @@ class ProgressLog:
         distance: float | None = None,
         rate_factor: float = 1.0,
     ) -> Summary:
-        """The mean loss of all workers' examples since the last line, and where the time went.
+        """Write mean loss and times of all workers since the last line.
 
         Args:
             distance: of this process's workers from what they met, summed, if the rule keeps it.
@@ -151,14 +151,14 @@ class ProgressLog:
         check_budget(done.skipped, len(plan.feed.source), math.ceil(done.epoch), self.max_skipped)
 
     def _work(self) -> Work | None:
-        """Model FLOPs of a step of all workers, if those of a worker's gradients are known."""
+        """Model FLOPs of all workers' step, if one worker's are known."""
         if self.flops.of_worker is None:
             return None
         batch = self.plan.clock.effective_batch
         return Work(self.flops.of_worker * batch / self.plan.feed.samplers[0].local_batch, batch, self.peak)
 
     def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
-        """Fields of the record on the noise of gradients, if it was measured."""
+        """Fields of the record on gradient noise, if it was measured."""
         return self.noise.fields(Means(local / count, mean / count)) if self.noise and count else {}
 
 
@@ -171,7 +171,7 @@ def open_recorder(
 
 
 def unit_of(experiment: Experiment, feed: DeviceFeed) -> Unit:
-    """The unit of speed that suits the examples: tokens of language models, images if they are, else examples."""
+    """The unit of speed: tokens of language models, images, or else examples."""
     model = feed.model
     if model is not None and spec_of(experiment) is TASKS["language-model"]:
         return Unit("tokens", feed.tokens_each or math.prod(model.label_shape), feed.bytes_each)

@@ -1,4 +1,4 @@
-"""The loop again: from the newest checkpoint after a rollback, or among the ranks that are left after a death.
+"""The loop again: after a rollback, or without ranks that died.
 
 After a death the ranks that are left have agreed on the last step that counts, and hold its state (`recover.shrink`).
 They make everything that depends on their number anew: plan, compiled functions, slices of the optimizer's state, the
@@ -38,7 +38,7 @@ from jaxmpi.trainer.training_plan import Job, job_of
 
 
 def run_to_end(run: Run, states: dict[int, TrainState], start: int, overdue: DueEvents) -> dict[str, float]:
-    """The loop, again from the newest checkpoint as often as `on_nonfinite` has it go back, or without ranks that died.
+    """Run the loop, again after each rollback, or without ranks that died.
 
     Args:
         overdue: is to be done before the first step.
@@ -112,7 +112,7 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
 
 
 def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
-    """The run of those that are left, from the state that they hold."""
+    """The run of the remaining ranks, from the state that they hold."""
     shrinking = run.shrinking
     assert shrinking is not None
     assert shrinking.held is not None
@@ -167,7 +167,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
 
 
 def memory_of_fewer(run: Run, job: Job, functions: Functions) -> memory.WorkerMemory:
-    """The memory of each rank that is left, which is more than before, if updates are sharded.
+    """The memory of each remaining rank, larger if updates are sharded.
 
     Raises:
         AgreedError: one host has no room for it: bytes needed and free. The run's checkpoints are whole.
@@ -191,7 +191,7 @@ def memory_of_fewer(run: Run, job: Job, functions: Functions) -> memory.WorkerMe
 
 
 def handed_over(run: Run, control: Processes, step: int, ends: contextlib.ExitStack) -> Recorder:
-    """The recorder of a rank among those that are left; what is to be done again after `step` is dropped.
+    """The recorder of a remaining rank; entries after `step` are dropped.
 
     Whoever is rank 0 now has the record and the run directory.
 

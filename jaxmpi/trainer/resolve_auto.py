@@ -39,7 +39,7 @@ from jaxmpi.trainer.training_plan import Job, with_exchange
 
 
 def settle_overlap(job: Job) -> tuple[Job, str]:
-    """Without overlap and late gathers if fewer workers take micro-batches to go on, and a line that says why.
+    """Drop overlap and late gathers if fewer workers need micro-batches; return why.
 
     Options for the workers that began the run must not end it on fewer, of which each has more examples. Micro-batches
     that the user asks for are refused with them.
@@ -59,10 +59,10 @@ def settle_overlap(job: Job) -> tuple[Job, str]:
 
 
 def settle_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tuple[Job, str]:
-    """`auto` as a strategy, a bucket size and overlap, and a line that says why; empty if nothing was left open.
+    """Settle `auto` as strategy, bucket size and overlap, and return why.
 
-    They are those of the run that is resumed, so that it goes on bit for bit; if there are none, or these ranks
-    cannot have them, those that a probe finds.
+    The line is empty if nothing was left open. The choice is that of the run that is resumed, so that the run goes on
+    bit for bit. Without one, or if these ranks cannot have it, a probe chooses.
     """
     asked, comm = job.experiment.exchange, job.workers.comm
     if registry.is_asynchronous(job.experiment.rule):
@@ -92,7 +92,7 @@ def probed(
     beside: Sequence[str],
     alone: Sequence[str] = (),
 ) -> tuple[exchange_config.ExchangeConfig, str]:
-    """Let a probe choose for these leaves, and say why: among strategies that overlap, if overlap pays.
+    """Probe strategies for these leaves, overlapping ones if overlap pays; say why.
 
     Args:
         beside: algorithms that can travel beside the step; none if overlap is off.
@@ -108,7 +108,7 @@ def probed(
 def can_go_on(
     name: str, asked: exchange_config.ExchangeConfig, comm: Comm, unfit: Callable[[str], str] | None = None
 ) -> bool:
-    """Return True if a strategy that `auto` took before is possible on these ranks, with the overlap asked for now.
+    """Return True if these ranks and options allow `auto`'s earlier strategy.
 
     Args:
         unfit: of sharded updates: why the halves of an algorithm cannot travel beside the step.
@@ -123,7 +123,7 @@ def can_go_on(
 
 
 def to_center(asked: exchange_config.ExchangeConfig) -> str:
-    """The way of params between workers and a center, in the wire that is asked for."""
+    """The strategy of params between workers and center, in the requested wire."""
     if is_auto(asked.strategy):
         return f"root:{asked.strategy.partition(':')[2] or '32'}"
     return f"root:{algorithms.parse(asked.strategy).name.partition(':')[2]}"
@@ -133,10 +133,11 @@ def to_center(asked: exchange_config.ExchangeConfig) -> str:
 
 
 def settle_shards(job: Job) -> tuple[Job, str]:
-    """`--exchange.shard-update auto` as on or off, and a line that says why; empty if it was not left open.
+    """Settle `--exchange.shard-update auto` as on or off, and return why.
 
-    On if it can be, each worker holds at least SAVED_BYTES less, and rows of whole tensors have not too much padding.
-    Communicates nothing: all ranks know the same.
+    The line is empty if nothing was left open. Updates are sharded if they can be, each worker holds at least
+    SAVED_BYTES less, and rows of whole tensors have not too much padding. Communicates nothing: all ranks know the
+    same.
     """
     if job.experiment.exchange.shard_update != "auto":
         return job, ""
@@ -161,12 +162,13 @@ def settle_shards(job: Job) -> tuple[Job, str]:
 
 
 def most_padding(arrays: float, workers: int) -> float:
-    """Padding of rows, as a share of n params, with which a step of w workers copies as much as without sharding.
+    """Padding with which a step copies as much as without sharding.
 
         8 p (w - 1) / w = (3 + 2 s) (1 - (1 + p) / w)
 
-    Padding p n travels in both halves, read and written by who sends and by who receives. An update reads and writes
-    gradients, params twice and s arrays of state twice, of which a row is left.
+    Padding is a share p of n params, and w is the number of workers. Padding p n travels in both halves, read and
+    written by sender and receiver. An update reads and writes gradients, params twice and s arrays of state twice, of
+    which a row is left.
 
     Args:
         arrays: s, of the optimizer's state, in params.
@@ -176,7 +178,7 @@ def most_padding(arrays: float, workers: int) -> float:
 
 
 def with_shards(job: Job, word: str) -> Job:
-    """The job with sharded updates on or off; without them nothing is gathered, and nobody needs a copy."""
+    """The job with sharded updates on, or off without gathers and copies."""
     whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32", "buddy": 0}
     return with_exchange(job, shard_update=word, **whole)
 

@@ -1,4 +1,4 @@
-"""State in and out: initial or restored, and what a checkpoint holds besides it.
+"""The initial or restored state, and what checkpoints hold besides it.
 
 A resumed synchronous run is to continue bit for bit, and a checkpoint of another run is to be refused. So JSON values
 stand beside the state: the exchange in use, the learning rate, positions of streams, states of callbacks, and the
@@ -67,7 +67,7 @@ def restored(
     now: dict[str, Any],
     but: Sequence[str] = (),
 ) -> format.Saved | None:
-    """The newest checkpoint of a run directory, the same on all ranks; None if there is none.
+    """A run directory's newest checkpoint, the same on all ranks, or None.
 
     Args:
         states: of this process's workers, in the place of which it is read.
@@ -102,7 +102,7 @@ def restored(
 
 
 def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
-    """How workers hold the state of this rule; None if parts of it are each worker's own."""
+    """How workers hold the rule's state; None if parts are their own."""
     if rule.sharding:
         held = functools.partial(rule.sharding.shards.cut.restored, rule.sharding.tx)
         return format.Slicing(jax.eval_shape(rule.init, state.params), rule.sharding.chunks, held)
@@ -110,7 +110,7 @@ def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
 
 
 def slice_layout(rule: Rule) -> SliceLayout | None:
-    """How the state of this rule is cut over workers; None if it is not."""
+    """How the rule's state is cut over workers, or None."""
     sharding = rule.sharding
     return SliceLayout(sharding.shards.cut, sharding.tx, sharding.chunks) if sharding else None
 
@@ -118,7 +118,7 @@ def slice_layout(rule: Rule) -> SliceLayout | None:
 def continued(
     source: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, plan: TrainingPlan, now: dict[str, Any]
 ) -> format.Saved:
-    """The newest checkpoint of another run, at the step of this one that has seen as many examples.
+    """Another run's newest checkpoint, at this run's step of as many examples.
 
     Weights, moments and model state are taken as they are. The step, and the optimizer's own by which its learning
     rate goes, count steps of this run's effective batch.
@@ -145,7 +145,7 @@ def continued(
 
 
 def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
-    """The last step of a plan at which it has seen no more examples than another run after `step` steps.
+    """The plan's last step with no more examples than another run's `step`.
 
     Args:
         effective_batch: the other run's.
@@ -158,7 +158,7 @@ def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
 
 
 def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, TrainState], format.Saved | Start | None]:
-    """State 0, or that of the newest checkpoint if the run is resumed; workers apart have a start each.
+    """State 0, or a resumed checkpoint's; asynchronous workers have a start each.
 
     A run that continues another begins with that one's newest checkpoint, until it has one of its own.
     """
@@ -180,7 +180,7 @@ def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, Train
 
 
 def say_changes(job: Job, recorder: Recorder, extra: dict[str, Any], start: int) -> None:
-    """Say, and record, by which settings and from which learning rate a resumed run departs from its checkpoint.
+    """Say and record which settings, or learning rate, differ from the checkpoint's.
 
     A decay that spans the run has another rate at the same step if the run is made longer or shorter.
     """
@@ -196,7 +196,7 @@ def say_changes(job: Job, recorder: Recorder, extra: dict[str, Any], start: int)
 
 
 def go_on(job: Job, saved: format.Saved | Start | None, at_start: Sequence[Sequence[Any]] = ()) -> None:
-    """Give the data and the callbacks of this process what a checkpoint has of them.
+    """Restore this process's data and callbacks from a checkpoint.
 
     Args:
         at_start: states of the callbacks if there is no checkpoint.
@@ -232,14 +232,17 @@ def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last
 
 
 def note_saved(run: Run) -> None:
-    """A line of the record for a checkpoint that has become whole, so that resuming knows if it is lost; callbacks."""
+    """Record a checkpoint that has become whole, and call the callbacks.
+
+    By the record a resumed run knows which checkpoints are lost.
+    """
     if (step := run.saver.taken()) is not None:
         run.recorder.write("checkpoint", step=step)
         callbacks.each(run.callbacks, "after_checkpoint", step, run.folder / "checkpoints" / f"step_{step:08d}")
 
 
 def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:
-    """States of this process's workers as a checkpoint has them, in host memory."""
+    """States of this process's workers for a checkpoint, in host memory."""
     states, sharding = take(state, run.workers), run.functions.rule.sharding
     if sharding is None:
         return states
@@ -251,7 +254,7 @@ def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:
 
 
 def extra_to_save(run: Run, step: int) -> dict[str, Any]:
-    """JSON values beside the state in a checkpoint of `step`; all ranks call it."""
+    """JSON values of `step`'s checkpoint, beside its state; all ranks call it."""
     control = run.workers.processes
     skipped = int(control.allreduce_sum(np.array([run.plan.feed.skipped], np.float64))[0])
     extra = extra_of(run, run.functions, run.recorder.elapsed_s())
@@ -266,7 +269,7 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
 
 
 def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:
-    """Save the run elsewhere, since its directory is not its own any more, and end it.
+    """Save a run that has lost its directory elsewhere, and end it.
 
     Its directory is not made anew: another job may be given that name, and would resume from this run's params.
 

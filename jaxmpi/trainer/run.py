@@ -77,7 +77,7 @@ def assembled(
     held: WorkerMemory | None = None,
     is_measured: bool = False,
 ) -> "Run":
-    """All that the loop needs, for these workers; all ranks call it together."""
+    """All that the loop needs for these workers; all ranks call it."""
     experiment, workers, plan = job.experiment, job.workers, job.plan
     control = workers.processes
     hosts = control.allgather_object(socket.gethostname())

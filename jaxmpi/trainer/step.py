@@ -1,4 +1,4 @@
-"""The training step: loss -> gradients -> rule.update -> metrics as sums with counts.
+"""The training step: loss, gradients, `rule.update`, and metrics as sums with counts.
 
 All rules share one step (`train_step`): workers exchange in `rule.update`, and in the forward pass only if batch
 statistics are synchronised. Examples are weighted so that the mean of the workers' losses is the mean loss of the
@@ -54,7 +54,7 @@ class Forward(NamedTuple):
     def losses(
         self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool
     ) -> tuple[jax.Array, PyTree, Any]:
-        """Cast, judge, cast back: forward and backward run in `compute_dtype`, params stay f32.
+        """Cast, judge, cast back: passes run in `compute_dtype`, params stay f32.
 
         Examples that only fill the batch up are left out of batch statistics.
         """
@@ -65,7 +65,7 @@ class Forward(NamedTuple):
         return losses.astype(jnp.float32), cast_floats(new_state, jnp.float32), outputs
 
     def weights(self, batch: Batch) -> jax.Array:
-        """f32[batch]: how much each example counts, 0 if it only fills the batch up."""
+        """f32[batch]: each example's weight, 0 if it only fills the batch up."""
         real = batch["weight"] > 0
         own = self.task.weight(batch) if self.task.weight else 1
         return jnp.where(real, jnp.asarray(own, jnp.float32), 0)
@@ -79,9 +79,10 @@ NO_BATCH_MEAN = (
 
 @contextlib.contextmanager
 def synchronised(forward: Forward, train: bool) -> Iterator[Callable[[PyTree], PyTree] | None]:
-    """The mean over workers for batch statistics, which a model in training must ask for within.
+    """Yield the mean over workers for batch statistics, which training must call.
 
-    That it asks at all is checked, not that all its layers do: other libraries' keep statistics of their own.
+    That the model calls it at all is checked, not that all its layers do: other libraries' keep statistics of their
+    own.
 
     Raises:
         UsageError: the model did not, so that nothing would be synchronised.
@@ -155,7 +156,7 @@ def local_gradients(
 
 
 def seen(grads: PyTree, metrics: Metrics) -> Metrics:
-    """The metrics with what is to be known of the gradients: ||grad L_i||^2, and for which leaves it is finite.
+    """Add to the metrics ||grad L_i||^2, and which leaves are finite.
 
     One look at each leaf serves both and keeps none of them alive. A leaf of a norm beyond 1.8e19 counts as infinite.
     """
@@ -180,7 +181,7 @@ def in_place(gradients: Callable) -> Callable:
 
 
 def marked(gradients: Callable) -> Callable:
-    """`local_gradients` that bring NaN wherever the worker's loss or gradients do not count as finite.
+    """`local_gradients` with a NaN unless the worker's loss and gradients are finite.
 
     In the smallest leaf, so that only its bucket waits for all others: through an exchange all workers' params show it,
     and `or_before` takes the update back on all of them.
@@ -228,7 +229,7 @@ def train_step(
 
 
 def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
-    """(the state after an update, or before it if its params are not finite; which of them it is).
+    """Keep an update if its params are finite; return (state, applied).
 
     What is not finite on one worker makes the params of all so, since all of them come from an exchange: workers agree
     without a message.
@@ -242,7 +243,7 @@ def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Ar
 
 
 def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> EvalMetrics:
-    """Sums over the examples of weight > 0: the loss, how many, and the task's metrics."""
+    """Sums of loss, count and metrics over examples of weight > 0."""
     unused = jax.random.key(0)  # nothing is random in evaluation
     losses, _, outputs = forward.losses(params, model_state, batch, unused, False)
     each, real = forward.weights(batch), batch["weight"] > 0
@@ -259,7 +260,7 @@ def eval_step(forward: Forward, params: PyTree, model_state: PyTree, batch: Batc
 
 
 def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch) -> Any:
-    """Outputs in evaluation, floating-point ones in 32 bits; a batch without weights counts whole."""
+    """Outputs in evaluation, floats in 32 bits; without weights all examples count."""
     size = jax.tree.leaves(batch)[0].shape[0]
     batch = {"weight": jnp.ones(size), **batch}
     cast = cast_floats(params, forward.compute_dtype)
@@ -274,7 +275,7 @@ def predict(forward: Forward, params: PyTree, model_state: PyTree, batch: Batch)
 
 
 def over_devices(function: Callable, mesh: Mesh, donate: tuple[int, ...] = ()) -> Callable:
-    """`function` on every device of the mesh: arguments and results carry a leading axis of workers."""
+    """`function` on each mesh device, with arguments and results [workers, ...]."""
 
     def of_one_worker(*args: PyTree) -> PyTree:
         alone = jax.tree.map(lambda x: x[0], args)

@@ -1,4 +1,4 @@
-"""The form of the step: of which programs it is made, and what travels while one of them runs.
+"""The form of the step: its programs, and what travels beside them.
 
 fused: one jit; only here can the exchange run beside the backward pass. split: gradients, exchange and update are jits
 of their own, so that one rank per host compiles the two big ones and the others read them from the cache. A jit that
@@ -77,9 +77,10 @@ def form_of(job: Job, strategy: str) -> StepForm:
 
 
 def is_split(job: Job) -> bool:
-    """Return True if the step is split: by default if several ranks would compile one program on the same cores.
+    """Return True if the step is split.
 
-    With several devices a process it always is: MPI is called between programs over them.
+    A step is split by default if several ranks would compile one program on the same cores. With several devices a
+    process a step always is split: MPI is called between programs over them.
     """
     workers, mode = job.workers, job.experiment.step_mode
     if workers.devices > 1:
@@ -95,7 +96,7 @@ def is_one_program(job: Job, strategy: str) -> bool:
 
 
 def chosen_overlap(job: Job, strategy: str) -> tuple[bool, str]:
-    """Return True if buckets travel beside the step's program, and a line that says why.
+    """Return True if buckets travel beside the step's program, and why.
 
     Raises:
         UsageError: `exchange.overlap` on, where that cannot be.
@@ -106,9 +107,10 @@ def chosen_overlap(job: Job, strategy: str) -> tuple[bool, str]:
 
 
 def shares_params(job: Job, strategy: str) -> bool:
-    """Return True if sharded updates write params where all ranks of the one host read them, between programs.
+    """Return True if sharded updates write params that the host's ranks share.
 
-    Not if the params before a step are needed until it counts.
+    All ranks of the one host read these params, between programs. They are not shared if the params before a step are
+    needed until it counts.
     """
     experiment = job.experiment
     if experiment.exchange.shard_update != "on" or job.workers.size == 1:
@@ -122,7 +124,7 @@ def shares_params(job: Job, strategy: str) -> bool:
 
 
 def is_scattered_early(job: Job, strategy: str) -> tuple[bool, str]:
-    """Return True if gradients go into the sum of shared params' slices as they come, and a line that says why.
+    """Return True if gradients are summed in shared memory early, and why.
 
     Raises:
         UsageError: `exchange.overlap` on, where that cannot be.
@@ -164,7 +166,7 @@ def unfit_slices_of(job: Job, algorithm: str) -> str:
 
 
 def unfit_slices(job: Job) -> str:
-    """Why the halves of a sharded exchange cannot travel beside the step; empty if they can."""
+    """Why a sharded exchange's halves cannot travel beside the step, or empty."""
     experiment, workers = job.experiment, job.workers
     asked = experiment.exchange
     if compression.is_compressor(asked.strategy):
@@ -185,7 +187,7 @@ def unfit_slices(job: Job) -> str:
 
 
 def deal_of(job: Job) -> Deal | None:
-    """Which worker updates which leaves, if the optimizer needs whole ones; None if it can update slices of all.
+    """Which worker updates which whole leaves; None if the optimizer takes slices.
 
     Raises:
         UsageError: it can do neither, or params are not float32.

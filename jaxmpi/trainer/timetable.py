@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class DueEvents(NamedTuple):
-    """Events that are due after a step, in the order in which they are done."""
+    """Events that are due after a step, in order of execution."""
 
     compare: bool = False
     log: bool = False

@@ -45,12 +45,12 @@ class TrainingPlan(NamedTuple):
     micro_batch: int  # examples of an accumulation slice; 0: no accumulation
 
     def examples(self, step: int) -> int:
-        """Examples that all workers have seen after `step` steps: a short last step of an epoch counts as it is."""
+        """Examples seen by all workers after `step` steps, counting short ones exactly."""
         epochs, batches = divmod(step, self.clock.steps_per_epoch)
         return epochs * len(self.feed.source) + batches * self.clock.effective_batch
 
     def step(self, examples: float) -> int:
-        """The last step after which all workers have seen no more than these examples."""
+        """The last step after which all workers saw at most `examples`."""
         epochs, rest = divmod(int(examples), len(self.feed.source))
         return min(epochs * self.clock.steps_per_epoch + rest // self.clock.effective_batch, self.clock.total_steps)
 
@@ -67,13 +67,13 @@ class TrainingPlan(NamedTuple):
         return jax.eval_shape(self.init, jax.random.key(0))[0]
 
     def lr_of(self, step: int) -> float | None:
-        """The learning rate by which a step is made, counted from 1, if it is known."""
+        """The learning rate of a step, counted from 1, if known."""
         return np.asarray(self.lr(max(step - 1, 0))).item() if self.has_lr else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """Experiment, workers and plan of a run: all its parts are made for them."""
+    """Experiment, workers and plan, for which a run's parts are made."""
 
     experiment: Experiment
     workers: Workers
@@ -85,14 +85,14 @@ class Job:
 
 
 def with_exchange(job: Job, **options: Any) -> Job:
-    """The job with other options of the exchange; before anything is built for it."""
+    """The job with other exchange options, before anything is built for it."""
     return job.with_fields(exchange=dataclasses.replace(job.experiment.exchange, **options))
 
 
 def make_plan(
     experiment: Experiment, workers: Workers, scaled_for: int = 0, before: TrainingPlan | None = None
 ) -> TrainingPlan:
-    """Batches, steps and learning rate; `feed.model` is the experiment's, made to fit the data's classes.
+    """Batches, steps and learning rate; `feed.model` fits the data's classes.
 
     Args:
         scaled_for: workers that the run began with; 0: these.
@@ -165,18 +165,18 @@ def make_plan(
 
 
 def job_of(experiment: Experiment, workers: Workers, scaled_for: int = 0, before: TrainingPlan | None = None) -> Job:
-    """The job of an experiment for these workers, its model made to fit the data's classes; see `make_plan`."""
+    """An experiment's job, its model sized to the data's classes; see `make_plan`."""
     plan = make_plan(experiment, workers, scaled_for, before)
     return Job(experiment=dataclasses.replace(experiment, model=plan.feed.model), workers=workers, plan=plan)
 
 
 def by_batch(optim: Optim, local_batch: float) -> float:
-    """The factor on lr for so many examples a worker, as the run began."""
+    """The factor on lr for this local batch, as the run began."""
     return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
 
 
 def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
-    """Raise `UsageError` if a duration or a schedule counts epochs of data that has none."""
+    """Raise `UsageError` if durations or schedule count epochs that the data lacks."""
     if feed.has_epochs:
         return
     schedule, instead = experiment.schedule, "whose epochs have no known length: give steps, as in 500st"
@@ -191,7 +191,7 @@ def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
 
 
 def worker_words(workers: Workers) -> str:
-    """How many workers there are, and of how many processes if these drive several devices each."""
+    """The number of workers, and of processes with several devices each."""
     each, processes = len(workers.mine), workers.processes.size
     product = f"{processes} processes x {each} devices = " if each > 1 and processes > 1 else ""
     return f"{product}{workers.size} workers"
@@ -205,7 +205,7 @@ def data_words(feed: DeviceFeed) -> str:
 
 
 def slice_of(local_batch: int, before: int) -> int:
-    """Examples of a slice if a worker has more to do than `before`, so that it needs no more memory; else 0."""
+    """Slice size of at most `before`, to bound memory; 0 without slices."""
     slices = -(-local_batch // before)
     return -(-local_batch // slices) if slices > 1 else 0
 

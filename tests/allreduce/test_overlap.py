@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxmpi.allreduce import comm_thread, overlap
@@ -24,11 +23,9 @@ from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models.cnn import digits_cnn
-from jaxmpi.rules import base, registry
 from jaxmpi.trainer.step_form import unfit_for_overlap
 from jaxmpi.trainer.training_plan import job_of
 from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run, session_of, train
@@ -391,15 +388,6 @@ def test_steps_that_cannot_hide_an_exchange(fields, reason):
     workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
     experiment = Experiment(digits_cnn(), effective_batch=16, data=Data("digits", channels=1), **fields)
     assert unfit_for_overlap(job_of(experiment, workers)) == reason
-
-
-@pytest.mark.parametrize("rule", ["subgd", "awagd"])
-def test_only_gradients_can_be_late(rule):
-    late = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=overlap.delayed_gradients(comm=SoloComm()))
-    with pytest.raises(
-        UsageError, match=f"rule '{rule}' exchanges no gradients, which compressors and exchange.overlap delayed"
-    ):
-        registry.build(RuleConfig(rule), optax.sgd(0.1), late, optimizer="sgd", linear=True)
 
 
 # ---------------------------------------------------------------- between hosts

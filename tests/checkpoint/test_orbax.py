@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi.checkpoint import format, manifests, orbax_export, uncoordinated
+from jaxmpi.checkpoint import format, manifests, orbax_export, trained, uncoordinated
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
@@ -148,6 +148,13 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
         assert not got.has_state
         assert got.model_state is STATE
         jax.tree.map(np.testing.assert_array_equal, got.params, tree)
+
+
+def test_a_folder_without_params_is_no_model(tmp_path):
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "state", {"model_state": {"mean": np.zeros(3)}})
+    with pytest.raises(UsageError, match="got no params"):
+        trained.load(tmp_path / "state")
 
 
 @pytest.mark.e2e

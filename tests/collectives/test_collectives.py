@@ -163,6 +163,22 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.send, x, 1)))\nif rank == 0: s(x)\nelse: time.sleep(60)",
         r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;.*; rank 1 is at <string>",
     ),
+    "a sendrecv of another shape": (
+        "mpi.sendrecv(jnp.ones(3 + rank), x, 1 - rank, 1 - rank)",
+        r"rank 0 expects float32\[3\], but got float32\[4\] from rank 1's sendrecv\(float32\[4\]",
+    ),
+    "a sendrecv of one rank": (
+        "if rank == 0: mpi.sendrecv(x, x, 1, 1)\nelse: time.sleep(60)",
+        r"sendrecv\(float32\[3\], dest=1, .* has waited 5 s; no message has come or gone.*; rank 1 is at <string>:12",
+    ),
+    "the script of one rank has ended before a sendrecv": (
+        "if rank == 0: mpi.sendrecv(x, x, 1, 1)",
+        r"rank 0 waits in sendrecv\(float32\[3\], dest=1, .* for rank 1, whose script has ended;",
+    ),
+    "a sendrecv without a receive": (
+        "mpi.send(x, 0) if rank else mpi.sendrecv(x, x, 1, 1)",
+        r"rank 0: sendrecv\(float32\[3\], dest=1, .*: rank 1 has not received it; expected a recv or sendrecv there",
+    ),
     "two receives that wait for each other": (
         "mpi.recv(x, 1 - rank); mpi.send(x, 1 - rank)",
         r"recv\(float32\[3\], source=\d\), <string>:\d+ in <module> has waited 5 s",
@@ -172,6 +188,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
 
 # Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
 GOES_ON = ("the script of one rank has ended", "a send without", "a started send without", "a message of another shape")
+GOES_ON = (*GOES_ON, "a sendrecv")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
 CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.mark.slow) for name in MISTAKES]
 

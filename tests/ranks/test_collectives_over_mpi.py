@@ -299,6 +299,52 @@ def test_messages_sent_far_ahead_come_in_order(monkeypatch):
     mpi.barrier()
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint16", "float8_e4m3fn", *FLOATS, *OF_64_BITS])
+def test_a_small_sendrecv_brings_the_bits_of_every_dtype(dtype):
+    left, right, bits = (RANK - 1) % SIZE, (RANK + 1) % SIZE, np.random.default_rng(1)
+    with jax.enable_x64(dtype in OF_64_BITS):
+        around = jax.jit(lambda x: mpi.sendrecv(x, x, left, right, sendtag=4))
+        for shape in ((), (0,), (3,), (2, 5)):
+            if dtype in ("bool", "int4"):
+                rows = list(jnp.asarray(bits.integers(0, 2, (SIZE, *shape)), dtype))
+            else:  # any bits: floats among them that are no numbers
+                rows = [
+                    np.frombuffer(bits.bytes(160), dtype)[: np.prod(shape, dtype=int)].reshape(shape)
+                    for _ in range(SIZE)
+                ]
+            came = np.asarray(around(jnp.asarray(rows[RANK])))
+            assert came.dtype == rows[left].dtype
+            assert came.tobytes() == np.asarray(rows[left]).tobytes()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+@pytest.mark.parametrize("most_ahead", [0, 1024])
+def test_a_small_sendrecv_meets_a_send_and_a_recv(most_ahead, monkeypatch):
+    """Whether their arrays are in the header's message or behind it."""
+    monkeypatch.setattr(messages, "MOST_AHEAD", most_ahead)
+    x, other = jnp.full(3, float(RANK)), RANK ^ 1
+    if other < SIZE:
+        if RANK % 2:
+            came = jax.jit(lambda x: mpi.sendrecv(x, x, other, other, sendtag=8, recvtag=9))(x)
+        else:
+            mpi.send(x, other, tag=9)
+            came = mpi.recv(x, other, tag=8)
+        assert came.tolist() == [other] * 3
+    mpi.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_small_sendrecvs_in_a_loop_call_no_python(monkeypatch):
+    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    messages.registered()
+    for name in (messages.MESSAGE, messages.RECEIVED):
+        monkeypatch.setitem(host_callbacks._functions, name, None)
+    shift = jax.jit(lambda x: jax.lax.fori_loop(0, 2 * SIZE + 1, lambda _, x: mpi.sendrecv(x, x, left, right), x))
+    assert shift(jnp.arange(4.0) + RANK).tolist() == [left + i for i in range(4)]
+    jax.effects_barrier()
+
+
 @pytest.mark.skipif(SIZE == 1, reason="MPI is not started")
 def test_what_mpi4jaxs_names_send_needs_a_rank_to_go_to():
     from mpi4py import MPI

@@ -222,9 +222,13 @@ def test_gradients_with_adam_is_one_worker_with_adam(monkeypatch):
     assert len({row.tobytes() for row in many.exchanged[0][1]["w"]}) == K
 
 
+# To a rule any optimizer is two functions, and AWAGD runs them as `gradients` does: a linear one and another will do.
+ALONE = [("gradients", each) for each in OPTIMIZERS]
+ALONE += [(rule, each) for rule in ("subgd", "awagd") for each in ("momentum", "adam")]
+
+
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", ["gradients", "subgd", "awagd"])
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "optimizer_name"), ALONE)
 def test_one_worker_is_the_plain_optimizer_bit_for_bit(name, optimizer_name):
     config = Optim(name=optimizer_name, weight_decay=0.01)
     tx = optimizer(config, lambda step: jnp.float32(ETA))
@@ -274,7 +278,8 @@ def build(name: str, config: Optim, force: bool = False) -> base.Rule:
 def test_compressors_are_for_gradients():
     means_and_sums = base.Exchange(lambda tree: tree, lambda tree: tree, gradients=exchange_gradients("lowrank2"))
     for name in ("subgd", "awagd"):
-        with pytest.raises(UsageError, match=f"rule '{name}' exchanges no gradients, which compressors and "):
+        message = f"rule '{name}' exchanges no gradients, which compressors and exchange.overlap delayed are for"
+        with pytest.raises(UsageError, match=message):
             registry.build(RuleConfig(name), optax.sgd(ETA), means_and_sums, optimizer="sgd", linear=True)
 
 

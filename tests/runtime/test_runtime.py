@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -381,13 +382,10 @@ def test_time_limits_that_are_none(text, monkeypatch):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("variable", "module"), [("JAXMPI_AGREE_TIMEOUT_S", "comm.control"), ("JAXMPI_EXIT_TIMEOUT_S", "runtime.failures")]
-)
-def test_a_time_limit_that_is_none_ends_a_process_with_one_line(variable, module):
-    job = python(f"import jaxmpi.{module}", **{variable: "soon"})
+def test_a_time_limit_that_is_none_ends_a_process_with_one_line():
+    job = python("import jaxmpi.runtime.failures", JAXMPI_EXIT_TIMEOUT_S="soon")
     assert job.returncode == 1
-    assert job.stderr == f"jaxmpi: error: {variable}: got 'soon'; expected seconds > 0\n"
+    assert job.stderr == "jaxmpi: error: JAXMPI_EXIT_TIMEOUT_S: got 'soon'; expected seconds > 0\n"
 
 
 GPUS = [
@@ -521,6 +519,17 @@ def test_a_folder_in_shared_memory_goes_with_who_made_it(ends, tmp_path, monkeyp
     while (left := list(tmp_path.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left
+
+
+def test_a_folder_that_cannot_be_locked_ends_the_wait(tmp_path, monkeypatch):
+    def flock(handle: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(job_folder.fcntl, "flock", flock)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="no locks"):
+        job_folder.hold(tmp_path / "held")
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 @pytest.mark.e2e

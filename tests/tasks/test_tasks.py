@@ -159,7 +159,7 @@ def by_hand(weigh) -> np.ndarray:
     return w
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize(("task", "weigh"), [(LINE, np.ones_like), (BY_TOKEN, np.asarray)], ids=["example", "token"])
 def test_any_number_of_workers_makes_the_steps_of_one(devices, task, weigh, tmp_path):
     means = main.train(lines(tmp_path, task, devices=devices), "lines")
@@ -179,7 +179,7 @@ def pairwise(params, model_state, batch, key, train):
     return apart.sum(-1) / jnp.maximum(real.sum(dtype=jnp.float32), 1), model_state, far
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 3])
 def test_a_loss_that_compares_examples_sees_the_real_ones_of_its_worker(devices, tmp_path):
     data, w = line(50), np.zeros(3)
     samplers = [Sampler(50, 12, worker, devices, 0) for worker in range(devices)]

@@ -65,23 +65,29 @@ def reduced(folder: Path, **fields) -> Experiment:
     return lines(folder, **asked | fields)
 
 
-def test_the_rate_falls_on_a_plateau(tmp_path):
-    experiment = reduced(tmp_path)
-    main.train(experiment, "lines")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Experiment, dict[str, float]]:
+    """A run with every checkpoint, and its last figures."""
+    experiment = reduced(tmp_path_factory.mktemp("whole"), keep_checkpoints=20)
+    return experiment, main.train(experiment, "lines")
+
+
+def test_the_rate_falls_on_a_plateau(whole):
+    experiment, _ = whole
     rates = [row["lr"] for row in record(experiment, "train")]
     # The first evaluation is the best so far, so the rate falls after the second and third.
     np.testing.assert_allclose(rates, [0.01] * 8 + [0.001] * 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("step", [7, 8, 9])  # before, at and after an evaluation by which the rate falls
-def test_a_resumed_run_is_that_which_did_not_end(step, tmp_path):
-    whole, part = reduced(tmp_path, keep_checkpoints=20), reduced(tmp_path, run_dir=str(tmp_path / "part"))
-    want = main.train(whole, "lines")
-    shutil.copytree(whole.run_dir, part.run_dir)
+def test_a_resumed_run_is_that_which_did_not_end(step, whole, tmp_path):
+    experiment, want = whole
+    part = dataclasses.replace(experiment, run_dir=str(tmp_path / "part"))
+    shutil.copytree(experiment.run_dir, part.run_dir)
     for later in range(step + 1, 12):
         shutil.rmtree(Path(part.run_dir) / "checkpoints" / f"step_{later:08}")
     assert main.train(dataclasses.replace(part, resume=True), "lines") == want
-    last = [Path(run.run_dir) / "checkpoints" / "step_00000011" / "common.bin" for run in (whole, part)]
+    last = [Path(run.run_dir) / "checkpoints" / "step_00000011" / "common.bin" for run in (experiment, part)]
     assert last[0].read_bytes() == last[1].read_bytes()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.config import Data
+from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.trainer import finished_runs, main
 from launching import PATH, ROOT, mpirun_line, run, train_here, wait_until
@@ -48,11 +49,17 @@ def test_a_task_has_a_prediction_of_its_own(tmp_path):
     np.testing.assert_allclose(trainer.predict({"x": x})["y"], jaxmpi.load(trainer.run_dir).params["w"], rtol=1e-6)
 
 
-def test_outputs_are_in_the_order_of_the_data(tmp_path):
-    experiment = lines(tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Experiment:
+    """An experiment whose run directory holds a finished run, to be read only."""
+    experiment = lines(tmp_path_factory.mktemp("lines"))
     jaxmpi.Trainer(experiment).fit()
-    data, w = line(13, 1), jaxmpi.load(experiment.run_dir).params["w"]
-    outputs = finished_runs.open_finished(experiment, Path(experiment.run_dir)).predict_all()
+    return experiment
+
+
+def test_outputs_are_in_the_order_of_the_data(trained):
+    data, w = line(13, 1), jaxmpi.load(trained.run_dir).params["w"]
+    outputs = finished_runs.open_finished(trained, Path(trained.run_dir)).predict_all()
     np.testing.assert_allclose(outputs["outputs"], data["x"] @ w - data["y"], atol=1e-5)
 
 
@@ -67,9 +74,8 @@ BATCHES = {
 }
 
 
-def test_a_batch_that_is_none_is_named(tmp_path):
-    trainer = jaxmpi.Trainer(lines(tmp_path, train_for="1st"))
-    trainer.fit()
+def test_a_batch_that_is_none_is_named(trained):
+    trainer = jaxmpi.Trainer(trained)
     batch = {name: values[:4] for name, values in line(13, 1).items()}
     for change, match in BATCHES.values():
         with pytest.raises(UsageError, match=match):
@@ -113,25 +119,25 @@ def test_what_is_no_experiment_or_was_not_trained_is_named(tmp_path):
         jaxmpi.Trainer(lines(tmp_path)).evaluate()
 
 
-def test_a_run_of_another_model_is_named(tmp_path):
-    experiment = lines(tmp_path)
-    jaxmpi.Trainer(experiment).fit()
+def test_a_run_of_another_model_is_named(trained):
     wide = {name: np.tile(values, (1, 2)) if name == "x" else values for name, values in line(9).items()}
-    other = dataclasses.replace(experiment, data=Data("array", train=wide, validation=wide, loader="threads"))
+    other = dataclasses.replace(trained, data=Data("array", train=wide, validation=wide, loader="threads"))
     with pytest.raises(UsageError, match=r"params/w: got float32\[3\], expected float32\[6\]"):
         jaxmpi.Trainer(other).evaluate()
 
 
-@pytest.fixture
-def digits_run(tmp_path, monkeypatch):
-    """A run of the digits by the command line, and the figures of its evaluation."""
-    argv = ["experiments/digits.py", "--train-for", "6st", "--run-dir", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])
-    done = train_here(*argv)
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory):
+    """A run of the digits by the command line, to be read only, and the figures of its evaluation."""
+    run_dir = tmp_path_factory.mktemp("digits") / "run"
+    argv = ["experiments/digits.py", "--train-for", "6st", "--run-dir", str(run_dir)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])
+        done = train_here(*argv)
     assert done.code == 0, done.out
-    rows = map(json.loads, (tmp_path / "run" / "record.jsonl").read_text().splitlines())
+    rows = map(json.loads, (run_dir / "record.jsonl").read_text().splitlines())
     [figures] = [row for row in rows if row["kind"] == "eval"]
-    return tmp_path / "run", figures
+    return run_dir, figures
 
 
 @pytest.mark.slow  # four jobs; the same by a notebook's processes below
@@ -193,13 +199,11 @@ def test_what_cannot_be_evaluated_is_named(argv, match, digits_run):
         finished_runs.evaluate_main([word.format(run=digits_run[0]) for word in argv])
 
 
-def test_a_run_that_python_started_says_so(tmp_path):
-    experiment = lines(tmp_path)
-    jaxmpi.Trainer(experiment).fit()
-    config = json.loads((Path(experiment.run_dir) / "config.json").read_text())
-    (Path(experiment.run_dir) / "config.json").write_text(json.dumps({**config, "command": ["notebook"]}))
+def test_a_run_that_python_started_says_so(trained, tmp_path):
+    config = Path(shutil.copytree(trained.run_dir, tmp_path / "run")) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "command": ["notebook"]}))
     with pytest.raises(UsageError, match=r"from Python: name a file .*, --experiment FILE\.py, or use jaxmpi\.Trainer"):
-        finished_runs.evaluate_main([experiment.run_dir])
+        finished_runs.evaluate_main([str(config.parent)])
 
 
 MINE = """

@@ -1,10 +1,12 @@
-"""Processes that each drive several devices, with MPI between them: Algorithm 1 of Kumar et al. 2018."""
+"""Processes that each drive several devices, with MPI or XLA between them: Algorithm 1 of Kumar et al. 2018."""
 
 import functools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,30 @@ from jaxmpi.allreduce.local_devices import DeviceRows
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.observe import report
 from launching import Ended, mpirun, train, train_here
-from test_comm_xla import EXPERIMENT, ON_CPU, WEIGHED, assert_close, assert_devices_hold, params
+from test_comm_xla import EXPERIMENT, ON_CPU, assert_close, params
 
 PROCESSES, DEVICES = 3, 2
+A_PROXY = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # nobody is there
+# EXPERIMENT, and what each device of a process holds of the optimizer's state, in bytes.
+WEIGHED = (
+    EXPERIMENT
+    + """
+import dataclasses
+import jax
+import jaxmpi
+
+
+class Weigh(jaxmpi.Callback):
+    def after_dispatch(self, step, state):
+        if step == 20:
+            parts = [part for x in jax.tree.leaves(state.rule_state) for part in x.addressable_shards]
+            for device in {part.device for part in parts}:
+                print("device holds", sum(part.data.nbytes for part in parts if part.device == device), flush=True)
+
+
+experiment = dataclasses.replace(experiment, callbacks=(Weigh(),))
+"""
+)
 # `python -m jaxmpi.train`, with the first half of the ranks on one host and the other half on another.
 TWO_HOSTS = """
 import os, socket, sys
@@ -116,14 +139,17 @@ def binaries(run_dir: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run_dir / "checkpoints/step_00000020").glob("*.bin")}
 
 
+def facts(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "config.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def over_devices(folder: Path) -> Path:
     """20 steps of two processes that drive two devices each."""
     ended = of_devices(folder, "devices", "--exchange.strategy", "ring32")
     assert "2 processes x 2 devices = 4 workers x local batch 15 = effective batch 60" in ended.out
-    facts = json.loads((folder / "devices/config.json").read_text())
-    assert facts["workers"] == 4
-    assert facts["transport"] == "MPI, from host memory; each process adds up its 2 devices"
+    assert facts(folder / "devices")["workers"] == 4
+    assert facts(folder / "devices")["transport"] == "MPI, from host memory; each process adds up its 2 devices"
     return folder / "devices"
 
 
@@ -147,6 +173,52 @@ def test_sharded_updates_go_on_from_whole_ones_with_the_same_bits_and_leave_slic
         np.testing.assert_array_equal(sliced[name][: leaf.size], leaf, err_msg=name)
     [moments] = [leaf for name, leaf in sliced.items() if name.endswith("logits/bias") and "rule_state" in name]
     assert moments.size == 12  # four slices of three entries
+
+
+@pytest.fixture(scope="module")
+def over_xla(folder: Path) -> Path:
+    """20 steps of four processes of one device, if a proxy for downloads is set."""
+    args = (str(folder / "tiny.py"), "--run-dir", str(folder / "xla"), "--comm", "xla", "--exchange.strategy", "ring32")
+    ended_well(train(4, *args, env=ON_CPU | A_PROXY))
+    return folder / "xla"
+
+
+@pytest.mark.e2e
+def test_a_run_over_xla_leaves_what_one_over_mpi_leaves(over_xla, over_devices):
+    assert figures(over_xla, "train", "step") == list(range(1, 21))
+    assert facts(over_xla)["transport"] == "XLA collectives between processes, gloo"
+    assert facts(over_xla)["workers"] == 4
+    assert sorted(binaries(over_xla)) == ["common.bin", *(f"worker_0000{i}.bin" for i in range(4))]
+    assert_close(over_xla, over_devices, "ring32")
+    assert figures(over_xla, "eval", "eval_count") == [360]
+
+
+@pytest.mark.e2e
+def test_resume_is_bit_exact_and_so_are_two_devices_a_process(over_xla, folder):
+    """The first ten steps by 4 processes, the others by 2 of 2 devices each."""
+    from_step_10(over_xla, "xla-resumed")
+    of_devices(folder, "xla-resumed", "--comm", "xla", "--exchange.strategy", "ring32", "--resume")
+    assert facts(folder / "xla-resumed")["workers"] == 4
+    assert binaries(folder / "xla-resumed") == binaries(over_xla)
+    assert figures(folder / "xla-resumed", "train", "loss") == figures(over_xla, "train", "loss")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow  # a job more; along an axis: test_sharded.py
+def test_sharded_updates_leave_what_whole_ones_leave_with_a_share_of_the_velocity(over_xla, folder):
+    (folder / "weighed.py").write_text(WEIGHED)
+    args = ("--comm", "xla", "--devices", "2", "--exchange.strategy", "ar", "--exchange.shard-update", "on")
+    args = (str(folder / "weighed.py"), "--run-dir", str(folder / "xla-sharded"), *args)
+    ended = ended_well(train(2, *args, env=ON_CPU))
+    assert_close(folder / "xla-sharded", over_xla, "ar")
+    assert_devices_hold(params(over_xla).nbytes / 4, ended, devices=4)
+
+
+def assert_devices_hold(velocity_bytes: float, ended: Ended, devices: int) -> None:
+    """Each, of the velocity, which has as many bytes as params; slices are rounded up, and there is a counter."""
+    held = [int(word) for word in re.findall(r"device holds (\d+)", ended.out)]
+    assert len(held) == devices
+    assert all(velocity_bytes <= each <= 1.05 * velocity_bytes for each in held), held
 
 
 @pytest.fixture(scope="module")

@@ -127,12 +127,11 @@ FOURS = {"four": (4, ()), "devices": (1, ("--devices", "4")), "fused": (4, ("--s
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_one_worker_and_four_see_the_same_examples(count, tmp_path):
+@pytest.mark.slow  # four runs
+def test_one_worker_and_four_see_the_same_examples(tmp_path):
     """N workers x B/N = 1 worker x B: dropout apart, which is off here, the runs differ by rounding only."""
     (tmp_path / "tiny.py").write_text(TINY_EXPERIMENT)
-    runs = {"one": (1, ())} | dict([*FOURS.items()][:count])
+    runs = {"one": (1, ())} | FOURS
     for name, (ranks, args) in runs.items():
         ended = train_on(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / name), *args)
         assert ended.code == 0, ended.out
@@ -143,7 +142,7 @@ def test_one_worker_and_four_see_the_same_examples(count, tmp_path):
         np.testing.assert_allclose(other, one, atol=2.0**-24 * 60 * 2.3 * 20)
     facts = [json.loads((tmp_path / name / "config.json").read_text()) for name in runs]
     assert len({(fact["form"], fact["transport"]) for fact in facts}) == len(runs)  # they took different paths
-    assert [fact["workers"] for fact in facts] == [1, *[4] * count]
+    assert [fact["workers"] for fact in facts] == [1, 4, 4, 4]
 
 
 TINY_EXPERIMENT = """
@@ -225,6 +224,8 @@ def test_help_begins_with_the_flags_used_most_and_shows_choices(monkeypatch):
     shown = re.findall(r"^  --([a-z][\w.-]+)", ended.out, re.MULTILINE)
     assert tuple(shown[: len(flags.GROUPS["common"])]) == flags.GROUPS["common"]
     assert sorted(shown) == sorted(flags.flags(Experiment()))
+    for text in ("asa16, ring32", "px: shorter side", "(default: "):
+        assert text in ended.out
     for choices in ("--on-stall {abort,warn}", "--rule.name {gradients,", ",majority}", "{auto,ar,asa,ring,"):
         assert choices in re.sub(r",\s+", ",", ended.out)
 
@@ -233,25 +234,11 @@ def test_every_flag_says_what_it_does():
     assert [name for name, flag in flags.flags(Experiment()).items() if not flag.help] == []
 
 
-def test_help_lists_every_field_with_its_meaning():
-    ended = train_here(DIGITS, "--help")
-    assert ended.code == 0
-    for part in dataclasses.fields(Experiment):
-        if part.name not in (
-            "model",
-            "task",
-            "loss",
-            "fallback",
-            "callbacks",
-            "data",
-            "optim",
-            "schedule",
-            "rule",
-            "exchange",
-        ):
-            assert f"--{part.name.replace('_', '-')}" in ended.out
-    for text in ("--exchange.strategy", "--data.dir", "asa16, ring32", "px: shorter side", "(default: "):
-        assert text in ended.out
+def test_every_field_has_a_flag_but_parts_and_objects():
+    names = {field.name.replace("_", "-") for field in dataclasses.fields(Experiment)}
+    parts = {"data", "optim", "schedule", "rule", "exchange"}
+    objects = {"model", "task", "loss", "fallback", "callbacks"}
+    assert names - flags.flags(Experiment()).keys() == parts | objects
 
 
 # ---------------------------------------------------------------- bad input: clear error, non-zero exit, no hang
@@ -336,31 +323,14 @@ def test_bad_input_is_said_once_by_several_ranks(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("args", "message"), [(["--optim.momentum", "1.5"], "got 1.5;"), (["--optim.lr", "x"], "'x'")])
-def test_a_wrong_field_is_said_once_by_several_ranks(args, message):
-    ended = train(2, DIGITS, *args, timeout_s=60)
+def test_a_wrong_field_is_said_once_by_several_ranks():
+    ended = train(2, DIGITS, "--optim.lr", "x", timeout_s=60)
     assert not ended.timed_out
     assert ended.code != 0
-    assert re.sub(r"\x1b\[[\d;]*m", "", ended.out).count(message) == 1, ended.out
+    assert re.sub(r"\x1b\[[\d;]*m", "", ended.out).count("'x'") == 1, ended.out
 
 
 @pytest.mark.e2e
-def test_nan_loss_names_worker_and_step_and_keeps_the_last_good_checkpoint(tmp_path):
-    args = ("--optim.lr", "1e18", "--schedule.warmup", "0st", "--checkpoint-every", "1st", "--run-dir", str(tmp_path))
-    ended = train(2, DIGITS, *args)
-    assert not ended.timed_out
-    assert ended.code != 0
-    assert re.search(r"of worker \d is not finite at step \d|is not finite after step \d", ended.out), ended.out
-    for folder in (tmp_path / "checkpoints").glob("step_*"):
-        index = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
-        raw = (folder / "common.bin").read_bytes()
-        for row in index:
-            leaf = np.frombuffer(raw, row["dtype"], int(np.prod(row["shape"])), row["offset"])
-            assert np.isfinite(leaf).all()
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # like a NaN loss at its step
 def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
     """One example is NaN; the sampler says at which step it comes."""
     at_step = 4
@@ -374,6 +344,11 @@ def test_a_loss_that_turns_nan_leaves_the_checkpoint_before_it(tmp_path):
     assert kept == [f"step_{step:08d}" for step in range(1, at_step)]
     assert f"the loss of worker 0 is not finite at step {at_step}; last good checkpoint: " in ended.out
     assert f"{kept[-1]}. Lower" in ended.out
+    for name in kept:
+        folder = tmp_path / "run" / "checkpoints" / name
+        for row in json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]:
+            count = int(np.prod(row["shape"]))
+            assert np.isfinite(np.fromfile(folder / "common.bin", row["dtype"], count, offset=row["offset"])).all()
 
 
 ONE_NAN = """
@@ -394,12 +369,26 @@ experiment = Experiment(
 """
 
 
-def test_resume_from_another_model_names_the_leaf(tmp_path):
-    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert train_here(*args).code == 0
+@pytest.fixture(scope="module")
+def begun_once(tmp_path_factory) -> Path:
+    """A run of two steps, with a checkpoint of the second."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    ended = train_here(DIGITS, "--train-for", "2st", "--run-dir", str(folder))
+    assert ended.code == 0, ended.out
+    return folder
+
+
+@pytest.fixture
+def begun(tmp_path, begun_once) -> tuple[str, ...]:
+    """Flags of that run, for a copy of it."""
+    shutil.copytree(begun_once, tmp_path / "run")
+    return ("--train-for", "2st", "--run-dir", str(tmp_path / "run"))
+
+
+def test_resume_from_another_model_names_the_leaf(begun, tmp_path):
     other = (ROOT / DIGITS).read_text().replace("digits_cnn()", "digits_cnn_tiny()")
     (tmp_path / "other.py").write_text(other.replace("import digits_cnn", "import digits_cnn_tiny"))
-    ended = train_here(str(tmp_path / "other.py"), *args[1:], "--resume")
+    ended = train_here(str(tmp_path / "other.py"), *begun, "--resume")
     assert ended.code != 0
     assert re.search(r"params/\S+: got float32\[.*\], expected float32\[.*\]", ended.out), ended.out
     assert "Traceback" not in ended.out
@@ -419,11 +408,9 @@ OTHER_RUNS = {
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", OTHER_RUNS)
-def test_resume_goes_on_with_the_same_run_only(name, tmp_path):
+def test_resume_goes_on_with_the_same_run_only(name, begun):
     flags, messages = OTHER_RUNS[name]
-    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert train_here(*args).code == 0
-    ended = train_here(*args, "--resume", *flags)
+    ended = train_here(DIGITS, *begun, "--resume", *flags)
     assert ended.code != 0
     for message in messages:
         assert f"{message} (the checkpoint's)" in ended.out
@@ -686,10 +673,8 @@ experiment = Experiment(
 """
 
 
-def test_a_finished_run_says_that_nothing_is_left(tmp_path):
-    args = (DIGITS, "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert train_here(*args).code == 0
-    ended = train_here(*args, "--resume")
+def test_a_finished_run_says_that_nothing_is_left(begun):
+    ended = train_here(DIGITS, *begun, "--resume")
     assert ended.code == 0
     assert "nothing left to do: train_for ends at step 2" in ended.out
 
@@ -876,13 +861,14 @@ experiment = Experiment(
 )
 def test_batch_statistics_and_counters_are_evaluated_saved_and_resumed(ranks, args, tmp_path):
     (tmp_path / "net.py").write_text(STATEFUL)
-    line = (str(tmp_path / "net.py"), *args, "--run-dir", str(tmp_path / "run"))
-    ended = train_on(ranks, *line, "--train-for", "20st")
+    line = (str(tmp_path / "net.py"), *args, "--run-dir")
+    ended = train_on(ranks, *line, str(tmp_path / "whole"))
     assert ended.code == 0, ended.out
-    ended = train_on(ranks, *line, "--resume")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000030")
+    ended = train_on(ranks, *line, str(tmp_path / "run"), "--resume")
     assert ended.code == 0, ended.out
-    whole = train_on(ranks, *line[:-1], str(tmp_path / "whole"))
-    assert whole.code == 0, whole.out
+    assert "resumed at step 20" in ended.out
     assert checkpoint_bytes(tmp_path / "run", 30) == checkpoint_bytes(tmp_path / "whole", 30)
     assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.5  # a linear model after 30 steps; chance is 0.1
 
@@ -986,11 +972,9 @@ def test_resume_is_bit_exact_whatever_the_options(case, tmp_path):
     assert checkpoint_bytes(tmp_path / "cut", 30) == checkpoint_bytes(tmp_path / "whole", 30)
 
 
-def test_a_run_directory_is_never_overwritten(tmp_path):
-    args = (DIGITS, "--train-for", "1st", "--run-dir", str(tmp_path / "run"))
-    assert train_here(*args).code == 0
+def test_a_run_directory_is_never_overwritten(begun, tmp_path):
     before = (tmp_path / "run" / "record.jsonl").read_bytes()
-    ended = train_here(*args)
+    ended = train_here(DIGITS, *begun)
     assert ended.code != 0
     assert "holds a run already" in ended.out
     assert (tmp_path / "run" / "record.jsonl").read_bytes() == before

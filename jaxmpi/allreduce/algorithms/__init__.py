@@ -1,9 +1,9 @@
-"""How a bucket is summed: one module for each algorithm, one row of `table.STRATEGIES` for each strategy.
+"""Algorithms that sum a bucket over workers, one module for each.
 
 In reading order: `spec`, what a strategy must be; `library`, the bounds; `root`, all to one rank; `ring`; `asa`,
 all-to-all; `tree`, halving and doubling; `color_trees`; `hierarchical`, hosts first; `shared_memory` of one host;
-`table`, all of them. A module holds the sum inside a program, the same sum in NumPy if there is one, its cost, and its
-row.
+`table`, all of them, with one row of `table.STRATEGIES` for each strategy. A module holds the sum inside a program, the
+same sum in NumPy if there is one, its cost, and its row.
 
 Inside a program a strategy takes f32[n], n % comm.size == 0, and gives the sum over workers, bitwise equal on all of
 them; it adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on rank.

@@ -24,7 +24,7 @@ from jaxmpi.comm.base import Comm
 
 
 def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """ASA: each worker sums its own slice of all workers' vectors, in rank order, then shares it.
+    """Sum by an all-to-all, additions in rank order and an allgather.
 
     Sends 2 (w - 1) / w of the vector; rounds twice (slices sent, sum sent). Ma et al. 2016, section 3.2.
     """
@@ -32,7 +32,7 @@ def alltoall_sum_allgather(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """ASA's first half: f32[n] -> f32[n / w], this worker's slice of the sum."""
+    """ASA's first half, f32[n] -> f32[n / w]: this worker's summed slice."""
     parts = wire.decode(alltoall(wire.encode(x.reshape(comm.size, -1)), comm))  # f32[w, n/w]: my slice of each worker
     return add_rows(parts)
 
@@ -67,9 +67,10 @@ ON_HOST = HalvesOnHost(summed_slice_on_host, allgathered_on_host)
 
 
 def asa_seconds(net: Net, n: float, wire: str) -> float:
-    """2 (w - 1) rounds of n / w: rotations, which cross hosts with up to s ranks of a host, then a ring with one.
+    """Seconds of 2 (w - 1) rounds of n / w.
 
-    Rotations as of Thakur et al. 2005, section 4.4 (pairwise exchange) and 4.1 (ring allgather).
+    Rotations come first, in which up to s ranks of a host send to other hosts, then a ring, in which one does. Thakur
+    et al. 2005, section 4.4 (pairwise exchange) and 4.1 (ring allgather).
     """
     w, part = net.workers, n / net.workers
     rounds = [min(i, w - i, net.slots) if net.hosts > 1 else 0 for i in range(1, w)]

@@ -30,7 +30,7 @@ MAX_COLOURS = 16
 
 
 def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Array:
-    """Each of k parts goes up its own tree in packets, summed on the way, and down again from the root.
+    """Sum k parts, each in packets up and down its own tree.
 
     Trees as of `Forest`: a worker adds and forwards in one of them at most and is a leaf of all others. So each sends
     about 2 n floats, and a packet takes 2 height messages one after another. Rounds once per edge on the way up and
@@ -72,9 +72,9 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
 
 
 def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iterator[Part]:
-    """Packets of all trees, cut into messages: each is a part, which goes up and down its tree when it can.
+    """Cut the packets of all trees into messages, each one part.
 
-    Packets and additions are those of `coloured_trees`.
+    Each goes up and down its tree when it can. Packets and additions are those of `coloured_trees`.
     """
     forest = plant(comm.size, colours)
     padded = comm.size * -(-n // comm.size)
@@ -95,7 +95,7 @@ def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iter
 def up_and_down(
     rows: Rows, comm: HostComm, wire: HostWire, tag: int, forest: "Forest", tree: int
 ) -> Iterator[Requests]:
-    """One part of one tree: children's are added and go to the parent, whose sum goes to the children."""
+    """Add the children's parts, exchange with the parent, send the sum down."""
     [mine], parent = rows, forest.parent[tree][comm.place]
     children = [comm.order[child] for child in forest.children[tree][comm.place]]
     if children:
@@ -117,7 +117,7 @@ def up_and_down(
 
 
 def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
-    """Number of parts, and floats of each: a multiple of the workers, as vectors are.
+    """Number of parts, and floats of each: a multiple of the workers.
 
     So parts of K vectors are together those of one of K n, and devices of one process add as ranks do.
     """
@@ -126,7 +126,10 @@ def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
 
 
 def packets_of(n: float, k: int, height: int) -> int:
-    """The m packets a tree for which m + 2 height turns of PRICE + n / (k m) each are fewest."""
+    """The number of packets for each tree that costs least.
+
+    m packets take m + 2 height turns of PRICE + n / (k m) each.
+    """
     return max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
 
 
@@ -144,7 +147,7 @@ class Forest(NamedTuple):
 
 @functools.cache
 def plant(workers: int, colours: int) -> Forest:
-    """IBM's trees, for any number of workers: those with children are others in each tree.
+    """IBM's trees for any number of workers, each with other inner nodes.
 
     k = min(colours, w) trees, I = floor(w / k) places each that may have children, arity a = ceil((w - 1) / I). Tree c
     holds places cI, cI + 1, ... modulo w at positions 0, 1, ...; the children of position q are a q + 1 ... a q + a.
@@ -175,10 +178,10 @@ def plant(workers: int, colours: int) -> Forest:
 
 
 def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Edges (tree, child, parent) in rounds, of which in each a place sends once and receives once at most.
+    """Put edges into rounds: each place sends and receives once at most.
 
     As many rounds as the busiest place has edges (Koenig 1916): an edge whose ends have no free round in common swaps
-    two rounds along the path that is in its way.
+    two rounds along the path that is in its way. An edge is (tree, child, parent).
     """
     taken: dict[tuple[str, int, int], tuple[int, int, int]] = {}  # (end, place, round): the edge
 
@@ -207,7 +210,7 @@ def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int,
 
 
 def message_of(length: int, most: int) -> int:
-    """Floats of each message of a packet: as even as whole blocks of wires can be."""
+    """Floats of a packet's messages: whole blocks, and as even as possible."""
     messages = max(1, -(-length // most))
     return max(1, -(-length // messages // BLOCK)) * BLOCK
 
@@ -216,11 +219,12 @@ def message_of(length: int, most: int) -> int:
 
 
 def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
-    """Between hosts the way of one message and all that the busiest sends; inside one, turns of `coloured_trees`.
+    """Seconds of coloured trees, between hosts or inside one.
 
     Between hosts, by `coloured_parts`: 2 H messages one after another, for trees of height H, and n / k floats for each
-    edge of the busiest place; other messages travel meanwhile. In a program m + 2 H turns, each of 2 max(k, a) rounds
-    of n / (k m), for m packets a part and arity a; packets without content travel too. Kumar et al. 2018, section 4.2.
+    edge of the busiest place; other messages travel meanwhile. Inside one, by `coloured_trees`: m + 2 H turns, each of
+    2 max(k, a) rounds of n / (k m), for m packets a part and arity a; packets without content travel too. Kumar et al.
+    2018, section 4.2.
     """
     k, arity, height = forest(net.workers, colours)
     packets = packets_of(n, k, height)
@@ -232,13 +236,12 @@ def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float
         return 2 * height * turn(net, message, wire, crossing) + volume + add(net, added) + code(net, n + added, wire)
     turns, rounds = packets + 2 * height, 2 * max(arity, min(k, net.workers - 1))
     packet = n / (k * packets)
-    crossing = ring_crossing(net) if k == 1 else net.slots if net.hosts > 1 else 0
-    each = rounds * turn(net, packet, wire, crossing)
+    each = rounds * turn(net, packet, wire, crossing=0)
     return turns * (each + add(net, (k + rounds / 2) * packet) + code(net, (k + rounds / 2) * packet, wire))
 
 
 def most_edges(workers: int, k: int, arity: int) -> int:
-    """Edges over which the busiest place sends: a root's, or those of the position after it."""
+    """Edges over which the busiest place, at position 0 or 1, sends."""
     return max(k - 1 + min(arity, workers - 1), k + min(arity, max(0, workers - 1 - arity)))
 
 

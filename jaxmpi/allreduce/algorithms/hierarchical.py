@@ -16,10 +16,10 @@ from jaxmpi.comm.base import Comm
 
 
 def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
-    """Sum over each host's s ranks, then `cross` between hosts on each rank's part, then share inside the host.
+    """Sum inside hosts, then `cross` between hosts, then share inside hosts.
 
-    Between hosts each rank sends what `cross` sends of n / s floats; inside, 2 (s - 1) / s n floats at 32 bits. Rounds
-    as `cross` over the hosts.
+    Between hosts each of a host's s ranks sends what `cross` sends of n / s floats; inside, 2 (s - 1) / s n floats at
+    32 bits. Rounds as `cross` over the hosts.
 
     Raises:
         UsageError: hosts have unequal numbers of ranks.
@@ -31,21 +31,24 @@ def hierarchical(x: jax.Array, comm: Comm, wire: Wire, cross: Sum) -> jax.Array:
 
 
 def scattered_between(x: jax.Array, comm: Comm, wire: Wire, cross: Halves) -> jax.Array:
-    """The first halves, inside and then between hosts: f32[n] -> f32[n / w]."""
+    """The first halves, inside, then between hosts: f32[n] -> f32[n / w]."""
     inside, between = split_by_host(comm)
     part = add_rows(inside.alltoall(x.reshape(inside.size, -1)))
     return cross.scatter(part, between, wire) if between.size > 1 else part
 
 
 def gathered_inside(mine: jax.Array, comm: Comm, wire: Wire, cross: Halves) -> jax.Array:
-    """The second halves, between and then inside hosts: f32[n / w] -> f32[n]."""
+    """The second halves, between, then inside hosts: f32[n / w] -> f32[n]."""
     inside, between = split_by_host(comm)
     total = cross.gather(mine, between, wire) if between.size > 1 else mine
     return inside.allgather(total).reshape(-1)
 
 
 def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
-    """By rank, its chunk: of the part of its place in a host, that which `cross` gives its host."""
+    """By rank, the number of its chunk.
+
+    Ranks of one place in their hosts share a part, of which `cross` gives each host a chunk.
+    """
     ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     between = cross.chunks(split_by_host(comm)[1])
     places = {rank: (place, host) for host, each in enumerate(ranks) for place, rank in enumerate(each)}
@@ -53,7 +56,7 @@ def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
 
 
 def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
-    """Sum inside the host, `cross` between hosts on each rank's part, share inside; as `hierarchical`."""
+    """The sum of `hierarchical`, in NumPy."""
     inside, between = comm.inside, comm.between
     count = len(rows) // inside.size
     parts = [rows[i * count : (i + 1) * count] for i in range(inside.size)]
@@ -71,7 +74,7 @@ def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, c
 
 
 def hierarchical_parts(n: int, comm: HostComm, wire: HostWire, cross: PartsOnHost) -> Iterator[Part]:
-    """The parts of `cross` over the hosts, of what each rank of a host holds."""
+    """The parts of `cross`, of what each rank of a host holds."""
     held = comm.between.size * -(-n // comm.size)
     for part in cross(held, comm.between, wire):
         ends = [(i * held + row.start, i * held + row.stop) for i in range(comm.inside.size) for row in part.rows]
@@ -80,7 +83,10 @@ def hierarchical_parts(n: int, comm: HostComm, wire: HostWire, cross: PartsOnHos
 
 
 def hierarchical_seconds(net: Net, n: float, wire: str, cross: Cost) -> float:
-    """Inside, s - 1 rounds of n / s at 32 bits before and after; between, `cross` of n / s by all s ranks at once."""
+    """Seconds of the rounds inside hosts and of `cross` between them.
+
+    Inside, s - 1 rounds of n / s at 32 bits before and after; between, `cross` of n / s by all s ranks at once.
+    """
     host = net._replace(hosts=1)
     inside = 2 * (net.slots - 1) * turn(host, n / net.slots, "32", 0) + add(host, n)
     shared = Link(net.between.alpha_s, net.between.beta_s_per_byte * net.slots)

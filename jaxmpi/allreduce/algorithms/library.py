@@ -1,4 +1,4 @@
-"""The bounds to compare with: the library's own allreduce, and no exchange at all."""
+"""Bounds to compare with: the library's own allreduce, and no exchange."""
 
 import math
 
@@ -18,7 +18,10 @@ def allreduce(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The library's own reduce-scatter: f32[n] -> f32[n / w]. It may add in another order than its allreduce."""
+    """The library's own reduce-scatter: f32[n] -> f32[n / w].
+
+    It may add in another order than the library's allreduce.
+    """
     del wire
     return comm.reduce_scatter(x)
 
@@ -29,9 +32,10 @@ def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def allreduce_seconds(net: Net, n: float, wire: str) -> float:
-    """The better of recursive doubling, log2 w rounds of all n, and halving with doubling, as of `pairwise_seconds`.
+    """Seconds of recursive doubling or of `pairwise_seconds`, whichever is less.
 
-    What good libraries do for short and for long vectors. Thakur et al. 2005, section 4.5.
+    Recursive doubling takes log2 w rounds of all n. Good libraries use it for short vectors, and halving with doubling
+    for long ones. Thakur et al. 2005, section 4.5.
     """
     levels = range(max(1, math.ceil(math.log2(net.workers))))
     doubling = sum(turn(net, n, wire, crossings(net, 1 << level)) + add(net, n) for level in levels)
@@ -45,7 +49,7 @@ def none(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def own_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
-    """A mean is what is there, untouched, so that a step costs what a single worker's does."""
+    """The leaves, untouched, as their mean, at a single worker's cost."""
     return leaves if divisor == comm.size else [none(x, comm, WIRES["32"]) / divisor for x in leaves]
 
 

@@ -24,7 +24,7 @@ def ring(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def reduced_round(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The ring's first half: f32[n] -> f32[n / w], the sum of chunk place + 1."""
+    """The scatter-reduce, f32[n] -> f32[n / w], of chunk place + 1."""
     size, chunks, place = comm.size, x.reshape(comm.size, -1), place_of(comm)
 
     def reduce_step(i: jax.Array, partial: jax.Array) -> jax.Array:
@@ -35,13 +35,13 @@ def reduced_round(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def passed_round(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The ring's second half: f32[n / w] of chunk place + 1 -> f32[n]."""
+    """The allgather from chunk place + 1: f32[n / w] -> f32[n]."""
     place = place_of(comm)
     return wire.decode(gather_round(wire.encode(mine), comm, lambda back: (place + 1 - back) % comm.size)).reshape(-1)
 
 
 def next_chunks(comm: Comm) -> tuple[int, ...]:
-    """The worker at place i of the ring has chunk i + 1."""
+    """By rank, its chunk: i + 1 at place i."""
     return tuple((comm.order.index(rank) + 1) % comm.size for rank in range(comm.size))
 
 
@@ -65,7 +65,10 @@ ON_HOST = HalvesOnHost(reduced_round_on_host, passed_round_on_host)
 
 
 def ring_seconds(net: Net, n: float, wire: str) -> float:
-    """2 (w - 1) rounds of n / w: 2 (w - 1) alpha + 2 (w - 1) / w n b beta. Gibiansky 2017."""
+    """Seconds of 2 (w - 1) rounds of n / w.
+
+    2 (w - 1) alpha + 2 (w - 1) / w n b beta, for the messages. Gibiansky 2017.
+    """
     w = net.workers
     rounds = 2 * (w - 1) * turn(net, n / w, wire, ring_crossing(net))
     return rounds + add(net, (w - 1) / w * n) + code(net, 2 * n, wire)

@@ -12,9 +12,10 @@ from jaxmpi.comm.base import Comm
 
 
 def all_to_root(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """All send theirs to rank 0, one after another; it adds in rank order and sends the sum back to each.
+    """Send all vectors to rank 0, which sends back their sum.
 
-    Rank 0 receives and sends w - 1 vectors, the others one each: the naive way, to compare with. Rounds twice.
+    Vectors come one after another and are added in rank order. Rank 0 receives and sends w - 1 vectors, the others one
+    each: the naive way, to compare with. Rounds twice.
     """
     sent, total = wire.encode(x), x
     for rank in range(1, comm.size):
@@ -27,9 +28,9 @@ def all_to_root(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def all_to_root_seconds(net: Net, n: float, wire: str) -> float:
-    """2 (w - 1) messages of n, one after another, and as many additions by one rank.
+    """Seconds of 2 (w - 1) messages of n, and their additions.
 
-    The growth with w that Gibiansky 2017 begins with.
+    Messages go one after another, and one rank adds: the growth with w that Gibiansky 2017 begins with.
     """
     alone = net._replace(slots=1)  # who does not send or receive waits, and leaves its core to the others
     inside = (net.slots - 1) * turn(alone._replace(slots=2), n, wire, 0)

@@ -10,24 +10,24 @@ from jaxmpi.comm.shared_sum import CHUNK
 
 
 def shared_memory(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """One host: ranks add theirs to chunks in shared memory in turn, and copy the result; 32 bits only."""
+    """Sum on one host through shared memory, in 32 bits only."""
     del wire
     return comm.sum_on_host([x])[0]
 
 
 def shared_memory_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
-    """All leaves where they are, in one call: nothing is fused, padded or split."""
+    """Sum all leaves in one call: nothing is fused, padded or split."""
     return comm.sum_on_host(leaves, divisor)
 
 
 def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """The first half: f32[n] -> f32[n / w], the slice that this rank takes of the sum."""
+    """The first half: f32[n] -> f32[n / w], this rank's summed slice."""
     del wire
     return comm.scatter_on_host([x])[0]
 
 
 def mean_slices(vectors: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
-    """The first half of all vectors in one call, over a divisor: the chain starts and ends once."""
+    """The first half of all vectors in one call, over a divisor."""
     return comm.scatter_on_host(vectors, divisor)
 
 
@@ -43,10 +43,11 @@ def all_gathered(chunks: list[jax.Array], comm: Comm) -> list[jax.Array]:
 
 
 def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
-    """A chain over chunks: every rank adds n floats and copies n out, as a message inside moves n; one wait a link.
+    """Seconds of a chain of ranks over chunks in shared memory.
 
     `shared_sum.SharedSum` of long vectors, by rank: it reads its n floats and the slot, writes the slot, which is an
-    addition, then reads the slot and writes its result, which is a message's way. Only on one host.
+    addition, then reads the slot and writes its result, which is a message's way. Waits are as many as ranks and chunks
+    together. Only on one host.
     """
     wait = (net.workers + n / CHUNK) * net.inside.alpha_s
     return (wait + n * wire_format(wire)[1] * net.inside.beta_s_per_byte) * net.crowd + add(net, n)

@@ -1,4 +1,4 @@
-"""The specification of a strategy: its sum in a program and in NumPy, wires, workers that it fits, and cost."""
+"""The specification of a strategy: its sums, wires, workers and cost."""
 
 import collections
 import functools
@@ -29,19 +29,19 @@ class Part(NamedTuple):
     sum: SumOnHost  # of these rows
 
     def of(self, x: np.ndarray, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-        """A generator that makes this part of f32[n], C-contiguous, the sum over workers; in place."""
+        """A generator that sums this part of f32[n], C-contiguous, in place."""
         return self.sum([x[row] for row in self.rows], comm, wire, tag)
 
 
 class HalvesOnHost(NamedTuple):
-    """The halves in NumPy, beside a program: both change the whole vector, of which one chunk is right in between."""
+    """The halves in NumPy: in between, only this worker's chunk is right."""
 
     scatter: SumOnHost  # makes this worker's chunk the sum
     gather: SumOnHost  # makes all chunks what their workers have
 
 
 class Halves(NamedTuple):
-    """A sum in two halves, between which each worker has one w-th of it.
+    """A sum as a reduce-scatter and an allgather, its two halves.
 
     `gather(scatter(x))` are the bits of `sum`, except for a library's own, which may add in another order. The second
     half may take another wire than the first.
@@ -56,9 +56,10 @@ class Halves(NamedTuple):
     gathers: Collection[str] = tuple(WIRES)  # wires that the second half takes
 
     def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
-        """f32[n] -> f32[n / w] each: this worker's chunk of the sum over `divisor`, as it is divided without halves.
+        """f32[n] -> f32[n / w] each: this worker's chunk, over `divisor`.
 
-        XLA may divide by a constant as the product with its inverse, which rounds otherwise.
+        Chunks are divided as sums without halves are. XLA may divide by a constant as the product with its inverse,
+        which rounds otherwise.
         """
         if self.means and vectors:
             return self.means(vectors, comm, divisor)
@@ -116,7 +117,10 @@ class StrategySpec(NamedTuple):
 
 
 def in_columns(n: int, comm: HostComm, wire: HostWire, sum: SumOnHost) -> Iterator[Part]:
-    """Row i of [size, ceil(n / size)] is worker i's, padded as by `exchange`; a part is some columns."""
+    """Parts of f32[n] that are some columns of all workers' rows.
+
+    Row i of [size, ceil(n / size)] is worker i's, padded as by `exchange`.
+    """
     length, width = -(-n // comm.size), columns(wire)
     for start in range(0, max(1, length), width):
         ends = [(i * length + start, min(i * length + start + width, (i + 1) * length)) for i in range(comm.size)]

@@ -58,12 +58,12 @@ class Strategy(NamedTuple):
     wire: Wire
 
     def has_sum_on_host(self, hosts: Sequence[int]) -> bool:
-        """Return True if there is a sum in NumPy that gives this strategy's bits over ranks on these hosts."""
+        """Return True if there is a sum in NumPy for these hosts."""
         return bool(self.spec.on_host and self.wire.on_host) and self.spec.fits_on_host(hosts)
 
 
 def parse(spelling: str) -> Strategy:
-    """`algorithm[:wire]` or an alias as a Strategy; the wire is 32 if none is given.
+    """`algorithm[:wire]` or an alias as a Strategy; the default wire is 32.
 
     Raises:
         UsageError: the algorithm or the wire is unknown, or the algorithm cannot use the wire.
@@ -79,7 +79,7 @@ def parse(spelling: str) -> Strategy:
 
 
 def find(algorithm: str) -> StrategySpec:
-    """The row of `ring`, `color4` or `hier-ring`, the last two with their `<k>` and `<cross>` filled in."""
+    """The row of an algorithm such as `hier-ring`, its blanks filled in."""
     if colours := re.fullmatch(r"color(\d+)", algorithm):
         k = int(colours[1])
         check(1 <= k <= MAX_COLOURS, f"got strategy {algorithm!r}; expected color1 to color{MAX_COLOURS}")
@@ -120,7 +120,7 @@ def spelled(fits: Callable[[StrategySpec], bool]) -> list[str]:
 
 
 def with_halves(hosts: Sequence[int], wire: str = "32") -> tuple[str, ...]:
-    """Algorithms whose sum has two halves, the second in this wire, over ranks on these hosts."""
+    """Algorithms with two halves, the second in this wire, on these hosts."""
     able = spelled(lambda row: bool(row.halves) and wire in row.halves.gathers)
     return tuple(name for name in able if (spec := find(name)).halves and spec.fits(hosts))
 
@@ -139,7 +139,10 @@ class HostSum(NamedTuple):
 
     @classmethod
     def named(cls, name: str, comm: HostComm, half: str = "") -> "HostSum":
-        """The one of a name such as `ring:16`, which must have one; or its half, `scatter` or `gather`."""
+        """The NumPy sum of a name such as `ring:16`, or a half.
+
+        The strategy must have one. A half is `scatter` or `gather`.
+        """
         strategy = parse(name)
         parts, halves = strategy.spec.on_host, strategy.spec.halves
         if half:
@@ -150,7 +153,7 @@ class HostSum(NamedTuple):
         return cls(parts, strategy.wire.on_host, comm)
 
     def segments(self, n: int) -> int:
-        """How many parts f32[n] is cut into, each with a tag of its own; the same on all ranks."""
+        """Number of parts of f32[n], and of tags; equal on all ranks."""
         return sum(1 for _ in self.parts(n, self.comm, self.wire))
 
     def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:

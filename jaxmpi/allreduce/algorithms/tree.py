@@ -18,12 +18,12 @@ from jaxmpi.core.pytrees import PyTree
 
 
 def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
-    """Halve and add between partners 1, 2, 4, ... places apart, then double the way back.
+    """Halve and add between partners, then double on the way back.
 
-    With p the largest power of two <= w: sends 2 (p - 1) / p of the vector in 2 log2 p messages; the w - p places
-    above fold theirs in before and get the sum after, whole. Rounds log2 p + 1 times, and once more for the fold.
-    Neighbours exchange the largest halves. Thakur et al. 2005, section 4; for any w what Theano-MPI's copper did
-    for 2, 4, 8 and 16.
+    With p the largest power of two <= w: sends 2 (p - 1) / p of the vector in 2 log2 p messages; the w - p places above
+    fold theirs in before and get the sum after, whole. Rounds log2 p + 1 times, and once more for the fold. Partners
+    are 1, 2, 4, ... places apart, so neighbours exchange the largest halves. Thakur et al. 2005, section 4; for any w
+    what Theano-MPI's copper did for 2, 4, 8 and 16.
     """
     levels = comm.size.bit_length() - 1
     p, order, place = 1 << levels, comm.order, place_of(comm)
@@ -47,7 +47,7 @@ def pairwise(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def double(blocks: PyTree, comm: Comm, pairs: Pairs, mine: jax.Array | int, count: int) -> PyTree:
-    """Swap the `count` rows around row `mine` for the partner's, which lie beside them."""
+    """Send the `count` rows around `mine`; receive the partner's beside them."""
     start = mine // count * count
     sent = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, count), blocks)
     received = comm.permute(sent, pairs)
@@ -57,7 +57,7 @@ def double(blocks: PyTree, comm: Comm, pairs: Pairs, mine: jax.Array | int, coun
 
 
 def pairwise_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-    """Halve and add between partners 1, 2, 4, ... places apart, then double the way back; as `pairwise`."""
+    """The sum of `pairwise`, in NumPy."""
     partners = [comm.order[comm.place ^ 1 << level] for level in range(comm.size.bit_length() - 1)]
     mine = list(range(comm.size))  # rows that are still summed here
     for level, partner in enumerate(partners):
@@ -83,7 +83,10 @@ def pairwise_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> It
 
 
 def pairwise_seconds(net: Net, n: float, wire: str) -> float:
-    """2 log2 p rounds of n / 2, n / 4, ...; if w > p two more of n. Thakur et al. 2005, section 4.5."""
+    """Seconds of halving and doubling.
+
+    2 log2 p rounds of n / 2, n / 4, ...; if w > p two more of n. Thakur et al. 2005, section 4.5.
+    """
     levels = net.workers.bit_length() - 1
     seconds = 0.0
     for level in range(levels):

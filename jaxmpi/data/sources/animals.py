@@ -1,4 +1,4 @@
-"""Silhouettes of animals that a Python package ships: a set of images that is harder than digits, without a download.
+"""Silhouettes of animals from a Python package: no download, harder than digits.
 
 The package's own loader imports TensorFlow, so its files are read here. They are pickles of two NumPy arrays; only the
 three names that such a pickle needs are let through.
@@ -43,11 +43,12 @@ class _Arrays(pickle.Unpickler):
 
 
 def animals(config: Data, split: str) -> Source:
-    """Silhouettes of ten kinds of animals: 9,716 different grey images of 28 x 28 px; needs `jaxmpi[animals]`.
+    """Silhouettes of ten kinds of animals; needs `jaxmpi[animals]`.
 
-    Of the package's 10,000 images, 1,000 a class, those that repeat an earlier one are left out, so that no held-out
-    image is one of training. Held out is every fifth of each class, from its first. Enlarged to `data.resize` once,
-    here. Source: animal-shape-mnist 0.39 (Mohammadi 2025, MIT licence).
+    The set has 9,716 different grey images of 28 x 28 px. From the package's 10,000 images, 1,000 a class, those that
+    repeat an earlier one are left out, so that no held-out image is one of training. Held out is every fifth of each
+    class, from its first. Enlarged to `data.resize` once, here. Source: animal-shape-mnist 0.39 (Mohammadi 2025, MIT
+    licence).
 
     Raises:
         UsageError: the package is missing, or its files are not those of this version.

@@ -54,7 +54,7 @@ class ArraySource:
         return np.asarray(self.images[index]), self.labels[index]
 
     def digest(self) -> str:
-        """Digest of all labels, and of 64 images spread over the whole: all of a big array would take minutes."""
+        """Digest of all labels, and of 64 images spread over the whole."""
         labels = np.asarray(self.labels)
         digest = hashlib.sha256((labels if labels.dtype.kind == "f" else labels.astype(np.int64)).tobytes())
         for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
@@ -64,7 +64,7 @@ class ArraySource:
 
 
 class PythonSource:
-    """The user's `data.train` or `data.validation`: (image, label) pairs, or dicts of any arrays."""
+    """The user's `data.train` or `data.validation`: (image, label) pairs, or dicts of arrays."""
 
     def __init__(self, examples: Any, name: str) -> None:
         self.examples, self.name = examples, name
@@ -89,7 +89,7 @@ class PythonSource:
 
 
 class FieldSource:
-    """A dict of arrays [n, ...], or of such dicts and tuples, whose rows are examples.
+    """Arrays [n, ...] in nested dicts and tuples, whose rows are examples.
 
     Raises:
         UsageError: the lengths differ.
@@ -136,7 +136,7 @@ def row_of(fields: Any, index: int) -> Any:
 
 
 def feed_digest(row: dict[Any, Any], update: Callable[[bytes], None]) -> None:
-    """Names, shapes, types and bytes of a row's arrays, in the order of their names."""
+    """Digest names, types, shapes and bytes of a row, sorted by name."""
     for key, value in sorted(row.items()):
         update(str(key).encode())
         value = dict(enumerate(value)) if isinstance(value, tuple) else value
@@ -166,7 +166,7 @@ def array(config: Data, split: str) -> Source:
 
 
 def digits(config: Data, split: str) -> Source:
-    """Handwritten digits that come with scikit-learn: 1,797 grey images of 8 x 8 px, 10 classes.
+    """Handwritten digits of scikit-learn: 1,797 grey images of 8 x 8 px.
 
     Held out for validation, the same for ever: every fifth example, from the first, of all
     examples sorted by label (file order within a label). That is 360, and 20 % of each digit.
@@ -196,7 +196,7 @@ def _digits_rows() -> np.ndarray:
 
 
 class SyntheticSource:
-    """Made-up images for benchmarks: a coarse pattern per class under noise, so that it is learnable.
+    """Made-up images for benchmarks: a coarse, learnable pattern per class, under noise.
 
     Example i is a function of (split, i) alone.
     """

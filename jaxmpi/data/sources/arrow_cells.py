@@ -1,4 +1,7 @@
-"""Cells of Apache Arrow columns as numbers, arrays or the bytes of images; the one file that knows Arrow's types."""
+"""Cells of Apache Arrow columns as numbers, arrays or image bytes.
+
+No other file knows Arrow's types.
+"""
 
 from typing import Any
 
@@ -15,7 +18,7 @@ def stored(kind: Any) -> Any:
 
 
 def holds_images(kind: Any) -> bool:
-    """Return True if a column has bytes, or what `datasets.Image` makes of them."""
+    """Return True if a column has bytes, or structs of `datasets.Image`."""
     import pyarrow.types as types
 
     kind = stored(kind)
@@ -61,7 +64,7 @@ def whole_numbers(column: Any, path: str, name: str) -> np.ndarray | None:
 
 
 def cell(scalar: Any, where: str, name: str) -> Any:
-    """An Arrow scalar as a number, an array, or the bytes of an image.
+    """An Arrow scalar as a number, an array, or an image's bytes.
 
     Raises:
         UsageError: it has no value, or lists inside it are of different lengths.
@@ -80,7 +83,7 @@ def cell(scalar: Any, where: str, name: str) -> Any:
 
 
 def array_of(values: Any) -> np.ndarray:
-    """[n, ...] of an Arrow array of numbers, or of lists of them.
+    """An Arrow array of numbers, or lists of them, as [n, ...].
 
     Raises:
         UsageError: the lists are of different lengths, or some are missing.

@@ -1,4 +1,4 @@
-"""NumPy batch files, as Theano-MPI has them: one u8 file a batch, labels and mean image in files of their own.
+"""NumPy batch files, as Theano-MPI has them: one u8 file a batch.
 
     DIR/train/00000.npy            u8[n, height, width, channels]; files may differ in n alone
     DIR/train_labels.npy           int[examples], in the order of the files' names
@@ -50,7 +50,7 @@ class Header(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Expected contents of a .npy file, in words, and the check of them."""
+    """Expected contents of a .npy file, in words, and their check."""
 
     words: str
     fits: Callable[[Header], bool]
@@ -112,7 +112,7 @@ class BatchFileSource:
         )
 
     def whole_files(self) -> Self:
-        """The same source, which reads whole files, or long ones in few spans: the index behind each is `span_ends`."""
+        """The same source, which reads files whole, or long ones in spans."""
         each, begins = math.prod(self.shape), [0, *self.span_ends[:-1]]
         places = []
         for begin, end in zip(begins, self.span_ends, strict=True):
@@ -164,7 +164,7 @@ class BatchFileSource:
 
 
 def _check_order(folder: str, names: list[str]) -> None:
-    """Raise `UsageError` if names differ in how many digits they have, and else in digits only."""
+    """Raise `UsageError` if numbers in otherwise equal names differ in length."""
     alike: dict[str, str] = {}
     for name in names:
         first = alike.setdefault(re.sub(r"\d+", "0", name), name)
@@ -176,7 +176,9 @@ def _check_order(folder: str, names: list[str]) -> None:
 
 
 def header(path: str, expected: Expected = IMAGES) -> Header:
-    """Read the header of a .npy file; on the main thread only: it is not safe in threads of Python 3.11.
+    """Read the header of a .npy file, on the main thread only.
+
+    Reading is not safe in threads of Python 3.11.
 
     Raises:
         UsageError: it is none, another one than expected, or cut off.
@@ -205,7 +207,7 @@ def load_array(path: str, expected: Expected) -> np.ndarray:
 
 @contextlib.contextmanager
 def _reading(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]:
-    """A .npy file and its header, which is what was expected and says no more than there is."""
+    """A .npy file, and its header, checked against `expected` and the size."""
     try:
         with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
             found, size = head(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
@@ -253,10 +255,10 @@ def load_labels(path: str) -> np.ndarray:
 
 
 def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128, seed: int | None = 0) -> None:
-    """Any source of u8 images of one size as batch files of `rows` images, with labels and mean image.
+    """Write a source's u8 images as batch files, labels and mean image.
 
-    Examples are mixed, by `seed`: training takes whole files, and a folder of images is sorted by class. With seed None
-    they keep the order of the source.
+    A file has `rows` images, the last perhaps fewer. Examples are mixed, by `seed`: training takes whole files, and a
+    folder of images is sorted by class. With seed None they keep the order of the source.
 
     Files appear whole, under their names, or not at all, in place of those that were there. The labels come last, and
     those that were there go first, so what is not finished does not open.
@@ -283,13 +285,13 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
 
 
 def _names(files: int) -> list[str]:
-    """Names of so many batch files, which sort as texts in the order of their numbers."""
+    """Names of so many batch files, which sort as their numbers do."""
     digits = max(5, len(str(files - 1)))
     return [f"{number:0{digits}}.npy" for number in range(files)]
 
 
 def _remove_others(folder: Path, names: list[str]) -> None:
-    """Remove files of a longer set before; files with other names than numbers are not of this writer."""
+    """Remove the numbered files that an earlier, longer set has left."""
     with _writing(folder):
         for left in set(folder.glob("*.npy")) - {folder / name for name in names}:
             if left.stem.isdecimal():
@@ -297,7 +299,7 @@ def _remove_others(folder: Path, names: list[str]) -> None:
 
 
 def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Iterator[np.ndarray]:
-    """u8[<= rows, ...]: examples in an order; their labels go to `found`, in the same order."""
+    """Yield u8[<= rows, ...] of examples in `order`; labels go to `found`."""
     shape = None
     for begin in range(0, len(order), rows):
         images = []

@@ -1,4 +1,4 @@
-"""Tables with named columns: which of them an example has, and what a cell becomes.
+"""Tables with named columns: the choice of columns, and their cells.
 
 Two columns are an input and its label. Any other number makes a dict, for a task of the user's own.
 """
@@ -45,7 +45,7 @@ class TableSource:
         return self.cells if self.is_compressed and self.is_pair else None
 
     def count(self, in_training: np.ndarray | None) -> None:
-        """Count classes up to the largest label, of this split and of training."""
+        """Count classes up to the largest label of this split and training."""
         counts = [int(labels.max(initial=-1)) + 1 for labels in (self.labels, in_training) if labels is not None]
         self.classes, self.is_counted = max(counts, default=0), bool(counts)
 
@@ -87,7 +87,7 @@ def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
 
 
 def split_files(config: Data, split: str, suffix: str) -> list[str]:
-    """Files of a split, by name: those in DIR/<split>/, or DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>.
+    """Files of a split, by name: in DIR/<split>/, else DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>.
 
     Raises:
         UsageError: no DIR, or no such file.
@@ -114,7 +114,7 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
 
 
 def has_training(config: Data) -> bool:
-    """Return True if there are files of the training split, whose labels count too."""
+    """Return True if the training split, whose labels count too, is there."""
     base, name = data_dir(config), config.train_split
     return any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in os.listdir(base))
 

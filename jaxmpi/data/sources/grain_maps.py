@@ -43,7 +43,7 @@ class GrainSource(PythonSource):
 
 
 def grain(config: Data, split: str) -> Source:
-    """`data.train` or `data.validation`, a `MapDataset` or `IterDataset` of Grain that an experiment file sets."""
+    """`data.train` or `data.validation`, a `MapDataset` or `IterDataset` of Grain."""
     try:
         import grain as library
     except ImportError as error:

@@ -22,12 +22,12 @@ from jaxmpi.data.sources.arrays import PythonSource
 
 
 def is_stream(examples: Any) -> bool:
-    """Return True for an `IterDataset`, or a function that makes one, as `data.train` of source grain."""
+    """Return True for an `IterDataset`, or a function that makes one."""
     return callable(examples) or (hasattr(examples, "__iter__") and not hasattr(examples, "__getitem__"))
 
 
 class StreamReader:
-    """One stream, read from its begin or from the end of a step on.
+    """One stream, read from its begin or the end of a step.
 
     Args:
         dataset: the `IterDataset`.
@@ -68,7 +68,7 @@ class StreamReader:
         return self._first
 
     def read(self, count: int) -> Any:
-        """Example `count`, counted from 0: the next or a later one, the last once more, or the first.
+        """Example `count`, which must be new, the last again, or 0.
 
         Raises:
             TrainingError: the stream has ended.
@@ -82,7 +82,7 @@ class StreamReader:
             return self._last
 
     def state(self, step: int) -> str:
-        """State of the iterator behind a step, as JSON; examples before it are not read again."""
+        """State of the iterator behind a step, as JSON."""
         if step not in self._states:
             with self._lock:
                 while self._at < step * self.per_step:  # of other workers
@@ -134,8 +134,9 @@ class StreamReader:
 
 
 class StreamSource(PythonSource):
-    """Streams of this process's workers; example `count` of the stream of the place-th of them has number
-    `sampler.numbered(place, count)`.
+    """Streams of this process's workers.
+
+    Example `count` of the place-th stream has number `sampler.numbered(place, count)`.
 
     Args:
         given: an `IterDataset` for all workers, or a function (worker, workers) -> `IterDataset`.
@@ -184,7 +185,7 @@ class StreamSource(PythonSource):
             reader.begin(step, states[place] if states else "")
 
     def with_own_readers(self) -> "StreamSource":
-        """The same streams with readers of their own, so that two may be read in turns."""
+        """A copy with its own readers, to read both in turns."""
         made = copy.copy(self)
         made.readers = tuple(StreamReader(each.dataset, each.name, each.per_step) for each in self.readers)
         return made

@@ -1,6 +1,6 @@
-"""Source: data sets of Hugging Face's `datasets`, as `save_to_disk` writes them; nothing is downloaded or unpickled.
+"""Source: data sets of Hugging Face's `datasets`, as `save_to_disk` writes them.
 
-Arrow files are mapped into memory, so rows are read where they lie, in any order.
+Nothing is downloaded or unpickled. Arrow files are mapped into memory, so rows are read where they lie, in any order.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class HuggingFaceSource(TableSource):
         return f"{self.folder}[{index}]"
 
     def digest(self) -> str:
-        """SHA-256 of the columns, their types, the number of rows, and the labels."""
+        """SHA-256 of the columns, their types, the length, and the labels."""
         digest = hashlib.sha256(f"{len(self)}\0{self.rows.features}".encode())
         if self.labels is not None:
             digest.update(self.labels.tobytes())
@@ -80,7 +80,7 @@ def _loaded(folder: str) -> Any:
 
 
 def huggingface(config: Data, split: str) -> Source:
-    """The folder DIR/<split> of a data set that was saved with its splits; classes are counted if it has no names."""
+    """The saved data set in DIR/<split>; classes without names are counted."""
     base = data_dir(config)
     check(bool(base), "huggingface: set data.dir or JAXMPI_DATA to a folder that DatasetDict.save_to_disk has written")
     folder, training = os.path.join(base, _split_name(config, split)), os.path.join(base, config.train_split)

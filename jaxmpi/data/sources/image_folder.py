@@ -49,7 +49,7 @@ class FolderSource:
         return len(self.labels)
 
     def digest(self) -> str:
-        """SHA-256 of the classes' and files' names and the labels, which stands for the order of the examples."""
+        """SHA-256 of classes, file names and labels, in the examples' order."""
         digest = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
         for part in (self.blob.tobytes(), self.ends.tobytes(), self.labels.tobytes()):
             digest.update(part)
@@ -83,7 +83,7 @@ def _folders(root: str) -> list[str]:
 
 
 def _is(kind: Callable[[], bool]) -> bool:
-    """Kind of a folder's entry; None if its link leads in a circle."""
+    """Return `kind()`; False if it fails, as for a circular link."""
     try:
         return kind()
     except OSError:
@@ -110,7 +110,7 @@ def _images(folder: str) -> list[str]:
 
 
 def imagefolder(config: Data, split: str) -> Source:
-    """JPEG and PNG files in DIR/<split>/<class>/; classes are the training folders, sorted by name."""
+    """JPEG and PNG files in DIR/<split>/<class>/; classes are training's, sorted by name."""
     _check_channels(config)
     base = data_dir(config)
     check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")

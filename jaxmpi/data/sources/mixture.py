@@ -75,7 +75,7 @@ class Mixture:
         return int(self.ends[-1])
 
     def place(self, number: int) -> tuple[Source, int]:
-        """The part that has example `number`, counted through all epochs, and its number there."""
+        """The part with example `number` of all epochs, and its number there."""
         epoch, index = divmod(int(number), len(self))
         k = int(np.searchsorted(self.ends, index, side="right"))
         visits = epoch * self.counts[k] + index - (int(self.ends[k]) - self.counts[k])  # of the part, before this one
@@ -113,7 +113,7 @@ def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
 
 
 def counted(examples: int, weights: Sequence[float]) -> list[int]:
-    """Numbers of examples by weight, which add up; the largest remainders are rounded up."""
+    """Split `examples` by weight; the largest remainders are rounded up."""
     exact = [examples * weight / math.fsum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda k: (counts[k] - exact[k], k))
@@ -123,7 +123,9 @@ def counted(examples: int, weights: Sequence[float]) -> list[int]:
 
 
 def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> Source:
-    """`data.train`, parts with weights; held out is `data.validation`, or each part's validation, all of it once.
+    """The parts of `data.train` by weight, or what is held out.
+
+    Held out is `data.validation`, or each part's validation, all of it once.
 
     Args:
         config: of the data.

@@ -1,4 +1,4 @@
-"""Source: NumPy files with named arrays, .npz or a .npy file a column.
+"""Source: named NumPy arrays, in .npz files or a .npy file each.
 
     DIR/<split>/<any>.npz          arrays [n, ...] by the names of the columns; files may differ in n alone
     DIR/<split>/<column>.npy       one array [n, ...] a column
@@ -152,7 +152,7 @@ class Columns:
         self.names = tuple(self._files)
 
     def stored(self, name: str, number: int) -> StoredArray | None:
-        """An array that can be read row by row; None if it is not stored so."""
+        """An array to read row by row; None if stored otherwise."""
         file, path = self._files[name]
         found = header(path, ARRAYS)
         return None if found.is_fortran else StoredArray(file, found.offset, found.dtype, found.shape)
@@ -178,7 +178,7 @@ class Archive:
         self.names = tuple(self._members)
 
     def stored(self, name: str, number: int) -> StoredArray | None:
-        """An array that can be read row by row; None if it is not stored so."""
+        """An array to read row by row; None if stored otherwise."""
         info = self._members[name]
         if info.compress_type != zipfile.ZIP_STORED:
             return None

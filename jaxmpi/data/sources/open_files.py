@@ -1,6 +1,7 @@
-"""Files that stay open for reads at an offset: no copy in memory, no file opened twice in a row.
+"""Files that stay open for reads at an offset.
 
-Files are read, not mapped: one that shrinks under the run would kill it by SIGBUS, and no error would name the file.
+So no file is copied into memory, or opened twice in a row. Files are read, not mapped: one that shrinks under the run
+would kill it by SIGBUS, and no error would name the file.
 """
 
 import collections
@@ -19,7 +20,7 @@ MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or
 
 
 class OpenFiles:
-    """Files by number, opened when they are first read; the last MOST_OPEN stay open. Pickled as their paths.
+    """Files by number, opened when first read; the last MOST_OPEN stay open.
 
     Args:
         paths: of the files.
@@ -34,7 +35,7 @@ class OpenFiles:
         return OpenFiles, (self.paths,)
 
     def read(self, file: int, into: np.ndarray, offset: int) -> int:
-        """Fill a C-ordered array from `offset` bytes on; how many bytes the file lacks for that.
+        """Fill a C-ordered array from byte `offset`; return how many are missing.
 
         Raises:
             OSError: the file cannot be opened or read.
@@ -52,7 +53,7 @@ class OpenFiles:
 
 
 class Spans:
-    """Spans of files, each read in one go and kept while its examples are used. Pickled without what is kept.
+    """Spans of files, each read in one go and kept while used.
 
     Args:
         opened: the files.
@@ -69,7 +70,7 @@ class Spans:
         return Spans, (self.opened, self.places)
 
     def read(self, span: int) -> np.ndarray:
-        """u8[length], shared and read-only. Threads that want one span together read it once.
+        """u8[length], shared and read-only; several threads read one span once.
 
         Raises:
             OSError: it cannot be read, or the file has become shorter.
@@ -100,7 +101,7 @@ class Spans:
 
 
 class _Descriptor:
-    """An open file, closed with the last reference to it; read from several threads at once.
+    """An open file for several threads, closed with its last reference.
 
     Raises:
         OSError: it cannot be opened.

@@ -1,6 +1,6 @@
-"""The packed format: one blob of compressed images, cut into shards, and an index (IBM's DIMD file).
+"""The packed format: a blob of images, in shards, and an index.
 
-A folder holds one split:
+The images are compressed. The design is that of IBM's DIMD file. A folder holds one split:
 
     manifest.json        what is here: JSON, written last
     index.bin            a row of ROW for each record: offset in the blob, length, label, CRC-32
@@ -58,7 +58,7 @@ def shard_name(number: int) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put it in place whole, after all files that it lists have come to the disk."""
+    """Put the manifest in place whole, after all files that it lists."""
     aside = folder / f"{MANIFEST}.tmp"
     with aside.open("w") as file:
         json.dump({"format": FORMAT, **manifest._asdict()}, file, indent=1)
@@ -130,7 +130,7 @@ FIELDS = {
 
 
 def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
-    """The rows of ROW, which name every byte of the shards once, in order.
+    """ROW[n], which covers every byte of the shards once, in order.
 
     Raises:
         UsageError: it is missing or damaged, or does not fit the manifest; the first record that is wrong.
@@ -194,7 +194,7 @@ def _close_all(files: dict[int, int]) -> None:
 
 
 class Packed:
-    """Records of a packed data set by number; may be read from several threads.
+    """Records of a packed data set by number, for several threads.
 
     Args:
         folder: of one split.
@@ -280,7 +280,7 @@ class Packed:
         return self._files[shard]
 
     def digest(self) -> str:
-        """Digest of the index, which has every record's checksum and label, and of the classes' names."""
+        """Digest of the index, with all checksums and labels, and class names."""
         names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
         return f"{self.manifest.index_sha256} {names}"
 

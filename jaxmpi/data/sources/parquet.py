@@ -108,7 +108,7 @@ class ParquetSource(TableSource):
         return f"{path}, row group {number}[{row}]"
 
     def digest(self) -> str:
-        """SHA-256 of the files' names, columns, lengths of row groups, and the labels."""
+        """SHA-256 of file names, columns, lengths of row groups, and labels."""
         names = [f"{os.path.basename(path)}:{number}" for path, number in self.groups]
         digest = hashlib.sha256("\0".join([*names, *self.columns]).encode())
         digest.update(self.ends.tobytes())

@@ -1,4 +1,4 @@
-"""Sources of examples: length and random access by index, one row in a table per kind.
+"""Table of the sources of examples, one row per kind.
 
 A new source is one class and one row in `SOURCES`.
 """

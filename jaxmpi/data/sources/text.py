@@ -1,8 +1,7 @@
-"""Text as tokens: files one after another, cut into windows of one length, each with the tokens that come next.
+"""Text as tokens: joined files, cut into windows of one length.
 
 A window is an example: i32[window] in, i32[window] to predict. A token is a byte, or what a tokenizer makes of a whole
-file. Which files are held out is a function
-of their names, so that a file more or less moves no other.
+file. Which files are held out is a function of their names, so that a file more or less moves no other.
 """
 
 import contextlib
@@ -27,10 +26,11 @@ OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
 
 class TextSource:
-    """Files as one row of tokens, cut into windows: [n] -> (i32[window], i32[window]) by index.
+    """Files as one row of tokens, cut into windows.
 
-    Window i holds tokens [i T, i T + T), T the window; its labels are tokens [i T + 1, i T + T + 1). So each token but
-    the first is predicted once, from those before it in its window. The last n - 1 mod T tokens are left out.
+    Examples are (i32[window], i32[window]). Window i holds tokens [i T, i T + T), T the window; its labels are tokens
+    [i T + 1, i T + T + 1). So each token but the first is predicted once, from those before it in its window. The last
+    n - 1 mod T tokens are left out.
 
     Args:
         root: what names are relative to.
@@ -103,7 +103,10 @@ class TextSource:
 
 
 def _check_room(root: Path, files: Sequence[str], name: str) -> None:
-    """Raise `UsageError` if there is no memory for all files twice: one by one, then joined. One may be sparse."""
+    """Raise `UsageError` if memory cannot hold all files twice.
+
+    Files are read one by one, then joined. One may be sparse.
+    """
     need_bytes = 2 * sum(_size_bytes(root / file, name) for file in files)
     left_bytes = available_bytes()
     check(
@@ -141,14 +144,14 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 
 
 def names(root: Path, suffix: str = "") -> list[str]:
-    """Files below a folder that end in `suffix`, with slashes, in the order of their bytes; hidden ones left out."""
+    """Sorted names of files below a folder, without the hidden ones."""
     paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
     kept = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
     return sorted(kept, key=os.fsencode)
 
 
 def text(config: Data, split: str) -> TextSource:
-    """All files below DIR/<split>/, whatever their names, in alphabetical order; DIR is `data.dir`.
+    """All files below DIR/<split>/ in alphabetical order; DIR is `data.dir`.
 
     Raises:
         UsageError: no such folder, or not enough in it.
@@ -160,9 +163,10 @@ def text(config: Data, split: str) -> TextSource:
 
 
 def stdlib(config: Data, split: str) -> TextSource:
-    """The source of Python's own standard library, tests included: 31 MB on every machine, the same for one version.
+    """Source code of Python's standard library, tests included: 31 MB.
 
-    One module in 50 is held out whole: a top-level file or package, or one below `test`.
+    The source is on every machine, and the same for one version. One module in 50 is held out whole: a top-level file
+    or package, or one below `test`.
 
     Raises:
         UsageError: this Python came without its source.
@@ -174,12 +178,12 @@ def stdlib(config: Data, split: str) -> TextSource:
 
 
 def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
-    """Those of the standard library that every machine has alike, of one split."""
+    """Files of the standard library that every machine has, of one split."""
     return [file for file in files if is_common(file) and is_held_out(module_of(file)) == held_out]
 
 
 def is_common(file: str) -> bool:
-    """Return True if a file is the library's own: neither installed later nor made for one machine."""
+    """Return True unless a file was installed later or is machine-specific."""
     parts = file.split("/")
     return not set(parts) & set(NOT_THE_LIBRARY) and not any(part.startswith(OF_THE_MACHINE) for part in parts)
 
@@ -191,6 +195,6 @@ def module_of(file: str) -> str:
 
 
 def is_held_out(module: str) -> bool:
-    """By its name alone: the same in every version and on every machine."""
+    """Decide by a module's name alone if it is held out."""
     name = module.encode(errors="surrogateescape")
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % HELD_OUT == 0

@@ -23,7 +23,7 @@ from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_n
 
 
 class TfdsSource:
-    """One split of a prepared TensorFlow Datasets data set; TensorFlow itself is not needed.
+    """One split of a prepared TensorFlow Datasets data set.
 
     Args:
         builder: of the data set; its features hold `image` and `label`.
@@ -55,7 +55,7 @@ class TfdsSource:
         return len(self.records)
 
     def digest(self) -> str:
-        """Name, version and split: TFDS keeps what is prepared under one name the same."""
+        """Name, version and split: TFDS keeps data of one name the same."""
         return f"{self.full_name}[{self.split}]"
 
     def where(self, index: int) -> str:
@@ -63,7 +63,7 @@ class TfdsSource:
         return f"tfds {self.name}[{self.split}][{index}]"
 
     def _encoded(self, index: int) -> tuple[Any, Any]:
-        """The image of record `index`, compressed if it is stored so, and its label."""
+        """The image of record `index`, compressed if stored so, and its label."""
         try:
             record = self.records[index]
         except RuntimeError as error:  # all that array_record says of a file that is gone, damaged or cannot be read
@@ -100,7 +100,7 @@ def _own_modules() -> list[str]:
 
 @contextlib.contextmanager
 def _known_features() -> Iterator[None]:
-    """Keep TFDS from importing what features.json names, which may be any module that Python finds."""
+    """Keep TFDS from importing whatever modules features.json names."""
     from tensorflow_datasets.core.features.feature import FeatureConnector
 
     find, whole = FeatureConnector.cls_from_name, vars(FeatureConnector)["cls_from_name"]
@@ -129,7 +129,7 @@ _TFDS_PREPARE = (
 
 
 def tfds(config: Data, split: str) -> Source:
-    """The data set `data.name` as TFDS prepared it in `data.dir`, or in its own default folder."""
+    """The data set `data.name`, prepared in `data.dir` or TFDS's default folder."""
     _check_channels(config)
     check(bool(config.name), "tfds: set data.name to a data set, such as imagenet2012 or mnist:3.0.1")
     folder, name = data_dir(config), _split_name(config, split)

@@ -1,4 +1,4 @@
-"""Tokenizers for text: a JSON file of the library `tokenizers`, an object that encodes, or any function."""
+"""Tokenizers for text: a JSON file, an encoding object, or a function."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""A vocabulary of words from training text, as a JSON file of the library `tokenizers` for `data.tokenizer`."""
+"""A vocabulary of words from training text, as JSON for `data.tokenizer`."""
 
 import argparse
 import dataclasses
@@ -24,7 +24,7 @@ class Vocabulary(NamedTuple):
 
 
 def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabulary:
-    """Write the most frequent words of the training text, for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
+    """Write the training text's most frequent words for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
 
     A word is a row of letters, digits and underscores, one other sign, or a row of white space, so tokens cover the
     text. Number 0 stands for all that are not among them. Words that are equally frequent are in the order of the

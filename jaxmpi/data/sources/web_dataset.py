@@ -36,7 +36,7 @@ VERSION = 1  # of the index
 
 
 class Index(NamedTuple):
-    """Members of all shards: of example i and column c at [i, c]."""
+    """Members of all shards, at [i, c] for example i, column c."""
 
     ends: np.ndarray  # i64[shards]: of each shard, the index behind its last example
     offsets: np.ndarray  # i64[n, columns]
@@ -100,7 +100,7 @@ class WebDatasetSource(TableSource):
         return f"{self.shards.paths[self._shard(index)]}: {key}"
 
     def digest(self) -> str:
-        """SHA-256 of the shards' names, the keys, the members' sizes, and the labels."""
+        """SHA-256 of shard names, columns, keys, member sizes, and labels."""
         digest = hashlib.sha256("\0".join([*map(os.path.basename, self.shards.paths), *self.columns]).encode())
         for part in (self.index.ends, self.index.keys, self.index.key_ends, self.index.sizes, self.index.labels):
             digest.update(part.tobytes())
@@ -133,7 +133,7 @@ DECODED: dict[str, Callable[[bytes, str], Any]] = {**dict.fromkeys(IMAGES, _imag
 
 
 def indexed(shards: Sequence[str], columns: Sequence[str]) -> Index:
-    """The index of shards, from where it is kept; else made, and kept.
+    """Load the shards' index, or make and keep it.
 
     Raises:
         UsageError: as of the source.
@@ -162,7 +162,10 @@ def _first(places: Sequence[Path], signature: str) -> Index | None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process of a host at a time, if the file system has locks: one rank makes the index, the others read it."""
+    """Lock the folder among a host's processes, if the file system can.
+
+    So one rank makes the index, and the others read it.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Thin adapters that make other libraries' modules fit the model contract: Flax NNX and Linen, Equinox, functions."""
+"""Functions that the adapters share: on arguments, and checks of a model."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ TRAIN_ARGUMENTS = {
 
 
 class Once:
-    """A function without arguments that is called once; unlike a `functools.cache` it can travel to other processes."""
+    """A function without arguments, called once; unlike `functools.cache`, it can be pickled."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.make = make
@@ -44,7 +44,7 @@ def train_arguments(call: Callable[..., Any], train: bool) -> dict[str, bool]:
 
 
 def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | None = None) -> bool:
-    """Return True if a function or class can be called with so many positional arguments, and these."""
+    """Return True if `function` takes `count` positional arguments and these by name."""
     if isinstance(function, type):  # a metaclass may hide what its constructor takes
         function = functools.partial(function.__init__, None)
     try:
@@ -60,7 +60,7 @@ def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | No
 
 
 def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[int], classes: int) -> Model:
-    """A model that checks its images. Raises: UsageError: no name, shape or number of classes."""
+    """Make a model that checks its images, after checking its facts."""
     check_facts(name, input_shape, classes)
 
     def checked_init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
@@ -75,6 +75,6 @@ def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[in
 
 
 def check_maker(name: str, make: Any, not_of: type | tuple, way_out: str) -> None:
-    """Raise `UsageError` unless `make` is a function of one argument, and no instance of `not_of`."""
+    """Raise `UsageError` unless `make` takes one argument and is no `not_of`."""
     holds = callable(make) and not isinstance(make, not_of) and takes(make, 1)
     check(holds, f"{name}: got {a(make)}; {way_out}")

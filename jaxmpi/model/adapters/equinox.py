@@ -22,7 +22,7 @@ def equinox_model(
     axis_name: str = "batch",
     channels_first: bool = True,
 ) -> Model:
-    """An Equinox module as a `Model`: one example a call, under `vmap`; `make(key)` builds it.
+    """An Equinox module as a `Model`, under `vmap`: one example a call.
 
     Params are the floating-point arrays of the module. Model state is its `eqx.nn.State`, and its
     arrays of other types. Both are dicts by path, such as `conv/weight`. The module is called as
@@ -85,7 +85,7 @@ def equinox_model(
 
 
 def over_examples(name: str, module: Any, axis_name: str, stateful: bool) -> Callable:
-    """(images, state, keys) -> (outputs, state) of an Equinox module that takes one example."""
+    """A module of one example as (images, state, keys) -> (outputs, state)."""
     arguments = inspect.signature(module).parameters
     takes_key = "key" in arguments
     stateful = stateful or ("state" in arguments and arguments["state"].default is inspect.Parameter.empty)
@@ -104,7 +104,7 @@ def over_examples(name: str, module: Any, axis_name: str, stateful: bool) -> Cal
 
 
 def state_names(module: Any, state: Any) -> list[str]:
-    """Names of the leaves of an `eqx.nn.State`, in their order: path of the index, path in its value."""
+    """Names of an `eqx.nn.State`'s leaves, in order: `index path/path in value`."""
     import equinox as eqx
 
     is_index = lambda node: isinstance(node, eqx.nn.StateIndex)  # noqa: E731

@@ -11,11 +11,11 @@ from jaxmpi.model.contract import Model, a
 
 
 def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes: int) -> Model:
-    """A Flax Linen module as a `Model`: params as they are, all other collections as model state.
+    """A Flax Linen module as a `Model`.
 
-    Params and model state are nested dicts of arrays; `intermediates` are no state. In training
-    every random stream starts from the step's key, and all collections of the state are mutable;
-    in evaluation there is no random stream, and the model state comes back as it went in.
+    Params and model state, which is all other collections, are nested dicts of arrays; `intermediates`
+    are no state. In training every random stream starts from the step's key, and all collections of the
+    state are mutable; in evaluation there is no random stream, and the model state comes back as it went in.
 
     Args:
         module: an instance. If its call has an argument of `TRAIN_ARGUMENTS` it gets it by name.

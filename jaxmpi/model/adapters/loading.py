@@ -12,7 +12,7 @@ from jaxmpi.model.contract import a
 
 
 def filled(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
-    """The module with these arrays, as `jaxmpi.load(...).into` describes; `source` is where they are from."""
+    """The module with these arrays, which are from `source`; see `jaxmpi.load(...).into`."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     if "flax" in libraries and hasattr(module, "init_with_output"):
         return module.bind(
@@ -40,7 +40,7 @@ def into_nnx(module: Any, params: PyTree, model_state: PyTree, source: str) -> A
 
 
 def into_equinox(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
-    """An Equinox module, or (module, state), with other arrays; params and model state are dicts by path."""
+    """An Equinox module, or (module, state), with arrays from dicts by path."""
     import equinox as eqx
 
     net, state = module if isinstance(module, tuple) else (module, None)

@@ -13,7 +13,7 @@ from jaxmpi.model.contract import Model, a
 
 
 def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, ...], classes: int) -> Model:
-    """A Flax NNX module as a `Model`; `make(rngs)` builds it, `module(image)` calls it.
+    """A Flax NNX module as a `Model`, called as `module(image)`.
 
     Params are its `nnx.Param`s; every other variable but its random streams is model state, both
     as nested dicts of arrays. No random stream lives in the train state: each is rebuilt from
@@ -73,7 +73,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
 
 def bare_arrays(module: Any) -> list[str]:
-    """Paths of the JAX arrays in a module's attributes that are no variables.
+    """Paths of JAX arrays in a module's attributes that are no variables.
 
     NNX does not know them as leaves while a module is built on abstract values: they would be constants.
     """
@@ -99,7 +99,7 @@ def check_bare(name: str, paths: list[str]) -> None:
 
 
 def fresh_streams(streams: list[tuple[Any, Any]], key: jax.Array) -> dict[Any, jax.Array]:
-    """The random streams of a module at a new key: key i is `fold_in(key, i)`, counts are 0."""
+    """Random streams from `key`: key i is `fold_in(key, i)`, counts are 0."""
     fresh = {}
     for i, (path, leaf) in enumerate(streams):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

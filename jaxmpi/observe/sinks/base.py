@@ -1,4 +1,4 @@
-"""The contract of a sink; its errors and delays do not harm the run.
+"""The contract of a sink; its errors and delays harm no run.
 
 A sink may be slow or fail: it may send to a server or a database. `Background` gives it a thread of its own, and `send`
 drops one that raises.
@@ -28,14 +28,14 @@ MOST_IDS_BYTES = 1 << 16
 
 
 def numbers(row: Row) -> dict[str, Any]:
-    """Numbers of a line by name, `train/loss`; of parts of a step the medians, `train/anatomy/compute`."""
+    """Numbers of a line as `train/loss`, medians of parts as `train/anatomy/compute`."""
     kind = row["kind"]
     found = {f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, (int, float))}
     return found | {f"{kind}/{name}": median for name, median in medians(row).items() if median is not None}
 
 
 def medians(row: Row) -> dict[str, Any]:
-    """Medians over ranks of parts of a step, by names as `anatomy/compute`; of lines of the trainer's own only."""
+    """Medians over ranks, as `anatomy/compute`, of the trainer's own lines only."""
     parts = row.get("anatomy", {}) if row["kind"] in ("train", "window") else {}
     return {f"anatomy/{part}": spread[1] for part, spread in parts.items()}
 
@@ -44,7 +44,7 @@ def medians(row: Row) -> dict[str, Any]:
 
 
 def kept(run_dir: Path) -> dict[str, Any]:
-    """Identities of this run at services, by sink; empty if there are none yet."""
+    """Identities of this run at services, by sink; empty at first."""
     if not (run_dir / IDS).exists():
         return {}
     found = json.loads(read_plain(run_dir / IDS, MOST_IDS_BYTES, "a run's identities, no link; remove it"))
@@ -58,7 +58,7 @@ importing = threading.Lock()
 
 
 def keep(run_dir: Path, name: str, identity: Any) -> None:
-    """Write the identity of this run at a service, which a resumed run goes on with."""
+    """Write this run's identity at a service, for a resumed run."""
     with _keeping:
         write_whole(run_dir / IDS, (json.dumps(kept(run_dir) | {name: identity}, indent=2) + "\n").encode())
 
@@ -67,7 +67,7 @@ def keep(run_dir: Path, name: str, identity: Any) -> None:
 
 
 class Background:
-    """A sink in a thread of its own: training waits neither for its start nor for its lines.
+    """A sink in its own thread, for which training does not wait.
 
     An error of the sink is raised at the next line, or at the end. `flush()` of the sink, if any, is called after all
     lines that wait, at most every GATHER_S seconds.
@@ -95,12 +95,12 @@ class Background:
             raise TimeoutError(f"{MOST_WAITING} lines wait for it") from error
 
     def begin_to_close(self, has_failed: bool) -> None:
-        """Have the sink write its last lines and end; it has CLOSE_S seconds from now on."""
+        """Have the sink write its last lines and end, within CLOSE_S seconds."""
         self._has_failed, self._deadline = has_failed, time.monotonic() + CLOSE_S
         self._is_closing.set()
 
     def close(self) -> None:
-        """Wait for the last lines and the sink's own end, until CLOSE_S seconds after `begin_to_close`.
+        """Wait for the sink's end, until CLOSE_S seconds after `begin_to_close`.
 
         Raises:
             TimeoutError: it takes longer.
@@ -135,7 +135,7 @@ class Background:
 
 
 def send(sinks: list[Sink], row: Row) -> None:
-    """Send a line to each sink; drop and report one that fails, so that it does not end the run."""
+    """Send a line to each sink; drop and report one that fails."""
     for sink in list(sinks):
         try:
             with own_threads(name_of(sink)):
@@ -173,7 +173,7 @@ _told: set[tuple[str, str]] = set()  # a library may start a thread for every li
 
 
 def own_threads(name: str) -> AbstractContextManager[None]:
-    """Until the block ends a sink is at work, whose threads may fail: each error is reported once."""
+    """Let threads that start in the block fail; report each error once."""
 
     def report(error: BaseException) -> None:
         if (name, repr(error)) not in _told:

@@ -24,7 +24,7 @@ class TensorBoard:
         self.run_dir, self.summary, self.writer = run_dir, summary, FileWriter(str(run_dir / "tensorboard"))
 
     def __call__(self, row: Row) -> None:
-        """Write a sample, or all numbers of a line that has a step as one event: a quarter of the time of one each."""
+        """Write a sample, or a step's numbers in one event, for speed."""
         if row["kind"] == "sample":
             self.writer.add_summary(self._sample(row), row["step"])
         elif "step" in row and (named := numbers(row)):
@@ -46,7 +46,7 @@ class TensorBoard:
 
 
 class Csv:
-    """Tables in `csv/`, one for each kind of line, `csv/train.csv`: a column for each field but lists.
+    """Tables by kind of line, such as `csv/train.csv`, without the lists.
 
     They always have the lines of the record, and no others: if it has been cut, or if a line brings a new column, they
     are made from it anew.
@@ -83,7 +83,7 @@ class Csv:
 
 
 def cells_of(row: Row) -> dict[str, Any]:
-    """Fields of a line that fit into a cell; none of the `run`, whose configuration is in config.json."""
+    """Fields that fit into a cell; none of `run` (config.json has them)."""
     if row["kind"] == "run":
         return {}
     plain = {name: value for name, value in row.items() if name != "kind" and not isinstance(value, (list, dict))}

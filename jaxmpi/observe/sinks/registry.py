@@ -1,4 +1,4 @@
-"""Sinks by name, one row each; a function of a line is a sink without a row."""
+"""Sinks by name; a function of a line needs no row."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -65,13 +65,13 @@ def check_sinks(asked: Sequence[str | Sink]) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Return True for a package that can be imported; a bare folder of its name, such as `./wandb`, is none."""
+    """Return True for a package, but not a folder such as `./wandb`."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
-    """The sinks of a run directory; one that cannot be opened is reported and left out."""
+    """Open the sinks of a run; report and skip any that fails."""
     opened: list[Sink] = []
     for given in asked:
         sink = given

@@ -25,7 +25,10 @@ MOST_METRICS = 1000  # of MLflow in one call
 
 
 class Wandb:
-    """A run of Weights & Biases; without an API key or with WANDB_MODE=offline in `wandb/`, for `wandb sync`."""
+    """A run of Weights & Biases, online or offline.
+
+    Without an API key or with WANDB_MODE=offline the run is written to `wandb/`, for `wandb sync`.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         """Begin the run, or go on with it."""
@@ -81,14 +84,14 @@ class Wandb:
         self.is_finished = True
 
     def _leave(self, service: Any) -> None:
-        """At exit: end the service if it is still sending, for which its own hook would wait without limit."""
+        """At exit, end a service whose own hook would wait without limit."""
         if not self.is_finished and service.owns_service:
             service._cleanup()  # nothing public removes that hook, nor ends the process at once
             service._proc._process.kill()
 
 
 class Trackio:
-    """A run of trackio, on this machine unless TRACKIO_SPACE_ID names a Space; `trackio show` shows it."""
+    """A run of trackio (`trackio show`), local unless TRACKIO_SPACE_ID names a Space."""
 
     def __init__(self, run_dir: Path) -> None:
         """Begin with the first line, which has the configuration."""
@@ -125,7 +128,7 @@ class Trackio:
         return run
 
     def close(self) -> None:
-        """Write what is left; once more if it fails, which it did once, on a dictionary that another thread changed."""
+        """Write what is left; retry once after a race with another thread."""
         if self.run is not None:
             try:
                 self.trackio.finish()
@@ -158,7 +161,7 @@ class Mlflow:
         keep(run_dir, "mlflow", self.run_id)
 
     def __call__(self, row: Row) -> None:
-        """Take the numbers of a line, the configuration as parameters, samples as artifacts."""
+        """Take a line's numbers, the configuration as parameters, samples as artifacts."""
         if row["kind"] == "run":
             self._configure({name: value for name, value in row.items() if name != "kind"})
         elif row["kind"] == "sample" and "text" in row:
@@ -180,7 +183,7 @@ class Mlflow:
             self.client.log_batch(self.run_id, params=new[begin : begin + 100])
 
     def flush(self) -> None:
-        """Write the numbers of several lines at once, which takes a tenth of the time."""
+        """Write several lines' numbers at once, in a tenth of the time."""
         for begin in range(0, len(self._metrics), MOST_METRICS):
             self.client.log_batch(self.run_id, metrics=self._metrics[begin : begin + MOST_METRICS])
         self._metrics = []

@@ -1,0 +1,142 @@
+"""Small `sendrecv`s in the program itself, each one call of mpi4jax.
+
+A program that calls Python for a message takes 90 microseconds, ten times what the message takes. So a program makes
+the message of `messages`, header and array in one, from a constant and x. mpi4jax exchanges it, and the program
+compares the header that came with the expected one. It calls Python only if they differ: to receive an array that
+travels behind its header, or to raise the error. The message is the same as Python's, so the other end may be either.
+
+A program that waits in MPI can say nothing. It sends a note to its own process before, and receives it afterwards. The
+thread that looks for absent ranks finds a note that stays, and has the time limit (`exchange_watch`).
+
+`MPI_Sendrecv` may send before anybody receives, and its sender never learns. So each rank looks for messages that
+nobody has received there, when all scripts have ended.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmpi.collectives import messages
+from jaxmpi.collectives.call import NOBODY, MpiCall, like, type_of
+from jaxmpi.collectives.dtypes import as_was, in_bytes
+from jaxmpi.collectives.messages import HEADER, INLINE, INLINE_BYTES
+from jaxmpi.comm.exchange_watch import PROBES, Note
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.polling import wait
+from jaxmpi.runtime import host_callbacks
+
+KEPT_S = 2.0  # for MPI to copy a note, so that its sender goes on
+COMPARED_BYTES = 16, 104  # of a header: whether the array is inside, and its dtype and shape
+
+
+def run(call: MpiCall, x: jax.Array, place: jax.Array) -> list[jax.Array]:
+    """A `sendrecv` in the program, if it fits, or by Python."""
+    is_between_two = call.source not in (None, NOBODY) and call.dest != NOBODY and not call.status
+    is_small = all(in_bytes(a).nbytes <= INLINE_BYTES and a.dtype.kind != "c" for a in (x, place))
+    if is_between_two and is_small and not host_callbacks.why_copies() and notes_of(call.comm).can_be_left:
+        return [_in_program(call, x, place)]
+    return messages.run(call, x, place)
+
+
+def _in_program(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
+    """Send x and receive an array like `place`, each behind its header.
+
+    Communicates: `MPI_Sendrecv`; a note to this process before and after.
+    """
+    import mpi4jax
+    from mpi4py import MPI
+
+    assert call.source is not None
+    what, comm, sent, kind = call.what(x, place), call.comm, in_bytes(x), in_bytes(place)
+    messages.registered()
+    number, words, word = messages.kept(call, what), _words(sent), _words(kind).dtype
+    header = messages.header_of(comm.rank, call.sendtag, INLINE, type_of(sent), what)
+    message = jnp.concatenate([np.frombuffer(header, words.dtype), words])
+    room = jnp.zeros((HEADER.size + INLINE_BYTES) // word.itemsize, word)  # the longest that may come
+    tags = {"sendtag": call.sendtag, "recvtag": MPI.ANY_TAG if call.recvtag is None else call.recvtag}
+
+    with notes_of(comm).left(number, call, what):
+        came = mpi4jax.sendrecv(message, room, call.source, call.dest, comm=comm.headers, **tags)
+
+    expected = np.frombuffer(messages.header_of(0, 0, INLINE, type_of(kind), ""), word)
+    compared = slice(*(byte // word.itemsize for byte in COMPARED_BYTES))
+    start = HEADER.size // word.itemsize
+
+    def inside() -> jax.Array:
+        return _from_words(came[start : start + kind.size], kind)
+
+    def behind() -> jax.Array:
+        return host_callbacks.call(messages.RECEIVED, [came], [like(kind)], effect=comm.effect, call=number)[0]
+
+    return as_was(lax.cond((came[compared] == expected[compared]).all(), inside, behind), place.dtype)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """An array's bits, flat, as unsigned integers of its item size."""
+    if x.dtype == bool:
+        return x.reshape(-1).astype(jnp.uint8)
+    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
+
+
+def _from_words(words: jax.Array, kind: jax.Array) -> jax.Array:
+    """The inverse of `_words`."""
+    bits = words.astype(bool) if kind.dtype == bool else lax.bitcast_convert_type(words, kind.dtype)
+    return bits.reshape(kind.shape)
+
+
+class MessageNotes:
+    """Notes by which a process sees the messages that its programs exchange.
+
+    A note is i32[2]: the number of its call, and 1 if the watching thread has seen it.
+    """
+
+    def __init__(self, comm: MpiComm) -> None:
+        """Have the watching thread look at notes, if MPI can keep them."""
+        self._comm, self._notes = comm, dict[int, Note]()
+        self.can_be_left = comm.processes.roll.may_watch and self._try()
+        if self.can_be_left:
+            comm.processes.roll.notes = self.found
+
+    def _try(self) -> bool:
+        message, me, notes = np.zeros(2, np.int32), self._comm.rank, self._comm.notes
+        request = notes.Isend(message, me)
+        is_copied = wait(request.Test, KEPT_S)
+        notes.Recv(message, me)
+        request.Wait()
+        return is_copied
+
+    @contextmanager
+    def left(self, number: int, call: MpiCall, what: str) -> Iterator[None]:
+        """Put a note around the MPI calls that the block traces."""
+        import mpi4jax
+
+        comm, partners = self._comm, tuple(sorted({call.source, call.dest} - {self._comm.rank}))
+        self._notes[number] = Note(number=number, is_known=False, what=what, partners=partners)
+        note, me, tag = jnp.array([number, 0], jnp.int32), comm.rank, number % comm.processes.tags
+        mpi4jax.send(note, me, tag=tag, comm=comm.notes)
+        yield
+        mpi4jax.recv(note, me, tag=tag, comm=comm.notes)
+
+    def found(self) -> list[Note]:
+        """The present notes, which stay and are marked for the next look."""
+        me, notes, taken, misses = self._comm.rank, self._comm.notes, [], 0
+        while misses < PROBES:
+            if (found := notes.Improbe(me)) is None:
+                misses += 1
+                continue
+            taken.append(np.zeros(2, np.int32))
+            found.Recv(taken[-1])
+        for number, _ in taken:
+            notes.Send(np.array([number, 1], np.int32), me, int(number) % self._comm.processes.tags)
+        return [self._notes[number]._replace(is_known=bool(mark)) for number, mark in map(np.ndarray.tolist, taken)]
+
+
+@functools.cache
+def notes_of(comm: MpiComm) -> MessageNotes:
+    """This communicator's."""
+    return MessageNotes(comm)
