@@ -46,7 +46,10 @@ class LayerNorm(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), four times as wide (GELU)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    The mlp is four times as wide, with GELU.
+    """
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         width, added = shape.width, normal(STD / math.sqrt(2 * shape.layers))  # 2 additions a layer

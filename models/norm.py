@@ -92,7 +92,7 @@ class ConvNorm(nnx.Module):
     def __call__(self, x: Array, train: bool) -> Array:
         """f32[batch, h, w, in] -> f32[batch, h', w', out].
 
-        h' = h // stride, rounded up if `size` is odd; w' alike.
+        h' = (h - 1) // stride + 1 if `size` is odd, (h - 2) // stride + 1 if it is even; w' alike.
         """
         x = conv(x, self.kernel[...], self.stride)
         return self.norm(x if self.bias is None else x + _row(self.bias[...]), train)

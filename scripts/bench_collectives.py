@@ -1,4 +1,4 @@
-"""Cost of collectives inside jit, beside mpi4jax and mpi4py; start and wait.
+"""Cost of collectives in jit beside mpi4jax and mpi4py, and their overlap.
 
     python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather] [--ranks 2 4 8] [--rounds 20]
         [--png calls.png]

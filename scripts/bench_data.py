@@ -438,7 +438,7 @@ def main() -> None:
 
 
 def show_peers(folder: Path, options: argparse.Namespace) -> None:
-    """Print images/s and core, over the bare decode and the best other."""
+    """Print images/s and core, with ratios to bare decode and best other."""
     names = options.only or list(CONTENDERS)
     if any("tfds" in name.lower() for name in names):
         write_tfds(folder)

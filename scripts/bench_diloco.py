@@ -88,7 +88,7 @@ class Sizes(NamedTuple):
 
 
 def recipe(contender: Contender, sizes: Sizes, seed: int) -> Experiment:
-    """The experiment of a contender; PyTorch's uses its data and rates."""
+    """A contender's experiment; contenders of PyTorch take data and rates from it."""
     model = gpt_tiny(window=sizes.window) if sizes.tiny else gpt(window=sizes.window)
     return Experiment(
         model=model,
@@ -248,7 +248,10 @@ def train(name: str, fields: dict[str, Any], seed: int, steps: int, goal: float 
 
 
 def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) -> float:
-    """Mean loss of all ranks' windows, the same for all contenders."""
+    """Mean loss over held-out windows; each rank computes its share.
+
+    All contenders have the same windows. All ranks call it together.
+    """
     return float(workers.processes.allreduce_sum(np.array([made.loss(batches)]))[0]) / workers.size
 
 
@@ -256,7 +259,10 @@ def mean_loss(made: Trainee, batches: list[dict[str, Any]], workers: Workers) ->
 
 
 def step_s(name: str, pieces: list[list[float]], sizes: Sizes) -> float:
-    """Median seconds of a step; for DiLoCo, means of last whole periods."""
+    """Median seconds of a step.
+
+    For DiLoCo each job counts by the mean over its last whole period, which has one exchange.
+    """
     if CONTENDERS[name].rule != "diloco":
         return statistics.median(itertools.chain(*(seconds[1:] for seconds in pieces)))
     ends = [len(seconds) // sizes.period * sizes.period for seconds in pieces]

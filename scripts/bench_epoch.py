@@ -61,7 +61,7 @@ def write_images(folder: Path, images: int) -> None:
 
 
 def epoch_s(launcher: list[str], file: Path, options: argparse.Namespace, *flags: str) -> float:
-    """Seconds of an epoch at the median pace after the first line."""
+    """An epoch's seconds at the median pace after the first progress line."""
     with tempfile.TemporaryDirectory() as folder:
         line = [*launcher, sys.executable, "-m", "jaxmpi.train", str(file), *flags]
         line += ["--train-for", options.train_for, "--run-dir", folder]

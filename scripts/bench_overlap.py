@@ -320,7 +320,10 @@ def figures(times: dict[str, Any], late: bool) -> dict[str, float]:
 
 
 def row(name: str, rounds: list[dict[str, float]]) -> list[str]:
-    """Cells of a contender: medians, of the last two with their range."""
+    """Cells of a contender: medians over rounds.
+
+    The last two also have the smallest and the largest value.
+    """
     cells = [name]
     for key in ("compute", "exchange", "ratio", "t_first", "step", "step / bound", "hidden"):
         values = [of_round[key] for of_round in rounds]

@@ -86,7 +86,10 @@ class Contender:
 
 
 def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Be a rank: each contender's slowest seconds by round, then state bytes."""
+    """Be a rank: return each contender's seconds and state bytes.
+
+    Seconds are the slowest rank's, round by round; the last entry is the bytes of this rank's state.
+    """
     jaxmpi.world()
     shapes = list(trees([tree])[tree].values())
     grads = [jnp.full(shape, 1e-3) for shape in shapes]

@@ -131,7 +131,10 @@ def grown_sharded(
 
 
 def copies(strategy: str, tree: str, devices: int) -> list[float]:
-    """Be a rank: most copies of a worker's gradients, used and kept."""
+    """Be a rank: memory used and kept, in copies of the gradients.
+
+    It is that of the rank that grows most; with several devices it is a worker's. All ranks call it together.
+    """
     jaxmpi.world()
     shapes = list(trees([tree])[tree].values())
     size_bytes = 4 * devices * sum(map(math.prod, shapes))

@@ -91,7 +91,10 @@ def settled_bytes() -> int:
 
 
 def seen_bytes(width: int, words: int, word: str, batch: int, ranks: int) -> int:
-    """Bytes of a job's first steps; 0 if the job ends before."""
+    """Memory that a job takes in its first steps, in bytes.
+
+    0 if the job ends before.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "widened.py"
         file.write_text(EXPERIMENT.format(width=width, words=words, word=word, batch=batch))

@@ -112,7 +112,10 @@ def from_one(options: argparse.Namespace, usual: Sequence[int]) -> list[int]:
 
 
 def accuracies(options: argparse.Namespace) -> list[list[str]]:
-    """Train by workers, and with 16 bits; recorded runs are not repeated."""
+    """Train with each number of workers, and with 16 bits.
+
+    Recorded runs are not repeated.
+    """
     more = ["--set", "train-for=60st", "--out", "{out}"] if options.quick else ["--out", "{kept}"]
     return [script("study", name, "--seeds", str(options.seeds), *more) for name in FIGURES]
 
@@ -362,7 +365,10 @@ def over_one(error: Values, base: str) -> Values:
 
 
 def errors_by_cell(printed: list[str], files: list[str]) -> Values:
-    """Mean errors by cell, and over one worker's; loss by 16 bits."""
+    """Top-5 and top-1 error by cell, and points that 16 bits cost.
+
+    Errors are means over seeds; top-5 errors also come as ratios to one worker's.
+    """
     ours: Values = {}
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
         cells = {name: runs for name, runs in cells_of(text, model, factor).items() if runs}
@@ -382,7 +388,7 @@ def errors_by_cell(printed: list[str], files: list[str]) -> Values:
 
 
 def paper_of_top5(options: argparse.Namespace) -> Values:
-    """The paper's top-5 errors, over one worker's, and loss by 16 bits."""
+    """The paper's top-5 errors, their ratios, and points that 16 bits cost."""
     theirs: Values = {}
     for model, errors in TOP5.items():
         base = next(iter(errors.values()))
@@ -552,7 +558,10 @@ def epoch_ratios(names: dict[str, tuple[str, str]], printed: list[str], files: l
 
 
 def scaling(printed: list[str], files: list[str]) -> Values:
-    """Speed-up over the most workers, and shares of time, of `bench_functions.py resnet`."""
+    """Speed-ups over the number of workers, and shares of the time.
+
+    They are of the job of `bench_functions.py resnet` with the most workers.
+    """
     rows = {row[0].removesuffix(" (beyond the cores)"): list(map(float, row[1:])) for row in tables(printed[0])[1:]}
     workers = max(int(name.split()[-1]) for name in rows if name.startswith("weak"))
     weak, strong = rows[f"weak, {workers}"], rows.get(f"strong, {workers}")

@@ -122,7 +122,10 @@ class Seen:
                 continue
 
     def growth(self, pids: list[int], since_s: float) -> dict[str, list[float]]:
-        """Medians of first and last quarters, of the process that grows most."""
+        """By resource: medians of first and last quarters of samples since `since_s`.
+
+        They are of the process that grows most.
+        """
         pairs: dict[str, list[list[float]]] = {"memory_mb": [], "threads": [], "handles": []}
         for pid in pids:
             samples = [sample for sample in self.samples.get(pid, []) if sample.at_s >= since_s]

@@ -184,7 +184,10 @@ STUDIES = {
 
 
 def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: str, launched: bool) -> None:
-    """Run a cell's seeds in order; rank 0 appends a line each."""
+    """Be a process of a cell's job: run its seeds in order.
+
+    Rank 0 appends a line for each.
+    """
     flags = {name: value for name, value in cell.items() if name != "workers"}
     line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in flags.items()))]
     failures.install_excepthooks()
@@ -485,7 +488,7 @@ OWN = ("seed", "run-dir", "resume", "devices")  # flags that a study sets itself
 
 
 def refused(options: argparse.Namespace) -> str:
-    """The command line's error, such as an option without effect; or empty."""
+    """The first error in the command line; empty if there is none."""
     of_grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
     if options.set and not options.studies:
         return "--set: it is of a study by name; a grid has --vary"

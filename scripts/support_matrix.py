@@ -1,7 +1,8 @@
-"""Run a short tier by Python, jax and MPI; write docs/support.md.
+"""Run a short tier for each cell of Python, jax and MPI.
 
-A cell's environment is made by uv in a temporary folder, gone afterwards. Debian's MPIs, and its newest Python, are
-installed in a mount namespace, on overlays of /usr, /var and /etc, so that the machine stays as it is; that needs root.
+A cell's environment is made by uv in a temporary folder, which is removed afterwards. Debian's MPIs, and its newest
+Python, are installed in a mount namespace, on overlays of /usr, /var and /etc, so that the machine stays as it is; that
+needs root.
 
     python scripts/support_matrix.py --out cells.json              all cells; the tables are printed
     python scripts/support_matrix.py --cells 3.13-newest-openmpi    some
@@ -438,7 +439,7 @@ def newest_python() -> str:
 
 
 def short_tier() -> int:
-    """Run the own loop with the newest Python and the newest versions.
+    """Run `own_loop` with the newest Python and the newest versions.
 
     CI's environment is the oldest. A machine without such a Python or without a network does without it, and a line
     says so.

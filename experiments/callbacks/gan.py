@@ -1,4 +1,6 @@
-"""Pictures of a GAN's points at each evaluation: true green, made red.
+"""Pictures of a GAN's points: true ones are green, generated ones red.
+
+One is made after each evaluation.
 
 mpirun -n 2 python -m jaxmpi.train experiments/callbacks/gan.py
 """

@@ -17,7 +17,10 @@ CHUNK = 300
 
 
 def count(x):
-    """Sums i32[64], histogram of 17 grey levels, maxima and minima of rows."""
+    """Number, sums, squares, histogram, maxima and minima of rows of pixels.
+
+    The number is i32[], the histogram of grey levels i32[17], all others i32[64]: one for each pixel.
+    """
     x = x.astype(jnp.int32)
     levels = (x[:, :, None] == jnp.arange(17)).sum((0, 1))
     return {"n": jnp.int32(len(x)), "sum": x.sum(0), "squares": (x * x).sum(0), "levels": levels}, x.max(0), x.min(0)

@@ -239,7 +239,10 @@ class Choice(NamedTuple):
         return leaf if leaf.dtype in FLOATS or self.op == "sum" else leaf / 1
 
     def exchanged(self, vectors: list[jax.Array]) -> list[jax.Array]:
-        """The mean or sum of every vector; means of integers are floats."""
+        """Every vector's mean or sum over workers; means of integers are floats.
+
+        Shapes stay, and so do all other dtypes.
+        """
         divisor = self.comm.size if self.op == "mean" else 1
         short = [x.astype(jnp.float32) for x in vectors if x.dtype in FLOATS]
         totals = iter(sums(short, self.strategy, self.comm, divisor) if short else [])

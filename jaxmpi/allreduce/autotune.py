@@ -168,7 +168,7 @@ def choose(
 
 
 def probe(comm: MpiComm, request: AutotuneRequest, known: Probe | None = None) -> Probe:
-    """The known or saved probe, completed for this request; equal on ranks.
+    """The known or saved probe, completed; the same on all ranks.
 
     Communicates: it is a measurement of a few seconds, unless nothing is missing.
     """
@@ -231,7 +231,10 @@ def step_seconds(
 
 
 def can_overlap(net: Net, n: float, strategy: str) -> bool:
-    """Return True if cores are free, or mostly wait for other hosts."""
+    """Return True if a program can compute during an exchange.
+
+    It is a sum of n floats. Either cores are to spare, or most of its time is spent waiting for other hosts.
+    """
     whole = cost_model.predict(net, n, strategy)
     free = cost_model.predict(net._replace(between=Link(0.0, 0.0)), n, strategy)
     return net.cores >= 2 * net.slots or (net.hosts > 1 and free < whole / 2)
@@ -438,7 +441,7 @@ def from_rank_0(control: MpiProcesses, make: Callable[[], Any]) -> Any:
 
 
 def identity(comm: MpiComm) -> dict[str, Any]:
-    """Facts for which a probe holds: hosts, slots, cores, versions, device."""
+    """Facts for which a probe holds: hosts, slots, cores, versions, backend."""
     names = comm.processes.allgather_object(socket.gethostname())
     versions = {}
     for package in ("jaxmpi", "jax", "mpi4jax"):

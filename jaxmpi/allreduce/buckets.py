@@ -49,7 +49,9 @@ class Order:
         return noted
 
     def shared(self, function: Callable, host: HostProcesses) -> Callable:
-        """A compiled function whose first call shares the order inside the host.
+        """The same function; its first call shares the order inside the host.
+
+        Communicates: the order that the host's first rank found, once; all ranks of the host make that call together.
 
         Communicates: the order that the host's first rank found, once, inside the host.
         """
@@ -63,7 +65,7 @@ class Order:
         return call
 
     def leaves(self, count: int) -> list[int]:
-        """Leaves as they are computed; those of another tree from its end."""
+        """Leaves from the first computed to the last; others from the end."""
         known = self._places if len(self._places) == count else (0,) * count
         return sorted(range(count), key=lambda i: (known[i], -i))
 

@@ -34,7 +34,10 @@ class UnfitForThread(StrEnum):
 
 
 def unavailable_reason(strategy: str, comm: Comm) -> str | None:
-    """Why no exchange can run beside a program; equal on all ranks."""
+    """Why this exchange cannot run beside a program; None if it can.
+
+    The same on all ranks.
+    """
     if comm.size == 1:
         return "no other worker takes part in a step"
     if not isinstance(comm, MpiComm):

@@ -158,7 +158,10 @@ class ExchangeHandlers:
 
 
 def placed(x: np.ndarray, parts: int, part: np.ndarray | None = None) -> np.ndarray:
-    """Copy f32[n], with zeros for the other `parts` if `part` is given."""
+    """Copy f32[n], as one part of f32[parts n] if `part` is given.
+
+    The other parts are zeros.
+    """
     if part is None:
         return x.copy()
     whole = np.zeros((parts, x.size), x.dtype)

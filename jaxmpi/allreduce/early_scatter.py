@@ -37,7 +37,7 @@ Scatter = Callable[[list[jax.Array], list[jax.Array]], tuple[list[jax.Array], li
 
 
 def scattering(function: Callable[..., tuple], bucket_bytes: int | None, scatter: Scatter) -> Callable[..., tuple]:
-    """The same function with its first result sliced, for use inside jit.
+    """The same function; `scatter` turns its first result into slices, inside jit.
 
     Args:
         bucket_bytes: of small leaves that are summed together. Empty leaves stay as they are.
@@ -188,7 +188,10 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
 
 
 def looks_at(equations: Sequence[JaxprEqn], gradients: set[Any]) -> tuple[set[Any], set[int]]:
-    """Variables that depend on gradients but give none, and their equations."""
+    """Variables that depend on gradients but that no gradient needs.
+
+    With them come the numbers of the equations that make them.
+    """
     needed = set(gradients)  # gradients, and what some gradient depends on
     for equation in reversed(equations):
         if not needed.isdisjoint(equation.outvars):

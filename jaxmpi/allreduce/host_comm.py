@@ -57,7 +57,7 @@ class HostComm:
         return [*self.receive(received, source, tag), *self.send(sent, to, tag)]
 
     def swap_each(self, sent: Rows, received: Rows, to: int, tag: int) -> Requests:
-        """Send arrays to a rank, and receive as many of any dtype."""
+        """Exchange equally many arrays of any dtypes with a rank, in order."""
         pairs = zip(sent, received, strict=True)
         return [request for a, b in pairs for request in self.swap(a.view(np.uint8), to, b.view(np.uint8), to, tag)]
 
@@ -83,7 +83,10 @@ def columns(wire: HostWire) -> int:
 
 
 def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-    """Forward encoded results round the ring, row i from i places back."""
+    """Pass encoded results round the ring, and decode them into `rows`.
+
+    Row 0 is that of `sent`; row i comes from i places back, and is forwarded as it came.
+    """
     rows[0][:] = wire.decode(sent)
     for row in rows[1:]:
         received = row.view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(row.size), np.uint8)

@@ -108,7 +108,9 @@ class LateGather:
         return of_under_way
 
     def update(self, function: Callable[..., tuple]) -> Callable[..., tuple]:
-        """`function(grads, state, slices) -> (slices, ...)`, by `sliced`, of params under way.
+        """Make an update of slices an update of params under way.
+
+        `function(grads, state, slices) -> (slices, ...)` is an update with `sliced`.
 
         Communicates: as the function; and sends the new slices, for the next step.
         """

@@ -97,7 +97,7 @@ def exchange(
     order: Order | None = None,
     portable: bool = False,
 ) -> PyTree:
-    """`jaxmpi.exchange` inside jit, while the tree is computed; the same bits.
+    """`jaxmpi.exchange` inside jit, beside what computes the tree; the same bits.
 
     mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
 

@@ -251,7 +251,10 @@ class Shards(NamedTuple):
         return lambda slices: split(gather(pack(slices)))
 
     def _clipping(self, jit: Jit, exchanging: Jit) -> Callable[[Any], tuple[Any, jax.Array]]:
-        """Clipping of slices by the norm over all workers, and its square."""
+        """A function that clips slices by the norm over all workers.
+
+        It also gives that norm, before clipping, squared; 0 if neither `clip_norm` nor `gives_square` is set.
+        """
         if not (self.clip_norm or self.gives_square):
             return lambda slices: (slices, jnp.zeros(()))
 

@@ -1,4 +1,4 @@
-"""Peers in one table: all-reduces of other libraries, and one of ours.
+"""Peers in one table: all-reduces of other libraries, and ours by mpi4py.
 
 Importing torch takes seconds and jax.distributed must start before the device, so both happen inside functions.
 """

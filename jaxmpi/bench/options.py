@@ -140,7 +140,7 @@ def floats(text: str) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> BenchPlan:
-    """The plan for the options; trees run `python -m jaxmpi.models`.
+    """The plan for the options; for trees it runs `python -m jaxmpi.models`.
 
     Raises:
         UsageError: unknown strategies, peers or models; a file that cannot be written.

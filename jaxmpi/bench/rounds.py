@@ -186,7 +186,7 @@ def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes)
 
 
 def sent_by_hosts(rounds: Sequence[Sequence[ContenderMeasurement]], control: Processes) -> Json:
-    """Median bytes sent, by host and the largest; None on one host."""
+    """Hosts' median sent bytes, and the largest; both None on one host."""
     if not isinstance(control, MpiProcesses) or len(set(control.hosts)) == 1:
         return {"sent_bytes": None, "sent_bytes_by_host": None}
     ranks = range(control.size)

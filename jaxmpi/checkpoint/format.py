@@ -104,7 +104,7 @@ def save(
     score: float | None = None,
     agrees: bool = False,
 ) -> Path:
-    """Write a checkpoint on all ranks, and drop those beyond `keep`.
+    """Write a checkpoint and drop those beyond `keep`; all ranks call it.
 
     Args:
         folder: RUN/checkpoints, the same for all ranks.
@@ -183,7 +183,7 @@ def put_in_place(aside: Path, final: Path) -> None:
 
 
 def prune(folder: Path, step: int, keep: Retention) -> None:
-    """Drop checkpoints up to `step` that are neither newest nor best."""
+    """Drop checkpoints up to `step` beyond the newest and best of `keep`."""
     upto = [path for path in found(folder) if step_of(path) <= step]
     scores = {path: score for path in upto if (score := score_of(path)) is not None}
     best = sorted(scores, key=lambda path: (scores[path], step_of(path)))[: keep.best]
@@ -267,7 +267,9 @@ def restore(
     admits: Callable[[dict[str, Any], int], None] = lambda extra, workers: None,
     say: Callable[[str], None] = print,
 ) -> Saved | None:
-    """Read the newest checkpoint whole on all ranks; None without a checkpoint.
+    """Read this process's workers from the newest checkpoint whole on all ranks.
+
+    None if there is no checkpoint.
 
     Args:
         like: states of the same structure, shapes and dtypes, as the run starts with.
@@ -399,7 +401,7 @@ def is_at(name: str, where: str) -> bool:
 
 
 def is_cut_otherwise(manifest: dict, like: TrainState, slicing: Slicing) -> bool:
-    """Return True if the checkpoint holds the rule's state in another form."""
+    """Return True if checkpoint and run hold the rule's state differently."""
     by_leaves = manifest["extra"].get("cut") == "leaves"
     own = {row["path"] for row in manifest["files"][own_file(0) if slicing.chunks else "common.bin"]}
     names = {f"{RULE_STATE}/{name}" for name, _ in named_leaves(like.rule_state)}

@@ -276,7 +276,7 @@ def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict
 
 
 def as_begun(experiment: Experiment, kept: StoredSettings | None, workers: int) -> Experiment:
-    """The experiment with the resumed run's groups and effective batch."""
+    """The experiment with the run's groups; if workers changed, its effective batch."""
     if kept and kept.group_size and experiment.data.group_size == "auto":
         data = dataclasses.replace(experiment.data, group_size=kept.group_size)
         experiment = dataclasses.replace(experiment, data=data) if workers % kept.group_size == 0 else experiment
@@ -322,7 +322,10 @@ SHAPING = ("rule.name", "optim.name", "optim.rate_in_velocity", "optim.ema")
 
 
 def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a run that decide each step's examples and updates."""
+    """Fields that identify a run: a resumed run must have the same.
+
+    If one changes, a step number means other examples or updates.
+    """
     fields = flatten_json(flags.resolved(experiment))
     names = ("model", "seed", "micro_batch", *SHAPING)
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}

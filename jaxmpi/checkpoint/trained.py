@@ -51,8 +51,8 @@ class TrainedModel:
     def into(self, module: Any) -> Any:
         """The module with this model's arrays: Flax NNX, Flax Linen or Equinox.
 
-        An NNX module is changed in place. An Equinox module, or (module, state), is returned anew. A Linen module,
-        which holds no arrays, is returned bound to them: `net(x, train=False)`.
+        An NNX module is changed in place. Of an Equinox module, or (module, state), a copy with the arrays is
+        returned. A Linen module, which holds no arrays, is returned bound to them: `net(x, train=False)`.
 
         Raises:
             UsageError: a module of another library, or whose arrays are not this model's: path, got, expected.
@@ -127,7 +127,9 @@ def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
 
 
 def export(run_dir: Path, out: Path, step: int | None = None, best: bool = False) -> int:
-    """Export a checkpoint as Orbax folder or .safetensors file; return its step.
+    """Export the model of a run's checkpoint; return the checkpoint's step.
+
+    An `out` that ends in .safetensors becomes such a file, any other an Orbax folder.
 
     Raises:
         UsageError: there is no such checkpoint, it is damaged, or `out` exists or cannot be written.

@@ -34,7 +34,10 @@ class UncoordinatedCheckpoint(NamedTuple):
         being_written.rename(being_written.with_suffix(""))
 
     def end(self, step: int, common: PyTree, extra: Mapping[str, Any], score: float | None) -> None:
-        """Commit what live workers wrote, on worker 0; other files are empty."""
+        """Commit the checkpoint; worker 0 calls it after all live workers' `write_own`.
+
+        Files of workers that have ended are empty.
+        """
         aside = self.aside(step)
         files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
         for name in map(own_file, range(self.workers)):

@@ -69,7 +69,10 @@ _calls: list[tuple[MpiComm, dict[str, Any]]] = []
 
 
 def kept(call: MpiCall, what: str) -> int:
-    """Number of a call; a program holds nothing else of it."""
+    """Keep a call for good; return its number.
+
+    A program holds that number alone.
+    """
     # XLA gives a handler its attributes one by one, several microseconds each.
     _calls.append((call.comm, options_of(call, what)))
     return len(_calls) - 1

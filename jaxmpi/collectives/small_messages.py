@@ -1,4 +1,4 @@
-"""Small `sendrecv`s in the program itself, each one call of mpi4jax.
+"""Small `sendrecv`s in the program itself, by mpi4jax.
 
 A program that calls Python for a message takes 90 microseconds, ten times what the message takes. So a program makes
 the message of `messages`, header and array in one, from a constant and x. mpi4jax exchanges it, and the program
@@ -138,5 +138,5 @@ class MessageNotes:
 
 @functools.cache
 def notes_of(comm: MpiComm) -> MessageNotes:
-    """This communicator's."""
+    """The notes of this communicator, made at the first use."""
     return MessageNotes(comm)

@@ -82,7 +82,10 @@ class CallComparison:
         before_mpi_ends(_let_programs_end)
 
     def _give_first_turn(self) -> bool:
-        """Send this process the turn; all ranks return False if MPI cannot."""
+        """Leave this process the turn; False if MPI keeps no message.
+
+        All ranks return the same, also if one of them alone fails. Communicates: a sum over ranks.
+        """
         message, me = np.zeros(2, np.int32), self._comm.rank
         request = self._turn.Isend(message, me, FREE)
         is_kept = wait(request.Test, KEPT_S)

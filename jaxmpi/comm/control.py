@@ -197,7 +197,7 @@ class MpiProcesses:
                 self._others[rank] = os.pidfd_open(pids[rank])
 
     def _kill(self, ranks: Sequence[int]) -> bool:
-        """Kill these ranks after `outlive`; False if one has ended already."""
+        """Kill these ranks, if `outlive` was called; False if one had ended."""
         handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
         ended = select.select(handles, [], [], 0)[0]
         for handle in set(handles) - set(ended):
@@ -255,7 +255,10 @@ class MpiProcesses:
         return gone
 
     def _has_met(self) -> bool:
-        """Make communicators of the ranks left; False if another has died meanwhile."""
+        """Make communicators of the ranks left; False if another has died meanwhile.
+
+        All that live return the same.
+        """
         met = False
         try:
             self._meet()
@@ -490,7 +493,7 @@ class MpiProcesses:
         return make()
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """Broadcast the value that the first rank of this host makes.
+        """Give all ranks of this host the value that its first makes.
 
         Ranks wait without spinning. The value travels pickled, between ranks of one job only.
         """
@@ -506,7 +509,7 @@ class MpiProcesses:
         return total
 
     def allgather_array(self, values: np.ndarray) -> np.ndarray:
-        """Gather f64[n] of every rank as f64[size, n]; raises as `barrier`."""
+        """Allgather f64[n], n equal on all, as f64[size, n]; raises as `barrier`."""
         self._let_exchanges_end()
         mine = np.ascontiguousarray(values, np.float64)
         out = np.empty((self.size, mine.size), np.float64)

@@ -1,4 +1,4 @@
-"""A thread on each rank, which names the ranks it waits for.
+"""A thread that names the ranks for which its process waits.
 
 A rank waits in a program that exchanges, in a comparison outside jit or while programs are traced, in an operation
 beside a program, or for a message. If the thread finds the same wait in two looks it sends it to the other ranks, so
@@ -257,7 +257,11 @@ class Roll:
             raise UsageError(different_calls(named))
 
     def _check_ended(self, wait: Wait, absent: Sequence[int]) -> None:
-        """Raise `TrainingError` if a required rank, or every message partner, has ended."""
+        """Raise `TrainingError` if ranks that must still come have ended.
+
+        Ranks that came to counted calls as often before they ended are left out. Of a message all partners must have
+        ended.
+        """
         is_counted = wait.way not in (PARTNER, MEETING)
         gone = [
             r for r in absent if r in self.ended and not (is_counted and self.ended[r][wait.way] >= wait.call.count)
@@ -280,7 +284,7 @@ class Roll:
             )
 
     def _late(self, wait: Wait, absent: Sequence[int]) -> str:
-        """A sentence that names absent ranks; empty if the watchdog says it."""
+        """A sentence on absent ranks; empty if none, or if said elsewhere."""
         if not absent or (wait.way == CONTROL and failures.is_at_work()):  # the trainer's watchdog says it
             return ""
         late = f"for rank {self._named(absent)}, for {SAID_AFTER_S:g} s now; {_must(wait)}"

@@ -22,5 +22,5 @@ class HostProcesses(Protocol):
         ...
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """Broadcast the value that the first rank of this host makes."""
+        """Give all ranks of this host the value that its first makes."""
         ...

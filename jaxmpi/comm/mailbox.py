@@ -5,7 +5,10 @@ from typing import Any
 
 
 class Mailbox:
-    """Messages between ranks' threads, without waits; of one process, to nobody."""
+    """Messages between threads of ranks, which never wait.
+
+    This is the mailbox of a single process, which has nobody to write to.
+    """
 
     def send(self, to: int, message: dict[str, Any]) -> None:
         """Send, unless earlier messages to this rank have not been taken yet."""

@@ -88,7 +88,10 @@ class RankComm:
         self.processes.compare(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """Trace and compile once per host; ranks must call the result together."""
+        """`jax.jit` compiled once a host; its ranks make the first call together.
+
+        A first call is one with arguments of a new structure, shapes or dtypes.
+        """
         return shared_jit(function, donate_argnums, self.processes)
 
 
@@ -184,7 +187,10 @@ class MpiComm(RankComm):
         return self.processes.world.Split(0, -self.rank)  # `self.mpi` is the programs', which may be using it now
 
     def _make_shared_sum(self) -> SharedSum:
-        """A sum in mpi4jax's order; one rank traces its number for all."""
+        """A sum ordered among mpi4jax's calls, under a name new everywhere.
+
+        One rank of a host traces for all, so the name must be the same on all ranks.
+        """
         self.processes.host_barrier()  # it waits longer than others: one rank may compile meanwhile
         _sums.append(max(self.processes.allgather_object(_sums[-1])) + 1)
         return SharedSum(self.processes, f"sum of comm {_sums[-1]}", effect=self.effect)

@@ -34,7 +34,7 @@ def mpi_facts() -> dict[str, str]:
 
 
 def cuda_support() -> str:
-    """Whether Open MPI was built with CUDA; unknown for other MPIs."""
+    """CUDA support of Open MPI, in words; "unknown" for other MPIs."""
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libmpi.so" in line}
     for path in paths:
         query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
@@ -67,7 +67,10 @@ def library_of(version: str) -> str:
 
 
 def check_launcher(launch: launchers.Launch | None, mpi_size: int, library: str) -> None:
-    """Refuse a size other than the launcher's, the commonest failure on clusters."""
+    """Refuse an MPI whose size is not the launcher's.
+
+    This is the commonest failure on clusters.
+    """
     check(
         launch is None or launch.size == mpi_size,
         f"the launcher ({launch.launcher if launch else ''}) started {launch.size if launch else 1} ranks, but MPI "

@@ -334,7 +334,8 @@ Vectors = Sequence[np.ndarray | None]  # None: another rank's, or not wanted her
 def all_is_done() -> bool:
     """Wait for the programs begun; False if one has failed.
 
-    Its own caller gets that error. Then only a program knows what is before it.
+    The failed program's caller gets the error. Others may still run then, and only a program comes behind them in
+    order.
     """
     try:
         jax.effects_barrier()

@@ -60,7 +60,7 @@ class Optim:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate by step: a warm-up to it, then a decay."""
+    """The learning rate by step: a warm-up, then a decay."""
 
     decay: str = "constant"  # how the rate falls after the warm-up
     boundaries: tuple[str, ...] = ()  # step: durations after which lr is multiplied by `factor`

@@ -29,7 +29,10 @@ def signature(tree: PyTree) -> dict[str, str]:
 
 
 def mismatches(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Lines on leaves whose presence, shape or dtype differs; the first 12."""
+    """Lines on at most 12 differing leaves, then the number of others.
+
+    A leaf differs if it is missing, extra, or of another shape or dtype.
+    """
     shown = [{name: f"{np.dtype(x.dtype)}{list(x.shape)}" for name, x in tree.items()} for tree in (got, expected)]
     lines = [
         f"{name}: got {shown[0].get(name, 'nothing')}, expected {shown[1].get(name, 'nothing')}"

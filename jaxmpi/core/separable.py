@@ -147,7 +147,7 @@ def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
 
 
 def by_others(whole: "Traced", tx: Any, like: PyTree, owners: Sequence[int], workers: int) -> str:
-    """An update or state that differs for some tensors alone; else empty.
+    """Name what changes if the optimizer sees only some tensors; else empty.
 
     The optimizer is given those of each worker. It is also given the first and the last tensor of each shape alone, so
     that other numbers of workers mostly have the same verdict.
@@ -220,7 +220,7 @@ class Traced(NamedTuple):
             state = later
 
     def facts(self) -> list[Any]:
-        """Facts alike for slices: origins, expressions without shapes, equations without tensors."""
+        """Facts that slices must share: origins, expressions without shapes, equations without tensors."""
         without: list[Any] = []
         return [self._origins(without), without, self.expressions(with_shapes=False)]
 

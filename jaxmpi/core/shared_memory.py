@@ -142,9 +142,9 @@ def folder() -> str:
 
 
 def reserve(handle: int, size_bytes: int) -> None:
-    """Give a file in memory its size and all its pages.
+    """Give a file in memory its size, with all pages if possible.
 
-    A page that cannot be had later kills the process.
+    A page that is missing when it is first written kills the process, so room is checked and taken here.
 
     Raises:
         OSError: there is no room.

@@ -53,7 +53,10 @@ def whole_of(rows: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Arr
 def whole_of_slices(
     like: jax.ShapeDtypeStruct | jax.Array, workers: int, read: Callable[[int, jax.ShapeDtypeStruct], np.ndarray]
 ) -> np.ndarray:
-    """Join a leaf's slices from `read(number, shape)`; the first may be all."""
+    """Join a leaf's slices, read one by one, into the whole leaf.
+
+    `read(number, shape)` gives a slice. If slice 0 is the whole leaf, it alone is read.
+    """
     shape = shape_of_slice(like.shape, workers)
     numbers = range(1 if shape == tuple(like.shape) else workers)
     rows = [read(number, jax.ShapeDtypeStruct(shape, like.dtype)).reshape(-1) for number in numbers]

@@ -154,7 +154,10 @@ class Augment:
         return bits[0] % (high + 1), bits[1] % (wide + 1), config.mirror and bits[2] % 2 == 1
 
     def _scaled_crop(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
-        """A window of random area and aspect, scaled to crop x crop."""
+        """A window of random area and aspect, scaled to crop x crop.
+
+        With `data.mirror` it is mirrored half of the time.
+        """
         check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
         (top, left, height, width), is_mirrored = self._scaled_choices(image.shape[:2], epoch, index)
         scaled = decode.stretched(image[top : top + height, left : left + width], self.config.crop)

@@ -213,7 +213,8 @@ class Loader:
     def _good_row(self) -> Example:
         """The source's first good example.
 
-        The example fills empty rows: a model's batch statistics see them, so they need real pixels.
+        It fills a batch that has no good example of its own: a model's batch statistics see all rows, so rows need real
+        pixels.
         """
         if self._filler is None:
             row = self._first_row(0, range(len(self._reader.source)))
@@ -233,7 +234,10 @@ class Loader:
         return [failure.position for failure in failures]
 
     def _batch(self, making: _Making, corrupt: list[int]) -> Batch:
-        """The batch of a slot, filled up with rows of weight 0."""
+        """The batch of a slot: rows in the order of the share.
+
+        Corrupt rows, and rows behind the share up to the local batch, are fillers of weight 0.
+        """
         ring, share = self._hold.ring, making.share
         if ring is None:
             raise CancelledError

@@ -236,7 +236,10 @@ def stretched(image: np.ndarray, px: int) -> np.ndarray:
 
 
 def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Scale to `size`: bilinear, or area means at half size or less."""
+    """Scale to `size` px: bilinear, or means over areas.
+
+    `size` is (height, width). Means are taken if either side shrinks to half or less.
+    """
     if image.shape[:2] == size:
         return image
     cv2 = _opencv()

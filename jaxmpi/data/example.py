@@ -165,7 +165,10 @@ def plain(value: np.ndarray, name: str) -> np.ndarray:
 
 
 def unreadable(name: str, index: int, error: OSError) -> TrainingError:
-    """Turn a file system's error into one that ends the run."""
+    """Turn a file system's error into one that ends the run.
+
+    It is no `CorruptExample`: skipping those would skip a failed file system whole.
+    """
     return TrainingError(
         f"{name} (example {index}) cannot be read: {error}; files must not change while a run reads them"
     )

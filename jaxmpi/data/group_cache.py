@@ -71,7 +71,10 @@ class GroupSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Difference of this order from others of its seed; empty if none."""
+        """Facts that distinguish this order from others of the same seed.
+
+        The text is empty if nothing does.
+        """
         is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
         return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
 
@@ -82,7 +85,10 @@ class GroupSampler(Sampler):
         return epoch - epoch % self.period if self.period else 0
 
     def turn_of(self, step: int) -> int:
-        """Number of the piece that a step reads, or of its epoch."""
+        """Number of the piece that `step` reads, over all epochs.
+
+        If an epoch's records come at once, it is the number of the epoch.
+        """
         epoch, batch = divmod(step, max(self.steps_per_epoch, 1))
         return epoch * self.pieces + batch // self.piece_steps if self.piece_steps else epoch
 
@@ -138,7 +144,10 @@ def within_parts(examples: int, batch: int, seed: int, epoch: int, parts: int, b
 
 
 def members(examples: int, batch: int, group: int) -> np.ndarray:
-    """i32[n]: the group member that holds each place of an order."""
+    """i32[n]: the group member that holds each place of an order.
+
+    `batch` is the effective batch: the members take the places of each step in turn.
+    """
     return (np.arange(examples) % batch % group).astype(np.int32)
 
 

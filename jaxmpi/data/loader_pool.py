@@ -60,7 +60,7 @@ class Loaders(Protocol):
     """The loaders of a pool, however they run."""
 
     def open(self, job: int, reader: ExampleReader) -> Any:
-        """Announce a job to all loaders; keep the result until its close."""
+        """Announce a job; keep the result until the job is closed."""
         ...
 
     def send(self, number: int, message: Any) -> None:
@@ -243,7 +243,10 @@ def check_well(holds: bool, message: str) -> None:
 
 
 def kind_for(config: Data, source: Source) -> str:
-    """`data.loader`, or with auto: processes if images are decoded, else threads.
+    """`data.loader`; if that is auto, the kind that suits the source.
+
+    That is processes if images are decoded. It is threads if they are not, if the source changes while it is read, or
+    if the system has no `memfd_create`.
 
     Raises:
         UsageError: processes for a source that changes while it is read.
@@ -343,7 +346,10 @@ importlib.import_module(module).main(*arguments)
 
 
 def python_line(module: str, *arguments: Any) -> list[str]:
-    """Command line of a process that runs `main(*arguments)` of a module."""
+    """Command line of a process that runs `main(*arguments)` of a module.
+
+    It has this process's `sys.path`, so it imports what this one would.
+    """
     home = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 

@@ -49,7 +49,10 @@ class Attach(NamedTuple):
 
 
 class FirstRowRequest(NamedTuple):
-    """Request for the first good row among `indices`, or None."""
+    """Request for the first good row among `indices`.
+
+    The answer's `row` is None if none is good.
+    """
 
     job: int
     ticket: int
@@ -76,7 +79,10 @@ class Close(NamedTuple):
 
 
 class Hello(NamedTuple):
-    """First message to a loader process: its number, the board i64[loaders, 8]."""
+    """First message to a loader process: its number, and the board.
+
+    The board is i64[loaders, BOARD_ROW].
+    """
 
     number: int
     board: Segment

@@ -246,7 +246,7 @@ def _check_none_left_out(folder: Path, skipped: int, options: PackingOptions) ->
 
 @contextlib.contextmanager
 def writing(folder: Path, done: int, of: int) -> Iterator[None]:
-    """Turn an `OSError` into one that says how many examples are safe."""
+    """Turn an `OSError` into a `UsageError` with the number of safe examples."""
     try:
         yield
     except OSError as error:
@@ -355,7 +355,10 @@ def _whole(folder: Path, number: int, first: int, examples: int) -> Shard | None
 
 
 def _is_sound(shard: Shard, first: int, examples: int) -> bool:
-    """Return True if a note's numbers, perhaps a stranger's, can be true."""
+    """Return True if a note's numbers can be true.
+
+    Anyone may have written the note, so no number is trusted.
+    """
     is_told = all(map(_is_count, shard)) and first < shard.next <= examples
     return is_told and shard.records + shard.skipped == shard.next - first
 
@@ -436,7 +439,7 @@ class _Packer(NamedTuple):
     ) -> tuple[list[tuple[int, int, int, int]], int, int]:
         """Write records until the shard is full or none are left.
 
-        Return rows, the number of corrupt examples, and the first example behind.
+        Return rows, the number of corrupt examples, and the index behind the last example.
         """
         rows, size, skipped, after = [], 0, 0, 0
         for index, record in numbered:

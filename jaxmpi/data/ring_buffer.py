@@ -56,7 +56,10 @@ class Field(NamedTuple):
 
 
 class RingLayout(NamedTuple):
-    """Layout of a ring: `slots` batches of `batch` rows, field by field."""
+    """Layout of a ring: `slots` batches of `batch` rows, field by field.
+
+    In a slot the rows of a field lie together, from the start of a page.
+    """
 
     slots: int
     batch: int
@@ -93,7 +96,10 @@ class Ring:
         return views
 
     def lend(self, slot: int, take_back: Callable[[int], None]) -> np.ndarray:
-        """Lend a slot's largest field; call `take_back(slot)` when nothing uses it."""
+        """Return a view of a slot's largest field, lent to the caller.
+
+        `take_back(slot)` is called once nothing in the process, a device included, uses the memory any more.
+        """
         lent = self.rows(slot)[self.layout.largest]
         assert isinstance(lent.base, np.ndarray)  # what all views of it keep alive, and no others
         weakref.finalize(lent.base, take_back, slot).atexit = False

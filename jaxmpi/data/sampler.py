@@ -110,7 +110,10 @@ class Sampler:
 
     @property
     def name(self) -> str:
-        """Difference of this order from others of its seed; empty if none."""
+        """Facts that distinguish this order from others of the same seed.
+
+        The text is empty if nothing does.
+        """
         return ""
 
     @property
@@ -151,12 +154,12 @@ class Sampler:
 class FileSampler(Sampler):
     """Whole files in a new order every epoch.
 
-    Examples of a file keep their order unless `mixed` (Ma et al. 2016, section 3.3). The paper's workers load one batch
-    file each a step. Here an epoch is all files, one after another in the order of a permutation, and worker r of N
-    takes the r-th of N consecutive parts of each step. So if a file holds as many examples as the local batch, and
-    these divide the number of examples, this is the paper's order; and with files of any lengths, N workers still see
-    in a step the examples that one worker would see. Parts differ by one example at most. A step's examples come from
-    as few files as can be: mix examples before they are written to files.
+    This is the order of Ma et al. 2016, section 3.3. Examples of a file keep their order unless `mixed`. The paper's
+    workers load one batch file each a step. Here an epoch is all files, one after another in the order of a
+    permutation, and worker r of N takes the r-th of N consecutive parts of each step. So if a file holds as many
+    examples as the local batch, and these divide the number of examples, this is the paper's order; and with files of
+    any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one example at
+    most. A step's examples come from as few files as can be: mix examples before they are written to files.
 
     Args:
         file_ends: of each file, the index behind its last example; the last is `examples`.

@@ -28,7 +28,7 @@ from jaxmpi.runtime import host_callbacks
 class ForkEffect(host_callbacks.OrderedEffect):
     """Effect that keeps the sums of one fork in order.
 
-    After a failed sum, the next fork has an effect of its own.
+    Each fork has its own, so that a failed sum leaves nothing to the next fork.
     """
 
     number: int

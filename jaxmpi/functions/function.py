@@ -224,7 +224,10 @@ class Function:
     # ------------------------------------------------------------ programs
 
     def program(self, form: int, shapes: tuple) -> WorkerProgram:
-        """The function over flat leaves of these shapes, compiled when first run."""
+        """The function over flat leaves, compiled when it first runs.
+
+        `shapes` holds (shape, dtype) of each leaf.
+        """
         if (form, shapes) not in self.programs:
             with profiling.part("compile"):
                 self.programs[form, shapes] = self._traced(form, shapes)
@@ -337,7 +340,10 @@ class Given(NamedTuple):
 
 
 def update_of(update: Any) -> Output:
-    """Convert an update to an Output, whose op is mean by default."""
+    """`(variable, op)`, or a variable alone, as an Output.
+
+    A variable alone takes the mean over pieces.
+    """
     variable, op = update if isinstance(update, (tuple, list)) else (update, Output("mean"))
     op = from_word(op)
     check(

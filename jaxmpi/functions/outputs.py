@@ -103,7 +103,10 @@ class Outputs:
 
 
 def joined(chosen: Chosen, results: dict[int, PyTree]) -> PyTree:
-    """Results in the user's trees, with None for those in a variable."""
+    """Results in the user's trees.
+
+    A result that is kept in a variable is None, but the tuple of several outputs leaves it out.
+    """
     return jax.tree.unflatten(chosen.structure, map(results.get, chosen.returned))
 
 

@@ -35,7 +35,7 @@ class RowSelection(NamedTuple):
     indices: np.ndarray | None = None  # i64[count]
 
     def of(self, begin: int, end: int) -> Picked:
-        """Chosen rows number begin to end, as an index of the array."""
+        """The chosen rows [begin, end), as an index of the array."""
         if self.indices is not None:
             return self.indices[begin:end]
         stop = self.start + end * self.step

@@ -219,7 +219,10 @@ def sent(header: str, arrays: Sequence[np.ndarray]) -> None:
 
 
 def settled(arrays: Any) -> Any:
-    """Wait for the arrays under a profile, to count their time here."""
+    """Return the arrays, waited for if a profile is under way.
+
+    Their time then counts in the part that calls this.
+    """
     return arrays if _running is None else jax.block_until_ready(arrays)
 
 

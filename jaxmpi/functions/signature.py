@@ -15,7 +15,10 @@ BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class Form(NamedTuple):
-    """One way to call a function: its program's key besides leaf shapes."""
+    """One way to call a function.
+
+    The form and the leaves' shapes and dtypes together determine the program.
+    """
 
     structure: Any  # of all arguments, in a tuple
     keywords: tuple[str, ...]  # of the last arguments, which are passed by name

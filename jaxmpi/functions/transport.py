@@ -286,7 +286,11 @@ class MpiTransport:
         return agreed or [CallReport(*each) for each in self.control.allgather_object(mine)]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Every rank's u8[n], in rounds within MPI's counts; None if unwanted."""
+        """Every rank's u8[n] on all ranks, or on rank 0 alone.
+
+        It is None on the other ranks unless `everywhere`. All ranks call this together; bytes travel in rounds that fit
+        MPI's counts.
+        """
         sizes = np.empty(self.size, np.int64)
         self._together(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
         out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None

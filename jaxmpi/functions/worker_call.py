@@ -26,7 +26,7 @@ from jaxmpi.functions.worker_group import Command, Leaf, Leaves, WorkerGroup, Wo
 
 
 class RowSource(NamedTuple):
-    """Rows that this worker can fetch, by number of the call's examples."""
+    """Rows that this worker can fetch: `fetch(a, b)` gives examples [a, b)."""
 
     shape: tuple[int, ...]  # of one row
     dtype: Any
@@ -256,7 +256,10 @@ added = jax.jit(jnp.add)
 
 
 class InputBuffers:
-    """Memory of arguments, to find results in it, which callers may overwrite."""
+    """Memory of a call's arguments, to find results that lie in it.
+
+    The caller may overwrite that memory, so such results are copied.
+    """
 
     def __init__(self, arrays: list[Any]) -> None:
         self.pointers = {x.ctypes.data if isinstance(x, np.ndarray) else x.unsafe_buffer_pointer() for x in arrays}
@@ -276,7 +279,10 @@ def check_sliceable(leaves: Sequence[Leaf], out: Leaves) -> None:
 
 
 def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], out: Leaves) -> None:
-    """Refuse pieces of other dtypes, or of other shapes, which would broadcast."""
+    """Refuse pieces of other dtypes, or of other shapes, which would broadcast.
+
+    Gathered leaves may differ in the length of their first axis.
+    """
     for leaf, x, y in zip(leaves, first, out, strict=True):
         start = leaf.op == "gather"
         if (x.dtype, x.shape[start:]) != (y.dtype, y.shape[start:]):

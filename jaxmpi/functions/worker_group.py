@@ -157,7 +157,10 @@ class Library(Protocol):
     """Registry of the functions that this process has in Python."""
 
     def program(self, form: int, shapes: tuple) -> WorkerProgram:
-        """The program for one structure of arguments and their leaves' shapes."""
+        """The program for one structure of arguments.
+
+        `shapes` holds (shape, dtype) of each leaf.
+        """
         ...
 
     def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
@@ -278,7 +281,9 @@ class WorkerGroup:
     def attempt(
         self, what: str, work: Callable[[WorkerSlot], CallReport], part: str = "function", waiting: str = "straggler"
     ) -> list[CallReport]:
-        """Do every worker's part of a command; raise everywhere if one fails.
+        """Do this process's part of a command; all raise if one fails.
+
+        All processes call this together. Each learns of every worker's report, and then all raise or all go on.
 
         Args:
             what: for messages.

@@ -154,9 +154,10 @@ class DeviceFeed:
         return self.tokens_each / self.bytes_each if self.bytes_each else 1.0
 
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
-        """Batches on this process's devices; over a mesh with a leading axis.
+        """Yield batches on this process's devices.
 
-        The next one is on its way to the device before the step of this one begins, if it has been made by then.
+        Over a mesh they have a leading axis of workers. The next one is on its way to the device before the step of
+        this one begins, if it has been made by then.
         """
         if self.memory:
             self.memory.begin(start, stop)
@@ -211,9 +212,9 @@ class DeviceFeed:
         return np.where(batch.weight > 0, weights, 0)
 
     def _scaled(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
-        """Scale weights to workers w_j / sum w, over all workers' examples.
+        """Return the batch with weights N w_j / sum w.
 
-        All ranks call this together.
+        N is the number of workers, and the sum is over all workers' examples. All ranks call this together.
         """
         own = np.array([sum(each.sum() for each in weights), len(weights)])
         total, workers = self.control.allreduce_sum(own) if self.control else own

@@ -151,7 +151,10 @@ class MemoryShuffle:
         self._want(self.sampler.turn_of(step))
 
     def reached(self, step: int) -> None:
-        """Bring the next epoch's or piece's records, once batches reach this step."""
+        """Note that batches have reached `step`; bring the next turn's records.
+
+        A turn is an epoch, or a piece of one. All ranks call this at the same steps.
+        """
         if self.group is None:
             return
         turn = self.sampler.turn_of(step)

@@ -126,7 +126,7 @@ class SpawnedLoaders:
         return found
 
     def ended(self, number: int) -> str:
-        """The message of a loader that has ended, else nothing."""
+        """How a loader has died; empty while it lives."""
         return self.gone.get(number, "")
 
     def stop(self) -> None:

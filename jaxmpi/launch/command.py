@@ -51,7 +51,10 @@ def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
 
 
 def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
-    """Return True if run and Open MPI can survive dead workers."""
+    """Return True if the run and this Open MPI can outlive workers.
+
+    A run can by its rule, or by `--on-rank-loss shrink`; Open MPI from version 5 on.
+    """
     release = re.search(r"(\d+)\.\d+", version)
     if not train_args or release is None or int(release[1]) < 5:
         return False

@@ -161,7 +161,10 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bo
 
 
 def spoken_code(setting: Mapping[str, str]) -> int:
-    """Exit code that a rank of this host has marked; else 0."""
+    """Exit code that this host's ranks left as a mark; else 0.
+
+    Such a rank ended the job and then itself by SIGKILL, so the launcher reports a signal.
+    """
     names = [path.name for path in job_folder.words(setting).glob(job_folder.ENDED_WITH + "*")]
     return min((int(name.removeprefix(job_folder.ENDED_WITH)) for name in names), default=0)
 

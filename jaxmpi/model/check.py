@@ -66,7 +66,10 @@ def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
 
 
 def check_leaves(name: str, params: PyTree, model_state: PyTree) -> None:
-    """Raise `UsageError` unless all leaves can be trained or saved as state."""
+    """Raise `UsageError` unless params can be trained and model state saved.
+
+    There must be params, and all leaves must be arrays.
+    """
     check(bool(jax.tree.leaves(params)), f"{name}: init: expected params, got none")
     for path, leaf in (by_path({"params": params}) | by_path({"model_state": model_state})).items():
         is_array = isinstance(leaf, (jax.Array, np.ndarray))
@@ -75,7 +78,7 @@ def check_leaves(name: str, params: PyTree, model_state: PyTree) -> None:
 
 
 def check_kind(got: str, is_param: bool, dtype: Any) -> None:
-    """Raise `UsageError` unless leaves of this dtype can be trained or saved."""
+    """Raise `UsageError` unless params, or model state, can have this dtype."""
     if is_param:
         is_float = jnp.issubdtype(dtype, jnp.floating)
         way_out = "cast it" if is_float else "what is not trained belongs in the model state"

@@ -217,7 +217,7 @@ def figure(panels: Sequence[Panel]) -> "Figure":
 
 
 def lay_out(made: "Figure") -> None:
-    """Lay out a figure once, instead of by a drawing per file."""
+    """Lay out a figure once; otherwise every file would draw it again."""
     if engine := made.get_layout_engine():
         engine.execute(made)
     made.set_layout_engine(None)

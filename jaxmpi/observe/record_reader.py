@@ -306,7 +306,7 @@ def median_of(anatomy: Any, part: str) -> float:
 
 
 def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Last known [label, seconds in flight, seconds waited for] of each bucket."""
+    """[label, seconds in flight, seconds waited for] of the last `exchange` line."""
     last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
     whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
     return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]

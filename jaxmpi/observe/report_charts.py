@@ -118,7 +118,7 @@ def one(section: str, title: str, quantity: Quantity, field: str, factor: float 
 
 
 def of_field(section: str, table: str, field: str) -> Chart:
-    """A chart of another field, with the unit that ends its name."""
+    """A chart of an unknown field, its unit from the name's ending."""
     unit = next((unit for ending, unit in {"_s": "s", "_bytes": "B"}.items() if field.endswith(ending)), "")
     quantity = Quantity(field, unit, base=None, low=None)
     return Chart(section, field.removesuffix("_s").replace("_", " "), quantity, (Series(table, field),))

@@ -274,10 +274,10 @@ class ComputeOnlyStep:
     """A step without exchange, whose result is discarded; it measures compute time."""
 
     step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
-    is_compiled: bool  # at the start by the first step of the run
+    is_compiled: bool  # at first: by the first step of the run; later also by a step that was timed
 
     def seconds(self, state: PyTree, batch: PyTree, count: int = 1) -> list[float]:
-        """Time steps on copies of the state, after one that compiles if need be."""
+        """Time steps on copies of the state; compile before, if need be."""
         seconds, steps = [], count + (not self.is_compiled)
         self.is_compiled = True
         for _ in range(steps):

@@ -81,7 +81,10 @@ class UncoordinatedTrace:
             write_whole(part, json.dumps(of_steps(self._kept, (self.first, self.last))).encode())
 
     def merge(self, workers: int) -> str:
-        """Merge parts on worker 0 after the others' end; return a message."""
+        """Merge parts on worker 0 after the others' end; return a message.
+
+        The message is empty if there were no steps to trace.
+        """
         if not self.last:
             return ""
         parts = [self._part(worker) for worker in range(workers)]

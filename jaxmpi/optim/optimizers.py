@@ -426,7 +426,10 @@ def not_bias(params: PyTree) -> PyTree:
 
 
 def scale_biases(factor: float) -> optax.GradientTransformation:
-    """Multiply updates of biases (one axis at most), as papers' 2 eta."""
+    """Multiply updates of biases, tensors of one axis at most, by `factor`.
+
+    The papers train biases with 2 eta.
+    """
     check(factor > 0, f"bias_lr_factor: got {factor}; expected > 0")
     return optax.stateless(
         lambda updates, params: jax.tree.map(lambda leaf: leaf * factor if leaf.ndim <= 1 else leaf, updates)

@@ -91,7 +91,9 @@ class Checkpoints:
         return f"rank {rank}: {odd}{of_step(step, self._folder)}; {way_out}"
 
     def restore(self, shared: PyTree, own: PyTree = ()) -> Restored | None:
-        """Restore the newest checkpoint that is whole on all ranks; else None.
+        """Return the newest checkpoint that is whole on all ranks, or None.
+
+        None stands for a folder without a checkpoint; if all are damaged, this raises.
 
         On another number of ranks `own` is the mean of all ranks' own for floats, and rank 0's else; keys stay those
         given here. The state of `jaxmpi.sharded` is put together and cut anew, for another strategy as well.

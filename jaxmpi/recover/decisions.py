@@ -21,7 +21,7 @@ LOSS = 0  # in a ballot: not a leaf of the gradients but the loss; leaf i is i +
 
 
 class RollBack(Exception):
-    """Go back to the newest checkpoint, since `step` failed; 0 if none."""
+    """Go back to the newest checkpoint; `step` failed (0: no step did)."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)

@@ -38,7 +38,7 @@ def checksum(row: np.ndarray) -> int:
 
 
 def fingerprints(tree: PyTree) -> jax.Array:
-    """u32[leaves]: a sum of each leaf's words, times distinct odd numbers.
+    """u32[leaves]: each leaf's words, times distinct odd numbers, summed.
 
     h = sum_i (2 i + 1) word_i  mod 2^32 ; a flipped bit of one word changes it by +-2^b (2 i + 1), which is not 0.
     """

@@ -77,7 +77,7 @@ class ShrinkCoordinator:
         """Shrink to the remaining ranks after a loss; drop an unfinished checkpoint.
 
         Raises:
-            Exception: the error itself, which says something else.
+            Exception: the error itself, if it does not tell of a lost rank.
             AgreedError: nobody is gone, or it was before the first step.
         """
         if not (isinstance(error, Lost) or is_mpi_error(error)):

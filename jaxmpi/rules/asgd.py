@@ -1,4 +1,4 @@
-"""ASGD (Downpour): workers add updates to a center without mutual waits."""
+"""ASGD (Downpour): workers add updates to a center without waiting for others."""
 
 import numpy as np
 import optax

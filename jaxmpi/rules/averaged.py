@@ -1,4 +1,4 @@
-"""Averages of a rule's or optimizer's params over steps, which are evaluated."""
+"""Averages of params over steps, evaluated instead of the params themselves."""
 
 from collections.abc import Callable
 from functools import partial
@@ -82,9 +82,9 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
 
 def schedule_free(rule: Rule, jit: Callable[..., Callable], name: str, *, exchanges_gradients: bool) -> Rule:
-    """Evaluate and export a schedule-free optimizer's x, not the params y.
+    """The rule that evaluates a schedule-free optimizer's x, not its params y.
 
-    Communicates nothing: z, from which x follows, must be equal on all workers after each step.
+    x is exported as well. Communicates nothing: z, from which x follows, must be equal on all workers after each step.
 
     Args:
         rule: whose optimizer's state is equal on all workers.

@@ -62,7 +62,7 @@ class ShardedMean(Protocol):
 
     @property
     def early(self) -> bool:
-        """Return True if `scatter` gets slices that the gradients' program has made."""
+        """Return True if `scatter` gets the mean's slices from the gradients' program."""
         ...
 
     def chunk(self) -> jax.Array:
@@ -91,7 +91,10 @@ class ParamsInPlace(Protocol):
     """Params that the workers of a host share; `jaxmpi.comm.shared_params.SharedParams` is one."""
 
     def filled(self, params: PyTree) -> PyTree:
-        """Place params of the host's first rank; other ranks give shapes only."""
+        """The first rank's params in shared memory; others' values do not count.
+
+        All ranks of the host call it together; shapes are enough on all but the first.
+        """
         ...
 
     def renewed(self, own: PyTree) -> PyTree:

@@ -61,7 +61,10 @@ class Gossip:
         self._rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, worker], np.uint64)))
 
     def draw(self, is_shut: frozenset[int] = frozenset()) -> ScheduledPush | None:
-        """Draw another worker for half of the weight, or None."""
+        """With probability p halve the weight and draw another worker, else None.
+
+        Workers in `is_shut` are not drawn.
+        """
         others = [rank for rank in range(self.workers) if rank != self.worker and rank not in is_shut]
         if not others or self._rng.random() >= self.p:
             return None

@@ -1,4 +1,4 @@
-"""Mean of gradients, as of a single worker on the whole batch."""
+"""Mean of gradients: workers step like a single one on all examples."""
 
 from collections.abc import Callable
 

@@ -89,7 +89,10 @@ class Counters(NamedTuple):
 
 
 class TimeSpent(NamedTuple):
-    """Seconds of a worker by part."""
+    """Seconds of a worker by part, named as in `observe.record_format.PARTS`.
+
+    `steps` and `gone` are no seconds.
+    """
 
     steps: float = 0.0
     data: float = 0.0
@@ -196,7 +199,10 @@ class GlobalProgress:
             self.closing = 2.0
 
     def answers(self) -> Iterator[tuple[int, ServerAnswer]]:
-        """Answers that are due; none until every remaining worker has reported."""
+        """Answers that are due; none until every live worker has reported once.
+
+        So workers begin together, but for late ones that are excused.
+        """
         if self.absent and not self.closing:
             return
         at_work = [report.clock for report in self.reports.values() if not report.is_done]

@@ -1,4 +1,4 @@
-"""The folder of compiled programs, trusted if only its owner may write."""
+"""The folder of compiled programs, trusted if only this user may write."""
 
 import os
 import stat

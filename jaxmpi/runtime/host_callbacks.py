@@ -188,7 +188,10 @@ DTYPES = {  # by the header's numbers; those of 1, 2 and 4 bits are left out: XL
 
 
 def can_go(dtype: Any) -> bool:
-    """Return True if arrays of this dtype can go to a function."""
+    """Return True if arrays of this dtype can go to a function.
+
+    Random keys, and numbers of less than 8 bits, cannot.
+    """
     return not jax.numpy.issubdtype(dtype, jax.dtypes.extended) and np.dtype(dtype) in DTYPES.values()
 
 
@@ -458,7 +461,10 @@ def _as_xla_error(frame: FfiCallFrame, error: BaseException) -> int:
 
 
 def _told(error: BaseException) -> str:
-    """The error with its rank, and its line unless written for users."""
+    """The error's type, message and rank.
+
+    Its line follows, unless it is a `UsageError` or `TrainingError`.
+    """
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if isinstance(error, (UsageError, TrainingError)) else f", {place.filename}:{place.lineno}"
     return f"{type(error).__name__}: {error} [{failures.who()}{where}]"

@@ -1,4 +1,4 @@
-"""Signals to leave: those of one request, and Ctrl-C during imports.
+"""Signals that ask to leave, grouped into requests; Ctrl-C during imports.
 
 Imports next to nothing itself, so as to come first.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def over_leftovers(line: Sequence[str]) -> list[str]:
-    """The line, after removal of a killed Open MPI launcher's folder.
+    """The line in a shell that first removes a killed launcher's folder.
 
     A launcher refuses to start if one with the same process id has left its temporary folder. The line gets the process
     id of the shell that is run here.
@@ -73,7 +73,10 @@ def words(setting: Mapping[str, str]) -> Path:
 
 
 def hold(folder: Path) -> int:
-    """Keep a folder from `sweep` while this process lives; made if absent."""
+    """Keep a folder from `sweep` while the returned handle is open.
+
+    The folder is made if absent. The handle is also closed when the process ends.
+    """
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # swept in between

@@ -96,7 +96,7 @@ def ranks_below(pid: int) -> dict[int, int]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have Linux send this process SIGTERM however its parent ends."""
+    """Have Linux send this process SIGTERM when its parent ends."""
     pr_set_pdeathsig = 1
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:

@@ -29,7 +29,7 @@ def counted_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """i32[...]: how many classes are ahead of the true one.
 
-    Ties go by class number; a true class of NaN is last.
+    Ties go by class number; a true class whose logit is NaN is last.
     """
     true = jnp.take_along_axis(logits, labels[..., None], axis=-1)
     ahead = ~(logits <= true)

@@ -100,7 +100,10 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
 
 
 def tested(control: Processes) -> list[Timed]:
-    """Time short and long exchanges by a portable and the best strategy."""
+    """Time short and long exchanges by a portable and the best strategy.
+
+    This takes about TEST_S seconds in all. All ranks call it together.
+    """
     comm = world()
     if comm.size == 1:
         return []
@@ -116,7 +119,10 @@ def tested(control: Processes) -> list[Timed]:
 
 
 def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Timed:
-    """Time exchanges with a known mean, as often as the budget allows."""
+    """Time exchanges with a known mean, as often as the budget allows.
+
+    Each result is compared with that mean bit for bit. All ranks call this together.
+    """
     failures.doing(f"self-test: {strategy}, {floats} floats")
     x = np.arange(floats, dtype=np.float32) % 1024 + control.rank
     expected = np.arange(floats, dtype=np.float32) % 1024 + np.float32((control.size - 1) / 2)

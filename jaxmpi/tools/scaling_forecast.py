@@ -238,7 +238,7 @@ def describe(net: Net) -> str:
 
 
 def panels(question: Question, forecasts: Sequence[ScalingForecast]) -> list[plots.Panel]:
-    """Seconds by strategy for the last slots, and efficiency for all slots."""
+    """Seconds by strategy for the last number of slots, efficiency for all."""
     slots = question.slots[-1]
     last = with_slots(forecasts, slots)
     names = dict.fromkeys(name for a in last for name in a.others)

@@ -79,7 +79,10 @@ class Trainer:
             sys.exit(left.code)
 
     def evaluate(self, *, step: int | None = None, best: bool = False) -> dict[str, float]:
-        """Evaluate the newest checkpoint, that of `step`, or the best by `monitor`."""
+        """Evaluate the newest checkpoint, that of `step`, or the best by `monitor`.
+
+        Returns: figures of the validation data. All ranks call it.
+        """
         return open_finished(self.experiment, self.run_dir, step=step, best=best).evaluate()
 
     def predict(self, batch: Batch, *, step: int | None = None, best: bool = False) -> Any:

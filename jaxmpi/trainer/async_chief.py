@@ -220,7 +220,7 @@ class ChiefWorker:
 def fallen_behind(worker_steps: Sequence[int], is_gone: Sequence[bool] | np.ndarray) -> dict[int, float]:
     """Return the workers below half the median of steps, and that median.
 
-    The median counts only workers that are there. Below MANY steps nobody is behind: all are within the steps of one
+    The median counts only workers that are there. If it is below MANY nobody is behind: all are within the steps of one
     report.
     """
     there = {number: made for number, made in enumerate(worker_steps) if not is_gone[number]}

@@ -128,7 +128,7 @@ class Worker:
         return state
 
     def end(self, state: TrainState) -> TrainState:
-        """Make the last exchange, if steps came after the one before.
+        """Exchange once more if steps came after the last exchange.
 
         In gossip: take what is under way, then lay alpha w and alpha down at the center.
         """

@@ -71,9 +71,9 @@ def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str
 
 
 def host_workers(run: Run, cores: FairCores, server: threading.Thread | None) -> tuple[list[Address], set[int]]:
-    """Addresses and server threads of this host's workers, in one PID namespace.
+    """Addresses and server threads of workers whose processes this one can see.
 
-    All ranks call it together.
+    They are on this host, in the PID namespace of this process. All ranks call it together.
 
     Args:
         server: keeps a shard of the center on this rank.
@@ -86,7 +86,7 @@ def host_workers(run: Run, cores: FairCores, server: threading.Thread | None) ->
 
 
 class StderrRecorder(Recorder):
-    """Recorder of a rank without a record, which writes to standard error."""
+    """A recorder of a rank without a record; `say` writes to stderr."""
 
     def say(self, text: str) -> None:
         """A line that names the rank."""
@@ -249,7 +249,10 @@ class AsynchronousWorker:
         """Nothing: the answer to a report says it, at the end."""
 
     def settle(self, step: int, due: DueEvents) -> None:
-        """Restart the timer; exchanges are counted, record and checkpoints are no training."""
+        """Restart the timer, since record and checkpoints are no training.
+
+        The time of an exchange has been counted.
+        """
         self.timer.restart()
 
     def finish(self, state: TrainState) -> dict[str, float]:

@@ -420,7 +420,10 @@ def given_model(where: Path, params: PyTree, model_state: PyTree) -> orbax_expor
 
 
 def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:
-    """State 0 of this process's workers, with the model of rank 0."""
+    """State 0 of this process's workers, with the model of rank 0.
+
+    Communicates: params and model state of rank 0 go to all ranks, which compare the params by hash.
+    """
     experiment, workers, plan = job.experiment, job.workers, job.plan
     key, place = jax.random.key(experiment.seed), rule.sharding and rule.sharding.shards.shared_params
     shapes = jax.eval_shape(plan.init, key)

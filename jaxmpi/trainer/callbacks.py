@@ -83,10 +83,16 @@ class Callback:
         return type(self).before_step not in own or type(self).after_dispatch not in own
 
     def at_start(self, step: int, state: TrainState) -> None:
-        """The loop's start after `step`, again after a rollback or lost rank."""
+        """Called before the loop starts after `step`, and again after each recovery.
+
+        A recovery is a rollback, or going on without ranks that were lost.
+        """
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """Return the step's state and batch, of the same structure and shapes."""
+        """Return the state and batch that the step takes instead of these.
+
+        Both must have the structure and shapes of those given.
+        """
         return state, batch
 
     def after_dispatch(self, step: int, state: TrainState) -> None:
@@ -99,10 +105,13 @@ class Callback:
         """
 
     def after_checkpoint(self, step: int, folder: Path) -> None:
-        """The moment when a step's checkpoint is whole; not in asynchronous runs."""
+        """Called when the checkpoint of `step` is whole in `folder`, its own.
+
+        Asynchronous runs do not call it.
+        """
 
     def at_end(self, figures: dict[str, float]) -> None:
-        """The end of the run; `figures` are those of the last evaluation."""
+        """Called after the last step, evaluation and checkpoint, with the last figures."""
 
     def state(self) -> dict[str, Any]:
         """JSON values that a checkpoint keeps."""

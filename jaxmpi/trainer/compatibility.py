@@ -49,7 +49,10 @@ def keeps_own(strategy: str) -> bool:
 
 
 def weighs(task: Any) -> bool:
-    """Return True if examples weigh differently; workers sum weights before each step."""
+    """Return True if examples weigh differently.
+
+    Workers then sum the weights before every step.
+    """
     return task.weight is not None if isinstance(task, Task) else task == "token-classification"
 
 
@@ -311,7 +314,7 @@ REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_STA
 
 
 def check_compatible(experiment: Experiment) -> None:
-    """Refuse options that do not go together, as far as they show.
+    """Refuse incompatible options, as far as the options alone show it.
 
     Raises:
         UsageError: a field, what it goes not with, and the way out.

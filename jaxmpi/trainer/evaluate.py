@@ -89,7 +89,9 @@ def concluded(run: Run, subject: Subject, step: int, means: dict[str, Any]) -> E
 
 
 def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_state: PyTree) -> str:
-    """Call the user's callbacks; return why any rank's would end the run.
+    """Call the user's callbacks; return the first reason to end, or empty.
+
+    All ranks call it; any rank's callback may end the run.
 
     Raises:
         UsageError: one would end the run of workers that do not wait for each other, or makes calls on some ranks only.

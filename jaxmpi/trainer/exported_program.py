@@ -97,7 +97,9 @@ def any_or(size: int, lower: Callable[[int | str], ExportedPredictions]) -> tupl
 def on_platforms(
     asked: Sequence[str], lower: Callable[[Sequence[str]], ExportedPredictions]
 ) -> tuple[ExportedPredictions, list[str]]:
-    """The program for `asked`, or all possible `PLATFORMS`, and why not others.
+    """The program for `asked`, else for all `PLATFORMS` that are possible.
+
+    The list says why others are left out.
 
     Raises:
         Unable: for one that was asked for, or for all.

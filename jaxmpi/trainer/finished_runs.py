@@ -58,14 +58,19 @@ class Finished:
     step: int
 
     def evaluate(self) -> dict[str, float]:
-        """Figures of every validation example once, `eval_count` and `eval_loss` among them."""
+        """Evaluate every validation example once, over all workers; all ranks call it.
+
+        `eval_count` and `eval_loss` are among the figures.
+        """
         evaluated = self.workers.comm.jit(partial(steps.eval_step, self.forward))
         with self.feed.pool:
             held = partial(evaluated, self.params, self.model_state)
             return figures_of(map(held, self.feed.batches()), self.workers)
 
     def predict(self, batch: Batch) -> Any:
-        """Task outputs for this process's batch, a dict of arrays [batch, ...].
+        """Return the task's outputs for one batch of this process's own.
+
+        `batch` is a dict of arrays [batch, ...].
 
         Raises:
             UsageError: no dict, arrays of different lengths, or a field that the task takes is not there.
@@ -169,7 +174,7 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
 
 
 def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experiment:
-    """A run's experiment with other fields, from config.json or a named file.
+    """A run's experiment, from config.json or a named file, with `argv` applied.
 
     Raises:
         UsageError: it was not started by an experiment file, or that is not here; the one that is named sees other

@@ -28,7 +28,9 @@ class Guard:
     recorder: Recorder
 
     def passes(self, step: int, metrics: Metrics | None) -> bool:
-        """Vote on a step, even one left out; return True if made.
+        """Vote on a step, even on one that was left out.
+
+        Returns: True if the step was made.
 
         Raises:
             TrainingError, RollBack: what all ranks agree to do about the step before.

@@ -104,7 +104,10 @@ class WorkerMemory:
         return replace(self, activations=(self.activations or 0) + self.gradients, is_summed=True)
 
     def with_fewer(self, share: float) -> "WorkerMemory":
-        """The same for fewer workers of unchanged local batch: slices are larger."""
+        """The same for this share of the workers, with unchanged local batch.
+
+        Slices are larger then.
+        """
         if not self.is_sharded:
             return self
         more = 1 / share

@@ -269,7 +269,7 @@ def extra_to_save(run: Run, step: int) -> dict[str, Any]:
 
 
 def end_elsewhere(run: Run, state: TrainState, step: int, fate: str) -> NoReturn:
-    """Save a run that has lost its directory elsewhere, and end it.
+    """Save elsewhere a run that has lost its directory, and end it.
 
     Its directory is not made anew: another job may be given that name, and would resume from this run's params.
 

@@ -126,7 +126,7 @@ def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
 
 
 def packets_of(n: float, k: int, height: int) -> int:
-    """The number of packets for each tree that costs least.
+    """The cheapest number of packets for each tree.
 
     m packets take m + 2 height turns of PRICE + n / (k m) each.
     """
@@ -178,7 +178,7 @@ def plant(workers: int, colours: int) -> Forest:
 
 
 def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Put edges into rounds: each place sends and receives once at most.
+    """Edges in rounds: in each, places send and receive at most once.
 
     As many rounds as the busiest place has edges (Koenig 1916): an edge whose ends have no free round in common swaps
     two rounds along the path that is in its way. An edge is (tree, child, parent).

@@ -16,7 +16,10 @@ def shared_memory(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 
 
 def shared_memory_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
-    """Sum all leaves in one call: nothing is fused, padded or split."""
+    """Sums of all leaves over a divisor, in one call.
+
+    Nothing is fused, padded or split.
+    """
     return comm.sum_on_host(leaves, divisor)
 
 

@@ -56,7 +56,7 @@ class Halves(NamedTuple):
     gathers: Collection[str] = tuple(WIRES)  # wires that the second half takes
 
     def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
-        """f32[n] -> f32[n / w] each: this worker's chunk, over `divisor`.
+        """f32[n] -> f32[n / w] each: this worker's summed chunk, over `divisor`.
 
         Chunks are divided as sums without halves are. XLA may divide by a constant as the product with its inverse,
         which rounds otherwise.

@@ -299,7 +299,10 @@ def _remove_others(folder: Path, names: list[str]) -> None:
 
 
 def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield u8[<= rows, ...] of examples in `order`; labels go to `found`."""
+    """Yield u8[<= rows, ...] of the examples in `order`.
+
+    Their labels go to `found`, in the same order.
+    """
     shape = None
     for begin in range(0, len(order), rows):
         images = []

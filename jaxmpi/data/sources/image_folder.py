@@ -110,7 +110,10 @@ def _images(folder: str) -> list[str]:
 
 
 def imagefolder(config: Data, split: str) -> Source:
-    """JPEG and PNG files in DIR/<split>/<class>/; classes are training's, sorted by name."""
+    """JPEG and PNG files in DIR/<split>/<class>/.
+
+    Classes are the class folders of the training split, sorted by name; those of this split if there is no other.
+    """
     _check_channels(config)
     base = data_dir(config)
     check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")

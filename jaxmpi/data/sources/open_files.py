@@ -35,7 +35,7 @@ class OpenFiles:
         return OpenFiles, (self.paths,)
 
     def read(self, file: int, into: np.ndarray, offset: int) -> int:
-        """Fill a C-ordered array from byte `offset`; return how many are missing.
+        """Fill C-ordered `into` from byte `offset`; return the number of missing bytes.
 
         Raises:
             OSError: the file cannot be opened or read.
@@ -70,7 +70,9 @@ class Spans:
         return Spans, (self.opened, self.places)
 
     def read(self, span: int) -> np.ndarray:
-        """u8[length], shared and read-only; several threads read one span once.
+        """u8[length], shared and read-only.
+
+        If several threads want one span at the same time, it is read once.
 
         Raises:
             OSError: it cannot be read, or the file has become shorter.

@@ -58,7 +58,10 @@ def shard_name(number: int) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put the manifest in place whole, after all files that it lists."""
+    """Put the manifest in place, whole or not at all.
+
+    Call this last: all files that it lists must be on the disk.
+    """
     aside = folder / f"{MANIFEST}.tmp"
     with aside.open("w") as file:
         json.dump({"format": FORMAT, **manifest._asdict()}, file, indent=1)

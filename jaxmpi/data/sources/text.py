@@ -105,7 +105,7 @@ class TextSource:
 def _check_room(root: Path, files: Sequence[str], name: str) -> None:
     """Raise `UsageError` if memory cannot hold all files twice.
 
-    Files are read one by one, then joined. One may be sparse.
+    Files are read one by one, then joined. A sparse file may be larger than its disk, and so than memory.
     """
     need_bytes = 2 * sum(_size_bytes(root / file, name) for file in files)
     left_bytes = available_bytes()
@@ -144,7 +144,11 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 
 
 def names(root: Path, suffix: str = "") -> list[str]:
-    """Sorted names of files below a folder, without the hidden ones."""
+    """Names of the files below a folder that end in `suffix`.
+
+    Names are relative to the folder, with slashes, in the order of their bytes, which is the same on all machines.
+    Hidden files and folders are left out.
+    """
     paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
     kept = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
     return sorted(kept, key=os.fsencode)
@@ -195,6 +199,9 @@ def module_of(file: str) -> str:
 
 
 def is_held_out(module: str) -> bool:
-    """Decide by a module's name alone if it is held out."""
+    """Return True if a module is held out, by its name alone.
+
+    So the answer is the same in every version and on every machine.
+    """
     name = module.encode(errors="surrogateescape")
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % HELD_OUT == 0

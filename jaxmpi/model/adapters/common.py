@@ -60,7 +60,11 @@ def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | No
 
 
 def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[int], classes: int) -> Model:
-    """Make a model that checks its images, after checking its facts."""
+    """Make a model that checks the shape of its images.
+
+    Raises:
+        UsageError: no name, shape or number of classes.
+    """
     check_facts(name, input_shape, classes)
 
     def checked_init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
