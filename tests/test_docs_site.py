@@ -25,7 +25,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     first = (tmp_path / "site" / "index.html").read_text()
     assert all(f'href="{page}/"' in first for page in pages), "a page is not in the menu"
     api = (tmp_path / "site" / "api" / "index.html").read_text()
-    assert "bitwise equal on all of them" in api  # of jaxmpi.exchange's docstring
+    assert "bitwise equal on all workers" in api  # of jaxmpi.exchange's docstring
 
 
 def test_every_public_name_is_in_the_api():

@@ -404,6 +404,7 @@ def sendrecv(
     """Send `sendbuf`'s leaves to rank `dest`; return those that `source` sends.
 
     Arguments, errors: as `send` and `recv`; both trees have as many leaves. `NOBODY` may stand for either rank.
+    As with MPI, more than a few kB may wait until rank `dest` receives them.
     Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
     """
     chosen = _comm_of("sendrecv", comm)

@@ -21,6 +21,7 @@ import functools
 import itertools
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from jaxmpi.collectives.call import NOBODY, MpiCall, like, type_of
 from jaxmpi.collectives.dtypes import as_sent, as_was, in_bytes
 from jaxmpi.comm.exchange_watch import PARTNER, PROBES, message_lost
 from jaxmpi.comm.mpi import MpiComm, made
-from jaxmpi.comm.polling import wait
+from jaxmpi.comm.polling import survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import failures, host_callbacks
@@ -74,8 +75,9 @@ def kept(call: MpiCall, what: str) -> int:
     A program holds that number alone.
     """
     # XLA gives a handler its attributes one by one, several microseconds each.
-    _calls.append((call.comm, options_of(call, what)))
-    return len(_calls) - 1
+    with _lock:
+        _calls.append((call.comm, options_of(call, what)))
+        return len(_calls) - 1
 
 
 def options_of(call: MpiCall, what: str) -> dict[str, Any]:
@@ -177,6 +179,7 @@ class Unreceived(NamedTuple):
 
 
 _unreceived: deque[Unreceived] = deque()
+ALMOST_S = 1.0  # for what is left at the end to be received
 LOOKED_AT = 4  # headers at a send: all would take time quadratic in the number of messages sent ahead
 _lock = threading.Lock()  # of the headers: programs send from several threads
 _sent_numbers = itertools.count()
@@ -214,11 +217,10 @@ def check_all_received() -> None:
 
 def check_nothing_left() -> None:
     """End the job if another rank's message to this one is left."""
-    for comm in made:
-        found = None
-        for _ in range(PROBES):
-            found = found or comm.headers.Improbe()
-        if found:
+    for comm in [] if survives_losses() else made:
+        if any(comm.headers.Iprobe() for _ in range(PROBES)):
+            time.sleep(ALMOST_S)  # a program of another thread may be about to receive it
+        if found := comm.headers.Improbe():
             message = np.zeros(HEADER.size + INLINE_BYTES, np.uint8)
             found.Recv(message)
             sender, tag, _, _, call = HEADER.unpack_from(message.data)

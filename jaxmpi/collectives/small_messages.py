@@ -12,9 +12,10 @@ thread that looks for absent ranks finds a note that stays, and has the time lim
 nobody has received there, when all scripts have ended.
 """
 
-import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +33,23 @@ from jaxmpi.runtime import host_callbacks
 
 KEPT_S = 2.0  # for MPI to copy a note, so that its sender goes on
 COMPARED_BYTES = 16, 104  # of a header: whether the array is inside, and its dtype and shape
+EAGER_BYTES = 2048  # of messages that any MPI copies, so that their sender waits for no receiver
 
 
 def run(call: MpiCall, x: jax.Array, place: jax.Array) -> list[jax.Array]:
     """A `sendrecv` in the program, if it fits, or by Python."""
     is_between_two = call.source not in (None, NOBODY) and call.dest != NOBODY and not call.status
-    is_small = all(in_bytes(a).nbytes <= INLINE_BYTES and a.dtype.kind != "c" for a in (x, place))
-    if is_between_two and is_small and not host_callbacks.why_copies() and notes_of(call.comm).can_be_left:
+    is_to_itself = call.source == call.dest == call.comm.rank  # a message under another tag would never come
+    is_small = all(in_bytes(a).nbytes <= INLINE_BYTES and _has_words(a.dtype) for a in (x, place))
+    may = is_between_two and is_small and not is_to_itself and not host_callbacks.why_copies()
+    if may and notes_of(call.comm).can_be_left:
         return [_in_program(call, x, place)]
     return messages.run(call, x, place)
+
+
+def _has_words(dtype: Any) -> bool:
+    """Return True if `_words` can keep all bits of this dtype here."""
+    return dtype.kind != "c" and jax.dtypes.canonicalize_dtype(f"uint{8 * dtype.itemsize}").itemsize == dtype.itemsize
 
 
 def _in_program(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
@@ -60,7 +69,10 @@ def _in_program(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
     room = jnp.zeros((HEADER.size + INLINE_BYTES) // word.itemsize, word)  # the longest that may come
     tags = {"sendtag": call.sendtag, "recvtag": MPI.ANY_TAG if call.recvtag is None else call.recvtag}
 
-    with notes_of(comm).left(number, call, what):
+    waits_for = {call.source} if message.nbytes <= EAGER_BYTES else {call.source, call.dest}
+    partners = tuple(sorted(waits_for - {comm.rank})) or (call.dest,)
+    note = Note(number=number, is_known=False, what=what, partners=partners)
+    with notes_of(comm).left(note, message):
         came = mpi4jax.sendrecv(message, room, call.source, call.dest, comm=comm.headers, **tags)
 
     expected = np.frombuffer(messages.header_of(0, 0, INLINE, type_of(kind), ""), word)
@@ -92,18 +104,18 @@ def _from_words(words: jax.Array, kind: jax.Array) -> jax.Array:
 class MessageNotes:
     """Notes by which a process sees the messages that its programs exchange.
 
-    A note is i32[2]: the number of its call, and 1 if the watching thread has seen it.
+    A note is i32[3]: the number of its call, the watching thread's last look that found it, and a number of the data.
     """
 
     def __init__(self, comm: MpiComm) -> None:
         """Have the watching thread look at notes, if MPI can keep them."""
-        self._comm, self._notes = comm, dict[int, Note]()
+        self._comm, self._notes, self._looks = comm, dict[int, Note](), 0
         self.can_be_left = comm.processes.roll.may_watch and self._try()
         if self.can_be_left:
             comm.processes.roll.notes = self.found
 
     def _try(self) -> bool:
-        message, me, notes = np.zeros(2, np.int32), self._comm.rank, self._comm.notes
+        message, me, notes = np.zeros(3, np.int32), self._comm.rank, self._comm.notes
         request = notes.Isend(message, me)
         is_copied = wait(request.Test, KEPT_S)
         notes.Recv(message, me)
@@ -111,32 +123,44 @@ class MessageNotes:
         return is_copied
 
     @contextmanager
-    def left(self, number: int, call: MpiCall, what: str) -> Iterator[None]:
+    def left(self, note: Note, message: jax.Array) -> Iterator[None]:
         """Put a note around the MPI calls that the block traces."""
         import mpi4jax
 
-        comm, partners = self._comm, tuple(sorted({call.source, call.dest} - {self._comm.rank}))
-        self._notes[number] = Note(number=number, is_known=False, what=what, partners=partners)
-        note, me, tag = jnp.array([number, 0], jnp.int32), comm.rank, number % comm.processes.tags
-        mpi4jax.send(note, me, tag=tag, comm=comm.notes)
+        self._notes[note.number] = note
+        comm, tag = self._comm.notes, note.number % self._comm.processes.tags
+        # XLA runs what needs nothing first. A note without data would say of the computation before that it waits.
+        left = jnp.stack([jnp.int32(note.number), jnp.int32(0), message[-1].astype(jnp.int32)])
+        mpi4jax.send(left, self._comm.rank, tag=tag, comm=comm)
         yield
-        mpi4jax.recv(note, me, tag=tag, comm=comm.notes)
+        mpi4jax.recv(left, self._comm.rank, tag=tag, comm=comm)
 
     def found(self) -> list[Note]:
-        """The present notes, which stay and are marked for the next look."""
-        me, notes, taken, misses = self._comm.rank, self._comm.notes, [], 0
+        """The present notes, which go back with the number of this look."""
+        me, notes, misses = self._comm.rank, self._comm.notes, 0
+        self._looks += 1
+        found: list[Note] = []
         while misses < PROBES:
-            if (found := notes.Improbe(me)) is None:
+            if (message := notes.Improbe(me)) is None:
                 misses += 1
                 continue
-            taken.append(np.zeros(2, np.int32))
-            found.Recv(taken[-1])
-        for number, _ in taken:
-            notes.Send(np.array([number, 1], np.int32), me, int(number) % self._comm.processes.tags)
-        return [self._notes[number]._replace(is_known=bool(mark)) for number, mark in map(np.ndarray.tolist, taken)]
+            message.Recv(note := np.zeros(3, np.int32))
+            number, look, _ = note.tolist()
+            note[1] = self._looks
+            notes.Send(note, me, number % self._comm.processes.tags)  # at once: the program may be waiting for it
+            if look == self._looks:
+                break
+            found.append(self._notes[number]._replace(is_known=look > 0))
+        return found
 
 
-@functools.cache
+_making = threading.Lock()
+_notes_by_comm: dict[MpiComm, MessageNotes] = {}
+
+
 def notes_of(comm: MpiComm) -> MessageNotes:
     """The notes of this communicator, made at the first use."""
-    return MessageNotes(comm)
+    with _making:
+        if comm not in _notes_by_comm:
+            _notes_by_comm[comm] = MessageNotes(comm)
+        return _notes_by_comm[comm]

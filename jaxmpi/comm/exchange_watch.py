@@ -189,6 +189,7 @@ class Roll:
         self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
         self._listen()
         if has_ended:
+            self.held, self.exchanged = None, {}
             return self._say_ended()
         self.held, self.exchanged = self._held(), self._exchanged()
         for wait in self.all_waits():
@@ -210,7 +211,8 @@ class Roll:
     def _exchanged(self) -> dict[int, Wait]:
         """Programs' waits for messages, by number; the same object while one lasts."""
         found = {}
-        for note in self.notes() if self.notes else []:
+        notes = self.notes() if self.notes else []
+        for note in sorted(notes, key=lambda note: note.is_known):  # of one call in two threads the older counts
             known = self.exchanged.get(note.number) if note.is_known else None
             self.counts[PARTNER] += known is None
             call = CallId(0, self.counts[PARTNER])

@@ -175,6 +175,15 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         "if rank == 0: mpi.sendrecv(x, x, 1, 1)",
         r"rank 0 waits in sendrecv\(float32\[3\], dest=1, .* for rank 1, whose script has ended;",
     ),
+    "the script of one rank of three has ended before a sendrecv": (
+        "if rank: mpi.sendrecv(x, x, (rank - 1) % 3, (rank + 1) % 3)",
+        r"rank 1 waits in sendrecv\(float32\[3\], dest=2, .* for rank 0, whose script has ended;",
+        3,
+    ),
+    "a sendrecv with itself under another tag": (
+        "mpi.sendrecv(x, x, rank, rank, sendtag=1, recvtag=2)",
+        r"sendrecv\(float32\[3\], dest=\d, tag=1, .* has waited 5 s",
+    ),
     "a sendrecv without a receive": (
         "mpi.send(x, 0) if rank else mpi.sendrecv(x, x, 1, 1)",
         r"rank 0: sendrecv\(float32\[3\], dest=1, .*: rank 1 has not received it; expected a recv or sendrecv there",
@@ -187,7 +196,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
 
 
 # Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
-GOES_ON = ("the script of one rank has ended", "a send without", "a started send without", "a message of another shape")
+GOES_ON = ("the script of one rank", "a send without", "a started send without", "a message of another shape")
 GOES_ON = (*GOES_ON, "a sendrecv")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
 CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.mark.slow) for name in MISTAKES]
@@ -206,6 +215,17 @@ def test_a_mistake_ends_the_job_with_rank_and_call(mistake):
     assert re.search(message, ended.out), ended.out[-3000:]
     begun_s = max(float(found) for found in re.findall(r"begun ([\d.]+)", ended.out))
     assert end_s - begun_s < LIMIT_S + 15  # to ask who is late takes up to 10; programs of the mistake, mpirun's end
+
+
+@pytest.mark.slow  # longer than the limit of a wait
+def test_computing_before_a_small_sendrecv_is_no_wait_for_it():
+    script = (
+        "def late(x):\n    time.sleep(8)\n    return x\n"
+        "step = jax.jit(lambda x: mpi.sendrecv(jax.pure_callback(late, x, x), x, 1 - rank, 1 - rank))\n"
+        "assert step(x).tolist() == [1 - rank] * 3"
+    )
+    ended = mpirun(2, "-c", f"{HEAD}\n{script}\n", timeout_s=90, env=LIMITS)
+    assert ended.code == 0, ended.out[-3000:]
 
 
 MPI4JAX = """

@@ -10,8 +10,9 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
-from jaxmpi.collectives import messages
+from jaxmpi.collectives import messages, small_messages
 from jaxmpi.collectives.call import like
+from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.runtime import host_callbacks
 
 COMM = jaxmpi.world()
@@ -343,6 +344,20 @@ def test_small_sendrecvs_in_a_loop_call_no_python(monkeypatch):
     shift = jax.jit(lambda x: jax.lax.fori_loop(0, 2 * SIZE + 1, lambda _, x: mpi.sendrecv(x, x, left, right), x))
     assert shift(jnp.arange(4.0) + RANK).tolist() == [left + i for i in range(4)]
     jax.effects_barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_a_program_that_fails_before_its_small_sendrecv_leaves_no_note():
+    def fail(x: Any) -> Any:
+        raise ValueError("no data")
+
+    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    step = jax.jit(lambda x: mpi.sendrecv(jax.pure_callback(fail, x, x), x, left, right))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no data"):
+        step(jnp.ones(3)).block_until_ready()
+    assert isinstance(COMM, MpiComm)
+    assert small_messages.notes_of(COMM).found() == []
+    mpi.barrier()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="MPI is not started")
