@@ -638,14 +638,14 @@ JOBS = {
         panels=scaling_of_samples,
     ),
     "multicolor": Job(
-        "Kumar et al. 2017: multi-colour trees over Open MPI's Allreduce, GoogLeNetBN",
+        "Kumar et al. 2018: multi-colour trees over Open MPI's Allreduce, GoogLeNetBN",
         lambda o: [bench(o, "--tree", "googlenetbn", "--strategies", "ar", "color4:32", "--peers", "none")],
         over("color4:32", "ar"),
         lambda o: {"googlenetbn, color4:32 / ar": 0.45},
         "Theirs took 50 to 60 % less time on 16 nodes with RDMA; a tree inside one host only adds copies.",
     ),
     "dimd": Job(
-        "Kumar et al. 2017: data in memory, and its shuffle",
+        "Kumar et al. 2018: data in memory, and its shuffle",
         shuffles,
         memory,
         lambda o: {"reading an epoch, memory / files": 0.67},

@@ -23,7 +23,7 @@ def sampler(examples: int, effective_batch: int, *, seed: int = 0, shuffle: bool
     shorter at the end of an epoch, and on some ranks by one. For a compiled step
     `indices(step).filled(sampler.local_batch)` gives batches of one length with weights: a rank that compiles for
     another length alone waits for the others, which do not, and a plain mean of gradients over ranks weighs examples of
-    unequal batches wrongly (docs/extending.md has the loop). Communicates nothing.
+    unequal batches wrongly (docs/own_loop.md has the loop). Communicates nothing.
 
     Args:
         examples: length of the data set.

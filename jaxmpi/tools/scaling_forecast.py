@@ -98,6 +98,8 @@ def ask(options: argparse.Namespace) -> Question | None:
     if options.alpha_s is None and launchers.launched_workers() > 1:
         prepare.prepare()  # an experiment starts the device, and later timings depend on this rank's cores
     sizes, wires = leaf_sizes(options), tuple(options.wires)
+    for wire in wires:  # now that the experiment file has been read, which may add one
+        wire_format(wire)
     comm = None if options.alpha_s is not None else world()
     if options.alpha_s is not None:
         probe, source = given(options), "given prices"
@@ -131,8 +133,6 @@ def check_options(options: argparse.Namespace) -> None:
     check(share is None or 0 <= share <= 1, f"--overlap: got {share}; expected a share of the step in [0, 1]")
     check(options.cores > 0, f"--cores: got {options.cores}; expected > 0")
     check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
-    for wire in options.wires:
-        wire_format(wire)
     if options.plot:
         plots.check_file(options.plot, "--plot")
 

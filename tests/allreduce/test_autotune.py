@@ -557,6 +557,18 @@ def test_a_models_tree_counts_leaf_by_leaf(capsys):
     assert heading.startswith("0.2 MB of gradients in 8 leaves")
 
 
+def test_a_wire_of_the_experiment_file_is_priced(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(WIRES, "mine", WIRES["bf16"])  # the file replaces it, and the row goes with the test
+    monkeypatch.delitem(WIRES, "mine")
+    (tmp_path / "mine.py").write_text(
+        "from jaxmpi.allreduce.wires import WIRES\n"
+        "from jaxmpi.experiments.digits import experiment\n"
+        "WIRES['mine'] = WIRES['bf16']\n"
+    )
+    run(*GIVEN[:4], "--experiment", str(tmp_path / "mine.py"), "--wires", "mine")
+    assert ":mine" in capsys.readouterr().out
+
+
 def test_it_goes_by_the_newest_probe(cache, capsys):
     autotune.save(KEY, SAVED)
     run("--bytes", "24e6", "--wires", "32", "16")
