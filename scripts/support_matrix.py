@@ -97,6 +97,7 @@ RANK_TESTS = " or ".join(
         "calls_back_into_python",
         "what_differs_is_named",
         "messages_between_two_ranks",
+        "small_sendrecv",
         "parts_of_the_world",
         "trees_keep_their_structure",
         "started_operations",

@@ -15,7 +15,7 @@ WINDOW, WORDS, WIDTH = 32, 16, 64
 
 
 def packed(n, seed):
-    """Windows of sentences that count by 1, 2 or 3; sentence 0 pads."""
+    """Windows of sentences counting by 1, 2 or 3; sentence 0 pads."""
     rng, words = np.random.default_rng(seed), np.zeros((2, n, WINDOW), np.int32)
     for row in range(n):
         at = 0
