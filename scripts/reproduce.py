@@ -85,7 +85,7 @@ def trainings(options: argparse.Namespace) -> list[list[str]]:
     length = "10st" if options.quick else "30st"
     fixed = ["--train-for", length, "--eval-every", "0st", "--checkpoint-every", "0st", "--run-dir", "{out}"]
     train = [PYTHON, "-m", "jaxmpi.tools.cli", "train", "-n"]
-    workers = from_one(options, (1, options.hosts) if options.hosts else (1, 2))
+    workers = from_one(options, (1, options.hosts) if options.hosts else (1, 2) if options.quick else (1, 2, 4, 8))
 
     def of_row(name: str, batch: int, bits: int) -> list[str]:
         sizes = ["--local-batch", str(batch // EIGHTH), "--exchange.strategy", f"asa{bits}"]
@@ -823,7 +823,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workers",
         type=int,
         nargs="+",
-        help="of speedup and synkhronos (default: 1 2; 1 and --hosts), of baidu (1 2 4 8)",
+        help="of speedup and baidu (default: 1 2 4 8; speedup: 1 and --hosts), of synkhronos (1 2)",
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of speedup (default: both)")
     parser.add_argument("--seeds", type=int, help="of table1 (default: 3; --quick: 1)")

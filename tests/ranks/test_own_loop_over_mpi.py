@@ -255,6 +255,27 @@ def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
     processes().barrier()
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_if_none_is_whole_all_ranks_raise(tmp_path_factory):
+    folder = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
+    kept, own = jaxmpi.Checkpoints(folder), {"debt": jnp.full(2, float(RANK))}
+    for step in (1, 2):
+        kept.save(step, {"w": jnp.full(3, float(step))}, own)
+
+    def restored(damaged: int) -> Any:
+        processes().barrier()
+        if RANK == 0:
+            file = sorted((folder / f"step_{damaged:08d}").glob("*.bin"))[-1]
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+        processes().barrier()
+        return kept.restore({"w": jnp.zeros(3)}, own)
+
+    saved = restored(2)
+    assert saved is not None
+    assert (saved.step, saved.shared["w"].tolist(), saved.own["debt"].tolist()) == (1, [1] * 3, [RANK] * 2)
+    with pytest.raises(jaxmpi.UsageError, match=r"no checkpoint in .* is whole"):
+        restored(1)
+
+
 def after_two_steps(tx: optax.GradientTransformation, params: Any) -> Any:
     """State for whole numbers as gradients, equal on all ranks: their mean is exact in any order."""
     state = tx.init(params)
