@@ -265,7 +265,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_if_none_is_whole_all_ranks_rais
         processes().barrier()
         if RANK == 0:
             file = sorted((folder / f"step_{damaged:08d}").glob("*.bin"))[-1]
-            file.write_bytes(file.read_bytes()[:-1] + b"?")
+            *start, last = file.read_bytes()
+            file.write_bytes(bytes([*start, last ^ 1]))
         processes().barrier()
         return kept.restore({"w": jnp.zeros(3)}, own)
 
