@@ -55,7 +55,7 @@ def _has_words(dtype: Any) -> bool:
 def _in_program(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
     """Send x and receive an array like `place`, each behind its header.
 
-    Communicates: `MPI_Sendrecv`; a note to this process before and after.
+    Communicates: `MPI_Sendrecv`; a note to this process, sent before it and received after it.
     """
     import mpi4jax
     from mpi4py import MPI

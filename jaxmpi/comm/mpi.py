@@ -107,8 +107,8 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world."""
         super().__init__(processes, processes.world.Clone())
-        # Of messages between two ranks, and of notes that a program sends to its own process. mpi4py and mpi4jax share
-        # them: messages meet by rank and tag, in the order of each sender.
+        # For messages between two ranks, and for notes that a program sends to its own process. mpi4py and mpi4jax may
+        # share these three: point-to-point messages match by rank and tag, in the order of each sender.
         self.headers, self.arrays, self.notes = processes.clone(), processes.clone(), processes.clone()
         made.append(self)
 

@@ -387,7 +387,7 @@ PARENT = """
 ENDS = {
     "exit": "sys.exit(0)",
     "error": "raise ValueError('boom')",
-    # As by any other signal that nobody handles, and by `os._exit`: no code of the worker runs any more.
+    # Other signals that nobody handles, and `os._exit`, are alike: no code of the worker runs any more.
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     # A shell that starts a job in the background has it ignore SIGINT.
     "SIGINT": "signal.signal(2, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",

@@ -322,7 +322,7 @@ def test_a_small_sendrecv_brings_the_bits_of_every_dtype(dtype):
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 @pytest.mark.parametrize("most_ahead", [0, 1024])
 def test_a_small_sendrecv_meets_a_send_and_a_recv(most_ahead, monkeypatch):
-    """Whether their arrays are in the header's message or behind it."""
+    """Their arrays are in the header's message, or behind it."""
     monkeypatch.setattr(messages, "MOST_AHEAD", most_ahead)
     x, other = jnp.full(3, float(RANK)), RANK ^ 1
     if other < SIZE:
