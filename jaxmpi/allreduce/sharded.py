@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxmpi.allreduce.algorithms import parse
@@ -68,9 +69,10 @@ from jaxmpi.comm.mpi import workers_of
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.config.exchange_config import check_bucket_bytes
-from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, deal
+from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, StateLayout, deal
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, RanksOwn, clipped, named_leaves
+from jaxmpi.core.random_keys import packed
 from jaxmpi.core.separable import cut_for, schedule_free_parts
 from jaxmpi.core.slices import Entries, rows_of, shape_of_slice
 from jaxmpi.runtime import host_callbacks
@@ -244,8 +246,8 @@ class Shards(NamedTuple):
             join, scatter, unpack = vectors.joining(jit), exchanging(scattered), vectors.unpacking(jit)
             return lambda grads: clip(unpack(scatter(join(grads))))
 
-        def gathered(packed: list[jax.Array]) -> Sequence[jax.Array]:
-            return vectors.gathered(self._rows_of_all([x.reshape(-1) for x in packed], half.removeprefix(GATHER)))
+        def gathered(chunks: list[jax.Array]) -> Sequence[jax.Array]:
+            return vectors.gathered(self._rows_of_all([x.reshape(-1) for x in chunks], half.removeprefix(GATHER)))
 
         pack, gather, split = vectors.packing(jit), exchanging(gathered), vectors.splitting(jit)
         return lambda slices: split(gather(pack(slices)))
@@ -440,7 +442,7 @@ class MasteredState(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "is_dealt", "whole", "owners")
+    jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "cut", "layout", "whole")
 )
 @dataclass(frozen=True)
 class ShardedState(RanksOwn):
@@ -448,9 +450,17 @@ class ShardedState(RanksOwn):
 
     own: PyTree  # this worker's share
     chunks: tuple[int, ...]  # by worker: the number of its share
-    is_dealt: bool  # whether shares are whole tensors; else slices of each
-    whole: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes: of the leaves of `own`, or of the dealt tensors
-    owners: tuple[int, ...] = ()  # of dealt tensors: the number of the share that each is in
+    cut: Entries | Leaves
+    layout: StateLayout | None  # of the cut
+    whole: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype of each leaf of all shares joined
+
+    def saved(self, worker: int) -> PyTree:
+        """A worker's share as a checkpoint has it."""
+        return self.cut.saved(self.layout, packed(self.own), self.chunks[worker])
+
+    def restored(self, worker: int, read: Callable[[str], np.ndarray]) -> PyTree:
+        """A worker's share from a checkpoint's whole leaves, by `read(name)`."""
+        return self.cut.restored(self.layout, packed(self.own), self.chunks[worker], read)
 
 
 def sharded(
@@ -512,11 +522,11 @@ def sharded(
             cut = cut_for(tx, params, workers_of(comm).size, cost)
         of = shards(params, cut)
         state, whole = of.cut.init(tx, params, of.chunk()), tx.init
-        if of.keeps_masters:
+        if gather_wire != "32":  # with one worker too, so that the state fits any number of them
             state, whole = MasteredState(state, of.own(params)), lambda tree: MasteredState(tx.init(tree), tree)
-        named = named_leaves(params if of.deal else jax.eval_shape(whole, params))
-        shapes = tuple((name, tuple(x.shape)) for name, x in named)
-        return ShardedState(state, of.chunks, bool(of.deal), shapes, of.deal.owners if of.deal else ())
+        named = named_leaves(jax.eval_shape(lambda tree: packed(whole(tree)), params))
+        leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in named)
+        return ShardedState(state, of.chunks, of.cut, of.cut.layout(tx), leaves)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
@@ -532,13 +542,13 @@ def sharded(
         )
         mean, _ = of.scatter(updates)
         own = of.own(params)
-        if not of.keeps_masters:
+        if not isinstance(held, MasteredState):
             made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, own)
             return of.gather(made, updates), replace(state, own=of_tx)
-        assert isinstance(held, MasteredState)
         made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, held.masters)
         masters = jax.tree.map(jnp.add, held.masters, made)
         changes = jax.tree.map(jnp.subtract, masters, own)
-        return of.gather(changes, updates, gather_wire), replace(state, own=MasteredState(of_tx, masters))
+        wire = gather_wire if of.size > 1 else "32"
+        return of.gather(changes, updates, wire), replace(state, own=MasteredState(of_tx, masters))
 
     return optax.GradientTransformation(init, update)

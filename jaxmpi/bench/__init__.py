@@ -4,5 +4,5 @@ In reading order: `__main__`, the command; `options`, its command line as a plan
 `rounds` inside a job; `contenders`, each an exchange; `baselines`, those of other libraries; `memory_limit` on ranks;
 `results`, figures.
 
-It imports `core`, `runtime`, `comm`, `allreduce`, `observe` and `launch`.
+It imports `core`, `runtime`, `config`, `comm`, `allreduce`, `observe` and `launch`.
 """

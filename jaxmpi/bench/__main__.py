@@ -26,6 +26,7 @@ from jaxmpi.bench.options import BenchPlan, Case, make_plan, parse
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.control import Processes, processes
+from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import affinity, failures, launchers, prepare, provenance
 
@@ -125,7 +126,7 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     """Broadcast rank 0's plan to all ranks.
 
     Raises:
-        UsageError: on all ranks, if rank 0 could make none.
+        UsageError: on all ranks, if rank 0 could make none; on a rank that cannot read its experiment file.
     """
     answer = {}
     if control.rank == 0:
@@ -136,7 +137,10 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
             answer = {"error": str(error)}
     answer = control.bcast_object(answer)
     check("plan" in answer, answer.get("error", ""))
-    return BenchPlan.of_json(answer["plan"])
+    plan = BenchPlan.of_json(answer["plan"])
+    if plan.experiment:
+        experiment_file.load(Path(plan.experiment))
+    return plan
 
 
 def my_plan(options: argparse.Namespace) -> BenchPlan:

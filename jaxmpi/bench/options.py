@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxmpi.bench import contenders
 from jaxmpi.bench.baselines import PEERS, importable
 from jaxmpi.bench.contenders import Shape
+from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import check_writable
 from jaxmpi.launch.options import default_launcher
@@ -52,6 +53,7 @@ class BenchPlan:
     rounds: int
     warm_up: int
     rate_mbit: float | None
+    experiment: str = ""  # file whose strategies, wires and compressors ranks know
 
     @classmethod
     def of_json(cls, value: Any) -> "BenchPlan":
@@ -99,6 +101,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="gradients of `jaxmpi models`, or of an experiment, FILE.py",
     )
     add(
+        "--experiment",
+        metavar="FILE.py",
+        help="whose strategies, wires and compressors are known; without --tree and --sizes its model is the tree",
+    )
+    add(
         "--peers",
         nargs="+",
         default=["all"],
@@ -143,8 +150,11 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     """The plan for the options; for trees it runs `python -m jaxmpi.models`.
 
     Raises:
-        UsageError: unknown strategies, peers or models; a file that cannot be written.
+        UsageError: unknown strategies, peers or models; a file that cannot be read or written.
     """
+    experiment = experiment_file.located(options.experiment).resolve() if options.experiment else None
+    if experiment:
+        experiment_file.load(experiment)
     for name in options.strategies:
         contenders.ours(name)
     peers = importable(options.peers)
@@ -154,12 +164,15 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
         check_writable(options.out)
     if options.plot:
         plots.check_file(options.plot, "--plot")
-    named = options.sizes or (BAIDU if options.sizes is not None or not options.tree else ())
+    models = options.tree or ([str(experiment)] if experiment and options.sizes is None else [])
+    named = options.sizes or (BAIDU if options.sizes is not None or not models else ())
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
-    cases += [Case(name, True, list(tree.values())) for name, tree in trees(options.tree).items()]
+    cases += [Case(name, True, list(tree.values())) for name, tree in trees(models).items()]
     check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
     strategies = tuple(dict.fromkeys(options.strategies))
-    return BenchPlan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit)
+    return BenchPlan(
+        strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit, str(experiment or "")
+    )
 
 
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:

@@ -60,7 +60,7 @@ class Saved(NamedTuple):
 class Slicing(NamedTuple):
     """A rule's state on workers: whole, or sliced leaf by leaf (`core.slices`)."""
 
-    whole: PyTree  # its shapes
+    whole: dict[str, Any]  # its leaves or their shapes, by name
     chunks: tuple[int, ...] = ()  # by worker: the number of its slice; none: it is whole
     # (state of the same form, number of the slice, name -> leaf of the whole state) -> the state of that slice
     held: Callable[[PyTree, int, Callable[[str], np.ndarray]], PyTree] | None = None
@@ -442,7 +442,7 @@ def with_rule_state(
         names: of all leaves there are.
         read: (name, shape) -> a whole leaf.
     """
-    named = [(f"{RULE_STATE}/{name}", leaf) for name, leaf in named_leaves(slicing.whole)]
+    named = [(f"{RULE_STATE}/{name}", leaf) for name, leaf in slicing.whole.items()]
     here = masters_in(name for name, _ in named)
     there = masters_in(names)
     params = {f"params/{name}" if name else "params": leaf for name, leaf in named_leaves(state.params)}
@@ -473,26 +473,34 @@ def has_masters(manifest: dict, slicing: Slicing | None) -> bool:
 
     Then params are made of masters, or masters of params.
     """
-    here = [f"{RULE_STATE}/{name}" for name, _ in named_leaves(slicing.whole)] if slicing else []
+    here = [f"{RULE_STATE}/{name}" for name in slicing.whole] if slicing else []
     there = [row["path"] for rows in manifest["files"].values() for row in rows]
     return bool(masters_in(here) or masters_in(there))
 
 
 def read_whole(path: Path, manifest: dict, name: str, like: Any) -> np.ndarray:
-    """Read a whole leaf of the rule's state, however it is held."""
+    """Read a whole leaf of the rule's state, however it is held.
+
+    A leaf is whole in one worker's file, whole in all of them, or each file has a slice.
+    """
     chunks = manifest["extra"].get("chunks", [])
-    if manifest["extra"].get("cut") == "leaves":
-        files = (file for file, rows in manifest["files"].items() if any(row["path"] == name for row in rows))
-        return read_one(path, manifest, next(files, own_file(0)), name, like)
     files = [own_file(worker) for worker in np.argsort(chunks)] if chunks else ["common.bin"]
+    rows = {file: row for file in files if (row := row_of(manifest, file, name))}
+    first = next(iter(rows), files[0])
+    if len(rows) < len(files) or tuple(rows[first]["shape"]) == tuple(like.shape):
+        return read_one(path, manifest, first, name, like)
     return whole_of_slices(like, len(files), lambda slot, shape: read_one(path, manifest, files[slot], name, shape))
+
+
+def row_of(manifest: dict, file: str, name: str) -> dict[str, Any] | None:
+    """A leaf's entry in the index of a file, by its path."""
+    return next((row for row in manifest["files"].get(file, ()) if row["path"] == name), None)
 
 
 def read_one(path: Path, manifest: dict, file: str, name: str, like: Any) -> np.ndarray:
     """Read a leaf of one file by its path."""
-    row = next((row for row in manifest["files"].get(file, ()) if row["path"] == name), None)
     with open_regular(path / file) as opened:
-        return read_leaf(path / file, opened, name, row, like)
+        return read_leaf(path / file, opened, name, row_of(manifest, file, name), like)
 
 
 def is_float(leaf: np.ndarray) -> bool:

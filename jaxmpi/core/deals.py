@@ -287,25 +287,29 @@ class Leaves(NamedTuple):
         for leaf, piece in zip(leaves, pieces, strict=True):
             np.copyto(leaf, piece)
 
-    def saved(self, tx: Any, state: PyTree, chunk: int) -> PyTree:
+    def layout(self, tx: Any) -> StateLayout:
+        """Where an optimizer's state lies in rows, for `saved` and `restored`."""
+        return layout_of(tx, self.deal)
+
+    def saved(self, layout: Any, state: PyTree, chunk: int) -> PyTree:
         """A rule's state for checkpoints: whole leaves by the whole state's names."""
 
         def one(part: Any) -> Any:
             if isinstance(part, DealtState):
-                return layout_of(tx, self.deal).whole(part, chunk)
+                return layout.whole(part, chunk)
             return self.deal.part_of(part, chunk) if isinstance(part, DealtLeaves) else part
 
         return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, (DealtLeaves, DealtState)))
 
-    def restored(self, tx: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+    def restored(self, layout: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
         """This worker's rule state from a checkpoint's whole leaves, by `read(name)`."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), like)
-        saved = jax.eval_shape(lambda state: self.saved(tx, state, chunk), shapes)
+        saved = jax.eval_shape(lambda state: self.saved(layout, state, chunk), shapes)
         filled = jax.tree.unflatten(jax.tree.structure(saved), [read(name) for name, _ in named_leaves(saved)])
 
         def one(part: Any, own: PyTree) -> Any:
             if isinstance(part, DealtState):
-                return layout_of(tx, self.deal).held(own, chunk)
+                return layout.held(own, chunk)
             return self.deal.row_of(own) if isinstance(part, DealtLeaves) else own
 
         made = jax.tree.map(one, like, filled, is_leaf=lambda part: isinstance(part, (DealtLeaves, DealtState)))

@@ -96,11 +96,14 @@ class Entries(NamedTuple):
 
         jax.tree.map(one, whole, own)
 
-    def saved(self, tx: Any, state: PyTree, chunk: int) -> PyTree:
+    def layout(self, tx: Any) -> None:
+        """Nothing: a slice has the structure of the whole."""
+
+    def saved(self, layout: Any, state: PyTree, chunk: int) -> PyTree:
         """A rule's state as a checkpoint has it: as it is."""
         return state
 
-    def restored(self, tx: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+    def restored(self, layout: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
         """This worker's rule state from a checkpoint's whole leaves, by `read(name)`."""
 
         def one(name: str, mine: Any) -> np.ndarray:

@@ -69,13 +69,14 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
 def has_known_rule(text: str) -> bool:
     """Return True if `text` surely has one of jaxmpi's synchronous rules.
 
-    The text is the command line and the experiment file. A file that imports from elsewhere, or from another
-    experiment, or adds a rule to the table, may have any rule.
+    The text is the command line and the experiment file. It may have another rule if it has the name of one as a word,
+    imports from elsewhere or from another experiment, or adds a rule to the table.
     """
-    names = re.findall(r"(?:RuleConfig\(\s*(?:name\s*=\s*)?|--rule\.name[= ])[\"']?(\w+)", text)
+    words = set(re.findall(r"\w+", text))
     imported = set(re.findall(r"^\s*(?:from|import)\s+(jaxmpi\.experiments|\w+)", text, re.MULTILINE))
-    own = imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"} or "RULES" in text
-    return not (own or any(name not in rules() or rules()[name].is_asynchronous for name in names))
+    if imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"} or "RULES" in words:
+        return False
+    return "rule" not in text.lower() or not any(row.is_asynchronous and name in words for name, row in rules().items())
 
 
 def rules() -> dict[str, Any]:

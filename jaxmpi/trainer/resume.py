@@ -22,7 +22,7 @@ from jaxmpi.checkpoint import format, run_directory
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.comm.topology import Workers, take
 from jaxmpi.core.errors import AgreedError, UsageError
-from jaxmpi.core.pytrees import tree_digest
+from jaxmpi.core.pytrees import named_leaves, tree_digest
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
@@ -104,15 +104,19 @@ def restored(
 def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
     """How workers hold the rule's state; None if parts are their own."""
     if rule.sharding:
-        held = functools.partial(rule.sharding.shards.cut.restored, rule.sharding.tx)
-        return format.Slicing(jax.eval_shape(rule.init, state.params), rule.sharding.chunks, held)
-    return format.Slicing(state.rule_state) if rule.state_is_replicated else None
+        cut = rule.sharding.shards.cut
+        held = functools.partial(cut.restored, cut.layout(rule.sharding.tx))
+        whole = dict(named_leaves(jax.eval_shape(rule.init, state.params)))
+        return format.Slicing(whole, rule.sharding.chunks, held)
+    return format.Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
 
 
 def slice_layout(rule: Rule) -> SliceLayout | None:
     """How the rule's state is cut over workers, or None."""
-    sharding = rule.sharding
-    return SliceLayout(sharding.shards.cut, sharding.tx, sharding.chunks) if sharding else None
+    if not rule.sharding:
+        return None
+    cut = rule.sharding.shards.cut
+    return SliceLayout(cut, cut.layout(rule.sharding.tx), rule.sharding.chunks)
 
 
 def continued(

@@ -286,7 +286,9 @@ def test_whole_leaves_are_updated_as_by_workers_that_update_all_bit_for_bit(name
     assert is_same(params, whole)
     assert not is_same(params, tiled(PAIRS, 2))
     # Each worker has the state of its own leaves, and only that.
-    held = [Leaves(dealt).saved(tx, jax.tree.map(lambda x, w=w: x[w], state), w) for w in range(2)]
+    held = [
+        Leaves(dealt).saved(Leaves(dealt).layout(tx), jax.tree.map(lambda x, w=w: x[w], state), w) for w in range(2)
+    ]
     every = [dict(named_leaves(each)) for each in held]
     assert is_same(every[0] | every[1], dict(named_leaves(jax.tree.map(lambda x: x[0], all_of_it))))
     assert not any("bias" in leaf for leaf in every[0])
@@ -920,14 +922,14 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
         keep=format.Retention(1),
     )
     like = {worker: jax.tree.map(np.zeros_like, state) for worker, state in wanted.items()}
-    shapes = jax.eval_shape(TX.init, PARAMS)
+    shapes = dict(named_leaves(jax.eval_shape(TX.init, PARAMS)))
     saved = format.restore(
         tmp_path,
         like,
         SoloProcesses(),
         workers=len(wanted),
         replicated=not after,
-        slicing=format.Slicing(shapes, after, functools.partial(Entries(len(after)).restored, TX) if after else None),
+        slicing=format.Slicing(shapes, after, functools.partial(Entries(len(after)).restored, None) if after else None),
         say=pytest.fail,
     )
     assert saved
@@ -953,8 +955,9 @@ def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), whole)
     if form == "whole":
         states = [whole] * workers
-        return made_of(states, whole), format.Slicing(shapes), {}
+        return made_of(states, whole), format.Slicing(dict(named_leaves(shapes))), {}
     cut = Leaves(deal(FEW, workers)) if words[0] == "leaves" else Entries(workers)
+    layout = cut.layout(LAMB)
     chunks = tuple(range(workers))[::-1]
     leaves = {name: np.asarray(leaf) for name, leaf in named(whole)}
 
@@ -966,11 +969,11 @@ def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict
             "of_rule": {"of_tx": of_tx, "masters": own(FEW)} if has_masters else of_tx,
         }
 
-    states = [cut.restored(LAMB, like(chunk), chunk, leaves.__getitem__) for chunk in chunks]
+    states = [cut.restored(layout, like(chunk), chunk, leaves.__getitem__) for chunk in chunks]
     return (
         made_of(states, whole),
-        format.Slicing(shapes, chunks, functools.partial(cut.restored, LAMB)),
-        {"chunks": list(chunks), "cut": cut.name, "saved": functools.partial(cut.saved, LAMB)},
+        format.Slicing(dict(named_leaves(shapes)), chunks, functools.partial(cut.restored, layout)),
+        {"chunks": list(chunks), "cut": cut.name, "saved": functools.partial(cut.saved, layout)},
     )
 
 

@@ -56,12 +56,25 @@ def consistent(case: dict, rounds: int) -> None:
 # ---------------------------------------------------------------- real jobs
 
 
+WITH_A_WIRE = """
+from jaxmpi.allreduce.wires import WIRES
+from jaxmpi.experiments.digits import experiment
+
+WIRES["mine"] = WIRES["32"]
+"""
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory) -> tuple[str, dict, Path]:
-    """Every peer there is and both kinds of case, with the peers' second job: text, JSON, plot."""
+    """Every peer there is and both kinds of case, with the peers' second job: text, JSON, plot.
+
+    And a wire of a file's own.
+    """
     folder = tmp_path_factory.mktemp("bench")
+    (folder / "mine.py").write_text(WITH_A_WIRE)
     out, plot = folder / "bench.json", folder / "bench.svg"
-    args = ("-n", "2", "--strategies", "ring:16", "lowrank2", "--sizes", "0", "1000", "--tree", "digits_cnn_tiny")
+    args = ("-n", "2", "--strategies", "ring:16", "lowrank2", "asa:mine", "--sizes", "0", "1000")
+    args += ("--tree", "digits_cnn_tiny", "--experiment", str(folder / "mine.py"))
     files = ("--as-it-comes", "--out", str(out), "--plot", str(plot))
     ended = jaxmpi_bench(*args, *files, *QUICK, timeout_s=280)
     assert ended.code == 0, ended.out[-4000:]
@@ -72,7 +85,7 @@ def two_ranks(tmp_path_factory) -> tuple[str, dict, Path]:
 def test_two_ranks_time_every_strategy_and_peer(two_ranks):
     text, result, _ = two_ranks
     assert [case["floats"] for case in result["cases"][:2]] == [0, 1000]
-    ours, peers = ["ring:16", "lowrank2"], LIBRARIES
+    ours, peers = ["ring:16", "lowrank2", "asa:mine"], LIBRARIES
     for case in result["cases"]:
         assert (case["ranks"], case["hosts"]) == (2, 1)
         consistent(case, rounds=2)
@@ -255,6 +268,7 @@ def test_between_hosts_the_link_is_the_bound(tmp_path):
         (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'? there are: ar, asa,"),
         (("--strategies", "ring:7"), "unknown wire '7'"),
         (("--peers", "gloo"), "unknown peer"),
+        (("--experiment", "absent.py"), "no experiment file 'absent.py'"),
         (("--tree", "alexnett"), "unknown model 'alexnett'; did you mean 'alexnet'?"),
         (("--sizes", "many"), "--sizes: got 'many'"),
         (("--sizes", "2147483648"), "--sizes: got '2147483648'; expected floats below 2^31"),
@@ -373,6 +387,7 @@ def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
     assert lengths() == lengths("--sizes") == list(options.BAIDU)
     assert (options.BAIDU[0], options.BAIDU[-1]) == (0, 64 * 2**20)
     assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
+    assert lengths("--experiment", "digits") == lengths("--tree", str(ROOT / "experiments" / "digits.py"))
     assert lengths("--tree", "lm300m", "--sizes") == [*options.BAIDU, 298_588_480]  # no number: Baidu's, and the model
 
 

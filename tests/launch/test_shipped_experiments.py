@@ -58,11 +58,14 @@ def test_an_unknown_name_is_answered_with_the_nearest_that_ships():
         experiment_file.parse(["digit"])
 
 
-def test_a_file_built_on_an_experiment_may_have_its_rule():
+def test_a_file_may_have_the_rule_that_it_names_or_builds_on():
     """So that the launcher reads the file, instead of words in it."""
     text = "from jaxmpi.config import Experiment\n{}\nexperiment = Experiment()\n"
     assert command.has_known_rule(text.format("from jaxmpi.models.cnn import digits_cnn"))
+    assert command.has_known_rule(text.format("from jaxmpi.config import RuleConfig\nrule = RuleConfig('awagd')"))
     assert not command.has_known_rule(text.format("from jaxmpi.experiments.gpt import experiment"))
+    assert not command.has_known_rule(text.format("from jaxmpi.config import RuleConfig as Rule\nrule = Rule('easgd')"))
+    assert not command.has_known_rule("experiments/digits.py --rule.name=gosgd\n")
 
 
 def test_an_installed_experiment_belongs_to_no_project_above_it(elsewhere, monkeypatch):

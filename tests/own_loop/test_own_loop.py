@@ -57,14 +57,14 @@ def test_jaxmpi_run_ends_the_job_with_the_rank_whose_script_fails_without_jaxmpi
     assert re.search(said, ended.out), ended.out
 
 
-SLICES = """
+SHARES = """
 import sys
 import jax, jax.numpy as jnp, optax
 import jaxmpi
 comm = jaxmpi.world()
-folder, what = sys.argv[1:]
+folder, what, name, wire = sys.argv[1:]
 params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
-tx = jaxmpi.sharded(optax.adam(1e-2), "ring32")
+tx = jaxmpi.sharded(getattr(optax, name)(1e-2), "ring32", gather_wire=wire)
 state = tx.init(params)
 for scale in (1.0, 0.5):  # gradients are whole numbers, equal on all ranks: their mean is exact in any order
     _, state = tx.update(jax.tree.map(lambda x: scale * (x + 1), params), state, params)
@@ -79,10 +79,11 @@ else:
 
 @pytest.mark.slow  # jobs of three ranks; on two, and for all numbers of slices, others prove the cut
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 4)])
-def test_slices_that_some_ranks_saved_are_those_that_others_would_have(before, after, tmp_path):
-    saved = mpirun(before, "-c", SLICES, str(tmp_path), "save", timeout_s=60)
+@pytest.mark.parametrize(("name", "wire"), [("adam", "32"), ("adafactor", "8")])
+def test_shares_that_some_ranks_saved_are_those_that_others_would_have(before, after, name, wire, tmp_path):
+    saved = mpirun(before, "-c", SHARES, str(tmp_path), "save", name, wire, timeout_s=60)
     assert saved.code == 0, saved.out
-    ended = mpirun(after, "-c", SLICES, str(tmp_path), "restore", timeout_s=60)
+    ended = mpirun(after, "-c", SHARES, str(tmp_path), "restore", name, wire, timeout_s=60)
     assert ended.code == 0, ended.out
     assert ended.out.count("AS TRAINED True") == after, ended.out
 

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ import jaxmpi
 from jaxmpi.checkpoint import format
 from jaxmpi.comm import exchange_watch
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses, processes
+from jaxmpi.comm.control import processes
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.own_loop import checkpoints
 
 COMM: Any = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -227,7 +227,7 @@ def test_accumulated_gradients_of_another_dtype_keep_the_states_and_further_argu
             state = after
 
 
-def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
+def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory):
     folder = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
     kept = jaxmpi.Checkpoints(folder)
     shared = {"w": jnp.arange(3.0), "double": np.full(2, 1 / 3)}
@@ -247,8 +247,7 @@ def test_checkpoints_keep_every_ranks_own_state(tmp_path_factory, monkeypatch):
         kept.restore({"w": jnp.zeros(4), "double": shared["double"]}, own)
     processes().barrier()
     if RANK == 0:  # goes on alone
-        monkeypatch.setattr(checkpoints, "processes", SoloProcesses)
-        alone = kept.restore(shared, own | {"key": jax.random.key(9)})
+        alone = jaxmpi.Checkpoints(folder, comm=SoloComm()).restore(shared, own | {"key": jax.random.key(9)})
         assert alone is not None
         assert (alone.own["debt"] == (SIZE - 1) / 2).all()
         assert alone.own["key"] == (own["key"] if SIZE == 1 else jax.random.key(9))
@@ -286,45 +285,83 @@ def after_two_steps(tx: optax.GradientTransformation, params: Any) -> Any:
 
 
 @pytest.mark.e2e
-def test_slices_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_numbers_of_ranks(
-    tmp_path_factory, monkeypatch, standard_promotion
+@pytest.mark.parametrize(("tx", "wire"), [(optax.adam(1e-2), "32"), (optax.lamb(1e-2), "16")], ids=["adam", "lamb, 16"])
+def test_shares_of_an_optimizers_state_are_cut_anew_for_other_strategies_and_numbers_of_ranks(
+    tx, wire, tmp_path_factory, standard_promotion, request
 ):
-    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    folder = Path(processes().bcast_object(str(tmp_path_factory.mktemp("run"))))
     params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
-    asa, ring = (jaxmpi.sharded(optax.adam(1e-2), name) for name in ("asa32", "ring32"))
-    single = jaxmpi.sharded(optax.adam(1e-2), comm=SoloComm())
+    sharded = partial(jaxmpi.sharded, tx, gather_wire=wire)
+    asa, ring, part = sharded("asa32"), sharded("ring32"), COMM.split(RANK // 2)
 
-    def restored(tx: optax.GradientTransformation) -> Any:
-        saved = kept.restore(params, {"opt": tx.init(params), "rank": np.int32(-1)})
+    def is_as_trained(tx: optax.GradientTransformation, comm: Any = COMM) -> bool:
+        asked = {"opt": tx.init(params), "rank": np.int32(-1)}
+        saved = jaxmpi.Checkpoints(folder, comm=comm).restore(params, asked)
         assert saved is not None
         assert saved.own["rank"] in (RANK, 0)
-        return saved.own["opt"]
-
-    def is_as_trained(tx: optax.GradientTransformation) -> bool:
-        return jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), restored(tx), after_two_steps(tx, params)))
+        want = after_two_steps(tx, params)
+        # One worker updates whole tensors in another program: an fma rounds once less, in each of two updates.
+        rtol = 2**-22 if "lamb" in request.node.name else 0.0
+        return jax.tree.all(jax.tree.map(lambda x, y: np.allclose(x, y, rtol, atol=0), saved.own["opt"], want))
 
     extra = {"chunks": "of the user"}
+    kept = jaxmpi.Checkpoints(folder)
     kept.save(1, params, {"opt": after_two_steps(asa, params), "rank": np.int32(RANK)}, extra)
     assert is_as_trained(asa)
     assert is_as_trained(ring)
+    assert is_as_trained(sharded("asa32", comm=part), part)
     saved = kept.restore(params, {"opt": ring.init(params), "rank": np.int32(-1)})
     assert saved is not None
     assert saved.extra == extra
-    if SIZE > 1:
+    if SIZE > 1 and wire == "32":
         with pytest.raises(jaxmpi.UsageError, match=r"the order \(0, 1.*; expected \(1, .* restore it by"):
             ring.update(params, asa.init(params), params)
     processes().barrier()
     if RANK == 0:  # goes on alone
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoints, "processes", SoloProcesses)
-            assert is_as_trained(single)
-            kept.save(2, params, {"opt": after_two_steps(single, params), "rank": np.int32(0)})
+        single = sharded("asa32", comm=SoloComm())
+        assert is_as_trained(single, SoloComm())
+        state = {"opt": after_two_steps(single, params), "rank": np.int32(0)}
+        jaxmpi.Checkpoints(folder, comm=SoloComm()).save(2, params, state)
     processes().barrier()
     assert is_as_trained(ring)
+
+
+def test_slices_and_whole_tensors_are_saved_together(tmp_path_factory, standard_promotion):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
+    txs = jaxmpi.sharded(optax.lion(1e-2), "ring32"), jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "asa32")
+    others = jaxmpi.sharded(optax.lars(1e-2, momentum=0.5), "asa32", cost=lambda shape: -math.prod(shape))
+    trained = [after_two_steps(tx, params) for tx in txs]
+    kept.save(1, params, trained)
+    for lars in (txs[1], others):  # dealt otherwise
+        saved = kept.restore(params, [txs[0].init(params), lars.init(params)])
+        assert saved is not None
+        want = [trained[0], after_two_steps(lars, params)]
+        assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, want))
+
+
+@pytest.mark.parametrize("strategy", ["topk10", "lowrank2"])
+def test_a_compressor_goes_on_from_each_ranks_debts(strategy, tmp_path_factory):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    params = {"w": jnp.zeros((6, 4))}
+    grads = {"w": jax.random.normal(jaxmpi.rank_key(1), (6, 4))}
+    tx = jaxmpi.exchange_gradients(strategy)
+    _, state = tx.update(grads, tx.init(params), params)
+    kept.save(1, params, state)
+    saved = kept.restore(params, tx.init(params))
+    assert saved is not None
+    made, again = (tx.update(grads, each, params) for each in (state, saved.own))
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), made, again))
+    assert not jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), made, tx.update(grads, tx.init(params), params)))
+
+
+def test_a_state_that_is_each_ranks_own_is_not_shared(tmp_path, standard_promotion):
+    params = {"w": jnp.arange(7.0)}
+    tx = jaxmpi.sharded(optax.adam(1e-2), "asa32")
     with pytest.raises(jaxmpi.UsageError, match=r"shared: got a state of jaxmpi.sharded, .* give it in own"):
-        kept.save(3, {"opt": asa.init(params)})
+        jaxmpi.Checkpoints(tmp_path).save(3, {"opt": tx.init(params)})
     with pytest.raises(jaxmpi.UsageError, match=r"broadcast: got a state of jaxmpi.sharded, which is each rank's own"):
-        jaxmpi.broadcast((params, asa.init(params)))
+        jaxmpi.broadcast((params, tx.init(params)))
 
 
 @pytest.mark.parametrize("what", ["another optimizer", "another place", "another wire"])
@@ -337,40 +374,23 @@ def test_slices_of_another_optimizer_place_or_wire_are_refused(what, tmp_path_fa
     kept.save(1, params, {"a": adam, "b": adam})
     asked = {"another optimizer": {"a": adam, "b": lion}, "another place": {"b": adam, "c": adam}}
     own = asked.get(what, {"a": coarse, "b": coarse})
-    if SIZE > 1 or what != "another wire":
-        with pytest.raises(
-            jaxmpi.UsageError, match=rf"saved by {SIZE} ranks, with .*; expected .*: take the same trees"
-        ):
-            kept.restore(params, own)
+    with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks, with .*; expected .*: take the same trees"):
+        kept.restore(params, own)
 
 
 @pytest.mark.skipif(SIZE < 2, reason="a part of the ranks is all of them")
-def test_slices_over_a_part_of_the_ranks_stay_with_each_rank(tmp_path_factory, standard_promotion):
+def test_shares_of_a_part_of_the_ranks_stay_with_each_rank(tmp_path_factory, standard_promotion):
     kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
-    part = COMM.split(RANK)
     params = {"w": jnp.full(7, float(RANK)), "b": jnp.ones((2, 3))}
-    tx = jaxmpi.sharded(optax.adam(1e-2), comm=part)
+    tx = jaxmpi.sharded(optax.adam(1e-2), comm=COMM.split(RANK))
     kept.save(1, {}, after_two_steps(tx, params))
     saved = kept.restore({}, tx.init(params))
     assert saved is not None
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(tx, params)))
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one rank has all tensors")
-@pytest.mark.e2e
-def test_whole_tensors_of_an_optimizer_that_were_dealt_otherwise_are_refused(tmp_path_factory):
-    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
-    params = {"w": jnp.arange(7.0), "b": jnp.ones((2, 3))}
-    asa, ring = (jaxmpi.sharded(optax.lars(1e-2), name) for name in ("asa32", "ring32"))
-    kept.save(1, params, after_two_steps(asa, params))
-    saved = kept.restore(params, asa.init(params))
-    assert saved is not None
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), saved.own, after_two_steps(asa, params)))
-    with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks as .* the strategy as before"):
-        kept.restore(params, ring.init(params))
-    others = jaxmpi.sharded(optax.lars(1e-2), "asa32", cost=lambda shape: -math.prod(shape))
-    with pytest.raises(jaxmpi.UsageError, match=rf"saved by {SIZE} ranks as .* the strategy as before"):
-        kept.restore(params, others.init(params))
+    with pytest.raises(
+        jaxmpi.UsageError, match=r"as \[\[1, 0\]\]; expected \[\[\]\] .* Checkpoints\(folder, comm=that part"
+    ):
+        kept.restore({}, jaxmpi.sharded(optax.adam(1e-2), "asa32").init(params))
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused_on_all_ranks_alike_unless_that_is_asked_for(tmp_path_factory):

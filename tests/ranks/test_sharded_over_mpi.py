@@ -133,7 +133,8 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
     def part(rule: Rule, number: int) -> Any:
         assert rule.sharding
         like = jax.eval_shape(rule.sharding.init, params, number)
-        return rule.sharding.shards.cut.restored(tx, like, number, by_name.__getitem__)
+        cut = rule.sharding.shards.cut
+        return cut.restored(cut.layout(tx), like, number, by_name.__getitem__)
 
     slices = slice_layout(old)
     assert slices
