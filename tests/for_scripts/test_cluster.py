@@ -146,19 +146,24 @@ def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tm
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
 
 
+def sharded_run(folder: Path, rate: str, *flags: str) -> tuple[str, list[list[dict]]]:
+    """What a run of sharded updates on two hosts said, and each rank's spans in the order of their begins."""
+    sharded = ("--exchange.shard-update", "on", "--exchange.bucket-bytes", "16384", *flags)
+    steps = ("--train-for", "16st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
+    where = ("experiments/digits.py", "--run-dir", str(folder / "run"))
+    line = ("mpirun", "-n", "2", "--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "jaxmpi.train", *where)
+    ended = on_cluster("--hosts", "2", "--rate", rate, "--", *line, *sharded, *steps, timeout_s=200)
+    assert ended.code == 0, ended.out
+    events = [e for e in json.loads((folder / "run" / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    return ended.out, [sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"]) for rank in (0, 1)]
+
+
 @pytest.mark.slow
 def test_params_that_travel_behind_the_next_step_are_waited_for_from_the_first_layers_to_the_last(tmp_path):
-    sharded = ("--exchange.shard-update", "on", "--exchange.gather", "late", "--exchange.bucket-bytes", "16384")
-    steps = ("--train-for", "20st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
-    where = ("experiments/digits.py", "--run-dir", str(tmp_path / "run"))
-    line = ("mpirun", "-n", "2", "--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "jaxmpi.train", *where)
-    ended = on_cluster("--hosts", "2", "--rate", "10mbit", "--", *line, *sharded, *steps, timeout_s=200)
-    assert ended.code == 0, ended.out
-    assert "overlap on: ranks are on 2 hosts; new params are gathered behind the next forward pass" in ended.out
-    events = [e for e in json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    for rank in (0, 1):
-        of_rank = sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"])
-        waits = [e["name"] for e in of_rank if e["cat"] == "wait"]
+    said, ranks = sharded_run(tmp_path, "10mbit", "--exchange.gather", "late")
+    assert "overlap on: ranks are on 2 hosts; new params are gathered behind the next forward pass" in said
+    for spans in ranks:
+        waits = [e["name"] for e in spans if e["cat"] == "wait"]
         waits = waits[next(i for i, name in enumerate(waits) if name.startswith("scatter")) :]  # from a step's end on
         gathers = [name for name in waits if name.startswith("gather") and name[-1] != "1"]  # that of one is of |g|^2
         order = list(dict.fromkeys(gathers))
@@ -166,6 +171,28 @@ def test_params_that_travel_behind_the_next_step_are_waited_for_from_the_first_l
         assert len(order) > 2
         assert order[0] == f"gather of bucket {len(order)} of {len(order)}"  # whose gradients come last
         assert order[-1] == f"gather of bucket 1 of {len(order)}"
+
+
+@pytest.mark.slow
+def test_slices_are_updated_while_later_buckets_travel(tmp_path):
+    """A bucket of new params leaves, so its slices are updated, before the last gradients have come.
+
+    The batch and the rate are such that one takes about as long as the other: a backward pass that is done at once
+    hands all buckets to the link together, which then carries them side by side to one end.
+    """
+    _, ranks = sharded_run(tmp_path, "100mbit", "--local-batch", "512")
+    for spans in ranks:
+        travels = [e for e in spans if e["cat"] == "travel" and not e["name"].endswith(" 1 of 1")]
+        travels = travels[next(i for i, e in enumerate(travels) if e["name"].startswith("scatter")) :]
+        by_bucket = [[e for e in travels if e["name"] == name] for name in {e["name"] for e in travels}]
+        steps = list(zip(*by_bucket, strict=False))  # a bucket travels once a step
+        assert len(steps) >= 9
+        early = [
+            min(e["ts"] for e in step if e["name"].startswith("gather"))
+            < max(e["ts"] + e["dur"] for e in step if e["name"].startswith("scatter"))
+            for step in steps
+        ]
+        assert sum(early) >= 2, early  # 4 to 9 of 10 seen
 
 
 @pytest.mark.e2e
