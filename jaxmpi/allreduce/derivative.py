@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.comm.base import Comm
@@ -79,12 +80,68 @@ ad.primitive_transposes[_exchange_p] = lambda cotangents, *leaves, exchange: _al
 batching.primitive_batchers[_exchange_p] = _refuse_to_map
 
 
+# An exchange that has been traced, and so has its number and is agreed between ranks: one equation, which JAX can
+# transpose. It cannot transpose `jax.custom_jvp` inside jit, nor the messages of which the exchange is made.
+_traced_p = jax.extend.core.Primitive("jaxmpi_traced_exchange")
+_traced_p.multiple_results = True
+
+
+@_traced_p.def_effectful_abstract_eval
+def _traced_abstract(*leaves: Any, program: ClosedJaxpr, exchange: LinearExchange) -> tuple[list, Any]:
+    return program.out_avals, program.effects
+
+
+@_traced_p.def_impl
+def _traced_now(*leaves: jax.Array, program: ClosedJaxpr, exchange: LinearExchange) -> list[jax.Array]:
+    return jaxpr_as_fun(program)(*leaves)
+
+
+def _lower_traced(
+    ctx: mlir.LoweringRuleContext, *leaves: Any, program: ClosedJaxpr, exchange: LinearExchange
+) -> Sequence[Any]:
+    return mlir.lower_fun(jaxpr_as_fun(program))(ctx, *leaves)
+
+
+mlir.register_lowering(_traced_p, _lower_traced, cacheable=False)
+
+
+def _traced_tangents(
+    primals: Sequence[Any], tangents: Sequence[Any], *, program: ClosedJaxpr, exchange: LinearExchange
+) -> tuple[list, list]:
+    results = _traced_p.bind(*primals, program=program, exchange=exchange)
+    return results, _of_floats(program.in_avals, tangents, program.out_avals, exchange)
+
+
+def _traced_transpose(
+    cotangents: Sequence[Any], *leaves: Any, program: ClosedJaxpr, exchange: LinearExchange
+) -> list[Any]:
+    return _of_floats(program.in_avals, cotangents, program.in_avals, exchange)
+
+
+def _of_floats(leaves: Sequence[Any], given: Sequence[Any], like: Sequence[Any], exchange: LinearExchange) -> list[Any]:
+    """The exchange of tangents or cotangents of leaves that are floats; zeros for others."""
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    out: list[Any] = [ad.Zero(each.to_tangent_aval()) for each in like]
+    for i, x in zip(floats, _along([given[i] for i in floats], exchange) if floats else [], strict=True):
+        out[i] = x.astype(like[i].dtype)
+    return out
+
+
+ad.primitive_jvps[_traced_p] = _traced_tangents
+ad.primitive_transposes[_traced_p] = _traced_transpose
+batching.primitive_batchers[_traced_p] = _refuse_to_map
+
+
 def differentiable(exchange: LinearExchange, leaves: list[jax.Array], run: Callable[[list], list]) -> list[jax.Array]:
     """`run(leaves)` with the derivative of an exchange, not of `run`.
 
     Integers have none.
     """
-    results = run([jax.lax.stop_gradient(leaf) for leaf in leaves])
+    held = [jax.lax.stop_gradient(leaf) for leaf in leaves]
+    if isinstance(exchange.comm, MpiComm) and any(isinstance(leaf, Tracer) for leaf in held):
+        program = jax.make_jaxpr(run)(held)
+        return _traced_p.bind(*leaves, program=program, exchange=exchange)
+    results = run(held)
     smooth = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     given = _with_tangents(exchange, [leaves[i] for i in smooth], [results[i] for i in smooth])
     for i, result in zip(smooth, given, strict=True):

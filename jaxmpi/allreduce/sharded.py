@@ -69,7 +69,7 @@ from jaxmpi.comm.mpi import workers_of
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.config.exchange_config import check_bucket_bytes
-from jaxmpi.core.deals import Deal, DealtLeaves, DealtState, Leaves, StateLayout, deal
+from jaxmpi.core.deals import Deal, DealtLeaves, Leaves, deal
 from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import PyTree, RanksOwn, clipped, named_leaves
 from jaxmpi.core.random_keys import packed
@@ -442,25 +442,25 @@ class MasteredState(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "cut", "layout", "whole")
+    jax.tree_util.register_dataclass, data_fields=("own", "number"), meta_fields=("chunks", "cut", "whole")
 )
 @dataclass(frozen=True)
 class ShardedState(RanksOwn):
     """State of `sharded`, and how it is cut, for whoever saves it."""
 
     own: PyTree  # this worker's share
+    number: jax.Array  # i32[]: of this share
     chunks: tuple[int, ...]  # by worker: the number of its share
     cut: Entries | Leaves
-    layout: StateLayout | None  # of the cut
     whole: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype of each leaf of all shares joined
 
-    def saved(self, worker: int) -> PyTree:
-        """A worker's share as a checkpoint has it."""
-        return self.cut.saved(self.layout, packed(self.own), self.chunks[worker])
+    def saved(self) -> PyTree:
+        """The share as a checkpoint has it."""
+        return packed(self.cut.saved(self.own, int(self.number)))
 
-    def restored(self, worker: int, read: Callable[[str], np.ndarray]) -> PyTree:
-        """A worker's share from a checkpoint's whole leaves, by `read(name)`."""
-        return self.cut.restored(self.layout, packed(self.own), self.chunks[worker], read)
+    def restored(self, read: Callable[[str], np.ndarray]) -> PyTree:
+        """The share from a checkpoint's whole leaves, by `read(name)`."""
+        return self.cut.restored(packed(self.own), int(self.number), read)
 
 
 def sharded(
@@ -477,7 +477,8 @@ def sharded(
 
     u <- allgather(tx(slice of (1/w) sum_i g_i)), in place of `optax.chain(exchange_gradients(strategy), tx)`. Each of w
     workers holds a w-th of tx's state. Updates are whole and the same bits on all workers; those of the chain if the
-    wires are 32 (`jaxmpi.allreduce.sharded`). With one worker it is tx itself.
+    wires are 32 (`jaxmpi.allreduce.sharded`). With one worker it is tx itself, with 32-bit params of its own if
+    `gather_wire` is below 32.
 
     Args:
         tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do, and may go by the
@@ -523,22 +524,36 @@ def sharded(
         of = shards(params, cut)
         state, whole = of.cut.init(tx, params, of.chunk()), tx.init
         if gather_wire != "32":  # with one worker too, so that the state fits any number of them
-            state, whole = MasteredState(state, of.own(params)), lambda tree: MasteredState(tx.init(tree), tree)
+            masters = of.own(params)
+            if of.size == 1:  # they would be the params themselves, which a step may donate
+                masters = jax.tree.map(jnp.copy, masters)
+            state, whole = MasteredState(state, masters), lambda tree: MasteredState(tx.init(tree), tree)
         named = named_leaves(jax.eval_shape(lambda tree: packed(whole(tree)), params))
         leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in named)
-        return ShardedState(state, of.chunks, of.cut, of.cut.layout(tx), leaves)
+        return ShardedState(state, of.chunk(), of.chunks, of.cut.for_state_of(tx), leaves)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
         check(isinstance(state, ShardedState), f"sharded: got a state of {type(state).__name__}; expected that of init")
-        held = state.own
+        held, of = state.own, shards(updates, state.cut.name)
         of_tx = held.of_tx if isinstance(held, MasteredState) else held
-        of = shards(updates, "leaves" if isinstance(of_tx, DealtState) else "entries")
+        way_out = "restore it by jaxmpi.Checkpoints with this transformation's init"
         check(
             state.chunks == of.chunks,
             f"sharded: got a state whose slices have the order {state.chunks}; expected {of.chunks}, that of "
-            f"{strategy} on these workers: restore it by jaxmpi.Checkpoints with this transformation's init",
+            f"{strategy} on these workers: {way_out}",
+        )
+        deals = [cut.deal.owners if isinstance(cut, Leaves) else () for cut in (state.cut, of.cut)]
+        check(
+            deals[0] == deals[1],
+            f"sharded: got a state whose tensors are dealt to {deals[0]}; expected {deals[1]}, as by this `cost`: "
+            f"{way_out}",
+        )
+        check(
+            isinstance(held, MasteredState) == (gather_wire != "32"),
+            f"sharded: got a state with{'out' * (gather_wire != '32')} 32-bit params of its own; expected that of "
+            f"gather_wire {gather_wire}: begin with this transformation's init",
         )
         mean, _ = of.scatter(updates)
         own = of.own(params)

@@ -14,7 +14,6 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -130,7 +129,8 @@ def save(
         except OSError as error:
             if not agrees:
                 raise
-            failure = f"rank {processes.rank}: the checkpoint of step {step} cannot be written: {error}"
+            [rank] = processes.in_job([processes.rank])
+            failure = f"rank {rank}: the checkpoint of step {step} cannot be written: {error}"
         every = processes.allgather_object((failure, made))
         if failures := [text for text, _ in every if text]:
             raise AgreedError(failures[0])
@@ -323,7 +323,8 @@ def first_whole(folder: Path, processes: Processes, read: Callable[[Path], T], s
     damage: list[str] = []
     for name in reversed(names):
         saved, problem = attempt(folder / name, read)
-        problems = [(rank, *row) for rank, row in enumerate(processes.allgather_object(problem)) if row]
+        told = enumerate(processes.allgather_object(problem))
+        problems = [(processes.in_job([rank])[0], *row) for rank, row in told if row]
         if not problems:
             return saved
         others = [text for _, is_damage, text in problems if not is_damage]
@@ -422,7 +423,7 @@ def cut_anew(path: Path, manifest: dict, worker: int, like: TrainState, slicing:
     common, own = halves(like._replace(rule_state=()), False)
     state = one(path, without(manifest, RULE_STATE), worker, like, common, own)
     names = (row["path"] for rows in manifest["files"].values() for row in rows)
-    return with_rule_state(state, like.rule_state, slicing, worker, names, partial(read_whole, path, manifest))
+    return with_rule_state(state, like.rule_state, slicing, worker, names, WholeLeaves(path, manifest).read)
 
 
 def with_rule_state(
@@ -478,29 +479,30 @@ def has_masters(manifest: dict, slicing: Slicing | None) -> bool:
     return bool(masters_in(here) or masters_in(there))
 
 
-def read_whole(path: Path, manifest: dict, name: str, like: Any) -> np.ndarray:
-    """Read a whole leaf of the rule's state, however it is held.
+class WholeLeaves:
+    """Whole leaves of the rule's state in a checkpoint, however it is held.
 
     A leaf is whole in one worker's file, whole in all of them, or each file has a slice.
     """
-    chunks = manifest["extra"].get("chunks", [])
-    files = [own_file(worker) for worker in np.argsort(chunks)] if chunks else ["common.bin"]
-    rows = {file: row for file in files if (row := row_of(manifest, file, name))}
-    first = next(iter(rows), files[0])
-    if len(rows) < len(files) or tuple(rows[first]["shape"]) == tuple(like.shape):
-        return read_one(path, manifest, first, name, like)
-    return whole_of_slices(like, len(files), lambda slot, shape: read_one(path, manifest, files[slot], name, shape))
 
+    def __init__(self, path: Path, manifest: dict) -> None:
+        """Take the files in the order of their slices."""
+        chunks = manifest["extra"].get("chunks", [])
+        self.files = [own_file(worker) for worker in np.argsort(chunks)] if chunks else ["common.bin"]
+        self.path = path
+        self.rows = {file: {row["path"]: row for row in manifest["files"].get(file, ())} for file in self.files}
 
-def row_of(manifest: dict, file: str, name: str) -> dict[str, Any] | None:
-    """A leaf's entry in the index of a file, by its path."""
-    return next((row for row in manifest["files"].get(file, ()) if row["path"] == name), None)
+    def read(self, name: str, like: Any) -> np.ndarray:
+        """Read a leaf by its path, of this shape and dtype."""
+        having = [file for file in self.files if name in self.rows[file]] or self.files[:1]
+        first = self.rows[having[0]].get(name)
+        if len(having) < len(self.files) or (first and tuple(first["shape"]) == tuple(like.shape)):
+            return self._read_one(having[0], name, like)
+        return whole_of_slices(like, len(self.files), lambda slot, s: self._read_one(self.files[slot], name, s))
 
-
-def read_one(path: Path, manifest: dict, file: str, name: str, like: Any) -> np.ndarray:
-    """Read a leaf of one file by its path."""
-    with open_regular(path / file) as opened:
-        return read_leaf(path / file, opened, name, row_of(manifest, file, name), like)
+    def _read_one(self, file: str, name: str, like: Any) -> np.ndarray:
+        with open_regular(self.path / file) as opened:
+            return read_leaf(self.path / file, opened, name, self.rows[file].get(name), like)
 
 
 def is_float(leaf: np.ndarray) -> bool:

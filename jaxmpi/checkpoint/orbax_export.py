@@ -104,7 +104,8 @@ def whole_average(path: Path, manifest: dict[str, Any], where: str) -> dict[str,
     with open_regular(path / "common.bin") as file:
         rows = rows_below(manifest["files"]["common.bin"], "params")
         likes = {row["path"].removeprefix("params"): format.described(path, file, row) for row in rows}
-    return {rest: format.read_whole(path, manifest, where + rest, like) for rest, like in likes.items()}
+    leaves = format.WholeLeaves(path, manifest)
+    return {rest: leaves.read(where + rest, like) for rest, like in likes.items()}
 
 
 def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:

@@ -56,7 +56,11 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
-    hosts, may_overlap = (0,), True
+    hosts, may_overlap, numbers = (0,), True, (0,)
+
+    def in_job(self, ranks: Sequence[int]) -> list[int]:
+        """The launcher's numbers of these ranks, as error messages give them."""
+        return [*ranks]
 
     def on_own_communicator(self) -> "SoloProcesses":
         """The same: nothing is sent."""

@@ -25,6 +25,7 @@ from jax import lax
 
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 
 SHARED = -1  # owner of what all workers hold, such as counts of steps
 
@@ -235,6 +236,7 @@ class Leaves(NamedTuple):
     """The cut into whole leaves, unlike `core.slices.Entries`; nothing communicates."""
 
     deal: Deal
+    layout: StateLayout | None = None  # of the optimizer's state, for `saved` and `restored`
 
     @property
     def name(self) -> str:
@@ -287,30 +289,40 @@ class Leaves(NamedTuple):
         for leaf, piece in zip(leaves, pieces, strict=True):
             np.copyto(leaf, piece)
 
-    def layout(self, tx: Any) -> StateLayout:
-        """Where an optimizer's state lies in rows, for `saved` and `restored`."""
-        return layout_of(tx, self.deal)
+    def for_state_of(self, tx: Any) -> "Leaves":
+        """The same cut, which can save and restore this optimizer's state."""
+        return self._replace(layout=layout_of(tx, self.deal))
 
-    def saved(self, layout: Any, state: PyTree, chunk: int) -> PyTree:
-        """A rule's state for checkpoints: whole leaves by the whole state's names."""
+    def saved(self, state: PyTree, chunk: int) -> PyTree:
+        """A rule's state for checkpoints: whole leaves by the whole state's names, keys packed."""
+        layout = self.layout
+        assert layout
 
         def one(part: Any) -> Any:
             if isinstance(part, DealtState):
                 return layout.whole(part, chunk)
             return self.deal.part_of(part, chunk) if isinstance(part, DealtLeaves) else part
 
-        return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, (DealtLeaves, DealtState)))
+        return packed(jax.tree.map(one, unpacked(state), is_leaf=is_dealt))
 
-    def restored(self, layout: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+    def restored(self, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
         """This worker's rule state from a checkpoint's whole leaves, by `read(name)`."""
+        layout = self.layout
+        assert layout
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), like)
-        saved = jax.eval_shape(lambda state: self.saved(layout, state, chunk), shapes)
-        filled = jax.tree.unflatten(jax.tree.structure(saved), [read(name) for name, _ in named_leaves(saved)])
+        saved = jax.eval_shape(lambda state: self.saved(state, chunk), shapes)
+        leaves = [read(name) for name, _ in named_leaves(saved)]
+        filled = unpacked(jax.tree.unflatten(jax.tree.structure(saved), leaves))
 
         def one(part: Any, own: PyTree) -> Any:
             if isinstance(part, DealtState):
                 return layout.held(own, chunk)
             return self.deal.row_of(own) if isinstance(part, DealtLeaves) else own
 
-        made = jax.tree.map(one, like, filled, is_leaf=lambda part: isinstance(part, (DealtLeaves, DealtState)))
-        return jax.tree.map(np.asarray, made)
+        made = jax.tree.map(one, shapes, filled, is_leaf=lambda part: is_dealt(part) or is_key_data(part))
+        return jax.tree.map(np.asarray, packed(made))
+
+
+def is_dealt(part: Any) -> bool:
+    """Return True for what a row holds."""
+    return isinstance(part, (DealtLeaves, DealtState))

@@ -96,14 +96,15 @@ class Entries(NamedTuple):
 
         jax.tree.map(one, whole, own)
 
-    def layout(self, tx: Any) -> None:
-        """Nothing: a slice has the structure of the whole."""
+    def for_state_of(self, tx: Any) -> "Entries":
+        """The cut itself: a slice has the structure of the whole."""
+        return self
 
-    def saved(self, layout: Any, state: PyTree, chunk: int) -> PyTree:
+    def saved(self, state: PyTree, chunk: int) -> PyTree:
         """A rule's state as a checkpoint has it: as it is."""
         return state
 
-    def restored(self, layout: Any, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+    def restored(self, like: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
         """This worker's rule state from a checkpoint's whole leaves, by `read(name)`."""
 
         def one(name: str, mine: Any) -> np.ndarray:

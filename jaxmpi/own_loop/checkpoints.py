@@ -4,8 +4,9 @@ A checkpoint is atomic and checksummed, and can be restored on any number of ran
 """
 
 import json
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsInt
@@ -16,6 +17,7 @@ import numpy as np
 from jaxmpi.allreduce.sharded import ShardedState
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import not_finite, of_step
+from jaxmpi.checkpoint.manifests import found, read_manifest
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import Processes, SoloProcesses
 from jaxmpi.comm.mpi import MpiComm, communicator
@@ -77,30 +79,56 @@ class Checkpoints:
         control, number = self._processes(), int(step)
         check(number >= 0, f"jaxmpi.Checkpoints.save: step: got {number}; expected >= 0")
         _check_json(extra)
-        cuts, shares = _cuts(shared, own, control.size), _shares(own, control.size)
-        state = _state(number, shared, own, [share.saved(control.rank) for share in shares], control.size)
-        files = format.files_of({control.rank: state}, replicated=not shares)
-        told = control.allgather_object(self._problem(files, number, control.rank))
-        if problems := [text for text in told if text]:
+        cuts = Cuts.of(shared, own, control)
+        state = cuts.state(number, shared, own, [share.saved() for share in cuts.shares])
+        files = format.files_of({control.rank: state}, replicated=not cuts.shares)
+        told = control.allgather_object((self._problem(files, number, control), cuts.of_parts))
+        if problems := [text for text, _ in told if text]:
             raise AgreedError(problems[0])
-        facts = {"step": number, "workers": control.size, "extra": {OF_USER: extra or {}, **cuts}}
-        return format.save(self._folder, files, control, **facts, keep=format.Retention(self._keep), agrees=True)
+        facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **cuts.facts([row for _, row in told])}
+        return format.save(
+            self._folder,
+            files,
+            control,
+            step=number,
+            workers=control.size,
+            extra=facts,
+            keep=format.Retention(self._keep),
+            agrees=True,
+        )
 
     def _processes(self) -> Processes:
         comm = communicator(self._comm)
         return comm.processes if isinstance(comm, MpiComm) else SoloProcesses()
 
-    def _problem(self, files: format.Files, step: int, rank: int) -> str:
+    def _problem(self, files: format.Files, step: int, control: Processes) -> str:
         """Why this rank cannot write; empty if it can."""
+        [rank] = control.in_job([control.rank])
         try:
-            if rank == 0:
+            if control.rank == 0:
                 self._folder.mkdir(parents=True, exist_ok=True)
+                if others := self._others(control):
+                    return (
+                        f"rank {rank}: {self._folder}: has a checkpoint that ranks {others} of this job saved; "
+                        f"expected those of ranks {[*control.numbers]} alone: give each part of the ranks its folder"
+                    )
         except OSError as error:
             return f"rank {rank}: the checkpoint of step {step} cannot be written: {error}"
         if not (odd := not_finite(files) if self._check_finite else ""):
             return ""
         way_out = "leave it out, or Checkpoints(folder, check_finite=False)"
         return f"rank {rank}: {odd}{of_step(step, self._folder)}; {way_out}"
+
+    def _others(self, control: Processes) -> list[int]:
+        """Ranks of this job, none of them here, that saved the newest checkpoint."""
+        for path in found(self._folder)[-1:]:
+            try:
+                ranks = read_manifest(path)["extra"].get(RANKS, [])
+            except UsageError:  # damaged: it is passed over
+                return []
+            if (path / "manifest.json").stat().st_mtime > BEGAN_S and not set(ranks) & set(control.numbers):
+                return ranks
+        return []
 
     def restore(self, shared: PyTree, own: PyTree = ()) -> Restored | None:
         """Return the newest checkpoint that is whole on all ranks, or None.
@@ -124,32 +152,23 @@ class Checkpoints:
         """
         check_may_send("jaxmpi.Checkpoints.restore")
         control = self._processes()
-        size, shares, cuts = control.size, _shares(own, control.size), _cuts(shared, own, control.size)
-        like = {control.rank: _state(0, shared, own, [packed(share.own) for share in shares], size)}
-        slicing = None
-        if shares:
-            leaves = [(f"{i}/{name}", *leaf) for i, share in enumerate(shares) for name, *leaf in share.whole]
-            whole = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in leaves}
-
-            def held(mine: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
-                return [x.restored(control.rank, lambda name, i=i: read(f"{i}/{name}")) for i, x in enumerate(shares)]
-
-            slicing = format.Slicing(whole, tuple(cuts[CHUNKS]), held)
+        cuts = Cuts.of(shared, own, control)
         saved = format.restore(
             self._folder,
-            like,
+            {control.rank: cuts.state(0, shared, own, [packed(share.own) for share in cuts.shares])},
             control,
-            workers=size,
-            replicated=not shares,
-            slicing=slicing,
-            admits=partial(_check_cuts, cuts, size, self._folder),
+            workers=control.size,
+            replicated=not cuts.shares,
+            slicing=cuts.slicing() if cuts.shares else None,
+            admits=partial(cuts.check, self._folder),
         )
         if saved is None:
             return None
         state, given = saved.states[control.rank], (packed(shared), packed(own))
-        common, mine = as_given((state.params, _with_shares(own, state, size)), given)
-        if saved.workers != size:
-            mine = jax.tree.map(lambda x, here: here if is_key_data(x) else x, mine, given[1], is_leaf=is_key_data)
+        common, mine = as_given((state.params, cuts.with_shares(own, state)), given)
+        if saved.workers != control.size:
+            is_kept = lambda x: is_key_data(x) or isinstance(x, ShardedState)  # noqa: E731
+            mine = jax.tree.map(lambda x, here: here if is_key_data(x) else x, mine, given[1], is_leaf=is_kept)
         extra = saved.extra.get(OF_USER, saved.extra)  # those of 0.1 have the user's alone
         return Restored(saved.step, unpacked(common), unpacked(mine), extra)
 
@@ -164,77 +183,137 @@ def _check_json(extra: Any) -> None:
         ) from error
 
 
-OF_USER, CHUNKS, CUT, SHARDED = "of user", "chunks", "cut", "sharded"  # in a manifest's extra values
+OF_USER, RANKS, CHUNKS, CUT, SHARDED = "of user", "ranks", "chunks", "cut", "sharded"  # in a manifest's extra values
+BEGAN_S = time.time()  # when this process began
 
 
 def _is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedState)
 
 
-def _is_share(x: Any, size: int) -> bool:
-    """Return True for a `jaxmpi.sharded` state over all ranks."""
-    return isinstance(x, ShardedState) and len(x.chunks) == size
+@dataclass(frozen=True)
+class Cuts:
+    """The states of `jaxmpi.sharded` in a rank's own tree, in order.
 
-
-def _shares(tree: PyTree, size: int) -> list[ShardedState]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_sharded) if _is_share(x, size)]
-
-
-def _cuts(shared: PyTree, own: PyTree, size: int) -> dict[str, Any]:
-    """The cuts of `jaxmpi.sharded` states in `own`, for the manifest.
-
-    Raises:
-        UsageError: one is in the shared tree, of which rank 0's is written; or they are cut in two ways.
+    All ranks have a share of some. These are cut anew for other ranks. Others belong to a part of the ranks, or to
+    ranks in another order, as a mesh has them. These stay with their rank, if it is there.
     """
-    check(not has_ranks_own(shared), "shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own")
-    found, orders, shares = [], set(), _shares(own, size)
-    for path, state in jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded):
-        if not _is_sharded(state):
-            continue
-        whole = [[name, list(shape), dtype] for name, shape, dtype in state.whole]
-        kept = [] if _is_share(state, size) else [len(state.chunks), *state.chunks]  # what must be as it was
-        found.append([path_name(path), whole, kept])
-    orders = {state.chunks for state in shares if isinstance(state.cut, Entries)}
-    check(len(orders) < 2, "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints")
-    if not shares:
-        return {SHARDED: found}
-    # Whole tensors are found by their names, in whichever file they are.
-    has_tensors = any(isinstance(state.cut, Leaves) for state in shares)
-    order = orders.pop() if orders else range(size)
-    return {SHARDED: found, CHUNKS: [*map(int, order)], CUT: "leaves" if has_tensors else "entries"}
 
+    control: Processes
+    states: tuple[ShardedState, ...]
+    paths: tuple[str, ...]
+    is_share: tuple[bool, ...]  # by state: all ranks have a share of it
 
-def _check_cuts(cuts: dict[str, Any], size: int, folder: Path, extra: dict[str, Any], workers: int) -> None:
-    """Refuse a checkpoint whose `jaxmpi.sharded` states do not fit this run.
+    @classmethod
+    def of(cls, shared: PyTree, own: PyTree, control: Processes) -> "Cuts":
+        """Find them. Communicates: a gather of short texts, if there are any.
 
-    Raises:
-        UsageError: they are of other trees; or are shares of a part of the ranks, and were cut otherwise.
-    """
-    there, here = extra.get(SHARDED, []) if OF_USER in extra else [], cuts[SHARDED]
-    saved_by = f"{folder}: got states of jaxmpi.sharded, saved by {workers} ranks"
-    leaves = [
-        [f"{at}/{name} {dtype}{s}" for at, whole, _ in rows for name, s, dtype in whole] for rows in (there, here)
-    ]
-    got, expected = (next((x for x in a if x not in b), "no other") for a, b in (leaves, leaves[::-1]))
-    way_out = "take the same trees, optimizer and gather_wire"
-    check(leaves[0] == leaves[1], f"{saved_by}, with {got}; expected {expected}: {way_out}")
-    places = [[row[0] for row in rows] for rows in (there, here)]
-    check(places[0] == places[1], f"{saved_by} at {places[0]}; expected them at {places[1]}: take the same trees")
-    kept = [[row[2] for row in rows] for rows in (there, here)]
-    way_out = "shares of a part of the ranks need Checkpoints(folder, comm=that part), with a folder for each part"
-    check(kept[0] == kept[1], f"{saved_by} as {kept[0]}; expected {kept[1]} on {size}: {way_out}")
+        Raises:
+            UsageError: one is in the shared tree, of which rank 0's is written; or shares are in several orders.
+        """
+        check(
+            not has_ranks_own(shared), "shared: got a state of jaxmpi.sharded, which is each rank's own; give it in own"
+        )
+        named = jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded)
+        found = [(path_name(path), state) for path, state in named if _is_sharded(state)]
+        states, paths = tuple(state for _, state in found), tuple(path for path, _ in found)
+        size, rank = control.size, control.rank
+        mine = [len(each.chunks) == size and each.chunks[rank] == int(each.number) for each in states]
+        every = control.allgather_object(mine) if size > 1 and states else [mine]
+        check(
+            len({*map(len, every)}) == 1,
+            f"own: got {[*map(len, every)]} states of jaxmpi.sharded by rank; expected as many on all",
+        )
+        is_share = tuple(map(all, zip(*every, strict=True)))
+        made = cls(control, states, paths, is_share)
+        orders = {share.chunks for share in made.shares if isinstance(share.cut, Entries)}
+        several = "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints"
+        check(len(orders) < 2, several)
+        return made
 
+    @property
+    def shares(self) -> list[ShardedState]:
+        """States of which all ranks have a share."""
+        return [state for state, is_share in zip(self.states, self.is_share, strict=True) if is_share]
 
-def _with_shares(own: PyTree, state: TrainState, size: int) -> PyTree:
-    """A rank's own tree as read, with shares from their own field."""
-    is_share, shares = partial(_is_share, size=size), iter(state.rule_state)
-    put = lambda mine, read: replace(mine, own=next(shares)) if is_share(mine) else read  # noqa: E731
-    return jax.tree.map(put, own, state.model_state["arrays"], is_leaf=is_share)
+    @property
+    def leaves(self) -> list[list[Any]]:
+        """By state: path, then name, shape and dtype of each leaf of the whole."""
+        whole = [[[name, list(shape), dtype] for name, shape, dtype in state.whole] for state in self.states]
+        return [[path, leaves] for path, leaves in zip(self.paths, whole, strict=True)]
 
+    @property
+    def of_parts(self) -> list[list[Any]]:
+        """By state: nothing for a share, else how this rank has it."""
+        rows = []
+        for state, is_share in zip(self.states, self.is_share, strict=True):
+            owners = state.cut.deal.owners if isinstance(state.cut, Leaves) else ()
+            rows.append([] if is_share else [int(state.number), [*map(int, state.chunks)], [*owners]])
+        return rows
 
-def _state(step: int, shared: PyTree, own: PyTree, shares: list[PyTree], size: int) -> TrainState:
-    """A `TrainState` of NumPy arrays; shares of `jaxmpi.sharded` are its `rule_state`."""
-    is_share = partial(_is_share, size=size)
-    rest = jax.tree.map(lambda x: () if is_share(x) else x, packed(own), is_leaf=is_share)
-    common, mine, shares = jax.tree.map(np.asarray, (packed(shared), rest, shares))
-    return TrainState(np.array(step, np.int64), common, {"arrays": mine}, shares, np.zeros(0, np.uint32))
+    @property
+    def order(self) -> tuple[int, ...]:
+        """By rank: the number of its slice. Whole tensors are found by their names in any order."""
+        slices = (share.chunks for share in self.shares if isinstance(share.cut, Entries))
+        return tuple(map(int, next(slices, range(self.control.size))))
+
+    def facts(self, of_parts: list[list[Any]]) -> dict[str, Any]:
+        """What a manifest says of them; `of_parts` of every rank."""
+        said = {SHARDED: {"leaves": self.leaves, "of parts": of_parts}} if self.states else {}
+        if not self.shares:
+            return said
+        has_tensors = any(isinstance(share.cut, Leaves) for share in self.shares)
+        return said | {CHUNKS: [*self.order], CUT: "leaves" if has_tensors else "entries"}
+
+    def slicing(self) -> format.Slicing:
+        """How shares are held here."""
+        shares, whole = self.shares, {}
+        at = lambda i, name: f"{i}/{name}" if name else str(i)  # noqa: E731
+        for i, share in enumerate(shares):
+            whole |= {at(i, name): jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in share.whole}
+
+        def held(mine: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
+            return [share.restored(lambda name, i=i: read(at(i, name))) for i, share in enumerate(shares)]
+
+        return format.Slicing(whole, self.order, held)
+
+    def check(self, folder: Path, extra: dict[str, Any], workers: int) -> None:
+        """Refuse a checkpoint whose states do not fit this run.
+
+        Raises:
+            UsageError: they are of other trees or optimizers; or of parts of the ranks, and other ones than here.
+        """
+        there = extra.get(SHARDED, {}) if OF_USER in extra else {}
+        rows = there.get("leaves", []), self.leaves
+        saved_by = f"{folder}: got states of jaxmpi.sharded, saved by {workers} ranks"
+        leaves = [[f"{at}/{name} {t}{s}" for at, whole in each for name, s, t in whole] for each in rows]
+        got, expected = (next((x for x in a if x not in b), "no other") for a, b in (leaves, leaves[::-1]))
+        way_out = "take the same trees, optimizer and gather_wire"
+        check(leaves[0] == leaves[1], f"{saved_by}, with {got}; expected {expected}: {way_out}")
+        places = [[row[0] for row in each] for each in rows]
+        check(places[0] == places[1], f"{saved_by} at {places[0]}; expected them at {places[1]}: take the same trees")
+        size, here = self.control.size, self.of_parts
+        was = there.get("of parts", [here] * workers)[self.control.rank if workers == size else 0]
+        is_same = was == here if workers == size else not any(was) and not any(here)
+        check(
+            is_same,
+            f"{saved_by}, of a part of them: share of this rank, shares by rank, owners of tensors {was}; expected "
+            f"{here} on {size}: such a state goes back to as many ranks in the same parts; Checkpoints(folder, "
+            "comm=that part), with a folder for each part, saves what can be cut anew",
+        )
+
+    def with_shares(self, own: PyTree, state: TrainState) -> PyTree:
+        """A rank's own tree as read, with shares from their own field."""
+        shares, is_share = iter(state.rule_state), iter(self.is_share)
+
+        def put(mine: Any, read: Any) -> Any:
+            return replace(mine, own=next(shares)) if _is_sharded(mine) and next(is_share) else read
+
+        return jax.tree.map(put, own, state.model_state["arrays"], is_leaf=_is_sharded)
+
+    def state(self, step: int, shared: PyTree, own: PyTree, shares: list[PyTree]) -> TrainState:
+        """A `TrainState` of NumPy arrays; shares are its `rule_state`."""
+        is_share = iter(self.is_share)
+        rest = jax.tree.map(lambda x: () if _is_sharded(x) and next(is_share) else x, packed(own), is_leaf=_is_sharded)
+        common, mine, shares = jax.tree.map(np.asarray, (packed(shared), rest, shares))
+        return TrainState(np.array(step, np.int64), common, {"arrays": mine}, shares, np.zeros(0, np.uint32))

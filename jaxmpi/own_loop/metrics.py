@@ -20,6 +20,7 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.runtime.in_flight import check_may_send
 
 HALF = 2**32  # integers travel as high * HALF + low
+KINDS = {"f": "floats", "c": "complex numbers"}
 COUNTS = 2**26  # half a float's 53 bits times a whole count below is exact; all else is multiplied as fractions
 
 
@@ -27,17 +28,18 @@ def sum(metrics: PyTree) -> PyTree:
     """The sum over ranks of every leaf, on every rank; outside jit.
 
     Args:
-        metrics: a tree of Python numbers, of integers up to 85 bits, NumPy or JAX arrays of any real dtype; the same
-            structure and shapes on all ranks. A leaf is of integers (or bools) on all ranks, or of floats on all.
+        metrics: a tree of Python numbers, of integers up to 85 bits, NumPy or JAX arrays of any dtype; the same
+            structure and shapes on all ranks. A leaf is of integers (or bools) on all ranks, of floats on all, or of
+            complex numbers on all, whose parts are summed.
 
     Returns:
-        The tree with Python's int or float for each number, i64[...] or f64[...] for each array: the exact sum, of
-        floats rounded once.
+        The tree with Python's int, float or complex for each number, i64[...], f64[...] or c128[...] for each array:
+        the exact sum, of floats rounded once.
 
     Communicates: a comparison of structure and shapes, then 16 bytes a number to each rank.
 
     Raises:
-        UsageError: a leaf that is no real number or array of such, or is traced (path); a sum in an array that int64
+        UsageError: a leaf that is no number or array of such, or is traced (path); a sum in an array that int64
             does not hold (path); ranks whose trees differ (rank, path, got, expected).
     """
     return _over_ranks("jaxmpi.metrics.sum", metrics, 1, is_mean=False)
@@ -55,7 +57,7 @@ def mean(metrics: PyTree, count: Any = 1) -> PyTree:
             up to 2^53. Arrays take longer by fractions, and by numbers from 2^26 on.
 
     Returns:
-        The tree with a float for each number, f64[...] for each array.
+        The tree with a float for each number, f64[...] for each array; complex ones for complex ones.
 
     Communicates, raises: as `sum`; `UsageError` if all counts are 0, or one is negative or not finite.
     """
@@ -65,7 +67,7 @@ def mean(metrics: PyTree, count: Any = 1) -> PyTree:
 def _weight(what: str, count: Any) -> float:
     """A count as a float equal to it."""
     x = _array(f"{what}: count", count)
-    is_one = x.shape == () and bool(np.isfinite(x.astype(np.float64)))
+    is_one = x.shape == () and x.dtype.kind != "c" and bool(np.isfinite(x.astype(np.float64)))
     check(
         is_one and 0 <= x.item() and (x.dtype.kind == "f" or x.item() <= 2**53),
         f"{what}: count: got {count}; expected one finite number from 0 on, if whole up to 2^53",
@@ -75,8 +77,9 @@ def _weight(what: str, count: Any) -> float:
 
 def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTree:
     check_may_send(what)
-    arrays = [_array(f"{what}: leaf {path or '(the number itself)'!r}", leaf) for path, leaf in named_leaves(metrics)]
-    kinds = [f"{'floats' if x.dtype.kind == 'f' else 'integers'}{list(x.shape)}" for x in arrays]
+    given = [_array(f"{what}: leaf {path or '(the number itself)'!r}", leaf) for path, leaf in named_leaves(metrics)]
+    kinds = [f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}" for x in given]
+    arrays = [_real(x) for x in given]
     control = processes()
     control.assert_same(what, dict(zip((path for path, _ in named_leaves(metrics)), kinds, strict=True)))
     columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
@@ -98,14 +101,21 @@ def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTr
             "floats, or numbers one by one, whose sums are Python's",
         )
         out.append(total[0] if x.ndim == 0 else np.array(total, np.float64 if is_float else np.int64).reshape(x.shape))
+    out = [x.view(np.complex128)[..., 0] if each.dtype.kind == "c" else x for x, each in zip(out, given, strict=True)]
+    out = [x.item() if each.dtype.kind == "c" and each.ndim == 0 else x for x, each in zip(out, given, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(metrics), out)
 
 
+def _real(x: np.ndarray) -> np.ndarray:
+    """c128[...] as f64[..., 2], the parts of each number; all else as it is."""
+    return np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.float64) if x.dtype.kind == "c" else x
+
+
 def _array(where: str, leaf: Any) -> np.ndarray:
-    """A leaf as NumPy bools, integers (or Python's as objects) or f64."""
+    """A leaf as NumPy bools, integers (or Python's as objects), f64 or c128."""
     check(not isinstance(leaf, Tracer), f"{where} is traced; inside jit take jaxmpi.collectives.allreduce")
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    check(not is_key, f"{where}: got a random key; expected real numbers: jax.random.key_data of it")
+    check(not is_key, f"{where}: got a random key; expected numbers: jax.random.key_data of it")
     array = np.asarray(leaf)
     if array.dtype.kind in "biu":
         return array
@@ -116,12 +126,9 @@ def _array(where: str, leaf: Any) -> np.ndarray:
     is_plain = array.dtype != object
     if is_plain and jnp.issubdtype(array.dtype, jnp.integer):  # of fewer than 8 bits
         return array.astype(np.int64)
-    check(
-        is_plain and jnp.issubdtype(array.dtype, jnp.floating),
-        f"{where}: got {array.dtype if is_plain else type(leaf).__name__}; expected real numbers (of complex ones, "
-        "give both parts)",
-    )
-    return array.astype(np.float64)
+    is_number = is_plain and jnp.issubdtype(array.dtype, jnp.inexact)
+    check(is_number, f"{where}: got {array.dtype if is_plain else type(leaf).__name__}; expected numbers")
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

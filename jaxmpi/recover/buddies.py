@@ -31,8 +31,7 @@ SLICES = 7  # tag of messages about them
 class SliceLayout(NamedTuple):
     """How a rule's state is cut over workers."""
 
-    cut: Entries | Leaves
-    of_state: Any  # as `cut.layout` gives it for the optimizer
+    cut: Entries | Leaves  # for the state of the rule's optimizer
     numbers: tuple[int, ...]  # by worker: the number of its slice
 
 
@@ -46,7 +45,7 @@ class Slices(NamedTuple):
         """Leaves by slice number, then by their paths in a checkpoint."""
         found = {}
         for number, state in self.by_number.items():
-            saved = self.layout.cut.saved(self.layout.of_state, state, number)
+            saved = self.layout.cut.saved(state, number)
             found[number] = {f"{format.RULE_STATE}/{name}": np.asarray(leaf) for name, leaf in named_leaves(saved)}
         return found
 

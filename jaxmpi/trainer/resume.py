@@ -9,7 +9,6 @@ batch. A run directory that has gone is not made anew, since another job may be 
 elsewhere and ends (docs/decisions/0010).
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,8 +103,7 @@ def restored(
 def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
     """How workers hold the rule's state; None if parts are their own."""
     if rule.sharding:
-        cut = rule.sharding.shards.cut
-        held = functools.partial(cut.restored, cut.layout(rule.sharding.tx))
+        held = rule.sharding.shards.cut.for_state_of(rule.sharding.tx).restored
         whole = dict(named_leaves(jax.eval_shape(rule.init, state.params)))
         return format.Slicing(whole, rule.sharding.chunks, held)
     return format.Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
@@ -113,10 +111,8 @@ def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
 
 def slice_layout(rule: Rule) -> SliceLayout | None:
     """How the rule's state is cut over workers, or None."""
-    if not rule.sharding:
-        return None
-    cut = rule.sharding.shards.cut
-    return SliceLayout(cut, cut.layout(rule.sharding.tx), rule.sharding.chunks)
+    sharding = rule.sharding
+    return SliceLayout(sharding.shards.cut.for_state_of(sharding.tx), sharding.chunks) if sharding else None
 
 
 def continued(
@@ -247,12 +243,11 @@ def note_saved(run: Run) -> None:
 
 def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:
     """States of this process's workers for a checkpoint, in host memory."""
-    states, sharding = take(state, run.workers), run.functions.rule.sharding
-    if sharding is None:
+    states, layout = take(state, run.workers), slice_layout(run.functions.rule)
+    if layout is None:
         return states
-    saved = functools.partial(sharding.shards.cut.saved, sharding.tx)
     return {
-        worker: each._replace(rule_state=saved(each.rule_state, sharding.chunks[worker]))
+        worker: each._replace(rule_state=layout.cut.saved(each.rule_state, layout.numbers[worker]))
         for worker, each in states.items()
     }
 

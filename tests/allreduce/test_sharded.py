@@ -1,8 +1,10 @@
 """The optimizer between the halves of the exchange: the bits of workers that update all, with a share of the state."""
 
+import copy
 import dataclasses
 import functools
 import math
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -286,9 +288,7 @@ def test_whole_leaves_are_updated_as_by_workers_that_update_all_bit_for_bit(name
     assert is_same(params, whole)
     assert not is_same(params, tiled(PAIRS, 2))
     # Each worker has the state of its own leaves, and only that.
-    held = [
-        Leaves(dealt).saved(Leaves(dealt).layout(tx), jax.tree.map(lambda x, w=w: x[w], state), w) for w in range(2)
-    ]
+    held = [Leaves(dealt).for_state_of(tx).saved(jax.tree.map(lambda x, w=w: x[w], state), w) for w in range(2)]
     every = [dict(named_leaves(each)) for each in held]
     assert is_same(every[0] | every[1], dict(named_leaves(jax.tree.map(lambda x: x[0], all_of_it))))
     assert not any("bias" in leaf for leaf in every[0])
@@ -427,6 +427,20 @@ def test_one_worker_runs_the_optimizer_itself():
     got, _ = tx.update(params, tx.init(params), params)
     want, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
     assert is_same(got, want)
+
+
+def test_one_worker_whose_step_donates_params_keeps_its_own_in_32_bits():
+    tx, params = jaxmpi.sharded(optax.sgd(0.5), comm=SoloComm(), gather_wire="16"), {"w": jnp.arange(6.0)}
+    state: Any = tx.init(params)
+    assert copy.deepcopy(state).whole == pickle.loads(pickle.dumps(state)).whole
+
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    after, state = jax.jit(step, donate_argnums=(0, 1))(params, state)
+    assert is_same(after, {"w": np.arange(6.0, dtype=np.float32) / 2})
+    assert is_same(state.own.masters, after)
 
 
 # ---------------------------------------------------------------- bytes
@@ -929,7 +943,7 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
         SoloProcesses(),
         workers=len(wanted),
         replicated=not after,
-        slicing=format.Slicing(shapes, after, functools.partial(Entries(len(after)).restored, None) if after else None),
+        slicing=format.Slicing(shapes, after, Entries(len(after)).restored if after else None),
         say=pytest.fail,
     )
     assert saved
@@ -957,7 +971,7 @@ def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict
         states = [whole] * workers
         return made_of(states, whole), format.Slicing(dict(named_leaves(shapes))), {}
     cut = Leaves(deal(FEW, workers)) if words[0] == "leaves" else Entries(workers)
-    layout = cut.layout(LAMB)
+    cut = cut.for_state_of(LAMB)
     chunks = tuple(range(workers))[::-1]
     leaves = {name: np.asarray(leaf) for name, leaf in named(whole)}
 
@@ -969,11 +983,11 @@ def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict
             "of_rule": {"of_tx": of_tx, "masters": own(FEW)} if has_masters else of_tx,
         }
 
-    states = [cut.restored(layout, like(chunk), chunk, leaves.__getitem__) for chunk in chunks]
+    states = [cut.restored(like(chunk), chunk, leaves.__getitem__) for chunk in chunks]
     return (
         made_of(states, whole),
-        format.Slicing(dict(named_leaves(shapes)), chunks, functools.partial(cut.restored, layout)),
-        {"chunks": list(chunks), "cut": cut.name, "saved": functools.partial(cut.saved, layout)},
+        format.Slicing(dict(named_leaves(shapes)), chunks, cut.restored),
+        {"chunks": list(chunks), "cut": cut.name, "saved": cut.saved},
     )
 
 

@@ -166,12 +166,46 @@ def test_an_exchange_is_its_own_transpose_in_its_wire(strategy):
     exchanged = lambda x: jaxmpi.exchange(x, strategy)  # noqa: E731
     _, back = jax.vjp(exchanged, x)
     cotangent = jax.tree.map(lambda leaf: leaf / 3, x)
-    for pulled in (back, jax.jit(lambda c: jax.vjp(exchanged, x)[1](c))):
+    transposed = jax.linear_transpose(exchanged, x), jax.linear_transpose(jax.jit(exchanged), x)
+    in_jit = (lambda c: jax.vjp(exchanged, x)[1](c)), (lambda c: jax.linear_transpose(exchanged, x)(c))
+    for pulled in (back, *transposed, *map(jax.jit, in_jit)):
         [got] = pulled(cotangent)
         same = jax.tree.map(lambda a, b: a.dtype == b.dtype and np.array_equal(a, b), got, exchanged(cotangent))
         assert all(jax.tree.leaves(same))
     tangents = jax.jit(lambda x: jax.jvp(exchanged, (x,), (cotangent,))[1])(x)
     assert np.array_equal(tangents["a"], exchanged(cotangent)["a"])
+
+
+@pytest.mark.parametrize("around", ["scan", "while_loop", "cond", "checkpoint", "custom_vjp", "jit"])
+def test_the_derivative_of_an_exchange_goes_through_loops_and_branches(around):
+    """f = sum of (mean over ranks)^2 of each step: df/dx = 2 mean, through the transposed mean again 2 mean."""
+    x = jnp.arange(4.0) + RANK
+    mean = jnp.arange(4.0) + (SIZE - 1) / 2
+
+    def square(x: Any) -> Any:
+        return (jaxmpi.exchange(x, "ring32") ** 2).sum()
+
+    @jax.custom_vjp
+    def with_own(x: Any) -> Any:
+        return square(x)
+
+    with_own.defvjp(lambda x: jax.vjp(square, x), lambda back, c: back(c))
+    ways = {
+        "scan": lambda x: jax.lax.scan(lambda total, _: (total + square(x) / 2, None), 0.0, length=2)[0],
+        "cond": lambda x: jax.lax.cond(x[0] > -1.0, square, lambda x: 0 * x.sum(), x),
+        "checkpoint": jax.checkpoint(square),
+        "custom_vjp": with_own,
+        "jit": jax.jit(square),
+    }
+    if around == "while_loop":  # forward only, as in JAX
+        steps = lambda x: jax.lax.fori_loop(0, jnp.int32(x[0]) * 0 + 2, lambda _, total: total + square(x) / 2, 0.0)  # noqa: E731
+        for way in (steps, jax.jit(steps)):
+            assert np.allclose(jax.jvp(way, (x,), (x,))[1], 2 * (mean**2).sum())
+        return
+    for way in (ways[around], jax.jit(ways[around])):
+        assert np.allclose(jax.grad(way)(x), 2 * mean)
+        if around != "custom_vjp":  # backward only, as in JAX
+            assert np.allclose(jax.jvp(way, (x,), (x,))[1], 2 * (mean**2).sum())
 
 
 def test_a_bucket_that_mpi_cannot_count_is_refused_before_it_is_there():

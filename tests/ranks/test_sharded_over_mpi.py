@@ -133,8 +133,7 @@ def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
     def part(rule: Rule, number: int) -> Any:
         assert rule.sharding
         like = jax.eval_shape(rule.sharding.init, params, number)
-        cut = rule.sharding.shards.cut
-        return cut.restored(cut.layout(tx), like, number, by_name.__getitem__)
+        return rule.sharding.shards.cut.for_state_of(tx).restored(like, number, by_name.__getitem__)
 
     slices = slice_layout(old)
     assert slices

@@ -258,10 +258,10 @@ def test_a_report_compares_runs_with_sharded_updates(one_process, folder):
 @pytest.mark.slow
 def test_slices_of_devices_are_those_of_a_process_each(over_devices, folder):
     options = ("--exchange.overlap", "off", "--exchange.shard-update", "on", "--resume")
-    for name, run, strategy in (("slices", of_devices, "ring32"), ("slices-each", of_processes, "hier-ring32")):
+    for name, run, strategy in (("sliced", of_devices, "ring32"), ("sliced-each", of_processes, "hier-ring32")):
         from_step_10(over_devices, name)
         run(folder, name, "--exchange.strategy", strategy, *options)
-    assert_same_run(folder / "slices", folder / "slices-each")
+    assert_same_run(folder / "sliced", folder / "sliced-each")
 
 
 RULES = {
