@@ -17,16 +17,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from jaxmpi.bench import results
 from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
 from jaxmpi.bench.memory_limit import fitting, left_out
-from jaxmpi.bench.options import BenchPlan, Case, make_plan, parse
+from jaxmpi.bench.options import BenchPlan, Case, add_rows, make_plan, parse
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.control import Processes, processes
-from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import affinity, failures, launchers, prepare, provenance
 
@@ -58,6 +58,7 @@ def start(argv: Sequence[str]) -> None:
         TrainingError: a job failed.
     """
     options = parse(argv)
+    jax.config.update("jax_platforms", "cpu")  # an experiment file may make arrays, and ranks need the GPU's memory
     plan, ranks = make_plan(options), options.n or 2
     if ranks == 1 or (options.launcher == "mpirun" and not options.launcher_args):
         return run_here(plan, ranks, options, ["jaxmpi", "bench", *argv])
@@ -138,8 +139,7 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     answer = control.bcast_object(answer)
     check("plan" in answer, answer.get("error", ""))
     plan = BenchPlan.of_json(answer["plan"])
-    if plan.experiment:
-        experiment_file.load(Path(plan.experiment))
+    add_rows(plan.experiment)
     return plan
 
 

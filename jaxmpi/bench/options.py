@@ -4,6 +4,7 @@ Rank 0 makes the plan and sends it to all ranks as JSON, so that they run the sa
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -152,9 +153,8 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     Raises:
         UsageError: unknown strategies, peers or models; a file that cannot be read or written.
     """
-    experiment = experiment_file.located(options.experiment).resolve() if options.experiment else None
-    if experiment:
-        experiment_file.load(experiment)
+    experiment = str(experiment_file.located(options.experiment).resolve()) if options.experiment else ""
+    add_rows(experiment)
     for name in options.strategies:
         contenders.ours(name)
     peers = importable(options.peers)
@@ -164,15 +164,21 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
         check_writable(options.out)
     if options.plot:
         plots.check_file(options.plot, "--plot")
-    models = options.tree or ([str(experiment)] if experiment and options.sizes is None else [])
+    models = options.tree or ([experiment] if experiment and options.sizes is None else [])
     named = options.sizes or (BAIDU if options.sizes is not None or not models else ())
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
-    cases += [Case(name, True, list(tree.values())) for name, tree in trees(models).items()]
+    shown = {experiment: options.experiment}
+    cases += [Case(shown.get(name, name), True, list(tree.values())) for name, tree in trees(models).items()]
     check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
     strategies = tuple(dict.fromkeys(options.strategies))
-    return BenchPlan(
-        strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit, str(experiment or "")
-    )
+    return BenchPlan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit, experiment)
+
+
+@functools.cache
+def add_rows(experiment: str) -> None:
+    """Run an experiment file, which adds its strategies, wires and compressors, once a process."""
+    if experiment:
+        experiment_file.load(Path(experiment))
 
 
 def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:

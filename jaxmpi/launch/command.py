@@ -70,13 +70,19 @@ def has_known_rule(text: str) -> bool:
     """Return True if `text` surely has one of jaxmpi's synchronous rules.
 
     The text is the command line and the experiment file. It may have another rule if it has the name of one as a word,
-    imports from elsewhere or from another experiment, or adds a rule to the table.
+    gives a name that is no literal, imports from elsewhere or from another experiment, or adds a rule to the table.
     """
     words = set(re.findall(r"\w+", text))
     imported = set(re.findall(r"^\s*(?:from|import)\s+(jaxmpi\.experiments|\w+)", text, re.MULTILINE))
     if imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"} or "RULES" in words:
         return False
-    return "rule" not in text.lower() or not any(row.is_asynchronous and name in words for name, row in rules().items())
+    literal = r"RuleConfig\(\s*(?:name\s*=\s*)?[\"'](\w+)[\"']|--rule\.name[= ][\"']?(\w+)"
+    if re.search(r"RuleConfig\s*\(|RuleConfig\s+as\b|=\s*RuleConfig\b", re.sub(literal, "", text)):
+        return False
+    names = [first or second for first, second in re.findall(literal, text)]
+    return "rule" not in text.lower() or not any(
+        name not in rules() or rules()[name].is_asynchronous for name in [*names, *(words & set(rules()))]
+    )
 
 
 def rules() -> dict[str, Any]:

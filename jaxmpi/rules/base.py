@@ -264,7 +264,8 @@ class Asynchronous(NamedTuple):
     """
 
     send: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker sends
-    serve: Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # (center, sent, seen): changes the center in place
+    serve: Callable[[np.ndarray, np.ndarray, np.ndarray], None]  # (center, sent, seen): changes the center in place,
+    # entry by entry: it is called on pieces of f32[n]
     meet: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
     # meet: (w, base, sent, seen) -> (w, base), the worker's after the exchange
     is_gossip: bool = False  # workers meet each other, not a center

@@ -65,7 +65,9 @@ def test_a_file_may_have_the_rule_that_it_names_or_builds_on():
     assert command.has_known_rule(text.format("from jaxmpi.config import RuleConfig\nrule = RuleConfig('awagd')"))
     assert not command.has_known_rule(text.format("from jaxmpi.experiments.gpt import experiment"))
     assert not command.has_known_rule(text.format("from jaxmpi.config import RuleConfig as Rule\nrule = Rule('easgd')"))
+    assert not command.has_known_rule(text.format("import os\nrule = RuleConfig(os.environ.get('RULE', 'gradients'))"))
     assert not command.has_known_rule("experiments/digits.py --rule.name=gosgd\n")
+    assert not command.has_known_rule("experiments/digits.py --rule.name gosdg\n")
 
 
 def test_an_installed_experiment_belongs_to_no_project_above_it(elsewhere, monkeypatch):
