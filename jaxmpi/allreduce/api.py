@@ -63,7 +63,7 @@ def exchange(
     whose sums do not wrap; a whole number that may wrap in a sum is refused: `jaxmpi.metrics.sum` is exact.
 
     Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
-    in 32 bits.
+    in 32 bits, by `vjp` but not by `linear_transpose`.
 
     Args:
         tree: this worker's leaves; the same structure, shapes and dtypes on every worker.

@@ -4,6 +4,7 @@ A mean over w workers is its own transpose, since every worker's loss depends on
 y_j = (1/w) sum_i x_i for all j, so d(sum_j loss_j)/d x_i = (1/w) sum_j d loss_j / d y_j. A sum is likewise its own.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -93,7 +94,13 @@ def _traced_abstract(*leaves: Any, program: ClosedJaxpr, exchange: LinearExchang
 
 @_traced_p.def_impl
 def _traced_now(*leaves: jax.Array, program: ClosedJaxpr, exchange: LinearExchange) -> list[jax.Array]:
-    return jaxpr_as_fun(program)(*leaves)
+    return _compiled(program)(*leaves)
+
+
+@functools.lru_cache(64)
+def _compiled(program: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
+    """One program, for a traced function that JAX evaluates equation by equation."""
+    return jax.jit(jaxpr_as_fun(program))
 
 
 def _lower_traced(
@@ -119,7 +126,7 @@ def _traced_transpose(
 
 
 def _of_floats(leaves: Sequence[Any], given: Sequence[Any], like: Sequence[Any], exchange: LinearExchange) -> list[Any]:
-    """The exchange of tangents or cotangents of leaves that are floats; zeros for others."""
+    """The exchange of floats' tangents or cotangents; zeros for others."""
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     out: list[Any] = [ad.Zero(each.to_tangent_aval()) for each in like]
     for i, x in zip(floats, _along([given[i] for i in floats], exchange) if floats else [], strict=True):

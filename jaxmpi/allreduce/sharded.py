@@ -65,7 +65,7 @@ from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.host_processes import HostProcesses
-from jaxmpi.comm.mpi import workers_of
+from jaxmpi.comm.mpi import numbers_of, workers_of
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.comm.shared_sum import scatter_beside
 from jaxmpi.config.exchange_config import check_bucket_bytes
@@ -442,25 +442,25 @@ class MasteredState(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("own", "number"), meta_fields=("chunks", "cut", "whole")
+    jax.tree_util.register_dataclass, data_fields=("own",), meta_fields=("chunks", "ranks", "cut", "whole")
 )
 @dataclass(frozen=True)
 class ShardedState(RanksOwn):
     """State of `sharded`, and how it is cut, for whoever saves it."""
 
     own: PyTree  # this worker's share
-    number: jax.Array  # i32[]: of this share
     chunks: tuple[int, ...]  # by worker: the number of its share
+    ranks: tuple[int, ...]  # by worker: the launcher's number; none along an axis
     cut: Entries | Leaves
     whole: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape and dtype of each leaf of all shares joined
 
-    def saved(self) -> PyTree:
-        """The share as a checkpoint has it."""
-        return packed(self.cut.saved(self.own, int(self.number)))
+    def saved(self, worker: int) -> PyTree:
+        """A worker's share as a checkpoint has it."""
+        return packed(self.cut.saved(self.own, self.chunks[worker]))
 
-    def restored(self, read: Callable[[str], np.ndarray]) -> PyTree:
-        """The share from a checkpoint's whole leaves, by `read(name)`."""
-        return self.cut.restored(packed(self.own), int(self.number), read)
+    def restored(self, worker: int, read: Callable[[str], np.ndarray]) -> PyTree:
+        """A worker's share from a checkpoint's whole leaves, by `read(name)`."""
+        return self.cut.restored(packed(self.own), self.chunks[worker], read)
 
 
 def sharded(
@@ -530,7 +530,7 @@ def sharded(
             state, whole = MasteredState(state, masters), lambda tree: MasteredState(tx.init(tree), tree)
         named = named_leaves(jax.eval_shape(lambda tree: packed(whole(tree)), params))
         leaves = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in named)
-        return ShardedState(state, of.chunk(), of.chunks, of.cut.for_state_of(tx), leaves)
+        return ShardedState(state, of.chunks, numbers_of(of.comm), of.cut.for_state_of(tx), leaves)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
@@ -544,11 +544,13 @@ def sharded(
             f"sharded: got a state whose slices have the order {state.chunks}; expected {of.chunks}, that of "
             f"{strategy} on these workers: {way_out}",
         )
-        deals = [cut.deal.owners if isinstance(cut, Leaves) else () for cut in (state.cut, of.cut)]
+        owners = (cut.deal.owners if isinstance(cut, Leaves) else () for cut in (state.cut, of.cut))
+        dealt = zip((name for name, _ in named_leaves(updates)), *owners, strict=False)
+        name, got, expected = next((row for row in dealt if row[1] != row[2]), ("", 0, 0))
         check(
-            deals[0] == deals[1],
-            f"sharded: got a state whose tensors are dealt to {deals[0]}; expected {deals[1]}, as by this `cost`: "
-            f"{way_out}",
+            not name,
+            f"sharded: got a state with tensor {name} in share {got}; expected it in share {expected}, as by this "
+            f"`cost`: {way_out}",
         )
         check(
             isinstance(held, MasteredState) == (gather_wire != "32"),

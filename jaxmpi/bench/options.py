@@ -104,7 +104,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--experiment",
         metavar="FILE.py",
-        help="whose strategies, wires and compressors are known; without --tree and --sizes its model is the tree",
+        help="at one path on all hosts, whose strategies, wires and compressors are known; without --tree and --sizes "
+        "its model is the tree",
     )
     add(
         "--peers",
@@ -176,7 +177,7 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
 
 @functools.cache
 def add_rows(experiment: str) -> None:
-    """Run an experiment file, which adds its strategies, wires and compressors, once a process."""
+    """Run an experiment file, once, for the rows that it adds."""
     if experiment:
         experiment_file.load(Path(experiment))
 

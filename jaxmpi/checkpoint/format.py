@@ -480,7 +480,7 @@ def has_masters(manifest: dict, slicing: Slicing | None) -> bool:
 
 
 class WholeLeaves:
-    """Whole leaves of the rule's state in a checkpoint, however it is held.
+    """Whole leaves of a checkpoint's rule state, however it is held.
 
     A leaf is whole in one worker's file, whole in all of them, or each file has a slice.
     """

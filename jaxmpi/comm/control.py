@@ -56,11 +56,16 @@ class SoloProcesses:
     """The control plane of a single process."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
-    hosts, may_overlap, numbers = (0,), True, (0,)
+    hosts, may_overlap = (0,), True
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """By rank here: the launcher's number."""
+        return (launchers.my_rank(),)
 
     def in_job(self, ranks: Sequence[int]) -> list[int]:
         """The launcher's numbers of these ranks, as error messages give them."""
-        return [*ranks]
+        return [self.numbers[rank] for rank in ranks]
 
     def on_own_communicator(self) -> "SoloProcesses":
         """The same: nothing is sent."""

@@ -21,6 +21,7 @@ from jaxmpi.comm.shared_compile import shared_jit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime import launchers
 
 
 class RankComm:
@@ -248,6 +249,13 @@ def workers_of(comm: Comm | None) -> Comm:
     why = refusing_world.value
     check(not why or chosen is not world(), why)
     return chosen
+
+
+def numbers_of(comm: Comm) -> tuple[int, ...]:
+    """The launcher's numbers of a communicator's ranks; none along an axis."""
+    if isinstance(comm, RankComm):
+        return tuple(comm.processes.numbers)
+    return (launchers.my_rank(),) if isinstance(comm, SoloComm) else ()
 
 
 def communicator(comm: Any) -> Comm:

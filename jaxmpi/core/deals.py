@@ -294,7 +294,7 @@ class Leaves(NamedTuple):
         return self._replace(layout=layout_of(tx, self.deal))
 
     def saved(self, state: PyTree, chunk: int) -> PyTree:
-        """A rule's state for checkpoints: whole leaves by the whole state's names, keys packed."""
+        """A rule's state for checkpoints: whole leaves by name, keys packed."""
         layout = self.layout
         assert layout
 

@@ -73,8 +73,10 @@ def has_known_rule(text: str) -> bool:
     gives a name that is no literal, imports from elsewhere or from another experiment, or adds a rule to the table.
     """
     words = set(re.findall(r"\w+", text))
-    imported = set(re.findall(r"^\s*(?:from|import)\s+(jaxmpi\.experiments|\w+)", text, re.MULTILINE))
-    if imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"} or "RULES" in words:
+    lines = re.findall(r"^\s*(?:from\s+(\w+)|import\s+(.+))", text, re.MULTILINE)
+    imported = {re.split(r"\W", name.strip())[0] for one, several in lines for name in (one or several).split(",")}
+    is_elsewhere = imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"}
+    if is_elsewhere or "jaxmpi.experiments" in text or "RULES" in words:
         return False
     literal = r"RuleConfig\(\s*(?:name\s*=\s*)?[\"'](\w+)[\"']|--rule\.name[= ][\"']?(\w+)"
     if re.search(r"RuleConfig\s*\(|RuleConfig\s+as\b|=\s*RuleConfig\b", re.sub(literal, "", text)):

@@ -80,7 +80,7 @@ class Checkpoints:
         check(number >= 0, f"jaxmpi.Checkpoints.save: step: got {number}; expected >= 0")
         _check_json(extra)
         cuts = Cuts.of(shared, own, control)
-        state = cuts.state(number, shared, own, [share.saved() for share in cuts.shares])
+        state = cuts.state(number, shared, own, [share.saved(control.rank) for share in cuts.shares])
         files = format.files_of({control.rank: state}, replicated=not cuts.shares)
         told = control.allgather_object((self._problem(files, number, control), cuts.of_parts))
         if problems := [text for text, _ in told if text]:
@@ -120,7 +120,7 @@ class Checkpoints:
         return f"rank {rank}: {odd}{of_step(step, self._folder)}; {way_out}"
 
     def _others(self, control: Processes) -> list[int]:
-        """Ranks of this job, none of them here, that saved the newest checkpoint."""
+        """Other ranks of this job, if they saved the newest checkpoint."""
         for path in found(self._folder)[-1:]:
             try:
                 ranks = read_manifest(path)["extra"].get(RANKS, [])
@@ -217,14 +217,10 @@ class Cuts:
         named = jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded)
         found = [(path_name(path), state) for path, state in named if _is_sharded(state)]
         states, paths = tuple(state for _, state in found), tuple(path for path, _ in found)
-        size, rank = control.size, control.rank
-        mine = [len(each.chunks) == size and each.chunks[rank] == int(each.number) for each in states]
-        every = control.allgather_object(mine) if size > 1 and states else [mine]
-        check(
-            len({*map(len, every)}) == 1,
-            f"own: got {[*map(len, every)]} states of jaxmpi.sharded by rank; expected as many on all",
-        )
-        is_share = tuple(map(all, zip(*every, strict=True)))
+        counts = control.allgather_object(len(states)) if control.size > 1 else [len(states)]
+        several = f"own: got {counts} states of jaxmpi.sharded by rank; expected as many on all"
+        check(len({*counts}) == 1, several)
+        is_share = tuple(tuple(state.ranks) == tuple(control.numbers) for state in states)
         made = cls(control, states, paths, is_share)
         orders = {share.chunks for share in made.shares if isinstance(share.cut, Entries)}
         several = "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints"
@@ -238,7 +234,7 @@ class Cuts:
 
     @property
     def leaves(self) -> list[list[Any]]:
-        """By state: path, then name, shape and dtype of each leaf of the whole."""
+        """By state: path; then name, shape, dtype of each whole leaf."""
         whole = [[[name, list(shape), dtype] for name, shape, dtype in state.whole] for state in self.states]
         return [[path, leaves] for path, leaves in zip(self.paths, whole, strict=True)]
 
@@ -248,12 +244,15 @@ class Cuts:
         rows = []
         for state, is_share in zip(self.states, self.is_share, strict=True):
             owners = state.cut.deal.owners if isinstance(state.cut, Leaves) else ()
-            rows.append([] if is_share else [int(state.number), [*map(int, state.chunks)], [*owners]])
+            rows.append([] if is_share else [[*state.ranks], [*map(int, state.chunks)], [*owners]])
         return rows
 
     @property
     def order(self) -> tuple[int, ...]:
-        """By rank: the number of its slice. Whole tensors are found by their names in any order."""
+        """By rank: the number of its slice.
+
+        Whole tensors are found by their names, in any order.
+        """
         slices = (share.chunks for share in self.shares if isinstance(share.cut, Entries))
         return tuple(map(int, next(slices, range(self.control.size))))
 
@@ -273,7 +272,9 @@ class Cuts:
             whole |= {at(i, name): jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in share.whole}
 
         def held(mine: PyTree, chunk: int, read: Callable[[str], np.ndarray]) -> PyTree:
-            return [share.restored(lambda name, i=i: read(at(i, name))) for i, share in enumerate(shares)]
+            return [
+                share.restored(self.control.rank, lambda name, i=i: read(at(i, name))) for i, share in enumerate(shares)
+            ]
 
         return format.Slicing(whole, self.order, held)
 
@@ -283,7 +284,11 @@ class Cuts:
         Raises:
             UsageError: they are of other trees or optimizers; or of parts of the ranks, and other ones than here.
         """
-        there = extra.get(SHARDED, {}) if OF_USER in extra else {}
+        there = extra.get(SHARDED) or {} if OF_USER in extra else {}
+        is_known = isinstance(there, dict)
+        check(
+            is_known, f"{folder}: got states of jaxmpi.sharded as a version under development saved them; begin again"
+        )
         rows = there.get("leaves", []), self.leaves
         saved_by = f"{folder}: got states of jaxmpi.sharded, saved by {workers} ranks"
         leaves = [[f"{at}/{name} {t}{s}" for at, whole in each for name, s, t in whole] for each in rows]
@@ -295,11 +300,12 @@ class Cuts:
         size, here = self.control.size, self.of_parts
         was = there.get("of parts", [here] * workers)[self.control.rank if workers == size else 0]
         is_same = was == here if workers == size else not any(was) and not any(here)
+        ranks = [[row[0] if row else "all" for row in each] for each in (was, here)]
         check(
             is_same,
-            f"{saved_by}, of a part of them: share of this rank, shares by rank, owners of tensors {was}; expected "
-            f"{here} on {size}: such a state goes back to as many ranks in the same parts; Checkpoints(folder, "
-            "comm=that part), with a folder for each part, saves what can be cut anew",
+            f"{saved_by}, of parts of them: ranks {ranks[0]}; expected {ranks[1]} on {size}, with the strategy and "
+            "`cost` as before: such a state goes back to the same ranks. Checkpoints(folder, comm=that part), with a "
+            "folder for each part, saves what can be cut anew",
         )
 
     def with_shares(self, own: PyTree, state: TrainState) -> PyTree:

@@ -107,12 +107,12 @@ def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTr
 
 
 def _real(x: np.ndarray) -> np.ndarray:
-    """c128[...] as f64[..., 2], the parts of each number; all else as it is."""
+    """Complex c128[...] as its parts, f64[..., 2]; others as they are."""
     return np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.float64) if x.dtype.kind == "c" else x
 
 
 def _array(where: str, leaf: Any) -> np.ndarray:
-    """A leaf as NumPy bools, integers (or Python's as objects), f64 or c128."""
+    """A leaf in NumPy: bools, integers (Python's as objects), f64, c128."""
     check(not isinstance(leaf, Tracer), f"{where} is traced; inside jit take jaxmpi.collectives.allreduce")
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     check(not is_key, f"{where}: got a random key; expected numbers: jax.random.key_data of it")

@@ -66,6 +66,8 @@ def test_a_file_may_have_the_rule_that_it_names_or_builds_on():
     assert not command.has_known_rule(text.format("from jaxmpi.experiments.gpt import experiment"))
     assert not command.has_known_rule(text.format("from jaxmpi.config import RuleConfig as Rule\nrule = Rule('easgd')"))
     assert not command.has_known_rule(text.format("import os\nrule = RuleConfig(os.environ.get('RULE', 'gradients'))"))
+    assert command.has_known_rule(text.format("import os, math as m"))
+    assert not command.has_known_rule(text.format("import os, my_rules"))
     assert not command.has_known_rule("experiments/digits.py --rule.name=gosgd\n")
     assert not command.has_known_rule("experiments/digits.py --rule.name gosdg\n")
 
