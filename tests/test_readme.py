@@ -321,7 +321,7 @@ OTHERS_FLAGS = {
     "ruff": {"--check"},
     "containers": {"--rm", "--shm-size", "--cpus", "--cpuset-cpus", "--ipc", "--gpus", "--nv"},
     "XLA": {"--xla"},
-    "a rule of one's own": {"--rule.quorum"},
+    "a rule of one's own": {"--rule.quorum", "--rule.share"},
     "a switch of 0.1": {"--tensorboard"},
 }
 

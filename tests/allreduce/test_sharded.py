@@ -164,7 +164,10 @@ def averages_of(rule: base.Rule, params: Any, state: Any) -> Any:
 # ---------------------------------------------------------------- two halves
 
 
-@pytest.mark.parametrize(("workers", "hosts"), [(3, None), (8, (0, 0, 1, 1, 0, 0, 1, 1))])
+@pytest.mark.parametrize(
+    ("workers", "hosts"),
+    [(3, None), (4, (0, 1, 1, 0)), pytest.param(8, (0, 0, 1, 1, 0, 0, 1, 1), marks=pytest.mark.slow)],
+)
 def test_two_halves_are_the_whole_and_each_worker_has_its_chunk(workers, hosts):
     comm = AxisComm("w", workers, hosts)
     x = RNG.standard_normal((workers, workers * 6)).astype(np.float32)

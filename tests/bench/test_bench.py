@@ -58,9 +58,11 @@ def consistent(case: dict, rounds: int) -> None:
 
 WITH_A_WIRE = """
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.experiments.digits import experiment
+from jaxmpi.config import Experiment
+from jaxmpi.model import Model
 
 WIRES["mine"] = WIRES["32"]
+experiment = Experiment(model=Model("mine", lambda key, image: ({}, {}), None, input_shape=(3,), classes=2))
 """
 
 
@@ -268,7 +270,7 @@ def test_between_hosts_the_link_is_the_bound(tmp_path):
         (("--strategies", "rnig"), "unknown strategy 'rnig'; did you mean 'ring'? there are: ar, asa,"),
         (("--strategies", "ring:7"), "unknown wire '7'"),
         (("--peers", "gloo"), "unknown peer"),
-        (("--experiment", "absent.py"), "no experiment file 'absent.py'"),
+        (("--experiment", "absent.py"), "absent.py'; with jaxmpi come"),
         (("--tree", "alexnett"), "unknown model 'alexnett'; did you mean 'alexnet'?"),
         (("--sizes", "many"), "--sizes: got 'many'"),
         (("--sizes", "2147483648"), "--sizes: got '2147483648'; expected floats below 2^31"),

@@ -10,10 +10,11 @@ ALL = "\n".join(f"runpy.run_module('jaxmpi.experiments.collectives.{name}', run_
 
 
 @pytest.mark.e2e
-def test_four_ranks_compute_what_one_process_computes():
-    ended = mpirun(4, "-c", f"import runpy\n{ALL}", timeout_s=240, env={"JAX_PLATFORMS": "cpu"})
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_compute_what_one_process_computes(ranks):
+    ended = mpirun(ranks, "-c", f"import runpy\n{ALL}", timeout_s=240, env={"JAX_PLATFORMS": "cpu"})
     assert ended.code == 0, ended.out[-3000:]
-    assert ended.out.count("4 ranks: ") == len(NAMES)
+    assert ended.out.count(f"{ranks} ranks: ") == len(NAMES)
 
 
 def test_every_example_is_run_and_is_short():

@@ -301,7 +301,7 @@ assert (sys.excepthook, sys.exit) == hooks
 """
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # ten seconds of one tracker's database
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database library
 def test_mlflow_has_a_failed_run_as_failed_until_it_is_resumed(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")

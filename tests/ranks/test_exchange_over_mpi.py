@@ -176,7 +176,15 @@ def test_an_exchange_is_its_own_transpose_in_its_wire(strategy):
     assert np.array_equal(tangents["a"], exchanged(cotangent)["a"])
 
 
-@pytest.mark.parametrize("around", ["scan", "while_loop", "cond", "checkpoint", "custom_vjp", "jit"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        "scan",
+        "cond",
+        "checkpoint",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("while_loop", "custom_vjp", "jit")),
+    ],
+)
 def test_the_derivative_of_an_exchange_goes_through_loops_and_branches(around):
     """f = sum of (mean over ranks)^2 of each step: df/dx = 2 mean, through the transposed mean again 2 mean."""
     x = jnp.arange(4.0) + RANK

@@ -107,7 +107,16 @@ SLOW = {
 }
 
 
-WITH_TESTS = ("split", "devices", "beside", "xla", "late_gather", "diloco", "in_memory")  # of their own that CI runs
+WITH_TESTS = (
+    "split",
+    "devices",
+    "beside",
+    "xla",
+    "late_gather",
+    "diloco",
+    "in_memory",
+    "easgd",
+)  # of their own that CI runs
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
