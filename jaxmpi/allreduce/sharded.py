@@ -544,6 +544,11 @@ def sharded(
             f"sharded: got a state whose slices have the order {state.chunks}; expected {of.chunks}, that of "
             f"{strategy} on these workers: {way_out}",
         )
+        ranks = numbers_of(of.comm)
+        check(
+            state.ranks == ranks,
+            f"sharded: got a state of ranks {state.ranks}; expected one of ranks {ranks}, those of `comm`: {way_out}",
+        )
         owners = (cut.deal.owners if isinstance(cut, Leaves) else () for cut in (state.cut, of.cut))
         dealt = zip((name for name, _ in named_leaves(updates)), *owners, strict=False)
         name, got, expected = next((row for row in dealt if row[1] != row[2]), ("", 0, 0))

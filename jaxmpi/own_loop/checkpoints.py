@@ -143,7 +143,7 @@ class Checkpoints:
                 are returned as such, others as NumPy arrays.
             own: likewise.
 
-        Communicates: a gather of rank 0's list, and one for each checkpoint that is tried.
+        Communicates: gathers of short texts: rank 0's list, and one for each checkpoint that is tried.
 
         Raises:
             UsageError: on all ranks alike: it is of another tree (path, got, expected), all are damaged, or states of
@@ -206,7 +206,7 @@ class Cuts:
 
     @classmethod
     def of(cls, shared: PyTree, own: PyTree, control: Processes) -> "Cuts":
-        """Find them. Communicates: a gather of short texts, if there are any.
+        """Find them. Communicates: a gather of their numbers.
 
         Raises:
             UsageError: one is in the shared tree, of which rank 0's is written; or shares are in several orders.
@@ -300,12 +300,13 @@ class Cuts:
         size, here = self.control.size, self.of_parts
         was = there.get("of parts", [here] * workers)[self.control.rank if workers == size else 0]
         is_same = was == here if workers == size else not any(was) and not any(here)
-        ranks = [[row[0] if row else "all" for row in each] for each in (was, here)]
+        of_axis = "those of an axis"
+        ranks = [[(row[0] or of_axis) if row else "all" for row in each] for each in (was, here)]
         check(
             is_same,
             f"{saved_by}, of parts of them: ranks {ranks[0]}; expected {ranks[1]} on {size}, with the strategy and "
             "`cost` as before: such a state goes back to the same ranks. Checkpoints(folder, comm=that part), with a "
-            "folder for each part, saves what can be cut anew",
+            "folder for each part, saves what can be cut anew; along an axis a state is not",
         )
 
     def with_shares(self, own: PyTree, state: TrainState) -> PyTree:

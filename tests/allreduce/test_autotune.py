@@ -652,7 +652,7 @@ def trained(ranks: int, folder: Path, *more: str) -> str:
     return ended.out
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # a run; tests/ranks/test_autotune_over_mpi.py has what is chosen, said and kept
 def test_a_run_says_and_stores_what_auto_chose(tmp_path):
     out = trained(2, tmp_path, "--train-for", "1st", "--exchange.strategy", "auto")
     [chosen] = re.findall(r"auto: (\S+:32), (?:buckets of \d+ MiB|leaves as they are): .* on 1 x 2 ranks", out)

@@ -483,6 +483,9 @@ def test_a_state_that_was_dealt_or_rounded_otherwise_is_refused_by_name(standard
     tx, coarse = jaxmpi.sharded(lars), jaxmpi.sharded(lars, gather_wire="16")
     others = jaxmpi.sharded(lars, cost=lambda shape: -math.prod(shape))
     if SIZE > 1:
+        turned = jaxmpi.sharded(lars, comm=COMM.split(0, key=-RANK))
+        with pytest.raises(jaxmpi.UsageError, match=r"a state of ranks \(0.*; expected one of ranks \(\d.* restore it"):
+            turned.update(params, tx.init(params), params)
         with pytest.raises(
             jaxmpi.UsageError, match=r"tensor . in share \d; expected it in share \d, .* restore it by jaxmpi.Chec"
         ):

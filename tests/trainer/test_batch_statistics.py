@@ -79,10 +79,10 @@ LONGEST_SUM = BATCH * 6 * 6  # over the places where the kernel is used
 SIX_DIGITS = 5e-6  # of the record
 WORDS = ("local", "averaged", "synchronised")
 CASES = [  # word, workers, micro-batch, ranks, further arguments
-    ("synchronised", 2, 0, 2, ()),
     ("synchronised", 2, 0, 1, ("--devices", "2")),
 ]
 SLOW = [
+    ("synchronised", 2, 0, 2, ()),  # tests/ranks/test_statistics_over_mpi.py has the statistics of two ranks
     ("averaged", 2, 0, 2, ()),
     ("local", 2, 0, 2, ()),
     ("synchronised", 2, 3, 2, ()),

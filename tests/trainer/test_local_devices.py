@@ -233,7 +233,7 @@ def one_process(folder: Path) -> dict[str, Ended]:
     return ended
 
 
-@pytest.mark.slow  # three runs; tests/ranks/test_local_devices_over_mpi.py has the shares of the state
+@pytest.mark.slow  # three runs; test_modes.py has a shorter one in CI, of whole tensors
 def test_devices_of_one_process_hold_a_slice_of_the_velocity_each_and_leave_what_whole_updates_leave(
     one_process, folder
 ):

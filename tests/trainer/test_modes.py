@@ -157,20 +157,34 @@ def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
         assert list((folder / "checkpoints").iterdir())
 
 
+def of_whole_tensors(folder: Path, *flags: str) -> str:
+    """What a run of two devices with LAMB said, whose updates are of whole tensors if they are sharded."""
+    (folder.parent / "tiny.py").write_text(EXPERIMENT)
+    args = ("--devices", "2", "--optim.name", "lamb", "--exchange.overlap", "off", "--exchange.shard-update", *flags)
+    ended = train(1, str(folder.parent / "tiny.py"), "--run-dir", str(folder), *args)
+    assert ended.code == 0, ended.out
+    return ended.out
+
+
 @pytest.mark.e2e
-def test_whole_tensors_are_saved_and_a_run_without_sharded_updates_goes_on_from_them(tmp_path):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    args = ("--devices", "2", "--optim.name", "lamb", "--exchange.overlap", "off", "--exchange.shard-update")
+def test_a_checkpoint_of_whole_tensors_has_each_once(tmp_path):
+    assert "updates sharded over 2 workers" in of_whole_tensors(tmp_path / "run", "on")
+    last = tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}"
+    files = json.loads((last / "manifest.json").read_text())["files"]
+    params = {row["path"].removeprefix("params/"): row["shape"] for row in files["common.bin"]}
+    for moment in ("mu", "nu"):
+        rows = [row for name in files for row in files[name] if f"/{moment}/" in row["path"]]
+        saved = [(row["path"].partition(f"/{moment}/")[2], row["shape"]) for row in rows]
+        assert sorted(saved) == sorted((name, params[name]) for name, _ in saved)
+        assert len(dict(saved)) == len(saved) == len([name for name in params if "/" in name])
 
-    def trained(name: str, *flags: str) -> str:
-        ended = train(1, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / name), *args, *flags)
-        assert ended.code == 0, ended.out
-        return ended.out
 
-    assert "updates sharded over 2 workers" in trained("dealt", "on")
+@pytest.mark.slow  # two runs
+def test_a_run_without_sharded_updates_goes_on_from_whole_tensors(tmp_path):
+    of_whole_tensors(tmp_path / "dealt", "on")
     shutil.copytree(tmp_path / "dealt", tmp_path / "whole")
     shutil.rmtree(tmp_path / "whole" / "checkpoints" / f"step_{STEPS:08d}")
-    said = trained("whole", "off", "--resume")
+    said = of_whole_tensors(tmp_path / "whole", "off", "--resume")
     assert "resumed at step 12" in said
     assert "updates sharded" not in said
     dealt, whole = (jaxmpi.load(tmp_path / name).params for name in ("dealt", "whole"))

@@ -788,7 +788,8 @@ def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("where", [pytest.param("apply", marks=pytest.mark.slow), "save"])
+@pytest.mark.slow  # tests/test_mpirun.py has ranks that raise; tests/checkpoint/ has what cannot be written
+@pytest.mark.parametrize("where", ["apply", "save"])
 def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
     """Only the first rank of a host traces the model, and only rank 0 makes the checkpoint's folder."""
     path = tmp_path / "raises.py"
