@@ -184,7 +184,7 @@ def _check_json(extra: Any) -> None:
 
 
 OF_USER, RANKS, CHUNKS, CUT, SHARDED = "of user", "ranks", "chunks", "cut", "sharded"  # in a manifest's extra values
-BEGAN_S = time.time()  # when this process began
+BEGAN_S = time.time()  # no checkpoint of this process is older
 
 
 def _is_sharded(x: Any) -> bool:
@@ -202,7 +202,6 @@ class Cuts:
     control: Processes
     states: tuple[ShardedState, ...]
     paths: tuple[str, ...]
-    is_share: tuple[bool, ...]  # by state: all ranks have a share of it
 
     @classmethod
     def of(cls, shared: PyTree, own: PyTree, control: Processes) -> "Cuts":
@@ -220,12 +219,16 @@ class Cuts:
         counts = control.allgather_object(len(states)) if control.size > 1 else [len(states)]
         several = f"own: got {counts} states of jaxmpi.sharded by rank; expected as many on all"
         check(len({*counts}) == 1, several)
-        is_share = tuple(tuple(state.ranks) == tuple(control.numbers) for state in states)
-        made = cls(control, states, paths, is_share)
+        made = cls(control, states, paths)
         orders = {share.chunks for share in made.shares if isinstance(share.cut, Entries)}
         several = "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints"
         check(len(orders) < 2, several)
         return made
+
+    @property
+    def is_share(self) -> list[bool]:
+        """By state: all ranks here, in this order, have a share of it."""
+        return [state.ranks == tuple(self.control.numbers) for state in self.states]
 
     @property
     def shares(self) -> list[ShardedState]:
@@ -257,7 +260,7 @@ class Cuts:
         return tuple(map(int, next(slices, range(self.control.size))))
 
     def facts(self, of_parts: list[list[Any]]) -> dict[str, Any]:
-        """What a manifest says of them; `of_parts` of every rank."""
+        """Entries of a manifest about them, with `of_parts` of every rank."""
         said = {SHARDED: {"leaves": self.leaves, "of parts": of_parts}} if self.states else {}
         if not self.shares:
             return said

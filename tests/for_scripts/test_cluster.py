@@ -147,7 +147,7 @@ def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tm
 
 
 def sharded_run(folder: Path, rate: str, *flags: str) -> tuple[str, list[list[dict]]]:
-    """What a run of sharded updates on two hosts said, and each rank's spans in the order of their begins."""
+    """Output of a run of sharded updates on two hosts, and each rank's spans in the order of their begins."""
     sharded = ("--exchange.shard-update", "on", "--exchange.bucket-bytes", "16384", *flags)
     steps = ("--train-for", "16st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
     where = ("experiments/digits.py", "--run-dir", str(folder / "run"))

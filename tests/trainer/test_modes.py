@@ -158,7 +158,7 @@ def test_a_mode_trains_past_everything_periodic(mode, tmp_path):
 
 
 def of_whole_tensors(folder: Path, *flags: str) -> str:
-    """What a run of two devices with LAMB said, whose updates are of whole tensors if they are sharded."""
+    """Output of a run of two devices with LAMB, whose updates are of whole tensors if they are sharded."""
     (folder.parent / "tiny.py").write_text(EXPERIMENT)
     args = ("--devices", "2", "--optim.name", "lamb", "--exchange.overlap", "off", "--exchange.shard-update", *flags)
     ended = train(1, str(folder.parent / "tiny.py"), "--run-dir", str(folder), *args)
