@@ -227,7 +227,7 @@ class Cuts:
 
     @property
     def is_share(self) -> list[bool]:
-        """By state: all ranks here, in this order, have a share of it."""
+        """By state: all ranks here have a share of it, in order."""
         return [state.ranks == tuple(self.control.numbers) for state in self.states]
 
     @property
