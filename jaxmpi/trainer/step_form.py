@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi.allreduce import algorithms, comm_thread_calls, compression, overlap
+from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import BUCKET_BYTES
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.sharded import check_floats
@@ -180,7 +181,9 @@ def unfit_slices(job: Job) -> str:
         return host_callbacks.unavailable_reason() or ""
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not (halves and halves.on_host):
-        return UnfitForOverlap.HALVES.format(algorithm=algorithm)
+        with_both = [(each, algorithms.parse(each).spec.halves) for each in with_halves(workers.comm.hosts)]
+        able = ", ".join(each for each, both in with_both if both and both.on_host)
+        return UnfitForOverlap.HALVES.format(algorithm=algorithm, able=able)
     if experiment.batch_statistics == "synchronised":
         return UnfitForOverlap.SLICES
     return comm_thread_calls.unavailable_reason(f"{algorithm}:{asked.gather_wire}", workers.comm) or ""

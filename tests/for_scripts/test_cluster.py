@@ -124,7 +124,8 @@ for is_carried in (True, False):
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
         processes().assert_same(strategy, bits.hex())
         assert carried.setdefault(strategy, bits) == bits, strategy
-    for strategy, wire in (("asa32", "32"), ("asa16", "8"), ("ring32", "16"), ("ring:8", "32")):
+    pairs = [("asa32", "32"), ("asa16", "8"), ("ring32", "16"), ("ring:8", "32"), ("hier-asa:16", "8"), ("hier-ring32", "16")]
+    for strategy, wire in pairs:
         for dealt in (None, deal({"a": x, "b": x[:7]}, comm.size)):
             halves = shards_of(strategy, "mean", comm, 32 << 10, deal=dealt, gather_wire=wire)
             put_together = lambda tree: halves.gather(halves.scatter(tree)[0], tree, wire)

@@ -33,7 +33,7 @@ if COMM.size == 1:
     pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
-ALIKE = ("color2", "pipering", "hier-color4")  # color4's code: tests/allreduce/test_color_trees_on_host.py
+ALIKE = ("color2", "pipering", "hier-color4")  # color4's code: tests/allreduce/test_sums_on_host.py
 STRATEGIES = [f"{name}:{wire}" for name in fitting_on_host(COMM.hosts) if name not in ALIKE for wire in WIRES]
 ROW = host_comm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.

@@ -6,7 +6,18 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Halves, Part, PartsOnHost, StrategySpec, Sum, SumOnHost, is_even
+from jaxmpi.allreduce.algorithms.spec import (
+    ALL,
+    Cost,
+    Halves,
+    HalvesOnHost,
+    Part,
+    PartsOnHost,
+    StrategySpec,
+    Sum,
+    SumOnHost,
+    is_even,
+)
 from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
 from jaxmpi.allreduce.prices import Link, Net, add, turn
 from jaxmpi.allreduce.subgroups import split_by_host
@@ -57,9 +68,13 @@ def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
 
 def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
     """The sum of `hierarchical`, in NumPy."""
-    inside, between = comm.inside, comm.between
-    count = len(rows) // inside.size
-    parts = [rows[i * count : (i + 1) * count] for i in range(inside.size)]
+    yield from scattered_on_host(rows, comm, wire, tag, cross)
+    yield from shared_inside_on_host(rows, comm, tag)
+
+
+def scattered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
+    """Sum this rank's part inside its host, then `cross`, a sum or its first half, between hosts."""
+    inside, between, parts = comm.inside, comm.between, parts_of(rows, comm)
     mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
     theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
     if peers:
@@ -69,8 +84,28 @@ def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, c
         row[:] = functools.reduce(np.add, every)
     if between.size > 1:
         yield from cross(mine, between, wire, tag)
+
+
+def gathered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
+    """The second half of `cross` between hosts, then share parts inside them."""
+    if comm.between.size > 1:
+        yield from cross(parts_of(rows, comm)[comm.inside.place], comm.between, wire, tag)
+    yield from shared_inside_on_host(rows, comm, tag)
+
+
+def shared_inside_on_host(rows: Rows, comm: HostComm, tag: int) -> Iterator[Requests]:
+    """Each rank's part to all ranks of its host, at 32 bits."""
+    inside, parts = comm.inside, parts_of(rows, comm)
+    peers = [i for i in range(inside.size) if i != inside.place]
     if peers:
+        mine = parts[inside.place]
         yield [request for i in peers for request in inside.swap_each(mine, parts[i], inside.order[i], tag)]
+
+
+def parts_of(rows: Rows, comm: HostComm) -> list[Rows]:
+    """By place in its host: the rows that a rank sums there."""
+    count = len(rows) // comm.inside.size
+    return [rows[i * count : (i + 1) * count] for i in range(comm.inside.size)]
 
 
 def hierarchical_parts(n: int, comm: HostComm, wire: HostWire, cross: PartsOnHost) -> Iterator[Part]:
@@ -102,6 +137,8 @@ HIERARCHICAL = StrategySpec(
     fits_on_host=is_even,
     seconds=hierarchical_seconds,
     is_candidate=lambda net: net.even and net.hosts > 1 and net.slots > 1,
-    halves=Halves(scattered_between, gathered_inside, chunks_by_host),
+    halves=Halves(
+        scattered_between, gathered_inside, chunks_by_host, on_host=HalvesOnHost(scattered_on_host, gathered_on_host)
+    ),
     spelled=("hier-asa", "hier-ring", "hier-tree", "hier-color4"),
 )

@@ -36,8 +36,14 @@ class Part(NamedTuple):
 class HalvesOnHost(NamedTuple):
     """The halves in NumPy: in between, only this worker's chunk is right."""
 
-    scatter: SumOnHost  # makes this worker's chunk the sum
-    gather: SumOnHost  # makes all chunks what their workers have
+    scatter: Callable[..., Iterator[Requests]]  # a SumOnHost: makes this worker's chunk the sum
+    gather: Callable[..., Iterator[Requests]]  # a SumOnHost: makes all chunks what their workers have
+
+    def across(self, cross: "HalvesOnHost") -> "HalvesOnHost":
+        """Those of `hier-<cross>`, with the halves between hosts filled in."""
+        return HalvesOnHost(
+            functools.partial(self.scatter, cross=cross.scatter), functools.partial(self.gather, cross=cross.gather)
+        )
 
 
 class Halves(NamedTuple):
@@ -77,6 +83,7 @@ class Halves(NamedTuple):
             functools.partial(self.scatter, cross=cross),
             functools.partial(self.gather, cross=cross),
             functools.partial(self.chunks, cross=cross),
+            on_host=self.on_host and cross.on_host and self.on_host.across(cross.on_host),
         )
 
 

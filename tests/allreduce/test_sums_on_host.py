@@ -1,4 +1,4 @@
-"""Multi-colour trees of the communication thread, with generators for ranks: their messages come in a random order."""
+"""Sums of the communication thread, with generators for ranks: their messages come in a random order."""
 
 import collections
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from jaxmpi.allreduce.algorithms.color_trees import forest, most_edges, packets_
 from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.host_comm import HostComm
 from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.comm.axis import AxisComm
 
 
 class Request:
@@ -64,12 +65,12 @@ class Rank:
         return request
 
 
-def sums(strategy: str, rows: np.ndarray, order: tuple[int, ...], hosts: Any = None, seed: int = 0):
-    """f32[w, n] of all ranks -> what each holds after the sum, and the bytes that each has sent."""
+def sums(strategy: str, rows: np.ndarray, order: tuple[int, ...], hosts: Any = None, seed: int = 0, half: str = ""):
+    """f32[w, n] of all ranks -> what each holds after the sum or a half, and the bytes that each has sent."""
     network, held = Network(seed), rows.copy()
     segments: list[tuple[Iterator, list[Request]]] = []
     for rank in range(len(rows)):
-        total = HostSum.named(strategy, HostComm(Rank(network, rank), order, hosts or range(len(rows))))
+        total = HostSum.named(strategy, HostComm(Rank(network, rank), order, hosts or range(len(rows))), half)
         tags = range(total.segments(rows.shape[1]))
         segments += [(part, []) for part in total.of(held[rank], tags)]
     while segments:
@@ -126,6 +127,23 @@ def test_a_hierarchy_of_trees_is_that_of_the_program_in_every_bit(monkeypatch):
     expected = references.hier(references.padded(rows, 6), "8", hosts, cross)[:n]
     for mine in sums("hier-color2:8", rows, tuple(range(6)), hosts)[0]:
         assert mine.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("strategy", ["hier-asa:32", "hier-ring:32", "hier-asa:8", "hier-ring:16"])
+def test_the_halves_of_a_hierarchy_are_its_sum_in_every_bit(strategy, monkeypatch):
+    """Between the halves a rank has its own chunk alone: the others are zeros."""
+    monkeypatch.setattr(host_comm, "MESSAGE_BYTES", 4 * BLOCK)
+    hosts, rows = (1, 2, 0, 1, 0, 2), rows_of(6, 6006)
+    comm, halves = AxisComm("w", 6, hosts), parse(strategy).spec.halves
+    order = comm.order
+    assert halves
+    expected, _ = sums(strategy, rows, order, hosts)
+    mine, scatter_bytes = sums(strategy, rows, order, hosts, half="scatter")
+    chunks, own = np.zeros((6, 6, 1001), np.float32), list(halves.chunks(comm))
+    chunks[range(6), own] = mine.reshape(chunks.shape)[range(6), own]
+    whole, gather_bytes = sums(strategy, chunks.reshape(rows.shape), order, hosts, half="gather")
+    assert whole.tobytes() == expected.tobytes()
+    assert scatter_bytes == gather_bytes
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5, 8, 17])
