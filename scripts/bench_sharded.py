@@ -11,7 +11,8 @@ AlexNet's tree do not fit into 24 GB on 8 ranks.
     python scripts/bench_sharded.py --ranks 4 --rate 200mbit --step --rounds 10
 
 Instead the trainer's whole step of GoogLeNet, asa32: updates whole and sharded, each with overlap and without, and new
-params that travel behind the next forward pass. A turn is ten steps, from whole params to whole params.
+params that travel behind the next forward pass. A turn is ten steps, from whole params to whole params. With `--slots 2
+--strategy hier-asa` two ranks a host have another strategy.
 
     python scripts/bench_sharded.py --update
 
@@ -114,12 +115,12 @@ def slowest_rank(runs: dict[str, harness.Run], rounds: int, warm_up: int) -> dic
     return {name: np.max([each[name] for each in every], axis=0).tolist() for name in runs}
 
 
-def measured_steps(model: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+def measured_steps(model: str, strategy: str, names: list[str], rounds: int) -> dict[str, list[float]]:
     """Be a rank: seconds of a step, by way of the exchange."""
     prepare.prepare()
     given = bench_step.experiment(model)
     with jax.numpy_dtype_promotion("standard"):
-        exchanges = {name: dataclasses.replace(given.exchange, **WAYS[name]) for name in names}
+        exchanges = {name: dataclasses.replace(given.exchange, strategy=strategy, **WAYS[name]) for name in names}
         loops = {k: bench_step.trainer(dataclasses.replace(given, exchange=each)) for k, each in exchanges.items()}
         found = slowest_rank({name: partial(loop, STEPS) for name, loop in loops.items()}, rounds, warm_up=1)
     return {name: [turn_s / STEPS for turn_s in seconds] for name, seconds in found.items()}
@@ -127,8 +128,9 @@ def measured_steps(model: str, names: list[str], rounds: int) -> dict[str, list[
 
 def print_steps(options: argparse.Namespace, env: dict[str, str]) -> None:
     """Print a row per way of the exchange."""
-    arguments = (options.model, list(WAYS), options.rounds)
-    found = harness.on_ranks(measured_steps, *arguments, ranks=options.ranks, rate=options.rate, env=env)
+    arguments = (options.model, options.strategy, list(WAYS), options.rounds)
+    where = {"ranks": options.ranks, "rate": options.rate, "slots": options.slots}
+    found = harness.on_ranks(measured_steps, *arguments, **where, env=env)
     print(harness.table(("exchange", "s a step", "/ whole, overlap on")))
     for name, seconds in found.items():
         ratios = [a / b for a, b in zip(seconds, found["whole, overlap on"], strict=True)]
@@ -158,16 +160,22 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rate", default="", help="of each emulated host's link, as 200mbit; default: one host")
+    parser.add_argument("--slots", type=int, default=1, help="ranks of an emulated host, with --step")
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--step", action="store_true", help="the trainer's whole step, in place of trees")
+    parser.add_argument("--strategy", default="asa32", help="with --step")
     parser.add_argument("--update", action="store_true", help="the optimizer's program alone")
     parser.add_argument("--model", default="googlenet", choices=("googlenet", "digits_cnn"), help="with --step")
     options = parser.parse_args()
     if options.update:
         return print_updates(options.trees, options.rounds)
+    if options.slots > 1 and not (options.step and options.rate):
+        parser.error("--slots: expected --step and --rate beside it")
     strategies = ["asa32", *([] if options.rate else ["shm"])]
-    print(f"{options.ranks} ranks{f' over {options.rate}' * bool(options.rate)}, Adam; {options.rounds} rounds\n")
+    where = f" over {options.rate}, {options.slots} a host" * bool(options.rate)
+    strategy = f", {options.strategy}" * options.step
+    print(f"{options.ranks} ranks{where}{strategy}, Adam; {options.rounds} rounds\n")
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
     if options.step:
         return print_steps(options, env)

@@ -255,7 +255,7 @@ class UnfitForOverlap(StrEnum):
     DEVICES = "the {devices} devices of a process add up their gradients before it"
     SCATTERS = "batch statistics are synchronised in the program that would scatter gradients"
     WHOLE = "optimizer {optimizer} takes whole tensors, of which gradients are dealt together"
-    HALVES = "the halves of {algorithm} do not run beside a program, as those of {able} do"
+    HALVES = "the halves of {algorithm} do not run beside a program; those of {able} do"
     SLICES = "batch statistics are synchronised in the program that slices would travel beside"
     SPLIT = "the step is split (step_mode split)"
     VOTES = "a step ends before the vote on it (on_rank_loss shrink)"

@@ -21,6 +21,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.sharded import RowsInColumns, ShardedState, Shards, shards_of, vectors_of
+from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.orbax_export import model_of
 from jaxmpi.comm.axis import AxisComm
@@ -887,6 +888,12 @@ def test_what_shared_memory_cannot_do_is_refused_with_what_can():
     with pytest.raises(UsageError, match=r"got gather_wire 16 with strategy 'shm'.*or take ar, asa, ring"):
         shards_of("shm", "mean", AxisComm("w", 4), None, gather_wire="16")
     assert set(with_halves((0, 0))) - set(with_halves((0, 0), "16")) == {"shm"}
+
+
+def test_new_params_take_a_wire_that_a_user_adds(monkeypatch):
+    monkeypatch.setitem(WIRES, "own", WIRES["8"])
+    assert shards_of("ring:own", "mean", AxisComm("w", 4), None, gather_wire="own").gather_wire == "own"
+    assert "asa" in with_halves((0, 0), "own")
 
 
 def test_schedule_free_optimizers_are_refused():

@@ -124,8 +124,8 @@ for is_carried in (True, False):
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
         processes().assert_same(strategy, bits.hex())
         assert carried.setdefault(strategy, bits) == bits, strategy
-    pairs = [("asa32", "32"), ("asa16", "8"), ("ring32", "16"), ("ring:8", "32"), ("hier-asa:16", "8"), ("hier-ring32", "16")]
-    for strategy, wire in pairs:
+    wires = {"asa32": "32", "asa16": "8", "ring32": "16", "ring:8": "32", "hier-asa:16": "8", "hier-ring32": "16"}
+    for strategy, wire in wires.items():
         for dealt in (None, deal({"a": x, "b": x[:7]}, comm.size)):
             halves = shards_of(strategy, "mean", comm, 32 << 10, deal=dealt, gather_wire=wire)
             put_together = lambda tree: halves.gather(halves.scatter(tree)[0], tree, wire)
@@ -142,7 +142,7 @@ if comm.rank == 0:
 def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tmp_path):
     (tmp_path / "carried.py").write_text(CARRIED)
     line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"))
-    ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=150)
+    ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=400)
     assert ended.code == 0, ended.out
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
 
@@ -196,6 +196,23 @@ def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(c
             for step in steps
         ]
         assert sum(early) >= 2 if clip_norm == "0" else not any(early), early  # 4 to 9 of 10 seen without
+
+
+@pytest.mark.slow
+def test_new_params_behind_the_next_step_on_two_ranks_a_host_are_those_in_the_step(tmp_path):
+    """Every byte of their checkpoints, by a strategy that adds inside hosts first."""
+    held = {}
+    for gather in ("in-step", "late"):
+        args = ("--run-dir", str(tmp_path / gather), "--train-for", "8st", "--exchange.gather", gather)
+        args += ("--exchange.shard-update", "on", "--exchange.strategy", "hier-asa", "--exchange.bucket-bytes", "16384")
+        begin = ("mpirun", "-n", "4", "--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "jaxmpi.train")
+        line = (*begin, "experiments/digits.py", *args)
+        ended = on_cluster("--hosts", "2", "--slots", "2", "--", *line, timeout_s=200)
+        assert ended.code == 0, ended.out
+        assert "overlap on: ranks are on 2 hosts" in ended.out
+        held[gather] = [x.read_bytes() for x in sorted((tmp_path / gather / "checkpoints/step_00000008").glob("*.bin"))]
+    assert len(held["late"]) == 5
+    assert held["late"] == held["in-step"]
 
 
 @pytest.mark.e2e

@@ -118,9 +118,9 @@ def test_auto_with_late_gathers_is_a_strategy_whose_halves_can_travel(cache):
     asked = dataclasses.replace(DIGITS, exchange=exchange, effective_batch=8 * SIZE, local_batch=0)
     of = gather_workers(1)._replace(comm=workers())
     job = job_of(asked, of)
-    reasons = {name: unfit_slices_of(job, name) for name in ("asa", "ring", "shm", "hier-ring", "ar")}
+    reasons = {name: unfit_slices_of(job, name) for name in ("asa", "ring", "shm", "hier-ring", "ar", "tree")}
     able = ("asa", "ring", "hier-asa", "hier-ring")
-    assert reasons == dict.fromkeys(("asa", "ring", "hier-ring"), "") | {
+    assert reasons == dict.fromkeys(("asa", "ring", "hier-ring", "tree"), "") | {
         "shm": NothingLate.SHARED,
         "ar": UnfitForOverlap.HALVES.format(algorithm="ar", able=", ".join(able)),
     }

@@ -169,7 +169,7 @@ def test_a_copy_that_is_not_its_slice_any_more_is_named():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
-@pytest.mark.parametrize("strategy", ["asa:16", "ring:32"])
+@pytest.mark.parametrize("strategy", ["asa:16", "ring:32", "hier-ring:32"])
 def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
     exchange_handlers()  # all ranks make them together
 

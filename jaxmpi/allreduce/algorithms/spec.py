@@ -59,7 +59,7 @@ class Halves(NamedTuple):
     means: Means | None = None  # the first half of all vectors at once, as of StrategySpec.means
     wholes: Wholes | None = None  # the second half of all at once; as `means`, for all wires in `gathers` alike
     on_host: HalvesOnHost | None = None
-    gathers: Collection[str] = tuple(WIRES)  # wires that the second half takes
+    gathers: Collection[str] = ALL  # wires that the second half takes
 
     def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
         """f32[n] -> f32[n / w] each: this worker's summed chunk, over `divisor`.
