@@ -220,7 +220,9 @@ def uv_settings(mpi: Mpi) -> str:
         own = f'BUILT_FOR = "{mpi.title}"'
         quickly = 'CFLAGS = "-O0"'  # mpi4py is one file, which takes a compiler minutes to optimise
         return f"[extra-build-variables]\nmpi4jax = {{ {headers}, {own} }}\nmpi4py = {{ {own}, {quickly} }}\n"
-    variables = f'{headers}, {mpi.compiler} = "python -m ziglang c++ -mcpu=baseline"'
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    compiler = project["extra-build-variables"]["mpi4jax"]["OMPI_CC"]
+    variables = f'{headers}, {mpi.compiler} = "{compiler}"'
     return (
         f'[extra-build-dependencies]\nmpi4jax = ["{mpi.wheel}", "ziglang==0.17.1"]\n'
         f"[extra-build-variables]\nmpi4jax = {{ {variables} }}\n"
