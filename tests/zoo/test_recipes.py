@@ -18,7 +18,8 @@ from jaxmpi.rules import registry
 from jaxmpi.trainer.training_plan import by_batch
 from launching import ROOT, train
 
-FILES = sorted(path for path in (ROOT / "experiments").glob("*.py"))
+FILES = sorted((ROOT / "experiments").glob("*.py"))
+BELOW = [path for room in ("dimd", "scaling") for path in sorted((ROOT / "experiments" / room).glob("*.py"))]
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 STEPS = 1000  # an epoch
 OWN = None  # the optimizer's own momentum, 0.9: tests/optim/test_optimizers.py
@@ -114,8 +115,12 @@ def test_every_experiment_runs_on_embedded_data(file: Path):
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(f, marks=pytest.mark.slow if f.stem in SLOW else (), id=f.stem)
-        for f in FILES
+        pytest.param(
+            f,
+            marks=pytest.mark.slow if f.stem in SLOW else (),
+            id=str(f.relative_to(ROOT / "experiments").with_suffix("")),
+        )
+        for f in [*FILES, *BELOW]
         if f.stem not in TOO_BIG
     ],
 )
@@ -128,7 +133,8 @@ def test_two_steps_on_embedded_data(file: Path, tmp_path):
     steps = [row for row in rows if row["kind"] == "train"]
     assert [row["step"] for row in steps] == [1, 2]
     assert all(math.isfinite(row["loss"]) for row in steps)
-    examples = len(open_source(Data("stdlib"), "validation")) if file.stem in ("gpt", "lstm") else 360
+    source = "stdlib" if file.stem in ("gpt", "lstm") else "animals" if file.parent.name == "scaling" else "digits"
+    examples = len(open_source(Data(source), "validation"))
     assert [row["eval_count"] for row in rows if row["kind"] == "eval"] == [examples]
     if (embedded := experiment_file.load(file).fallback) is not None:
         assert ended.out.count(f"training {embedded.model.name} on the embedded digits, with a recipe of its own") == 1
