@@ -73,7 +73,10 @@ def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, c
 
 
 def scattered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
-    """Sum this rank's part inside its host, then `cross`, a sum or its first half, between hosts."""
+    """Sum this rank's part inside its host, then by `cross` between hosts.
+
+    `cross` is a sum, or its first half.
+    """
     inside, between, parts = comm.inside, comm.between, parts_of(rows, comm)
     mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
     theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
