@@ -4,8 +4,8 @@ python scripts/bench_epoch.py data --ranks 2 --images 400             files, pac
 python scripts/bench_epoch.py devices --ranks 2 --devices 2           a process a device, or one for several; figure 12
 python scripts/bench_epoch.py devices --ranks 4 --rate 200mbit        the same, each process on an emulated host
 
-Contenders are whole runs of `jaxmpi.train` that take turns: the recipe of experiments/dimd/resnet50.py with a small
-model, so that cores have time left for data. A time is that of an epoch at the median pace of a run's progress lines.
+Contenders are whole runs of `jaxmpi.train` that take turns: a recipe of experiments/dimd with a small model of it,
+so that cores have time left for data. A time is that of an epoch at the median pace of a run's progress lines.
 """
 
 import argparse
@@ -27,14 +27,15 @@ from jaxmpi.data import open_source, packing
 
 EXPERIMENT = """
 import dataclasses, sys
-from jaxmpi.experiments.dimd.resnet50 import experiment as recipe
-from jaxmpi.models.resnet import resnet18_tiny
+from jaxmpi.experiments.dimd.{recipe} import experiment as recipe
+from jaxmpi.models import MODELS
 
 data = dataclasses.replace(recipe.data, crop=64)
-model = resnet18_tiny(image_size=64)
+model = MODELS["{model}"](image_size=64)
 experiment = dataclasses.replace(recipe, model=model, data=data, fallback=None, local_batch=8, eval_every="0st",
                                  checkpoint_every="0st", log_every=5)
 """
+SMALL = {"resnet50": "resnet18_tiny", "googlenetbn": "googlenetbn_tiny"}  # by recipe
 FAR = """
 sys.path.insert(0, {scripts!r})
 from bench_shuffle import Far
@@ -80,11 +81,18 @@ def report(seconds: dict[str, list[float]]) -> None:
         print(harness.row([name, f"{statistics.median(each):.3f}", f"{ratio:.3f}"]))
 
 
+def written(file: Path, options: argparse.Namespace) -> str:
+    """The experiment file of a recipe with a small model."""
+    text = EXPERIMENT.format(recipe=options.recipe, model=SMALL[options.recipe])
+    file.write_text(text)
+    return text
+
+
 def data(options: argparse.Namespace, folder: Path) -> None:
     """Time epochs from files, packed files, memory, and slowed files."""
-    (folder / "recipe.py").write_text(EXPERIMENT)
+    experiment = written(folder / "recipe.py", options)
     far = {"scripts": str(ROOT / "scripts"), "folder": str(folder / "files"), "latency_s": options.latency_ms / 1000}
-    (folder / "far.py").write_text(EXPERIMENT + FAR.format(**far))
+    (folder / "far.py").write_text(experiment + FAR.format(**far))
     run = partial(epoch_s, harness.launcher(options.ranks, options.rate, 1))
     recipe, files, packed = folder / "recipe.py", str(folder / "files"), str(folder / "packed")
     none = ("--data.memory", "none", "--data.dir")
@@ -99,7 +107,7 @@ def data(options: argparse.Namespace, folder: Path) -> None:
 
 def devices(options: argparse.Namespace, folder: Path) -> None:
     """Time equally many workers, a process each and several to a process."""
-    (folder / "recipe.py").write_text(EXPERIMENT)
+    written(folder / "recipe.py", options)
     k, ranks = options.devices, options.ranks
     few, many = harness.launcher(ranks, options.rate, 1), harness.launcher(ranks * k, options.rate, k)
     where = ("--data.dir", str(folder / "packed"), "--exchange.strategy")
@@ -117,6 +125,7 @@ def main() -> None:
     """Run one of the two."""
     parser = harness.parser(__doc__)
     parser.add_argument("what", choices=["data", "devices"])
+    parser.add_argument("--recipe", choices=SMALL, default="resnet50", help="of experiments/dimd")
     parser.add_argument("--ranks", type=int, default=2, help="processes; of `devices` those that drive several")
     parser.add_argument("--devices", type=int, default=2, help="of each of these")
     parser.add_argument("--rate", default="", help="of each emulated host's link; without it all run on this machine")

@@ -271,12 +271,15 @@ LAYOUTS = """| contender | epoch s | over the first |
 
 
 def test_epochs():
-    assert reproduce.JOBS["epoch"].read([EPOCHS], []) == {
-        "an epoch, memory / files": 0.6,
-        "an epoch, memory / files with 10 ms a read": 0.25,
-        "an epoch, packed / files": 0.8,
+    assert reproduce.JOBS["epoch"].read([EPOCHS, EPOCHS.replace("3.000", "2.000")], []) == {
+        "ResNet-50, an epoch, memory / files": 0.6,
+        "ResNet-50, an epoch, memory / files with 10 ms a read": 0.25,
+        "ResNet-50, an epoch, packed / files": 0.8,
+        "GoogLeNetBN, an epoch, memory / files": 0.4,
+        "GoogLeNetBN, an epoch, memory / files with 10 ms a read": 2 / 12,
+        "GoogLeNetBN, an epoch, packed / files": 0.8,
     }
-    assert list(reproduce.JOBS["devices"].read([LAYOUTS], []).values()) == [0.75]
+    assert list(reproduce.JOBS["devices"].read([LAYOUTS, LAYOUTS], []).values()) == [0.75, 0.75]
 
 
 RESNET = """| | ms an example | speedup | function | shuffle | straggler | all-reduce |
