@@ -1,4 +1,4 @@
-"""GoogLeNetBN after Kumar et al. 2017 (arXiv:1711.00705), or on digits without data.
+"""GoogLeNetBN after Kumar et al. 2018 (arXiv:1711.00705), or on digits without data.
 
 mpirun -n 8 python -m jaxmpi.train experiments/googlenetbn.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/googlenetbn.py

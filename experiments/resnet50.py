@@ -1,4 +1,4 @@
-"""ResNet-50 after Kumar et al. 2017 (arXiv:1711.00705), or on digits without data.
+"""ResNet-50 after Kumar et al. 2018 (arXiv:1711.00705), or on digits without data.
 
 mpirun -n 8 python -m jaxmpi.train experiments/resnet50.py --data.dir /data/imagenet
 mpirun -n 8 python -m jaxmpi.train experiments/resnet50.py

@@ -718,7 +718,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
     """Run the lines; return our values, their panels, and the lines.
 
     Raises:
-        UsageError: a script is not there, failed, or took too long.
+        UsageError: a script is not there, failed, took too long, or printed what cannot be read.
     """
     lines, printed, files = [], [], []
     for i, template in enumerate(job.lines(options)):
@@ -740,7 +740,10 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
         files += [text for text in (written(out),) if text]
     if options.show:
         return {}, [], lines
-    return job.read(printed, files), job.panels(printed, files) if job.panels else [], lines
+    try:
+        return job.read(printed, files), job.panels(printed, files) if job.panels else [], lines
+    except (ArithmeticError, LookupError, StopIteration, ValueError) as error:
+        raise UsageError(f"{lines} printed what cannot be read: {error!r}") from error
 
 
 def output_of(line: list[str], timeout_s: float, shown: str) -> str:

@@ -20,7 +20,7 @@ from jaxmpi.allreduce.call_order import caller, callers, columns
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall, like
-from jaxmpi.collectives.primitive import bind
+from jaxmpi.collectives.primitive import bind, said_once
 from jaxmpi.collectives.table import OPERATIONS, neutral
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, communicator
@@ -300,8 +300,12 @@ def _known_to_all(operation: str, comm: Comm, counts: Any) -> list[Any]:
     """
     if not isinstance(comm, MpiComm):
         return [counts]
-    comm.processes.assert_same(f"the counts of {operation}", None)
-    return comm.processes.allgather_object(counts)
+
+    def say() -> list[Any]:
+        comm.processes.assert_same(f"the counts of {operation}", None)
+        return comm.processes.allgather_object(counts)
+
+    return said_once(say)
 
 
 def _rows(operation: str, x: PyTree) -> int:

@@ -31,19 +31,35 @@ _call_p.multiple_results = True
 
 class _Instead(threading.local):
     made: Callable[..., list[jax.Array]] | None = None
+    told: list[Any] | None = None
 
 
 _instead = _Instead()
 
 
 @contextmanager
-def instead(made: Callable[..., list[jax.Array]]) -> Iterator[None]:
-    """Have another function make this thread's calls: (call, *operands) -> results."""
-    _instead.made = made
+def instead(made: Callable[..., list[jax.Array]], told: list[Any]) -> Iterator[None]:
+    """Have another function make this thread's calls: (call, *operands) -> results.
+
+    `told` keeps what ranks say to each other while the operation is traced, which is traced twice.
+    """
+    _instead.made, _instead.told = made, told
     try:
         yield
     finally:
-        _instead.made = None
+        _instead.made = _instead.told = None
+
+
+def said_once(say: Callable[[], list[Any]]) -> list[Any]:
+    """What ranks say to each other, once for an operation.
+
+    `wait` traces a started operation again, and gets what they said at its start.
+    """
+    if _instead.told is None:
+        return say()
+    if not _instead.told:
+        _instead.told.append(say())
+    return _instead.told[0]
 
 
 def bind(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:

@@ -60,6 +60,7 @@ class Handle:
     kwargs: dict[str, Any]
     line: str
     tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # of its calls, one for each array that travels
+    told: list[Any] = dataclasses.field(default_factory=list)  # what ranks said to each other when it was started
     is_waited: bool = False
     trace: Any = dataclasses.field(default_factory=lambda: traced_function())
 
@@ -94,7 +95,7 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
         handle.tickets += _start_p.bind(*operands, call=call, handle=handle)
         return [jnp.zeros(result.shape, result.dtype) for result in row_of(call).results(call, *operands)]
 
-    with instead(begin):
+    with instead(begin, handle.told):
         handle.operation(*args, **kwargs)
     if not handle.tickets:  # nothing is sent
         _nothing_p.bind(handle=handle)
@@ -133,7 +134,7 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
         came = host_callbacks.call(WAIT, before, sent, effect=call.comm.effect)
         return [as_was(y, result.dtype) for y, result in zip(came, results, strict=True)]
 
-    with instead(finish):
+    with instead(finish, handle.told):
         return handle.operation(*handle.args, **handle.kwargs)
 
 
@@ -177,8 +178,9 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle:
         with one_thread(call.comm, call.operation):
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
             lane_of(call.comm)
-    _calls.append((call, like_sent(call, row_of(call).results(call, *ctx.avals_in)), what))
-    number = len(_calls) - 1
+    with _lock:
+        _calls.append((call, like_sent(call, row_of(call).results(call, *ctx.avals_in)), what))
+        number = len(_calls) - 1
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         sent = [_as_travels(call)(x) for x in arrays]
@@ -212,6 +214,7 @@ ad.primitive_jvps[_start_p] = batching.primitive_batchers[_start_p] = _refuse
 # ---------------------------------------------------------------- in the process
 
 _calls: list[tuple[MpiCall, list[jax.ShapeDtypeStruct], str]] = []  # in programs, with results and description
+_lock = threading.Lock()  # of these: several threads may compile
 _tickets = itertools.count()
 
 

@@ -588,7 +588,7 @@ class MpiProcesses:
         check_arrays(tree)
         arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
         sent = {name: f"{array.dtype}{list(array.shape)}" for name, array in named_leaves(arrays)}
-        self.assert_same("the tree to broadcast", sent)
+        self.assert_same(f"the tree to broadcast from rank {root}", sent)
         self.barrier()  # polled: MPI_Bcast would spin until the root is there
 
         def one(array: np.ndarray) -> np.ndarray:

@@ -172,7 +172,7 @@ class MpiComm(RankComm):
         from mpi4py import MPI
 
         color = color_of(color)
-        self.processes.barrier()  # polled: it names who is absent
+        self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
         return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else NoPart()

@@ -2,5 +2,5 @@
 
 In reading order: `mpi4jax`, the names of mpi4jax 0.9.
 
-It imports `core`, `comm` and `collectives`.
+It imports `core`, `runtime`, `comm` and `collectives`.
 """

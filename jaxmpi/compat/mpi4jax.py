@@ -18,6 +18,10 @@ from jaxmpi.collectives import NOBODY
 from jaxmpi.collectives.call import lines_may_differ
 from jaxmpi.comm.mpi import communicator
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.runtime import failures, prepare
+
+if not failures.has_backend():  # before the program's first array: such a program never calls `jaxmpi.world()`
+    prepare.prepare()
 
 __version__ = "0.9.1"
 _NOT_SET: Any = object()

@@ -69,7 +69,8 @@ class InMemory:
         data: where the examples are, and their way to the model (crop, mirror, mean_image, augment); or the folder of a
             packed data set; or any object with `__len__` and `__getitem__(i) -> (image, label)`. `mean` and `std` are
             not applied: batches travel as bytes, and the trainer applies both on the device, as the loop's own step
-            may. `memory`, `shuffle_by` and `shuffle_period` have no effect: the loop says when records move.
+            may. `memory`, `shuffle_by` and `shuffle_period` have no effect: the loop says when records move. Nor has
+            `max_skipped`: the loop sees `skipped`.
         local_batch: examples of a worker's batch.
         group_size: workers of a group; 0: all; auto: the fewest whose parts fit in half of each host's free memory.
             Left out: the data's if it is not 0, else the state's, else auto.
@@ -132,7 +133,11 @@ class InMemory:
         if self._under_way is None:
             first = self._shuffles * MOST_BATCHES
             self._under_way = self._feed.batches(first + self._batches, first + MOST_BATCHES)
-        batch = next(self._under_way)
+        try:
+            batch = next(self._under_way)
+        except BaseException:
+            self._under_way = None  # a generator that has raised is at its end; the next call comes to this batch again
+            raise
         self._batches += 1
         return batch
 
@@ -173,6 +178,14 @@ class InMemory:
     def shuffles(self) -> tuple[Shuffle, ...]:
         """Seconds and received bytes of each shuffle that is done here."""
         return tuple(self._memory.shuffles)
+
+    @property
+    def skipped(self) -> int:
+        """Damaged examples left out by this worker so far.
+
+        Others than 0 only if `Data.on_error` is skip.
+        """
+        return self._feed.skipped
 
     def __len__(self) -> int:
         """Examples of the data set."""

@@ -70,8 +70,8 @@ class Checkpoints:
         Communicates: gathers of short texts and of the files' indices.
 
         Raises:
-            UsageError: a state of `jaxmpi.sharded` in `shared`, or several of several strategies; a step below 0; extra
-                values that JSON does not have.
+            UsageError: a state of `jaxmpi.sharded` in `shared`, or several of several strategies; a step below 0, or
+                another one on another rank; extra values that JSON does not have.
             TrainingError: on all ranks alike: a number is not finite, or a file cannot be written, by rank and path;
                 earlier checkpoints stay.
         """
@@ -79,6 +79,7 @@ class Checkpoints:
         control, number = self._processes(), int(step)
         check(number >= 0, f"jaxmpi.Checkpoints.save: step: got {number}; expected >= 0")
         _check_json(extra)
+        control.assert_same("jaxmpi.Checkpoints.save", {"step": number})
         cuts = Cuts.of(shared, own, control)
         state = cuts.state(number, shared, own, [share.saved(control.rank) for share in cuts.shares])
         files = format.files_of({control.rank: state}, replicated=not cuts.shares)
@@ -152,6 +153,7 @@ class Checkpoints:
         """
         check_may_send("jaxmpi.Checkpoints.restore")
         control = self._processes()
+        control.assert_same("jaxmpi.Checkpoints.restore", None)
         cuts = Cuts.of(shared, own, control)
         saved = format.restore(
             self._folder,

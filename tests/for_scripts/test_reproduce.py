@@ -357,6 +357,7 @@ def test_all_goes_on_past_one_that_cannot_run(tmp_path, monkeypatch, capsys):
         "fails": line_of("import sys; sys.exit(3)"),
         "absent": here._replace(lines=lambda o: [[sys.executable, "scripts/of_another_part.py"]]),
         "alone": here._replace(over_hosts=False),
+        "says nothing": line_of("print('nothing')"),
         "last": here,
     }
     monkeypatch.setattr(reproduce, "JOBS", jobs)
@@ -371,8 +372,9 @@ def test_all_goes_on_past_one_that_cannot_run(tmp_path, monkeypatch, capsys):
     assert "Did not run here: ended with code 3: python -c 'import sys; sys.exit(3)'" in pages
     assert "Did not run here: scripts/of_another_part.py: not there in this version" in pages
     assert "Did not run here: --hosts: alone runs on this machine alone; leave it out" in pages
+    assert "printed what cannot be read: ValueError" in pages
     assert sorted(path.parent.name for path in tmp_path.rglob("*.csv")) == ["first", "last"]
-    assert f"2 of 5 ran; {tmp_path / 'all.md'}" in capsys.readouterr().out
+    assert f"2 of 6 ran; {tmp_path / 'all.md'}" in capsys.readouterr().out
 
 
 def test_all_goes_on_past_one_that_takes_too_long(tmp_path, monkeypatch):

@@ -1,14 +1,17 @@
 """Data in memory for a loop of one's own, with one worker; several ranks are in tests/ranks/."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, packing
+from jaxmpi.data.decode import CorruptExample
 
 N = 23
 
@@ -55,6 +58,30 @@ def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
         state = json.loads(json.dumps(first.state()))
     with jaxmpi.InMemory(settings, 4, seed=3, state=state) as second:
         assert loop(second, done, 16) == expected[done:]
+
+
+def with_one_damaged(folder: Path, on_error: str) -> Data:
+    """Four images, of which one is none."""
+    for split in ("train", "validation"):
+        for label in ("a", "b"):
+            (folder / split / label).mkdir(parents=True)
+            for i in range(2):
+                Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(folder / split / label / f"{i}.png")
+    (folder / "train" / "b" / "1.png").write_bytes(b"no image")
+    return Data("imagefolder", dir=str(folder), on_error=on_error)
+
+
+def test_a_damaged_image_is_named_by_every_call_that_comes_to_it(tmp_path):
+    with jaxmpi.InMemory(with_one_damaged(tmp_path, "stop"), 4) as data:
+        for _ in range(2):
+            with pytest.raises(CorruptExample, match=r"1\.png"):
+                data.batch()
+
+
+def test_damaged_images_that_are_left_out_are_counted(tmp_path):
+    with jaxmpi.InMemory(with_one_damaged(tmp_path, "skip"), 4) as data:
+        assert (np.asarray(data.batch()["weight"]) > 0).sum() == 3
+        assert data.skipped == 1
 
 
 def test_the_folder_of_a_packed_data_set_will_do(tmp_path):

@@ -578,6 +578,21 @@ def test_what_has_no_derivative_is_refused(call):
 # ---------------------------------------------------------------- beside a program
 
 
+def test_started_operations_are_waited_for_in_any_order():
+    """Their counts, which ranks say to each other while they trace, too."""
+
+    @jax.jit
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        handles = jaxmpi.start(mpi.allgatherv, x[: RANK + 1]), jaxmpi.start(mpi.alltoallv, x, [1] * SIZE)
+        order = (0, 1) if RANK % 2 else (1, 0)
+        came = {i: jaxmpi.wait(handles[i]) for i in order}
+        return came[0], came[1]
+
+    rows, one_each = run(held("int32")[RANK])
+    same(rows, np.concatenate([np.asarray(x)[: rank + 1] for rank, x in enumerate(held("int32"))]))
+    same(one_each, np.stack([np.asarray(x)[RANK] for x in held("int32")]))
+
+
 def test_started_operations_give_what_the_operations_give():
     """All of them under way at once; those of trees and of 16-bit floats, too."""
     x, next_one, before = numbers((SIZE, 2), 1), (RANK + 1) % SIZE, (RANK - 1) % SIZE

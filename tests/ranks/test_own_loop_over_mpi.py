@@ -45,6 +45,33 @@ def exactly(leaf) -> list[Fraction]:
     return [Fraction(x) for x in np.asarray(leaf, object if isinstance(leaf, int) else None).reshape(-1).tolist()]
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: COMM.split(0), "split"),
+        (lambda: next(jaxmpi.join([1])), "jaxmpi.join"),
+        (lambda: jaxmpi.Checkpoints("unused").save(1, {"w": jnp.zeros(3)}), "jaxmpi.Checkpoints.save"),
+        (lambda: jaxmpi.Checkpoints("unused").restore({"w": jnp.zeros(3)}), "jaxmpi.Checkpoints.restore"),
+    ],
+    ids=["split", "join", "save", "restore"],
+)
+def test_a_rank_at_another_call_is_named_on_all(call, what):
+    expected = f"rank 0 to '{what}', rank 1 to 'the tree to broadcast from rank 0'"
+    with pytest.raises(jaxmpi.UsageError, match=re.escape(expected)):
+        call() if RANK == 0 else jaxmpi.broadcast({"w": jnp.zeros(3)})
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has no other")
+def test_a_broadcast_has_one_root_and_a_checkpoint_one_step():
+    with pytest.raises(
+        jaxmpi.UsageError, match=r"rank 0 to 'the tree to broadcast from rank 0', rank 1 to '.* rank 1'"
+    ):
+        jaxmpi.broadcast({"w": jnp.zeros(3)}, root=RANK)
+    with pytest.raises(jaxmpi.UsageError, match=r"Checkpoints.save differs between ranks:\n.*step: got 1, expected 0"):
+        jaxmpi.Checkpoints("unused").save(RANK, {"w": jnp.zeros(3)})
+
+
 def test_metrics_of_any_dtype_are_exact_for_uneven_counts():
     counts = [2**26 - 3 * rank - 1 for rank in range(SIZE)]  # the largest that are taken
     everyones = [dict(named_leaves(held(rank))) for rank in range(SIZE)]
