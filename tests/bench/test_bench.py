@@ -390,7 +390,7 @@ def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
     assert (options.BAIDU[0], options.BAIDU[-1]) == (0, 64 * 2**20)
     assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
     assert lengths("--experiment", "digits") == lengths("--tree", str(ROOT / "experiments" / "digits.py"))
-    assert lengths("--tree", "lm300m", "--sizes") == [*options.BAIDU, 298_588_480]  # no number: Baidu's, and the model
+    assert lengths("--tree", "digits_cnn", "--sizes") == [*options.BAIDU, 53_002]  # no number: Baidu's, and the model
 
 
 def test_plan_survives_the_way_to_the_ranks(no_launcher):
