@@ -4,8 +4,8 @@ python scripts/bench_epoch.py data --ranks 2 --images 400             files, pac
 python scripts/bench_epoch.py devices --ranks 2 --devices 2           a process a device, or one for several; figure 12
 python scripts/bench_epoch.py devices --ranks 4 --rate 200mbit        the same, each process on an emulated host
 
-Contenders are whole runs of `jaxmpi.train` that take turns: a recipe of experiments/dimd with a small model of it,
-so that cores have time left for data. A time is that of an epoch at the median pace of a run's progress lines.
+Contenders are whole runs of `jaxmpi.train` that take turns: a recipe of experiments/dimd with a small model, so that
+cores have time left for data. A time is that of an epoch at the median pace of a run's progress lines.
 """
 
 import argparse

@@ -51,9 +51,9 @@ def instead(made: Callable[..., list[jax.Array]], told: list[Any]) -> Iterator[N
 
 
 def said_once(say: Callable[[], list[Any]]) -> list[Any]:
-    """What ranks say to each other, once for an operation.
+    """Return what ranks say to each other, once for an operation.
 
-    `wait` traces a started operation again, and gets what they said at its start.
+    `wait` traces a started operation again, and gets what ranks said at its start.
     """
     if _instead.told is None:
         return say()
