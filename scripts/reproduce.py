@@ -176,9 +176,20 @@ def epochs(what: str, options: argparse.Namespace) -> list[list[str]]:
     return [script("bench_epoch", what, "--recipe", recipe, *line) for recipe in IBM_S]
 
 
-def size_of_ring(options: argparse.Namespace) -> str:
-    """Floats of the vector."""
-    return "600000" if options.quick else "6000000"
+def rings(options: argparse.Namespace) -> list[list[str]]:
+    """Sum a vector by two ranks, twice as many, ..., and by all."""
+    args = ("--sizes", "600000" if options.quick else "6000000", "--strategies", *RING, "--peers", "none")
+    return [bench(counted(options, n), *args) for n in up_to(options.hosts or options.n)]
+
+
+def up_to(most: int) -> list[int]:
+    """2, 4, 8, ... below `most`, and `most`."""
+    return [*(2**i for i in range(1, most.bit_length()) if 2**i < most), most]
+
+
+def counted(options: argparse.Namespace, n: int) -> argparse.Namespace:
+    """The options with another number of hosts, or of ranks if there are none."""
+    return argparse.Namespace(**vars(options) | {"hosts" if options.hosts else "n": n})
 
 
 def functions(options: argparse.Namespace) -> list[list[str]]:
@@ -283,6 +294,7 @@ TOP5 = {
         "8 workers of 32 at 0.005, 16 bits": 11.75,
     },
 }
+RING = ("root", "ring32")
 EXCHANGES = ("ar", "asa32", "asa16")
 THEIRS = 8  # workers
 TABLE3 = {  # seconds of 5,120 images: training with one worker and with eight, and the exchanges
@@ -478,6 +490,29 @@ def figure3(printed: list[str], files: list[str]) -> list[Panel]:
     return [Bars("Figure 3: AlexNet, 128 images a worker", Quantity("exchange over training", base=None), bars)]
 
 
+def over_ring(printed: list[str], files: list[str]) -> Values:
+    """Time of a sum through one rank over that of a ring, by ranks."""
+    found = {json.loads(text)["cases"][0]["ranks"]: next(iter(medians(text).values())) for text in files}
+    return {f"root / ring32, {n}": by["root"] / by["ring32"] for n, by in found.items()}
+
+
+def formula_of_ring(options: argparse.Namespace) -> Values:
+    """The article's N / 2."""
+    return {f"root / ring32, {n}": n / 2 for n in up_to(options.hosts or options.n)}
+
+
+def ring_by_ranks(printed: list[str], files: list[str]) -> list[Panel]:
+    """The same ratio by ranks: the article's N / 2, what ours sends, ours."""
+    ours = [(float(name.split()[-1]), value) for name, value in over_ring(printed, files).items()]
+    series = {
+        "the article, N / 2: one rank receives": [(n, n / 2) for n, _ in ours],
+        "N: it also sends the sum back": [(n, n) for n, _ in ours],
+        "ours": ours,
+    }
+    over = Quantity("time through one rank over a ring's", base=None)
+    return [Lines("a sum of 32-bit floats", Quantity("ranks", base=None), over, series)]
+
+
 OF_40 = 370 / 675  # ms of a step with 1 and with 40 workers, Gibiansky 2017
 
 
@@ -531,15 +566,37 @@ def memory(printed: list[str], files: list[str]) -> Values:
 
 def by_groups(printed: list[str], files: list[str]) -> Values:
     """Ratios of a shuffle's memory and time, by groups and by workers."""
-    rows = [[float(cell) for cell in row[:4]] for row in tables(printed[0])[1:] if row[3] != "indices only"]
-    whole = {int(ranks): row for ranks, group, *row in rows if group == ranks}
+    whole, groups = rows_by_groups(printed)
     few, many = min(whole), max(whole)
-    groups = {int(many / group): row for ranks, group, *row in rows if ranks == many and group < many}
-    ours = {}
+    ours: Values = {}
     for i, what in enumerate(("MB a worker", "shuffle")):
         ours |= {f"{many} workers / {few}, {what}": whole[many][i] / whole[few][i]} if many > few else {}
         ours |= {f"{many} workers, {n} groups / 1, {what}": row[i] / whole[many][i] for n, row in groups.items()}
     return ours
+
+
+def rows_by_groups(printed: list[str]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """MB a worker and seconds of a shuffle: by workers in one group, by groups of all workers."""
+    rows = [[float(cell) for cell in row[:4]] for row in tables(printed[0])[1:] if row[3] != "indices only"]
+    whole = {int(ranks): row for ranks, group, *row in rows if group == ranks}
+    many = max(whole)
+    return whole, {int(many / group): row for ranks, group, *row in rows if ranks == many and group < many}
+
+
+def figures7_to_9(printed: list[str], files: list[str]) -> list[Panel]:
+    """Memory and shuffle by groups over those of one group.
+
+    The paper has figures of its shuffle, but no numbers, so the layout's memory and its sentence on time are its lines.
+    """
+    whole, groups = rows_by_groups(printed)
+    workers = max(whole)
+    rows = {1: whole[workers]} | dict(sorted(groups.items()))
+    at, panels = Quantity("groups", base=None), list[Panel]()
+    for i, (what, theirs) in enumerate((("memory of a worker", float), ("time of a shuffle", lambda n: 1.0))):
+        ours = [(float(n), row[i] / rows[1][i]) for n, row in rows.items()]
+        series = {"the paper": [(float(n), theirs(n)) for n in rows], "ours": ours}
+        panels.append(Lines(f"{workers} workers", at, Quantity(f"{what} over one group's", base=None), series))
+    return panels
 
 
 def held(options: argparse.Namespace) -> Values:
@@ -567,13 +624,40 @@ def scaling(printed: list[str], files: list[str]) -> Values:
 
     They are of the job of `bench_functions.py resnet` with the most workers.
     """
-    rows = {row[0].removesuffix(" (beyond the cores)"): list(map(float, row[1:])) for row in tables(printed[0])[1:]}
+    rows = rows_of_functions(printed)
     workers = max(int(name.split()[-1]) for name in rows if name.startswith("weak"))
     weak, strong = rows[f"weak, {workers}"], rows.get(f"strong, {workers}")
     ours = {"weak scaling, speed-up over workers": weak[1] / workers}
     ours |= {"strong scaling, speed-up over workers": strong[1] / workers} if strong else {}
     parts = dict(zip(("shuffle", "straggler", "all-reduce"), weak[3:], strict=True))
     return ours | {f"weak scaling, {part} of the time": value / weak[0] for part, value in parts.items()}
+
+
+def rows_of_functions(printed: list[str]) -> dict[str, list[float]]:
+    """Numbers of `bench_functions.py resnet` by row."""
+    return {row[0].removesuffix(" (beyond the cores)"): [*map(float, row[1:])] for row in tables(printed[0])[1:]}
+
+
+AT_8 = {"weak": 7.5, "strong": 5.0}  # speed-ups of 8 workers, Stooke and Abbeel 2017
+SHARES = {"shuffle": 1.6 / 52.6, "straggler": 1.0 / 52.6, "all-reduce": 0.46 / 52.6}  # their Table 1
+
+
+def functions_by_workers(printed: list[str], files: list[str]) -> list[Panel]:
+    """Figure 2: speed-ups by workers. Table 1: parts of the time."""
+    rows, series = rows_of_functions(printed), {}
+    for kind, theirs in AT_8.items():
+        ours = [(float(name.split()[-1]), row[1]) for name, row in rows.items() if name.startswith(f"{kind}, ")]
+        series |= {f"{kind}, the paper": [(1.0, 1.0), (8.0, theirs)]}
+        series |= {f"{kind}, ours": [*([] if kind == "weak" else [(1.0, rows["weak, 1"][1])]), *ours]} if ours else {}
+    speedup = Quantity("speed-up over one worker of plain JAX", base=None)
+    of = scaling(printed, files)
+    bars = [
+        (f"{part}, {who}", value, value, value)
+        for part, theirs in SHARES.items()
+        for who, value in (("the paper", theirs), ("ours", of[f"weak scaling, {part} of the time"]))
+    ]
+    time = Bars("weak scaling with the most workers", Quantity("share of the time", base=None), bars, colours=2)
+    return [Lines("ResNet-50 over functions", Quantity("workers", base=None), speedup, series), time]
 
 
 JOBS = {
@@ -622,13 +706,12 @@ JOBS = {
     ),
     "ring": Job(
         "Gibiansky 2017: everything through one rank over the ring, by its formula N / 2",
-        lambda o: [bench(o, "--sizes", size_of_ring(o), "--strategies", "root", "ring32", "--peers", "none")],
-        lambda printed, files: {
-            name.split(", ")[1]: value for name, value in over("root", "ring32")(printed, files).items()
-        },
-        lambda o: {"root / ring32": (o.hosts or o.n) / 2},
+        rings,
+        over_ring,
+        formula_of_ring,
         "Their formula counts what the one rank receives; ours sends the sum back after that, which makes N. "
         "Inside one host links are memory, which ranks share.",
+        panels=ring_by_ranks,
     ),
     "baidu": Job(
         "Gibiansky 2017: samples/s of a language model over a ring, measured and predicted",
@@ -664,6 +747,7 @@ JOBS = {
         held,
         "Memory follows from the layout. The paper's shuffle takes less time with more workers (4.2 s for 220 GB on 32 "
         "nodes), and about as long with groups, since all its links are alike.",
+        panels=figures7_to_9,
     ),
     "epoch": Job(
         "Kumar et al. 2018, Figs. 10 and 11: an epoch with and without data in memory",
@@ -698,15 +782,13 @@ JOBS = {
         functions,
         scaling,
         lambda o: {
-            "weak scaling, speed-up over workers": 7.5 / 8,
-            "strong scaling, speed-up over workers": 5 / 8,
-            "weak scaling, shuffle of the time": 1.6 / 52.6,
-            "weak scaling, straggler of the time": 1.0 / 52.6,
-            "weak scaling, all-reduce of the time": 0.46 / 52.6,
+            **{f"{kind} scaling, speed-up over workers": of_8 / 8 for kind, of_8 in AT_8.items()},
+            **{f"weak scaling, {part} of the time": share for part, share in SHARES.items()},
         },
         "Theirs are 8 GPUs with NVLink and a batch of 64 each; ours cores of one processor, which share its memory, "
         "and a batch of 8: an all-reduce is a larger part of a step.",
         over_hosts=False,
+        panels=functions_by_workers,
     ),
 }
 

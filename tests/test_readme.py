@@ -171,7 +171,7 @@ NOT_RUN = {
     "own_mpi_uv": "the same",
     "devices_mpi": "its flags run in test_local_devices.py",
     "comm_xla": "its flag runs in test_local_devices.py",
-    "xla_over_mpi": "needs a wrapper of the MPI; test_comm_xla.py sums over one",
+    "xla_over_mpi": "needs a wrapper of the MPI; test_comm_xla.py trains over one",
     "over_xla.py": "runs in test_comm_xla.py",
     "cuda": "installs, and needs GPUs",
     **{f"use_{name}.py": "runs in test_export.py" for name in ("nnx", "linen", "equinox", "functions")},

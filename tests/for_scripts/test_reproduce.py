@@ -209,11 +209,24 @@ def test_samples_of_a_language_model():
 
 def test_the_paper_is_asked_for_as_many_workers():
     """Gibiansky's N / 2; of Ma et al. a row for each number of bits."""
-    name = "root / ring32"
-    ratios = [theirs("ring", *args)[name] for args in ([], ["-n", "2"], ["--hosts", "4"], ["--hosts", "8"])]
-    assert ratios == [4, 1, 2, 4]
+    assert theirs("ring") == {"root / ring32, 2": 1, "root / ring32, 4": 2, "root / ring32, 8": 4}
+    assert theirs("ring", "-n", "2") == {"root / ring32, 2": 1}
+    assert theirs("ring", "--hosts", "6") == {"root / ring32, 2": 1, "root / ring32, 4": 2, "root / ring32, 6": 3}
     assert theirs("speedup")["GoogLeNet, 8 workers of 32"] == 7.2
     assert theirs("speedup")["GoogLeNet, 8 workers of 32, 16 bits"] == 7.3
+
+
+def test_a_ring_by_ranks():
+    """Each number of ranks has a bench of its own."""
+    options = reproduce.parse(["ring", "--hosts", "6"])
+    lines = reproduce.JOBS["ring"].lines(options)
+    assert [line[line.index("mpirun") + 2] for line in lines] == ["2", "4", "6"]
+    rows = [{"by": "root", "seconds": [6.0]}, {"by": "ring32", "seconds": [2.0]}]
+    files = [json.dumps({"cases": [{"case": "6,000,000 floats", "ranks": n, "rows": rows}]}) for n in (2, 4)]
+    assert reproduce.JOBS["ring"].read([], files) == {"root / ring32, 2": 3.0, "root / ring32, 4": 3.0}
+    [panel] = reproduce.JOBS["ring"].panels([], files)
+    assert panel.series["ours"] == [(2.0, 3.0), (4.0, 3.0)]
+    assert panel.series["the article, N / 2: one rank receives"] == [(2.0, 1.0), (4.0, 2.0)]
 
 
 SHUFFLE = """2 MB; medians of 1, 2 cores
@@ -254,6 +267,9 @@ def test_groups_of_a_shuffle():
     }
     assert theirs("groups")["8 workers, 4 groups / 1, MB a worker"] == 4.0
     assert theirs("groups")["8 workers / 4, MB a worker"] == 0.5
+    held, time = reproduce.JOBS["groups"].panels([SHUFFLE], [])
+    assert held.series == {"the paper": [(1.0, 1.0), (4.0, 4.0)], "ours": [(1.0, 1.0), (4.0, 4.0)]}
+    assert time.series["ours"] == [(1.0, 1.0), (4.0, 2.5)]
 
 
 EPOCHS = """| contender | epoch s | over the first |
@@ -297,6 +313,10 @@ def test_scaling_of_functions():
     assert ours["strong scaling, speed-up over workers"] == pytest.approx(0.625)
     assert ours["weak scaling, straggler of the time"] == pytest.approx(0.04)
     assert set(ours) == set(theirs("synkhronos"))
+    lines, shares = reproduce.JOBS["synkhronos"].panels([RESNET], [])
+    assert lines.series["weak, ours"] == [(1.0, 0.98), (2.0, 1.6)]
+    assert lines.series["strong, ours"] == [(1.0, 0.98), (2.0, 1.25)]
+    assert dict(bar[:2] for bar in shares.bars)["straggler, ours"] == pytest.approx(0.04)
 
 
 @pytest.mark.slow  # tests/tools/test_cli.py counts the same

@@ -243,6 +243,21 @@ def test_xlas_collectives_go_over_the_mpi_that_runs_already(wrapped, tmp_path):
     assert ended.out.count("summed") == 2
 
 
+@pytest.mark.slow  # two jobs
+def test_a_run_over_mpi_leaves_the_params_of_one_over_gloo(wrapped, folder):
+    """A sum of two has one order of its terms, so all bits are the same."""
+    left = {}
+    for kind in ("gloo", "mpi"):
+        args = ("--comm", "xla", "--exchange.strategy", "ar", "--run-dir", str(folder / f"over-{kind}"))
+        ended = train(2, str(folder / "tiny.py"), *args, env=wrapped | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": kind})
+        assert ended.code == 0, ended.out[-3000:]
+        [run_of] = record(folder / f"over-{kind}", "run")
+        assert run_of["transport"] == f"XLA collectives between processes, {kind}"
+        left[kind] = params(folder / f"over-{kind}")
+    assert left["mpi"].tobytes() == left["gloo"].tobytes()
+    assert losses(folder / "over-mpi") == losses(folder / "over-gloo")
+
+
 @pytest.mark.slow
 def test_the_doctor_finds_xlas_collectives_over_mpi_or_says_what_they_lack(wrapped):
     cases = (wrapped, "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"), (ON_CPU, "MPITRAMPOLINE_LIB is not set")
