@@ -26,7 +26,7 @@ from jaxmpi.observe.sinks.registry import SINKS
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import fault_injection
-from jaxmpi.tools import cli, experiments, scaling_forecast
+from jaxmpi.tools import cli, experiments, scaling_plan
 from jaxmpi.trainer import exported_program, finished_runs, memory_forecast
 from launching import ROOT, run
 
@@ -332,7 +332,7 @@ def test_every_flag_exists(capsys):
     known = flags(capsys.readouterr().out) | flags(USAGE) | set().union(*OTHERS_FLAGS.values())
     known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
     known |= flags(vocabulary.words_parser().format_help())
-    known |= flags(scaling_forecast.parser().format_help()) | flags(exported_program.parser().format_help())
+    known |= flags(scaling_plan.parser().format_help()) | flags(exported_program.parser().format_help())
     known |= flags(finished_runs.predict_parser().format_help()) | flags(experiments.parser().format_help())
     known |= flags(memory_forecast.parser().format_help())
     known |= flags(report.parser().format_help()) | {"--version"}

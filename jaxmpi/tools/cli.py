@@ -10,7 +10,7 @@ COMMANDS = {  # name: (description, function)
     "train": ("train an experiment with N workers; prints the launcher's line", "launch.start:main"),
     "run": ("a script of your own under mpirun: an error on one rank ends the job, named", "launch.script:main"),
     "bench": ("time exchanges beside other libraries' and the bound", "bench.__main__:main"),
-    "plan": ("predicted step time and best strategy for 2 to 4,096 workers", "tools.scaling_forecast:main"),
+    "plan": ("predicted step time and best strategy for 2 to 4,096 workers", "tools.scaling_plan:main"),
     "forecast": ("memory of each worker, part by part, before a run is started", "trainer.memory_forecast:main"),
     "report": ("one HTML page, and pictures, of one run or several", "observe.report:main"),
     "doctor": ("MPI, cores, network, devices, a test of the exchange, and what to change", "tools.doctor:main"),
