@@ -18,7 +18,8 @@ from jaxmpi.allreduce.compression import COMPRESSORS
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.bench.baselines import PEERS
 from jaxmpi.config import experiment_file, schema
-from jaxmpi.data import SOURCES, packing
+from jaxmpi.data import SOURCES
+from jaxmpi.data import command as data_command
 from jaxmpi.data.sources import vocabulary
 from jaxmpi.launch.options import USAGE
 from jaxmpi.observe import report
@@ -330,7 +331,7 @@ def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
     known = flags(capsys.readouterr().out) | flags(USAGE) | set().union(*OTHERS_FLAGS.values())
-    known |= flags(packing.pack_parser().format_help()) | flags(packing.check_parser().format_help())
+    known |= flags(data_command.pack_parser().format_help()) | flags(data_command.check_parser().format_help())
     known |= flags(vocabulary.words_parser().format_help())
     known |= flags(scaling_plan.parser().format_help()) | flags(exported_program.parser().format_help())
     known |= flags(finished_runs.predict_parser().format_help()) | flags(experiments.parser().format_help())

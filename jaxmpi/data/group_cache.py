@@ -28,10 +28,10 @@ from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
-from jaxmpi.data.packing import in_order
 from jaxmpi.data.sampler import Sampler, random_bits
 from jaxmpi.data.sources.base import Source, _decoded, pair, where
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES, checked
+from jaxmpi.data.thread_map import in_order
 
 SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
 CHUNK_BYTES = 64 << 20  # of records that have been read and wait for the memory they will lie in

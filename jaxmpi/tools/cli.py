@@ -14,7 +14,7 @@ COMMANDS = {  # name: (description, function)
     "forecast": ("memory of each worker, part by part, before a run is started", "trainer.memory_forecast:main"),
     "report": ("one HTML page, and pictures, of one run or several", "observe.report:main"),
     "doctor": ("MPI, cores, network, devices, a test of the exchange, and what to change", "tools.doctor:main"),
-    "data": ("pack any source into few files; check them; words of a text", "data.packing:main"),
+    "data": ("pack any source into few files; check them; words of a text", "data.command:main"),
     "export": (
         "a run's model as a program for JAX alone, an Orbax folder or safetensors",
         "trainer.exported_program:main",

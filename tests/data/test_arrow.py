@@ -11,7 +11,7 @@ from PIL import Image
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import CorruptExample, Loader, Sampler, kind_for, open_source, packing
+from jaxmpi.data import CorruptExample, Loader, Sampler, command, kind_for, open_source
 from jaxmpi.data.sources import parquet as parquet_source
 
 arrow = pytest.importorskip("pyarrow")
@@ -211,9 +211,9 @@ def test_a_folder_of_splits_asks_for_one(tmp_path):
 
 def test_images_of_a_table_can_be_packed(folder, kind, tmp_path, capsys):
     with pytest.raises(UsageError, match=r"got no column picture; .* such as --columns"):
-        packing.main(["pack", str(folder), "packed", "--source", kind, "--columns", "picture", "label"])
+        command.main(["pack", str(folder), "packed", "--source", kind, "--columns", "picture", "label"])
     line = ["pack", str(folder), str(tmp_path / "packed"), "--source", kind, "--columns", "image", "label"]
-    packing.main([*line, "--validation-split", ""])
+    command.main([*line, "--validation-split", ""])
     packed = open_source(Data("packed", dir=str(tmp_path / "packed")), "train")
     for i in range(ROWS):
         np.testing.assert_array_equal(packed[i][0], PIXELS[i])

@@ -22,7 +22,7 @@ from PIL import Image
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, open_source, packing
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, command, open_source, packing
 from jaxmpi.data.decode import encoded
 from jaxmpi.data.packing import PackingOptions
 from jaxmpi.data.sources.packed import INDEX, MANIFEST, ROW, Packed, PackedSource, shard_name
@@ -159,18 +159,18 @@ def test_classes_whose_names_are_not_utf_8(folder, tmp_path):
 
 
 def test_pack_and_check_digits(tmp_path, capsys):
-    packing.main(["pack", "digits", str(tmp_path), "--quality", "0", "--shard-mb", "0.05"])
+    command.main(["pack", "digits", str(tmp_path), "--quality", "0", "--shard-mb", "0.05"])
     digits = open_source(Data(), "train")
     got = open_source(Data(source="packed", dir=str(tmp_path), channels=1), "train")
     assert all(np.array_equal(got[i][0], digits[i][0]) and got[i][1] == digits[i][1] for i in range(0, len(digits), 50))
-    packing.main(["check", str(tmp_path)])
+    command.main(["check", str(tmp_path)])
     assert capsys.readouterr().out.count("all is well") == 2
     shard = tmp_path / "train" / shard_name(1)
     raw = bytearray(shard.read_bytes())
     raw[100] ^= 1
     shard.write_bytes(raw)
     with pytest.raises(SystemExit) as ended:
-        packing.main(["check", str(tmp_path / "train")])
+        command.main(["check", str(tmp_path / "train")])
     assert ended.value.code == 1
     printed = capsys.readouterr().out
     assert f"{shard} at byte " in printed
@@ -197,7 +197,7 @@ def test_pack_and_check_digits(tmp_path, capsys):
 )
 def test_what_cannot_be_asked_for(line, message, tmp_path):
     with pytest.raises(UsageError, match=message):
-        packing.main([word.format(tmp_path) for word in line])
+        command.main([word.format(tmp_path) for word in line])
 
 
 # ---------------------------------------------------------------- stopped, and gone on with
@@ -400,19 +400,19 @@ def test_the_command_refuses_what_no_training_could_decode_and_goes_on_without_i
     line = ["pack", str(folder), str(tmp_path / "out"), "--validation-split", "", "--shard-mb", "0.0001"]
     said = r"dog/1\.jpg \(example 5\) is corrupt: .*; run the same line again with --on-error skip"
     with pytest.raises(UsageError, match=said):
-        packing.main(line)
+        command.main(line)
     kept = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
     assert len(kept) == 5
-    packing.main([*line, "--on-error", "skip"])
+    command.main([*line, "--on-error", "skip"])
     assert "skipped: " in (printed := capsys.readouterr()).err
     assert "data.on_error" not in printed.err
     assert "7 records" in printed.out
     now = {path.name: path.stat().st_ino for path in (tmp_path / "out" / "train").glob("shard-*.bin")}
     assert kept.items() <= now.items()
-    packing.main(["check", str(tmp_path / "out"), "--decode"])
+    command.main(["check", str(tmp_path / "out"), "--decode"])
     assert "all is well" in capsys.readouterr().out
     with pytest.raises(UsageError, match="begun with --on-error skip, which has left out 1 corrupt examples; give it"):
-        packing.main(line)
+        command.main(line)
 
 
 def test_the_header_alone_is_verified_on_request(folder, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import Loader, Sampler, open_source, packing, write_words
+from jaxmpi.data import Loader, Sampler, command, open_source, write_words
 from jaxmpi.data.group_cache import MemorySource
 from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, module_of, names
 
@@ -164,7 +164,7 @@ def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folde
     for file in ("b.txt", "a/x"):
         (folder / "train" / file).write_text("b b a c d ")
     (folder / "validation" / "c").write_text("a b ?")
-    packing.main(["words", str(folder), str(tmp_path / "words.json"), "--words", "4"])
+    command.main(["words", str(folder), str(tmp_path / "words.json"), "--words", "4"])
     assert "words.json: 4 words; 80.0 % of the held-out ones are among them" in capsys.readouterr().out
     data = Data("text", dir=str(folder), window=1, tokenizer=str(tmp_path / "words.json"))
     source = open_source(data, "validation")

@@ -10,7 +10,7 @@ from PIL import Image
 import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import ArraySource, packing
+from jaxmpi.data import ArraySource, command
 from jaxmpi.data.decode import CorruptExample
 
 N = 23
@@ -85,7 +85,7 @@ def test_damaged_images_that_are_left_out_are_counted(tmp_path):
 
 
 def test_the_folder_of_a_packed_data_set_will_do(tmp_path):
-    packing.main(["pack", "digits", str(tmp_path), "--quality", "0"])
+    command.main(["pack", "digits", str(tmp_path), "--quality", "0"])
     with jaxmpi.InMemory(tmp_path, 8) as data:
         assert data.batch()["image"].shape == (8, 8, 8, 3)
         shards = sum(path.stat().st_size for path in (tmp_path / "train").glob("shard-*"))

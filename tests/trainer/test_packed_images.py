@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi.data import packing
+from jaxmpi.data import command
 from launching import train
 
 CLASSES, TRAIN, VALIDATION = 3, 8, 4  # images of each class
@@ -48,7 +48,7 @@ def folder_of_jpegs(place: Path, classes: int = CLASSES, train: int = TRAIN) -> 
 def test_a_folder_of_jpegs_is_trained_on_from_memory_in_two_commands(tmp_path, capsys):
     folder_of_jpegs(tmp_path / "images")
     (tmp_path / "small.py").write_text(EXPERIMENT)
-    packing.main(["pack", str(tmp_path / "images"), str(tmp_path / "packed"), "--resize", "36"])
+    command.main(["pack", str(tmp_path / "images"), str(tmp_path / "packed"), "--resize", "36"])
     assert f"{CLASSES * TRAIN} records" in capsys.readouterr().out
     args = ("--train-for", "2ep", "--log-every", "1", "--run-dir", str(tmp_path / "run"))
     ended = train(2, str(tmp_path / "small.py"), "--data.dir", str(tmp_path / "packed"), *args)
@@ -67,7 +67,7 @@ def test_a_folder_of_jpegs_is_trained_on_from_memory_in_two_commands(tmp_path, c
 @pytest.mark.parametrize("name", ["resnet50", "googlenetbn"])
 def test_ibm_s_recipes_as_they_ship_train_on_a_thousand_classes_from_memory(name, tmp_path):
     folder_of_jpegs(tmp_path / "images", classes=1000, train=1)
-    packing.main(["pack", str(tmp_path / "images"), str(tmp_path / "packed"), "--resize", "256"])
+    command.main(["pack", str(tmp_path / "images"), str(tmp_path / "packed"), "--resize", "256"])
     args = ("--data.dir", str(tmp_path / "packed"), "--local-batch", "2", "--train-for", "2st", "--log-every", "1")
     ended = train(2, f"experiments/dimd/{name}.py", *args, "--run-dir", str(tmp_path / "run"), timeout_s=500)
     assert ended.code == 0, ended.out

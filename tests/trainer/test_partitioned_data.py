@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxmpi.data import packing
+from jaxmpi.data import command
 from jaxmpi.observe import record_reader
 from jaxmpi.observe.report_charts import charts
 from launching import Ended, leaked, mpirun, shared_memory, train, train_here
@@ -71,7 +71,7 @@ def run(
 
 @pytest.fixture
 def packed(tmp_path: Path) -> tuple[str, ...]:
-    packing.main(["pack", "digits", str(tmp_path / "packed"), "--quality", "0"])
+    command.main(["pack", "digits", str(tmp_path / "packed"), "--quality", "0"])
     return ("--data.source", "packed", "--data.dir", str(tmp_path / "packed"))
 
 

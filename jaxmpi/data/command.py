@@ -1,0 +1,176 @@
+"""`jaxmpi data`: pack any source, check what is packed, make a vocabulary."""
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich import progress
+from rich.console import Console
+
+from jaxmpi.config.data import Data
+from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.data.decode import CorruptExample
+from jaxmpi.data.packing import PackingOptions, Progress, damaged, pack, splits_in
+from jaxmpi.data.sources.packed import PackedSource
+from jaxmpi.data.sources.registry import SOURCES, open_source
+from jaxmpi.data.sources.vocabulary import words_main
+
+SHOWN = 20  # damaged records that are named
+
+
+@contextlib.contextmanager
+def bar(text: str, total: int) -> Iterator[Progress]:
+    """A progress bar on the terminal."""
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(text, total=total)
+        yield lambda n: shown.advance(task, n)
+
+
+def _threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
+
+
+def pack_parser() -> argparse.ArgumentParser:
+    """Parser of `jaxmpi data pack`."""
+    parser = argparse.ArgumentParser(
+        "jaxmpi data pack",
+        description="Pack SRC into DST/<split>/; run again to go on.",
+        epilog="example: jaxmpi data pack /data/imagenet /data/packed --resize 256",
+    )
+    parser.add_argument(
+        "src", metavar="SRC", help=f"folder of the source; or {', '.join(NEED_NO_FOLDER)}, which need none"
+    )
+    parser.add_argument("dst", metavar="DST", type=Path, help="folder for the packed splits")
+    parser.add_argument("--source", help=f"what SRC holds: {', '.join(SOURCES)} (default: imagefolder)")
+    parser.add_argument("--name", default="", help="tfds: data set, such as imagenet2012")
+    parser.add_argument(
+        "--columns", nargs=2, default=(), metavar=("IMAGE", "LABEL"), help="of tables: names of the two"
+    )
+    parser.add_argument("--train-split", default="train", help="its name in SRC (default: train)")
+    parser.add_argument("--validation-split", default="validation", help="its name in SRC; '' for none")
+    parser.add_argument(
+        "--resize", type=int, default=PackingOptions.resize, help="px: shorter side; 0 keeps size and bytes"
+    )
+    parser.add_argument(
+        "--quality", type=int, default=PackingOptions.quality, help="JPEG 1 to 100 (default: 90); 0: PNG"
+    )
+    parser.add_argument("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
+    parser.add_argument("--on-error", default=PackingOptions.on_error, help="stop | skip: what a corrupt image does")
+    parser.add_argument(
+        "--verify",
+        default=PackingOptions.verify,
+        help="decode | header: of images that keep their bytes (default: decode)",
+    )
+    _threads(parser)
+    return parser
+
+
+NEED_NO_FOLDER = ("digits", "animals", "synthetic")
+# What messages of sources call an option, and what `jaxmpi data pack` calls it.
+FLAGS = {
+    "--data.columns": "--columns",
+    "--data.train-split": "--train-split",
+    "--data.validation-split": "--validation-split",
+    "data.on_error=skip goes on without such examples": (
+        "run the same line again with --on-error skip, which leaves such examples out"
+    ),
+    "set data.dir or JAXMPI_DATA to": "give as SRC",
+    "set data.dir to": "give as SRC",
+    "set data.name to": "give as --name",
+}
+
+
+@contextlib.contextmanager
+def flags_of_pack() -> Iterator[None]:
+    """Have errors of sources name this command's options, not the trainer's."""
+    try:
+        yield
+    except (CorruptExample, UsageError) as error:
+        text = str(error)
+        for trainer, mine in FLAGS.items():
+            text = text.replace(trainer, mine)
+        raise UsageError(text) from error
+
+
+def pack_main(argv: list[str]) -> None:
+    """`jaxmpi data pack SRC DST`."""
+    options = pack_parser().parse_args(argv)
+    check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
+    needs_none = options.source is None and options.src in NEED_NO_FOLDER
+    data = Data(
+        source=options.src if needs_none else options.source or "imagefolder",
+        dir="" if needs_none else options.src,
+        name=options.name,
+        columns=tuple(options.columns),
+        train_split=options.train_split,
+        validation_split=options.validation_split,
+    )
+    check(0 < options.shard_mb < math.inf, f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
+    shard_bytes = max(int(options.shard_mb * 2**20), 1)
+    chosen = PackingOptions(options.resize, options.quality, shard_bytes, options.on_error, options.verify)
+    for split in ("train", "validation") if options.validation_split else ("train",):
+        with flags_of_pack():
+            source = open_source(data, split)
+            with bar(split, len(source)) as progress:
+                done = pack(source, options.dst / split, chosen, options.threads, progress)
+        print(f"{options.dst / split}: {done.records} records, {done.size_bytes / 1e6:,.1f} MB, skipped {done.skipped}")
+
+
+def check_parser() -> argparse.ArgumentParser:
+    """Parser of `jaxmpi data check`."""
+    parser = argparse.ArgumentParser(
+        "jaxmpi data check",
+        description="Verify every record of a packed data set.",
+        epilog="example: jaxmpi data check /data/packed --decode",
+    )
+    parser.add_argument("dst", metavar="DST", type=Path, help="what jaxmpi data pack has made")
+    parser.add_argument("--decode", action="store_true", help="decode the images too")
+    _threads(parser)
+    return parser
+
+
+def check_main(argv: list[str]) -> None:
+    """`jaxmpi data check DST`; exit code 1 if a record is damaged."""
+    options = check_parser().parse_args(argv)
+    check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
+    is_whole = True
+    for folder in splits_in(options.dst):
+        packed = PackedSource(str(folder), channels=3, resize=0)
+        with bar(folder.name, len(packed)) as progress:
+            wrong = damaged(packed, options.threads, progress, options.decode)
+        print("".join(f"{text}\n" for text in wrong[:SHOWN]), end="")
+        print(f"{folder}: {len(wrong)} of {len(packed)} records are damaged" if wrong else f"{folder}: all is well")
+        is_whole = is_whole and not wrong
+    if not is_whole:
+        sys.exit(1)
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main, "words": words_main}
+
+
+USAGE = """usage: jaxmpi data pack SRC DST [options]
+       jaxmpi data check DST [options]
+       jaxmpi data words SRC FILE [options]
+
+Pack a source into few files that are read fast, and check them; make a vocabulary of a text. `--help` after the command
+lists its options.
+
+example: jaxmpi data pack /data/imagenet /data/packed"""
+
+
+def main(argv: list[str]) -> None:
+    """Run `jaxmpi data pack`, `check` or `words`."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return
+    lookup(COMMANDS, argv[0], "command")(argv[1:])
