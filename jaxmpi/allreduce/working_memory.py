@@ -8,8 +8,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.compression import is_compressor
 
-AT_WORK = {"shm": 1, "asa": 3, "none": 1}
-OTHERS, COMPRESSORS = 4, 6
+AUTO, OF_DEVICES, COMPRESSORS = 4, 4, 6  # `auto` before it has chosen
 SHARDED = 2  # at least: rows of a bucket, and new params
 SHARDED_OF_DEVICES = 3  # 2.2 to 2.9 with any strategy, if devices of a process add up first; 3.1 to 3.7 unsharded
 # If workers update whole tensors, of the padded rows of all: 2.5 to 3.9, 5.6 to 6 with devices that add up, 1.7 shared.
@@ -39,8 +38,8 @@ def at_work(
         return COMPRESSORS
     if adds_devices:
         of_devices = WHOLE_OF_DEVICES if takes_whole else SHARDED_OF_DEVICES
-        return of_devices if is_sharded else OTHERS
+        return of_devices if is_sharded else OF_DEVICES
     if takes_whole:
         return WHOLE
-    arrays = OTHERS if is_auto(strategy) else AT_WORK.get(parse(strategy).name.partition(":")[0], OTHERS)
+    arrays = AUTO if is_auto(strategy) else parse(strategy).spec.arrays_at_work
     return max(arrays, SHARDED) if is_sharded else arrays

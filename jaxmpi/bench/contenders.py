@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce import compression
+from jaxmpi.allreduce.algorithms import exchanges
 from jaxmpi.allreduce.api import Op, check_strategy, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.comm.control import MpiProcesses, Processes
@@ -75,7 +76,7 @@ def strategy(name: str) -> Contender:
         run = jax.jit(lambda leaves: exchange(leaves, name))
         return lambda: jax.block_until_ready(run(inputs.leaves))
 
-    return Contender(name, False, None if name.startswith("none") else "mean", start)
+    return Contender(name, False, "mean" if exchanges(name) else None, start)
 
 
 def automatic(name: str) -> Contender:

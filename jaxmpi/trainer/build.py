@@ -80,7 +80,7 @@ class Functions(NamedTuple):
     @property
     def exchanges(self) -> bool:
         """Return True if workers exchange; with strategy none their params drift apart."""
-        return not self.strategy.startswith("none")
+        return algorithms.exchanges(self.strategy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi.allreduce import comm_thread_calls, overlap, sharded, subgroups
+from jaxmpi.allreduce import algorithms, comm_thread_calls, overlap, sharded, subgroups
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm import base
@@ -45,7 +45,7 @@ def is_asynchronous(experiment: Experiment) -> bool:
 
 def keeps_own(strategy: str) -> bool:
     """Return True if a strategy leaves something with one worker alone."""
-    return is_compressor(strategy) or strategy.startswith("none")
+    return is_compressor(strategy) or not algorithms.exchanges(strategy)
 
 
 def weighs(task: Any) -> bool:

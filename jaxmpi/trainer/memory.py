@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from jaxmpi.allreduce import algorithms
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.checkpoint.format import equal_fields
 from jaxmpi.comm.topology import Workers
@@ -198,7 +199,7 @@ def copied(
     Args:
         takes_all: the state of several devices is put together first.
     """
-    if strategy.startswith("none"):
+    if not algorithms.exchanges(strategy):
         return 0, 0
     params, model_state = map(size_bytes, state)
     parts = {"params": params, "rule_state": moments, "model_state": model_state}
@@ -222,8 +223,7 @@ def others(job: Job, strategy: str, *, is_whole: bool) -> Iterator[tuple[str, Wo
     """
     if job.experiment.optim.transform is not None:
         return
-    shared = "" if strategy.startswith("shm") else "shm"
-    for name in dict.fromkeys((strategy, shared or strategy)):
+    for name in (strategy,) if strategy in ("shm", "shm:32") else (strategy, "shm"):
         on = with_exchange(with_shards(job, "on"), strategy=name)
         options = f"--exchange.strategy {name} " * (name != strategy)
         options += SHARDED * (job.experiment.exchange.shard_update != "on")

@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import references
-from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES, color_trees, hierarchical, parse
+from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES, color_trees, exchanges, hierarchical, parse
 from jaxmpi.allreduce.algorithms.color_trees import plant
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.building_blocks import alltoall_by_rotation
 from jaxmpi.allreduce.subgroups import SubComm
+from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core.errors import UsageError
 from references import sum_over_workers
@@ -231,6 +232,15 @@ def test_trace_and_compile_at_64_workers_in_5_s(strategy, hosts):
 )
 def test_spellings(spelling, name):
     assert parse(spelling).name == name
+
+
+def test_a_row_of_one_s_own_tells_what_the_trainer_asks(monkeypatch):
+    """By its facts, not by how its name begins."""
+    monkeypatch.setitem(STRATEGIES, "nonexact", STRATEGIES["ring"]._replace(arrays_at_work=7))
+    monkeypatch.setitem(STRATEGIES, "alone", STRATEGIES["none"])
+    sends = ("nonexact", "nonexact:16", "asa16", "auto", "auto:16", "topk5/ring32", "hier-ring32")
+    assert [name for name in (*sends, "none", "none:32", "alone") if exchanges(name)] == [*sends]
+    assert [at_work(name) for name in ("nonexact", "ring", "none", "shm", "asa16")] == [7, 4, 1, 1, 3]
 
 
 def test_what_is_in_angle_brackets_is_filled_in():

@@ -25,5 +25,6 @@ from jaxmpi.allreduce.algorithms.spec import StrategySpec as StrategySpec
 from jaxmpi.allreduce.algorithms.table import ALIASES as ALIASES
 from jaxmpi.allreduce.algorithms.table import STRATEGIES as STRATEGIES
 from jaxmpi.allreduce.algorithms.table import Strategy as Strategy
+from jaxmpi.allreduce.algorithms.table import exchanges as exchanges
 from jaxmpi.allreduce.algorithms.table import find as find
 from jaxmpi.allreduce.algorithms.table import parse as parse

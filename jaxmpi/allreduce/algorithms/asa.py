@@ -85,4 +85,5 @@ ASA = StrategySpec(
     on_host=functools.partial(in_columns, sum=one_after_another(ON_HOST)),
     seconds=asa_seconds,
     halves=Halves(summed_slice, allgathered, own_chunks, on_host=ON_HOST),
+    arrays_at_work=3,
 )

@@ -64,4 +64,5 @@ SHARED_MEMORY = StrategySpec(
     fits=is_one,
     seconds=shared_memory_seconds,
     is_candidate=lambda net: net.hosts == 1,
+    arrays_at_work=1,
 )

@@ -121,6 +121,8 @@ class StrategySpec(NamedTuple):
     # (n, workers) -> number and floats of parts, each of which is added in one order; without one as many as workers
     cut: Callable[..., tuple[int, int]] | None = None
     spelled: tuple[str, ...] = ()  # what to try if the name has a blank
+    exchanges: bool = True  # else each worker keeps its own, and params drift apart
+    arrays_at_work: float = 4  # as big as the gradients, results included: scripts/exchange_memory.py
 
 
 def in_columns(n: int, comm: HostComm, wire: HostWire, sum: SumOnHost) -> Iterator[Part]:

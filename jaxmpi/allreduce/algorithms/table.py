@@ -78,6 +78,12 @@ def parse(spelling: str) -> Strategy:
     return Strategy(f"{algorithm}:{wire}", row, encoding)
 
 
+def exchanges(spelling: str) -> bool:
+    """Return True unless each worker keeps its own, as with `none`; also for compressors and `auto`."""
+    row = STRATEGIES.get(ALIASES.get(spelling, spelling).partition(":")[0])
+    return row is None or row.exchanges
+
+
 def find(algorithm: str) -> StrategySpec:
     """The row of an algorithm such as `hier-ring`, its blanks filled in."""
     if colours := re.fullmatch(r"color(\d+)", algorithm):
