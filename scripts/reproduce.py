@@ -177,7 +177,7 @@ def epochs(what: str, options: argparse.Namespace) -> list[list[str]]:
 
 
 def rings(options: argparse.Namespace) -> list[list[str]]:
-    """Sum a vector by two ranks, twice as many, ..., and by all."""
+    """Sum a vector by 2 ranks, 4, ..., and by all."""
     args = ("--sizes", "600000" if options.quick else "6000000", "--strategies", *RING, "--peers", "none")
     return [bench(counted(options, n), *args) for n in up_to(options.hosts or options.n)]
 
@@ -188,14 +188,17 @@ def up_to(most: int) -> list[int]:
 
 
 def counted(options: argparse.Namespace, n: int) -> argparse.Namespace:
-    """The options with another number of hosts, or of ranks if there are none."""
+    """The options with another number of hosts or ranks."""
     return argparse.Namespace(**vars(options) | {"hosts" if options.hosts else "n": n})
 
 
 def functions(options: argparse.Namespace) -> list[list[str]]:
-    """Scale ResNet-50 over functions."""
+    """Scale ResNet-50 over functions.
+
+    One worker is the base of the picture's lines.
+    """
     short = ["--steps", "2", "--batch", "4"] if options.quick else []
-    return [script("bench_functions", "resnet", "--workers", *map(str, options.workers or (1, 2)), *short)]
+    return [script("bench_functions", "resnet", "--workers", *map(str, from_one(options, (1, 2))), *short)]
 
 
 def script(name: str, *args: str) -> list[str]:
@@ -502,7 +505,7 @@ def formula_of_ring(options: argparse.Namespace) -> Values:
 
 
 def ring_by_ranks(printed: list[str], files: list[str]) -> list[Panel]:
-    """The same ratio by ranks: the article's N / 2, what ours sends, ours."""
+    """The same ratio by ranks, beside both formulas."""
     ours = [(float(name.split()[-1]), value) for name, value in over_ring(printed, files).items()]
     series = {
         "the article, N / 2: one rank receives": [(n, n / 2) for n, _ in ours],
@@ -576,7 +579,10 @@ def by_groups(printed: list[str], files: list[str]) -> Values:
 
 
 def rows_by_groups(printed: list[str]) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
-    """MB a worker and seconds of a shuffle: by workers in one group, by groups of all workers."""
+    """MB a worker and seconds of a shuffle.
+
+    By workers in one group, and by groups of all workers.
+    """
     rows = [[float(cell) for cell in row[:4]] for row in tables(printed[0])[1:] if row[3] != "indices only"]
     whole = {int(ranks): row for ranks, group, *row in rows if group == ranks}
     many = max(whole)

@@ -77,7 +77,7 @@ def test_table_3_with_another_number_of_workers_stands_alone():
     ]
 
 
-@pytest.mark.parametrize("name", ["speedup", "baidu"])
+@pytest.mark.parametrize("name", ["speedup", "baidu", "synkhronos"])
 def test_a_speed_up_needs_one_worker(name, tmp_path):
     with pytest.raises(SystemExit, match=r"--workers: got 2 4 8; expected 1 among them, whose speed is the base"):
         reproduce.main([name, "--show", "--out", str(tmp_path), "--workers", "2", "4", "8"])
