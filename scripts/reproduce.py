@@ -494,7 +494,7 @@ def figure3(printed: list[str], files: list[str]) -> list[Panel]:
 
 
 def over_ring(printed: list[str], files: list[str]) -> Values:
-    """Time of a sum through one rank over that of a ring, by ranks."""
+    """Time through one rank over that of a ring, by ranks."""
     found = {json.loads(text)["cases"][0]["ranks"]: next(iter(medians(text).values())) for text in files}
     return {f"root / ring32, {n}": by["root"] / by["ring32"] for n, by in found.items()}
 

@@ -79,7 +79,10 @@ def parse(spelling: str) -> Strategy:
 
 
 def exchanges(spelling: str) -> bool:
-    """Return True unless each worker keeps its own, as with `none`; also for compressors and `auto`."""
+    """Return False if each worker keeps its own, as with `none`.
+
+    Compressors and `auto` exchange.
+    """
     row = STRATEGIES.get(ALIASES.get(spelling, spelling).partition(":")[0])
     return row is None or row.exchanges
 
