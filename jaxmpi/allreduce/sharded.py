@@ -406,6 +406,7 @@ def shards_of(
     check_op(op)
     check_bucket_bytes(bucket_bytes)
     lookup(WIRES, gather_wire, "wire")
+    check(clip_norm >= 0, f"clip_norm: got {clip_norm}; expected a largest norm >= 0, 0 for none")
     able = ", ".join(with_halves(comm.hosts, gather_wire))
     spec = None if is_compressor(strategy) else parse(strategy).spec
     halves = spec.halves if spec else None
@@ -563,14 +564,25 @@ def sharded(
             f"gather_wire {gather_wire}: begin with this transformation's init",
         )
         mean, _ = of.scatter(updates)
-        own = of.own(params)
+        own, step, lacking = of.cut.own, functools.partial(of.cut.step, tx, tx.update), of.cut.lacking
+        if isinstance(of.cut, Leaves) and not is_traced(jax.tree.leaves((updates, params, state))):
+            own, step, lacking = kept_programs(of.cut, tx)
         if not isinstance(held, MasteredState):
-            made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, own)
+            made, of_tx = step(of.chunk(), mean, of_tx, own(params, of.chunk()))
             return of.gather(made, updates), replace(state, own=of_tx)
-        made, of_tx = of.cut.step(tx, tx.update, of.chunk(), mean, of_tx, held.masters)
+        made, of_tx = step(of.chunk(), mean, of_tx, held.masters)
         masters = jax.tree.map(jnp.add, held.masters, made)
-        changes = jax.tree.map(jnp.subtract, masters, own)
+        changes = lacking(params, masters, of.chunk())
         wire = gather_wire if of.size > 1 else "32"
         return of.gather(changes, updates, wire), replace(state, own=MasteredState(of_tx, masters))
 
     return optax.GradientTransformation(init, update)
+
+
+@functools.cache
+def kept_programs(cut: Leaves, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], ...]:
+    """What a cut does in an update, as programs: `own`, `step` and `lacking`.
+
+    Outside jit JAX would compile the branches, one for each worker, anew at every call.
+    """
+    return jax.jit(cut.own), jax.jit(functools.partial(cut.step, tx, tx.update)), jax.jit(cut.lacking)

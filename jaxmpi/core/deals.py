@@ -282,6 +282,10 @@ class Leaves(NamedTuple):
 
         return lax.switch(chunk, [branch(row) for row in range(given.workers)], grads, state, own)
 
+    def lacking(self, params: PyTree, masters: DealtLeaves, chunk: Any) -> DealtLeaves:
+        """What params lack of this worker's masters."""
+        return jax.tree.map(jnp.subtract, masters, self.own(params, chunk))
+
     def write(self, whole: PyTree, own: DealtLeaves, chunk: int) -> None:
         """Copy a row's leaves to their places in `whole`, in host memory."""
         leaves = [x for x, owner in zip(jax.tree.leaves(whole), self.deal.owners, strict=True) if owner == chunk]

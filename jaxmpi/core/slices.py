@@ -87,6 +87,21 @@ class Entries(NamedTuple):
         """`step(grads, state, params) -> (tree like params, state)` on slices."""
         return step(grads, state, own)
 
+    def lacking(self, params: PyTree, masters: PyTree, chunk: Any) -> PyTree:
+        """What params lack of this worker's masters; 0 in what fills a slice up.
+
+        Masters move there after a resume: every worker takes up the moments of a param of one entry.
+        """
+
+        def one(own: jax.Array, mine: jax.Array, leaf: jax.Array) -> jax.Array:
+            change = mine - own
+            if self.workers * mine.size == leaf.size:
+                return change
+            at = chunk * mine.size + jnp.arange(mine.size, dtype=jnp.int32).reshape(mine.shape)
+            return jnp.where(at < leaf.size, change, jnp.zeros_like(change))
+
+        return jax.tree.map(one, self.own(params, chunk), masters, params)
+
     def write(self, whole: PyTree, own: PyTree, chunk: int) -> None:
         """Copy slice `chunk` of every leaf into `whole`, in host memory."""
 

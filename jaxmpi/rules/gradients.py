@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import MASTERS, OF_TX
-from jaxmpi.rules.base import Exchange, Rule, ShardedMean, Sharding, descend, step_in_place
+from jaxmpi.rules.base import Exchange, Rule, ShardedMean, Sharding, descend, square, step_in_place, step_of
 
 
 def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool = False) -> Rule:
@@ -37,10 +37,10 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
 
 def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
     """`update` that gives |g|^2 too: (grads, state, params) -> (params, state, f32[])."""
+    descended = step_of(tx)
 
     def step(mean: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
-        updates, state = tx.update(mean, state, params)
-        return optax.apply_updates(params, updates), state, square(mean)
+        return *descended(mean, state, params), square(mean)
 
     step = step_in_place(step, exchange.jit)
     return lambda grads, state, params: step(exchange.mean(grads), state, params)
@@ -51,17 +51,13 @@ def sharded(tx: optax.GradientTransformation, shards: ShardedMean, jit: Callable
 
     With masters m, which stay in 32 bits: m_c <- m_c + tx_c(g_c) ;  w <- w + wire(all m_c - w_c).
     """
-    cut = shards.cut
-
-    def descended(grads: PyTree, state: PyTree, own: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = tx.update(grads, state, own)
-        return optax.apply_updates(own, updates), state
+    cut, descended = shards.cut, step_of(tx)
 
     def of_slice(mean: PyTree, state: PyTree, params: PyTree, chunk: jax.Array) -> tuple[PyTree, PyTree]:
         if not shards.keeps_masters:
             return cut.step(tx, descended, chunk, mean, state, cut.own(params, chunk))
         masters, of_tx = cut.step(tx, descended, chunk, mean, state[OF_TX], state[MASTERS])
-        return jax.tree.map(jnp.subtract, masters, cut.own(params, chunk)), {OF_TX: of_tx, MASTERS: masters}
+        return cut.lacking(params, masters, chunk), {OF_TX: of_tx, MASTERS: masters}
 
     def added(params: PyTree, changes: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, params, changes)
@@ -92,11 +88,6 @@ def sharded(tx: optax.GradientTransformation, shards: ShardedMean, jit: Callable
         measured=measured if shards.gives_square else None,
         sharding=Sharding(shards, tx, init_slice),
     )
-
-
-def square(tree: PyTree) -> jax.Array:
-    """The sum of the squares of all entries, f32[]."""
-    return sum((jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
 
 
 def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:

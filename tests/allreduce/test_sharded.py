@@ -890,6 +890,25 @@ def test_what_shared_memory_cannot_do_is_refused_with_what_can():
     assert set(with_halves((0, 0))) - set(with_halves((0, 0), "16")) == {"shm"}
 
 
+def test_a_norm_below_0_is_refused():
+    """It would turn the gradients round."""
+    with pytest.raises(UsageError, match=r"clip_norm: got -1\.0; expected a largest norm >= 0"):
+        shards_of("ring32", "mean", AxisComm("w", 4), None, clip_norm=-1.0)
+
+
+def test_what_fills_a_slice_up_is_not_sent():
+    """Its masters may have moved: all workers take up the moments of a param of one entry, whose gradient is 0 there.
+
+    A block of an 8-bit wire takes its scale from its largest entry.
+    """
+    params = {"gain": jnp.float32(2), "bias": jnp.arange(5.0), "even": jnp.ones(4)}
+    masters = jax.tree.map(lambda x: x + 1, Entries(2).own(params, 1))
+    lacking = Entries(2).lacking(params, masters, 1)
+    assert jax.tree.map(lambda x: x.tolist(), lacking) == {"gain": 0.0, "bias": [1.0, 1.0, 0.0], "even": [1.0, 1.0]}
+    masters = jax.tree.map(lambda x: x + 1, Entries(2).own(params, 0))
+    assert float(Entries(2).lacking(params, masters, 0)["gain"]) == 1.0
+
+
 def test_new_params_take_a_wire_that_a_user_adds(monkeypatch):
     monkeypatch.setitem(WIRES, "own", WIRES["8"])
     assert shards_of("ring:own", "mean", AxisComm("w", 4), None, gather_wire="own").gather_wire == "own"

@@ -112,6 +112,15 @@ def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
     assert 0 < apart.max() < 1e-2 * 2.0**-10
 
 
+def test_updates_of_whole_tensors_outside_jit_compile_once(caplog):
+    tx = jaxmpi.sharded(optax.lars(1e-2), "ring32", gather_wire="16")
+    params = tree(0)
+    updates, state = tx.update(tree(RANK), tx.init(params), params)
+    with jax.log_compiles():
+        tx.update(tree(RANK + 1), state, optax.apply_updates(params, updates))
+    assert not [entry.message for entry in caplog.records if "XLA compilation" in entry.message]
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one worker is sent nothing")
 @pytest.mark.parametrize(("name", "wire"), [("adam", "32"), ("lars", "32"), ("adam", "16")])
 def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
