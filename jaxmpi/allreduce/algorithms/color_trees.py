@@ -2,10 +2,11 @@
 
 In a single tree the inner workers send and add, while the leaves send once and wait. Kumar et al. 2018, section 4.2,
 cut the vector into k parts, each with a tree of its own. A worker is an inner node of one tree at most and a leaf of
-all others, so the load is even: each sends about 2 n floats at most. Parts travel in packets, of which one climbs while
-earlier ones come down. Edges of all trees are put into rounds in which a worker sends once and receives once at most,
-as a permutation needs: an edge colouring (Koenig 1916). Here the number of workers may be any. One colour is their
-pipelined ring.
+all others, so the load is nearly even: each sends at most e/k n floats, for e edges (`most_edges`). That is at most 2 n
+if the workers leave a remainder of 0 or 1 by k, and always below 3 n. Parts travel in packets, of which one climbs
+while earlier ones come down. Edges of all trees are put into rounds in which a worker sends once and receives once at
+most, as a permutation needs: an edge colouring (Koenig 1916). Here the number of workers may be any. One colour is
+their pipelined ring.
 """
 
 import functools
@@ -33,9 +34,10 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     """Sum k parts, each in packets up and down its own tree.
 
     Trees as of `Forest`: a worker adds and forwards in one of them at most and is a leaf of all others. So each sends
-    about 2 n floats, and a packet takes 2 height messages one after another. Rounds once per edge on the way up and
-    once at the root. All edges are busy at once: while a packet climbs, the next follows and earlier ones come down.
-    Kumar et al. 2018 (IBM), section 4.2; their pipelined ring is the case of one colour, whose tree is a chain.
+    e/k n floats at most, for the `most_edges` e, and a packet takes 2 height messages one after another. Rounds once
+    per edge on the way up and once at the root. All edges are busy at once: while a packet climbs, the next follows and
+    earlier ones come down. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring is the case of one colour, whose
+    tree is a chain.
     """
     forest, place = plant(comm.size, colours), place_of(comm)
     k, height = len(forest.depth), forest.height
