@@ -10,11 +10,8 @@ hold one copy of the data; with --data.group-size S each S of them do. One proce
 
 import dataclasses
 
-from jaxmpi.config import ExchangeConfig
+from jaxmpi.experiments.dimd.resnet50 import with_dimd
 from jaxmpi.experiments.googlenetbn import experiment as paper
 
-experiment = dataclasses.replace(
-    paper,
-    data=dataclasses.replace(paper.data, source="packed", memory="partition"),
-    exchange=ExchangeConfig("color4"),
-)
+assert paper.fallback
+experiment = dataclasses.replace(with_dimd(paper, "packed"), fallback=with_dimd(paper.fallback, "digits"))

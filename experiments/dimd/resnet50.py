@@ -11,10 +11,15 @@ hold one copy of the data; with --data.group-size S each S of them do. One proce
 import dataclasses
 
 from jaxmpi.config import ExchangeConfig
+from jaxmpi.config.schema import Experiment
 from jaxmpi.experiments.resnet50 import experiment as paper
 
-experiment = dataclasses.replace(
-    paper,
-    data=dataclasses.replace(paper.data, source="packed", memory="partition"),
-    exchange=ExchangeConfig("color4"),
-)
+
+def with_dimd(recipe: Experiment, source: str) -> Experiment:
+    """A recipe with this source in memory, over four colours."""
+    data = dataclasses.replace(recipe.data, source=source, memory="partition")
+    return dataclasses.replace(recipe, data=data, exchange=ExchangeConfig("color4"))
+
+
+assert paper.fallback
+experiment = dataclasses.replace(with_dimd(paper, "packed"), fallback=with_dimd(paper.fallback, "digits"))

@@ -13,6 +13,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import os
 import re
 import sys
@@ -52,7 +53,8 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     if path and any(arg.startswith(("--local-batch", "--effective-batch")) for arg in argv):
         base = dataclasses.replace(base, local_batch=0, effective_batch=0)  # the flag replaces either
     names = {arg.split("=")[0] for arg in argv}
-    if path and "--data.mean-image" in names:
+    is_empty = "--data.mean-image=" in argv or ("--data.mean-image", "") in itertools.pairwise(argv)
+    if path and "--data.mean-image" in names and not is_empty:
         base = dataclasses.replace(base, data=for_mean_image(base.data, names))
     elif path and "--data.mean" in names:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))

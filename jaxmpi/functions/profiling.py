@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import write_all
+from jaxmpi.runtime.launchers import launched
 
 PARTS = {
     "function": "this worker computes",
@@ -184,7 +185,9 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     global _running, _listens
     check(_running is None, "profile: another one is under way; expected one at a time: end it first")
     file = None if path is None else Path(path)
-    check(file is None or file.parent.is_dir(), f"profile: got {path}; expected a file in a folder that is there")
+    here = launched()
+    writes = file is not None and (here is None or here.rank == 0)  # other hosts need not have the folder
+    check(not writes or file.parent.is_dir(), f"profile: got {path}; expected a file in a folder that is there")
     if not _listens:
         jax.monitoring.register_event_duration_secs_listener(listen)
         _listens = True

@@ -92,6 +92,8 @@ class InMemory:
         state: dict[str, int] | None = None,
     ) -> None:
         check_whole("local_batch", local_batch)
+        check_whole("seed", seed, 0)
+        seed = int(seed)  # NumPy's have no JSON
         settings = data_of(data)
         if state:
             check_names(state)
@@ -110,11 +112,15 @@ class InMemory:
         self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
         workers.processes.assert_same("the data", self._feed.facts())
         self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed, "group_size": sampler.parts}
-        if state:
-            check_state(state, self._facts)
         self._shuffles, self._batches = kept["shuffles"], kept["batches"]
         self._under_way: Generator[Batch, None, None] | None = None
         self._is_closed = False
+        if state:
+            try:
+                check_state(state, self._facts)
+            except UsageError:  # of all ranks alike
+                self._memory.close()
+                raise
         self._memory.load()
 
     def batch(self) -> Batch:

@@ -23,7 +23,7 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data, shuffle_rhythm
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.group_cache import (
     Arena,
@@ -182,7 +182,7 @@ class MemoryShuffle:
         group, source = self.group, self.source
         begins = slices(len(source), group.size)
         source.load(np.arange(begins[group.rank], begins[group.rank + 1]), self._check_room)
-        self._wait(group.Ibarrier())  # others read slower
+        self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
         for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
             mine = values[begins[group.rank] : begins[group.rank + 1]].copy()
             group.Allgatherv(mine, [values, (np.diff(begins).tolist(), begins[:-1])])
@@ -196,7 +196,11 @@ class MemoryShuffle:
         if isinstance(control, MpiProcesses):
             rows = np.empty((control.size, mine.size))
             self._wait(control.world.Iallgather(mine, rows), "ranks to say what memory they need")  # some read slower
-        check_room(rows, control.hosts)
+        try:
+            check_room(rows, control.hosts)
+        except UsageError:  # of all ranks alike, so they can give the communicator back
+            self.close()
+            raise
 
     def _want(self, turn: int) -> bool:
         """Start the shuffle that this turn needs; return False if none."""

@@ -208,6 +208,8 @@ def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean():
     for flag in (["--data.mean-image", "m.npy"], ["--data.mean-image=m.npy"], ["--data.mean_image", "m.npy"]):
         data = experiment_file.parse([str(ROOT / "experiments/digits.py"), *flag])[0].data
         assert (data.mean, data.std, data.mean_image) == ((), (0.376,), "m.npy")
+    for flag in (["--data.mean-image", ""], ["--data.mean-image="]):  # as of a variable that is not set
+        assert experiment_file.parse([str(ROOT / "experiments/digits.py"), *flag])[0].data.mean == (0.305,)
     with pytest.raises(UsageError, match=r"data\.mean and data\.mean_image: give one of the two"):
         Data(mean=(0.5,), mean_image="m.npy")
 

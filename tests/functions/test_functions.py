@@ -473,6 +473,14 @@ def test_a_profile_is_a_table_and_a_line_a_call(tmp_path):
         jm.profile(tmp_path / "nowhere" / "calls.jsonl").__enter__()
 
 
+def test_the_folder_of_a_profile_is_needed_where_it_is_written(tmp_path, monkeypatch):
+    """By worker 0, perhaps of another host."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with jm.profile(tmp_path / "nowhere" / "calls.jsonl") as profile:
+        assert str(profile)
+
+
 # ---------------------------------------------------------------- shared arrays
 
 

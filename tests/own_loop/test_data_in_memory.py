@@ -56,7 +56,7 @@ def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
     with jaxmpi.InMemory(settings, 4, seed=3) as first:
         assert loop(first, 0, done) == expected[:done]
         state = json.loads(json.dumps(first.state()))
-    with jaxmpi.InMemory(settings, 4, seed=3, state=state) as second:
+    with jaxmpi.InMemory(settings, 4, seed=np.int64(3), state=state) as second:
         assert loop(second, done, 16) == expected[done:]
 
 
@@ -102,6 +102,8 @@ def test_what_cannot_be_is_refused():
         jaxmpi.InMemory(numbered(), 0)
     with pytest.raises(UsageError, match=r"local_batch: got 8\.0; expected a whole number >= 1"):
         jaxmpi.InMemory(numbered(), 8.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match=r"seed: got -1; expected a whole number >= 0"):
+        jaxmpi.InMemory(numbered(), 5, seed=-1)
     with pytest.raises(UsageError, match=r"InMemory: got int; expected a Data, the folder of a packed data set"):
         jaxmpi.InMemory(7, 5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match=r"data\.group_size: got 3 with 1 workers; expected one of 1"):
