@@ -581,7 +581,7 @@ def sharded(
 
 @functools.cache
 def kept_programs(cut: Leaves, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], ...]:
-    """What a cut does in an update, as programs: `own`, `step` and `lacking`.
+    """A cut's `own`, `step` and `lacking` as programs.
 
     Outside jit JAX would compile the branches, one for each worker, anew at every call.
     """
