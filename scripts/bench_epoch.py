@@ -30,7 +30,7 @@ import dataclasses, sys
 from jaxmpi.experiments.dimd.{recipe} import experiment as recipe
 from jaxmpi.models import MODELS
 
-data = dataclasses.replace(recipe.data, crop=64)
+data = dataclasses.replace(recipe.data, crop=64, loader="threads")  # of all alike: data in memory have no other
 model = MODELS["{model}"](image_size=64)
 experiment = dataclasses.replace(recipe, model=model, data=data, fallback=None, local_batch=8, eval_every="0st",
                                  checkpoint_every="0st", log_every=5)
@@ -43,8 +43,7 @@ from jaxmpi.data import open_source
 
 files = dataclasses.replace(data, source="imagefolder", dir={folder!r})
 train, validation = (open_source(files, split) for split in ("train", "validation"))
-slow = dataclasses.replace(data, source="array", memory="none", loader="threads", train=Far(train, {latency_s}),
-                           validation=validation)
+slow = dataclasses.replace(data, source="array", memory="none", train=Far(train, {latency_s}), validation=validation)
 experiment = dataclasses.replace(experiment, data=slow)
 """
 

@@ -131,6 +131,11 @@ SCENARIOS = [
     Scenario(("raw_images.py",), ("2 classes",)),
     Scenario(("augment.py",), ("(32, 8, 8, 1)",)),
     Scenario(("words.py",), ("100 classes",)),
+    Scenario(
+        ("words",),
+        ("words.json: 8,000 words", "8000 classes", "step 2/2", "bits per byte"),
+        (("20st", "2st"),),
+    ),
     Scenario(("mixture.py",), ("2874 examples",)),
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(
@@ -142,6 +147,7 @@ SCENARIOS = [
 ]
 # Jobs of longer runs or of what has tests of its own, in slow tests.
 BY_HAND = (
+    "words",
     "report",
     "around",
     "batch_files",
