@@ -26,7 +26,7 @@ from jaxmpi.trainer.async_worker import Worker
 from jaxmpi.trainer.evaluate import rate_factor, score
 from jaxmpi.trainer.loop import RunProgress
 from jaxmpi.trainer.progress import Done
-from jaxmpi.trainer.resume import extra_of
+from jaxmpi.trainer.resume import extra_of, note_whole
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.timetable import DueEvents
 
@@ -113,8 +113,8 @@ class ChiefWorker:
         """Make a checkpoint of the parts."""
         is_of_it = self.evaluated == self.begun
         self.complete(self.parts, state, score(self.run.experiment, self.result) if is_of_it else None)
-        self.run.recorder.write("checkpoint", step=self.begun)
         self.is_writing = False
+        note_whole(self.run, self.begun)
 
     def complete(self, parts: UncoordinatedCheckpoint, state: TrainState, score: float | None) -> None:
         """Complete a checkpoint's parts with the shared params and JSON values."""

@@ -107,7 +107,7 @@ class Callback:
     def after_checkpoint(self, step: int, folder: Path) -> None:
         """Called when the checkpoint of `step` is whole in `folder`, its own.
 
-        Asynchronous runs do not call it.
+        Asynchronous rules call it on worker 0 alone.
         """
 
     def at_end(self, figures: dict[str, float]) -> None:

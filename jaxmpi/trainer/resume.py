@@ -232,13 +232,19 @@ def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last
 
 
 def note_saved(run: Run) -> None:
+    """`note_whole` of a checkpoint that a thread has written meanwhile."""
+    if (step := run.saver.taken()) is not None:
+        note_whole(run, step)
+
+
+def note_whole(run: Run, step: int) -> None:
     """Record a checkpoint that has become whole, and call the callbacks.
 
     By the record a resumed run knows which checkpoints are lost.
     """
-    if (step := run.saver.taken()) is not None:
-        run.recorder.write("checkpoint", step=step)
-        callbacks.each(run.callbacks, "after_checkpoint", step, run.folder / "checkpoints" / f"step_{step:08d}")
+    run.recorder.write("checkpoint", step=step)
+    folder = run.folder / "checkpoints" / f"step_{step:08d}"
+    callbacks.each(run.callbacks, "after_checkpoint", step, folder, is_asynchronous=run.workers.asynchronous)
 
 
 def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:

@@ -295,14 +295,19 @@ class LoneWorker(Worker):
 
 class Saves(Callback):
     saves = 0
+    whole = ()
 
     def state(self):
         self.saves += 1
         return {"saves": self.saves}
 
+    def after_checkpoint(self, step, folder):
+        self.whole += ((step, (folder / "manifest.json").is_file()),)
+
 
 def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(tmp_path, monkeypatch):
     monkeypatch.setattr(async_chief, "extra_of", lambda *run: {})
+    saves = Saves()
     state = TrainState(*(np.zeros(2, np.float32) for _ in TrainState._fields))
     timetable = Timetable(compare_every=100, log_every=1, eval_every=100, save_every=1, total_steps=10)
     clock, feed = SimpleNamespace(total_steps=10), SimpleNamespace(source=range(100))
@@ -313,12 +318,15 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
         recorder=Recorder(None),
         saver=SimpleNamespace(home=HeldFolder(tmp_path)),
         notice=SimpleNamespace(say_saved=lambda say, step, folder: None),
-        experiment=SimpleNamespace(callbacks=(Saves(),)),
-        workers=SimpleNamespace(processes=SoloProcesses()),
-        **dict.fromkeys(("functions", "folder")),
+        experiment=SimpleNamespace(callbacks=(saves,)),
+        callbacks=(saves,),
+        workers=SimpleNamespace(processes=SoloProcesses(), asynchronous=True),
+        folder=tmp_path,
+        functions=None,
     )
     worker, start = LoneWorker(), SimpleNamespace(counters=Counters(), step=0)
-    parts = UncoordinatedCheckpoint(tmp_path, 1, Retention(2))
+    (checkpoints := tmp_path / "checkpoints").mkdir()
+    parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
     evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
     chief = async_chief.ChiefWorker(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
     assert chief.progress(state, worker.tell({}, examples=10)) == RunProgress(1, DueEvents(log=True, save=True))
@@ -329,7 +337,8 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     worker.is_done = True
     assert chief.progress(state, worker.tell({"leave": 1.0}, examples=5)) == RunProgress(1, is_over=True)
     chief.finish(state)
-    [saved] = found(tmp_path)
+    [saved] = found(checkpoints)
+    assert saves.whole == ((1, True), (1, True))  # the second takes the place of the first
     assert saved.name == "step_00000001"
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["files"]["worker_00000.bin"]
