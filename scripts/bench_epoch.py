@@ -3,6 +3,7 @@
 python scripts/bench_epoch.py data --ranks 2 --images 400             files, packed, in memory; figures 10 and 11
 python scripts/bench_epoch.py devices --ranks 2 --devices 2           a process a device, or one for several; figure 12
 python scripts/bench_epoch.py devices --ranks 4 --rate 200mbit        the same, each process on an emulated host
+python scripts/bench_epoch.py together --ranks 4 --rate 200mbit       memory and trees, or files and Allreduce; table 1
 
 Contenders are whole runs of `jaxmpi.train` that take turns: a recipe of experiments/dimd with a small model, so that
 cores have time left for data. A time is that of an epoch at the median pace of a run's progress lines.
@@ -120,10 +121,22 @@ def devices(options: argparse.Namespace, folder: Path) -> None:
     report(harness.take_turns(runs, options.rounds, clock=lambda run: run()))
 
 
+def together(options: argparse.Namespace, folder: Path) -> None:
+    """Time epochs of the recipe as it is, and without all that is the paper's."""
+    written(folder / "recipe.py", options)
+    run = partial(epoch_s, harness.launcher(options.ranks, options.rate, 1), folder / "recipe.py", options)
+    files = ("--data.memory", "none", "--data.source", "imagefolder", "--data.dir", str(folder / "files"))
+    runs = {
+        "memory and four trees": partial(run, "--data.dir", str(folder / "packed")),
+        "files and Allreduce": partial(run, *files, "--exchange.strategy", "ar"),
+    }
+    report(harness.take_turns(runs, options.rounds, clock=lambda run: run()))
+
+
 def main() -> None:
-    """Run one of the two."""
+    """Run one of the three."""
     parser = harness.parser(__doc__)
-    parser.add_argument("what", choices=["data", "devices"])
+    parser.add_argument("what", choices=["data", "devices", "together"])
     parser.add_argument("--recipe", choices=SMALL, default="resnet50", help="of experiments/dimd")
     parser.add_argument("--ranks", type=int, default=2, help="processes; of `devices` those that drive several")
     parser.add_argument("--devices", type=int, default=2, help="of each of these")
@@ -136,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder), options.images)
-        {"data": data, "devices": devices}[options.what](options, Path(folder))
+        {"data": data, "devices": devices, "together": together}[options.what](options, Path(folder))
 
 
 if __name__ == "__main__":

@@ -296,6 +296,8 @@ def test_epochs():
         "GoogLeNetBN, an epoch, packed / files": 0.8,
     }
     assert list(reproduce.JOBS["devices"].read([LAYOUTS, LAYOUTS], []).values()) == [0.75, 0.75]
+    both = LAYOUTS.replace("a process a device", "files and Allreduce").replace("a process for 2", "memory and four")
+    assert reproduce.JOBS["together"].read([both, both], []) == dict.fromkeys(theirs("together"), 0.75)
 
 
 RESNET = """| | ms an example | speedup | function | shuffle | straggler | all-reduce |
