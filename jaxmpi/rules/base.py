@@ -274,9 +274,14 @@ class Asynchronous(NamedTuple):
     inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
 
 
+def square(tree: PyTree) -> jax.Array:
+    """The sum of the squares of all entries, f32[]."""
+    return sum((jnp.square(leaf.astype(jnp.float32)).sum() for leaf in jax.tree.leaves(tree)), jnp.zeros(()))
+
+
 def l2(tree: PyTree) -> jax.Array:
     """The root of the sum of squares of all entries, f32[]."""
-    return jnp.sqrt(sum((jnp.square(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)), jnp.zeros(())))
+    return jnp.sqrt(square(tree))
 
 
 def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
@@ -310,16 +315,21 @@ def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> C
     return stepped
 
 
-def descend(
-    tx: optax.GradientTransformation, jit: Callable[..., Callable]
-) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Jit one optimizer step: (grads, state, params) -> (params, state), both donated."""
+def step_of(tx: optax.GradientTransformation) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """An optimizer's step: (grads, state, params) -> (params, state)."""
 
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return step_in_place(step, jit)
+    return step
+
+
+def descend(
+    tx: optax.GradientTransformation, jit: Callable[..., Callable]
+) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Jit one optimizer step: (grads, state, params) -> (params, state), both donated."""
+    return step_in_place(step_of(tx), jit)
 
 
 def updates_of(

@@ -12,7 +12,7 @@ for each other, such as the params of an evaluation in which all take part.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ LEAST = 64 * BLOCK  # floats of a segment: shorter ones cost more in looks for m
 WINDOW = 8  # messages to one server that may be unanswered
 LONGEST = 16  # staleness beyond which exchanges are counted together
 Serve = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+Numbers = TypeVar("Numbers", "Counters", "TimeSpent")
 
 
 class ServerLayout(NamedTuple):
@@ -69,6 +70,11 @@ class ServerLayout(NamedTuple):
 # ---------------------------------------------------------------- the progress of all
 
 
+def _plus(own: Numbers, other: Sequence[float]) -> Numbers:
+    """The sum, number by number."""
+    return type(own)(*(a + b for a, b in zip(own, other, strict=True)))
+
+
 class Counters(NamedTuple):
     """Work of workers, in numbers that add up."""
 
@@ -82,10 +88,7 @@ class Counters(NamedTuple):
     sent_bytes: float = 0.0  # by workers, which get as many back
     distance: float = 0.0  # L2, of a worker from what it met, summed over exchanges
     square: float = 0.0  # of the norms of gradients, summed over steps
-
-    def plus(self, other: Sequence[float]) -> "Counters":
-        """The sum."""
-        return Counters(*(a + b for a, b in zip(self, other, strict=True)))
+    plus = _plus
 
 
 class TimeSpent(NamedTuple):
@@ -102,10 +105,7 @@ class TimeSpent(NamedTuple):
     sync: float = 0.0  # waits for the answer to a report: long if the worker is too far ahead of the slowest
     other: float = 0.0
     gone: float = 0.0  # 1: the worker is gone, and made these steps before
-
-    def plus(self, other: Sequence[float]) -> "TimeSpent":
-        """The sum."""
-        return TimeSpent(*(a + b for a, b in zip(self, other, strict=True)))
+    plus = _plus
 
 
 class WorkerReport(NamedTuple):
