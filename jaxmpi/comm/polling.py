@@ -33,11 +33,17 @@ class WaitClock:
         return self._seconds
 
 
-def wait(is_there: Callable[[], bool], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+def wait(
+    is_there: Callable[[], bool],
+    timeout_s: float,
+    is_over: Callable[[], bool] = lambda: False,
+    pause_s: Callable[[int], float] = lambda looks: POLL_S,
+) -> bool:
     """Poll, yielding between looks; False after `timeout_s`, or earlier if `is_over`.
 
     Args:
         is_there: `request.Test` of an MPI request, or another look that lets MPI go on.
+        pause_s: seconds of the sleep before the next look, by the number of looks so far, from `YIELDS` on.
     """
     waited = WaitClock()
     for looks in itertools.count():
@@ -50,7 +56,7 @@ def wait(is_there: Callable[[], bool], timeout_s: float, is_over: Callable[[], b
         elif is_over():
             return is_there()
         else:
-            time.sleep(POLL_S)
+            time.sleep(pause_s(looks))
     return False
 
 

@@ -8,7 +8,6 @@ gone is named, one that computes is not late.
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import select
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.control import LATE_S, MAX_BYTES, MpiProcesses
-from jaxmpi.comm.polling import YIELDS, WaitClock
+from jaxmpi.comm.polling import POLL_S, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.runtime import job_folder
@@ -197,6 +196,9 @@ class StoppedWorkerMonitor:
 # ---------------------------------------------------------------- MPI
 
 
+SHORT_S, SHORT_LOOKS = 0.0001, 5000  # the sleep between a wait's first looks, and how many these are
+
+
 class MpiTransport:
     """Over a communicator of its own, polled without spinning."""
 
@@ -330,28 +332,11 @@ def cut(message: np.ndarray) -> list[np.ndarray]:
 
 
 def patient(request: Any, timeout_s: float) -> bool:
-    """Wait for an MPI request without spinning; False if time ran out."""
-    waited, pause = WaitClock(), Pause()
-    while not request.Test():
-        if waited.look() > timeout_s:
-            return False
-        pause()
-    return True
+    """Wait for an MPI request without spinning; False if time ran out.
 
-
-class Pause:
-    """Yield, then sleep 0.1 ms for about a second, then 1 ms."""
-
-    def __init__(self) -> None:
-        self.looks = itertools.count()
-
-    def __call__(self) -> None:
-        """Yield the core or sleep, by the number of calls so far."""
-        looks = next(self.looks)
-        if looks < YIELDS:
-            os.sched_yield()
-        else:
-            time.sleep(0.0001 if looks < 5000 else 0.001)
+    Sleeps are short for about a second: in a loop of calls the next message comes soon.
+    """
+    return wait(request.Test, timeout_s, pause_s=lambda looks: SHORT_S if looks < SHORT_LOOKS else POLL_S)
 
 
 # ---------------------------------------------------------------- sockets
