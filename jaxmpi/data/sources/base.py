@@ -64,6 +64,16 @@ def pair(source: Source, index: int) -> tuple[np.ndarray, Any]:
     return image, label
 
 
+def place_in_parts(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """The part that has example `index`, and its place there.
+
+    Args:
+        ends: of each part, the index behind its last example.
+    """
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
 def _split_name(config: Data, split: str) -> str:
     return config.train_split if split == "train" else config.validation_split
 

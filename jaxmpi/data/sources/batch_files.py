@@ -29,7 +29,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import open_plain
 from jaxmpi.data.sampler import Sampler
-from jaxmpi.data.sources.base import Source, _split_name, pair
+from jaxmpi.data.sources.base import Source, _split_name, pair, place_in_parts
 from jaxmpi.data.sources.open_files import SPAN_BYTES, OpenFiles, Spans
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
@@ -116,7 +116,7 @@ class BatchFileSource:
         each, begins = math.prod(self.shape), [0, *self.span_ends[:-1]]
         places = []
         for begin, end in zip(begins, self.span_ends, strict=True):
-            file, row = self._place(begin)
+            file, row = place_in_parts(self.ends, begin)
             places.append((file, int(self.offsets[file]) + row * each, (end - begin) * each))
         source = copy.copy(self)
         source.spans = Spans(self.opened, np.array(places, np.int64).reshape(-1, 3))
@@ -130,10 +130,6 @@ class BatchFileSource:
     def _path(self, file: int) -> str:
         return os.path.join(self.folder, self.files[file])
 
-    def _place(self, index: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self.ends, index, side="right"))
-        return file, index - (int(self.ends[file - 1]) if file else 0)
-
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -146,7 +142,7 @@ class BatchFileSource:
 
     def where(self, index: int) -> str:
         """The file of example `index`, and its row there."""
-        file, row = self._place(index)
+        file, row = place_in_parts(self.ends, index)
         return f"{self._path(file)}[{row}]"
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
@@ -155,7 +151,7 @@ class BatchFileSource:
             begin = self.span_ends[span - 1] if span else 0
             rows = self.spans.read(span).reshape(-1, *self.shape)
             return rows[index - begin].copy(), self.labels[index]
-        file, row = self._place(index)
+        file, row = place_in_parts(self.ends, index)
         image = np.empty(self.shape, np.uint8)
         missing = self.opened.read(file, image, int(self.offsets[file]) + row * image.size)
         if missing:

@@ -23,7 +23,7 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import Source, _split_name
+from jaxmpi.data.sources.base import Source, _split_name, place_in_parts
 from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, Expected, head, header
 from jaxmpi.data.sources.columns import TableSource, chosen, has_training, split_files
 from jaxmpi.data.sources.open_files import OpenFiles
@@ -104,13 +104,9 @@ class NumpySource(TableSource):
 
     def cells(self, index: int) -> Sequence[Any]:
         """Cells of row `index`, in the order of `columns`."""
-        part, row = self._place(index)
+        part, row = place_in_parts(self.ends, index)
         cells = [self._row(found, row) for found in self.parts[part]]
         return cells if self.labels is None else [cells[0], self.labels[index]]
-
-    def _place(self, index: int) -> tuple[int, int]:
-        part = int(np.searchsorted(self.ends, index, side="right"))
-        return part, index - (int(self.ends[part - 1]) if part else 0)
 
     def _row(self, found: StoredArray | np.ndarray, row: int) -> np.ndarray:
         if isinstance(found, np.ndarray):
@@ -130,7 +126,7 @@ class NumpySource(TableSource):
 
     def where(self, index: int) -> str:
         """The file of row `index`, and its place there."""
-        part, row = self._place(index)
+        part, row = place_in_parts(self.ends, index)
         return f"{self.paths[part]}[{row}]"
 
     def digest(self) -> str:

@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, whole_numbers
-from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.base import Source, place_in_parts
 from jaxmpi.data.sources.columns import TableSource, chosen, has_training, split_files
 
 KEPT_BYTES = 1 << 28  # of row groups, in each process that reads them
@@ -84,13 +84,9 @@ class ParquetSource(TableSource):
 
     def cells(self, index: int) -> Sequence[Any]:
         """Cells of row `index`, in the order of `columns`."""
-        group, row = self._place(index)
+        group, row = place_in_parts(self.ends, index)
         table, name = self._table(group), self.where(index)
         return [cell(table.column(column)[row], name, column) for column in self.columns]
-
-    def _place(self, index: int) -> tuple[int, int]:
-        group = int(np.searchsorted(self.ends, index, side="right"))
-        return group, index - (int(self.ends[group - 1]) if group else 0)
 
     def _table(self, group: int) -> Any:
         with self._lock:
@@ -103,7 +99,7 @@ class ParquetSource(TableSource):
 
     def where(self, index: int) -> str:
         """The file of row `index`, its row group and its place there."""
-        group, row = self._place(index)
+        group, row = place_in_parts(self.ends, index)
         path, number = self.groups[group]
         return f"{path}, row group {number}[{row}]"
 

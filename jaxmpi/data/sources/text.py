@@ -16,6 +16,7 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
+from jaxmpi.data.sources.base import place_in_parts
 from jaxmpi.data.sources.tokenizers import Tokenizer, tokenizer_of
 
 BYTES = 256  # classes
@@ -91,9 +92,8 @@ class TextSource:
 
     def where(self, index: int) -> str:
         """The file in which window `index` begins, and the byte or token."""
-        begin = index * self.window
-        file = int(np.searchsorted(self.ends, begin, side="right"))
-        return f"{self.files[file]}, {self.token} {begin - (self.ends[file - 1] if file else 0)}"
+        file, place = place_in_parts(self.ends, index * self.window)
+        return f"{self.files[file]}, {self.token} {place}"
 
     def digest(self) -> str:
         """SHA-256 of names and tokens, all of them."""
