@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmpi.allreduce.buckets import assign_buckets, places
 from jaxmpi.core.pytrees import PyTree
@@ -94,9 +94,7 @@ def opened(traced: ClosedJaxpr, count: int) -> ClosedJaxpr:
                 inner = equation.params["jaxpr"]
                 results = run(inner.jaxpr, inner.consts, given)
             else:
-                needed = list(dict.fromkeys(variables(equation.invars)))
-                piece = program.replace(constvars=[], invars=needed, outvars=equation.outvars, eqns=[equation])
-                results = jaxpr_as_fun(ClosedJaxpr(piece, ()))(*(values[var] for var in needed))
+                results = run_equation(equation, given)
             values |= zip(equation.outvars, results, strict=True)
         return [atom.val if isinstance(atom, Literal) else values[atom] for atom in program.outvars]
 
@@ -104,6 +102,15 @@ def opened(traced: ClosedJaxpr, count: int) -> ClosedJaxpr:
         return traced
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.in_avals]
     return jax.make_jaxpr(lambda *args: run(traced.jaxpr, traced.consts, args))(*avals)
+
+
+def run_equation(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Results of one equation; operands of literals are not used."""
+    pairs = zip(equation.invars, operands, strict=True)
+    taken = {var: x for var, x in pairs if not isinstance(var, Literal)}  # one may be there twice
+    names = DebugInfo("an equation", equation.primitive.name, None, None)
+    program = Jaxpr([], list(taken), equation.outvars, [equation], equation.effects, names)
+    return jaxpr_as_fun(ClosedJaxpr(program, ()))(*taken.values())
 
 
 def has_fill(program: Jaxpr) -> bool:

@@ -14,7 +14,6 @@ which come of the layers before. Equations of params and constants alone, such a
 are first needed. ZeRO, Rajbhandari et al. 2020, prefetches params for stage 3 in this order.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, LATE, OPEN, SEND
+from jaxmpi.allreduce.early_scatter import run_equation
 from jaxmpi.allreduce.sharded import Shards
 from jaxmpi.allreduce.slice_vectors import cut, joined
 from jaxmpi.core.pytrees import PyTree
@@ -241,18 +241,9 @@ def evaluated(jaxpr: jax.extend.core.Jaxpr, consts: Sequence[Any], args: Sequenc
             inner = equation.params["jaxpr"]
             results = evaluated(inner.jaxpr, inner.consts, operands)
         elif there or equation.effects:
-            results = bound(equation, [now(x, there) for x in operands])
+            results = run_equation(equation, [now(x, there) for x in operands])
         else:
-            later = Later(lambda before, eq=equation, xs=operands: bound(eq, [now(x, before) for x in xs]))
+            later = Later(lambda before, eq=equation, xs=operands: run_equation(eq, [now(x, before) for x in xs]))
             results = [Result(later, place) for place in range(len(equation.outvars))]
         known.update(zip(equation.outvars, results, strict=True))
     return list(map(read, jaxpr.outvars))
-
-
-def bound(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Results of an equation."""
-    variables = [not isinstance(var, jax.extend.core.Literal) for var in equation.invars]
-    taken = dict(itertools.compress(zip(equation.invars, operands, strict=True), variables))  # one may be there twice
-    names = jax.extend.core.DebugInfo("an equation", equation.primitive.name, None, None)
-    jaxpr = jax.extend.core.Jaxpr([], list(taken), equation.outvars, [equation], equation.effects, names)
-    return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, []))(*taken.values())
