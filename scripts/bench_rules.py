@@ -28,7 +28,7 @@ from cluster import bits_per_s
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.rules.base import Exchange
 from jaxmpi.rules.easgd import easgd
-from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.gossip_transport import GossipThread
 from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Server, ServerExchange, ServerLayout
 from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint, run_exchange
@@ -101,7 +101,7 @@ class Rank:
 
     def gossip(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """(exchange, end) of this worker, which pushes to others without a center."""
-        wire, rule = self.layout.host_wire(), Gossip(self.number, self.workers, 1.0, 0)
+        wire, rule = self.layout.host_wire(), RandomGossip(self.number, self.workers, 1.0, 0)
         thread = GossipThread(self.control.clone(), self.number, self.workers, wire.size_bytes(len(self.w)))
 
         def exchange() -> None:

@@ -103,6 +103,7 @@ SCENARIOS = [
         ("experiments/softmax.py", "experiments/majority.py", "majority"), ("2 workers", "rule majority", "top-1 9")
     ),
     Scenario(("experiments/softmax.py", "experiments/damped.py", "damped"), ("2 workers", "rule damped", "top-1 9")),
+    Scenario(("experiments/softmax.py", "experiments/chain.py", "chain"), ("2 workers", "rule chain", "top-1 9")),
     Scenario(("experiments/line.py", "line"), ("line: 1 workers", "step 100/100", "distance 0.0")),
     Scenario(("experiments/softmax.py", "from_python.py"), ("1 workers", "(4, 10) 115 (64, 10)")),
     Scenario(
@@ -157,6 +158,7 @@ BY_HAND = (
     "in_memory",
     "majority",
     "damped",
+    "chain",
     "pack",
     "weights",
     "mpirun",

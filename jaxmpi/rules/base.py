@@ -256,6 +256,30 @@ class Rule(NamedTuple):
     sharding: Sharding | None = None  # `init` then gives the state of all slices, for its shapes
 
 
+class ScheduledPush(NamedTuple):
+    """A push that one worker is to send to another."""
+
+    to: int
+    share: float  # of the sender's weight, alpha_s
+
+
+class Gossip(Protocol):
+    """A worker's part in gossip: whom it sends params, and what it makes of others'.
+
+    Weights, and shares under way, of all workers sum to 1: their weighted mean is the run's result.
+    """
+
+    weight: float  # alpha
+
+    def draw(self, is_shut: frozenset[int], /) -> ScheduledPush | None:
+        """After a step: whom to push to now, never one in `is_shut`."""
+        ...
+
+    def merge(self, w: np.ndarray, sent: np.ndarray, share: float, /) -> np.ndarray:
+        """Params f32[n] after a push has arrived; the weight grows by the share."""
+        ...
+
+
 class Asynchronous(NamedTuple):
     """How a worker exchanges with a center, in NumPy on f32[n].
 
@@ -268,10 +292,16 @@ class Asynchronous(NamedTuple):
     # entry by entry: it is called on pieces of f32[n]
     meet: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
     # meet: (w, base, sent, seen) -> (w, base), the worker's after the exchange
-    is_gossip: bool = False  # workers meet each other, not a center
+    # (worker, workers, seed, weight or 0) -> its part, if workers meet each other and not a center
+    gossip: Callable[[int, int, int, float], Gossip] | None = None
     starts_at_center: bool = False  # if a run is resumed
     outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
     inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
+
+    @property
+    def is_gossip(self) -> bool:
+        """Return True if workers meet each other, not a center."""
+        return self.gossip is not None
 
 
 def square(tree: PyTree) -> jax.Array:

@@ -1,13 +1,11 @@
 """GoSGD: workers send weighted params to random others."""
 
-from typing import NamedTuple
-
 import numpy as np
 import optax
 
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check
-from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend
+from jaxmpi.rules.base import Asynchronous, Exchange, Rule, ScheduledPush, descend
 
 
 def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -26,7 +24,10 @@ def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
     def meet(w: np.ndarray, base: np.ndarray, sent: np.ndarray, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return w, base
 
-    deposit = Asynchronous(lambda w, base: w, serve, meet, is_gossip=True)  # alpha w of all, at the end of a run
+    def gossip(worker: int, workers: int, seed: int, weight: float) -> RandomGossip:
+        return RandomGossip(worker, workers, config.p, seed, weight)
+
+    deposit = Asynchronous(lambda w, base: w, serve, meet, gossip=gossip)  # alpha w of all, at the end of a run
     return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=deposit)
 
 
@@ -39,14 +40,7 @@ def check_gossip(config: RuleConfig, workers: int) -> None:
     check(workers >= 2, f"rule gosgd: got {workers} worker; expected 2 or more")
 
 
-class ScheduledPush(NamedTuple):
-    """A push that one worker is to send to another."""
-
-    to: int
-    share: float  # alpha_s
-
-
-class Gossip:
+class RandomGossip:
     """One worker's weight, and whom it pushes to."""
 
     def __init__(self, worker: int, workers: int, p: float, seed: int, weight: float = 0.0) -> None:

@@ -20,7 +20,6 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe import trace
 from jaxmpi.observe.step_timing import Window, by_name
-from jaxmpi.rules.gosgd import Gossip
 from jaxmpi.rules.parameter_server import (
     END,
     FETCH,
@@ -61,7 +60,12 @@ class Worker:
         self.tau = config.tau
         self._waited = 0, 0.0
         seed = int(np.asarray(start.state.key)[0]) + start.step
-        self.gossip = Gossip(self.number, self.workers, config.p, seed, start.weight)
+        self.gossip = rule.gossip(self.number, self.workers, seed, start.weight) if rule.gossip else None
+
+    @property
+    def weight(self) -> float:
+        """Alpha of gossip; all workers weigh alike without."""
+        return self.gossip.weight if self.gossip else 1 / self.workers
 
     def count(self, sums: np.ndarray, steps: int, skipped: int, wait_s: float) -> None:
         """Count steps, with sums [loss, examples, |g|^2] and the feed's running totals."""
@@ -104,8 +108,9 @@ class Worker:
 
     def gossip_step(self, state: TrainState) -> TrainState:
         """Merge what has arrived, then perhaps push."""
-        gossiper = self.connections.gossiper
+        gossiper, gossip = self.connections.gossiper, self.gossip
         assert gossiper is not None
+        assert gossip is not None
         begin, w = 0.0, None
         while gossiper.arrived:
             push = gossiper.arrived.popleft()
@@ -113,10 +118,10 @@ class Worker:
                 begin, w = end_s(state), self.flat.vector(state.params)
             sent = self.wire.decode(push.body)
             self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
-            w = self.gossip.merge(w, sent, push.share)
+            w = gossip.merge(w, sent, push.share)
         if w is not None:
             state = state._replace(params=self._params(w, state))
-        push = None if self.is_done else self.gossip.draw(gossiper.shut())
+        push = None if self.is_done else gossip.draw(gossiper.shut())
         if push:
             begin = begin or end_s(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
@@ -138,7 +143,7 @@ class Worker:
         if self.connections.gossiper is None:
             return self.exchange(state, {})[0] if self.clock % self.tau else state
         state = self.gossip_step(state)
-        weight = np.float32(self.gossip.weight)
+        weight = np.float32(self.weight)
         self._server_exchange(PUSH, np.append(weight * self.flat.vector(state.params), weight), None)
         return state
 
@@ -170,7 +175,7 @@ class Worker:
             if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
                 raise TrainingError(f"{path} of worker {self.number} is not finite: not saved, earlier ones stay")
         with written(step, home):
-            parts.write_own(step, self.number, {**host._asdict(), "weight": np.array(self.gossip.weight)})
+            parts.write_own(step, self.number, {**host._asdict(), "weight": np.array(self.weight)})
         self.saved = save
 
     def close(self, is_left: bool) -> None:

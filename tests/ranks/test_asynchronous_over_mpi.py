@@ -10,7 +10,7 @@ import pytest
 import jaxmpi
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.control import MpiProcesses, processes
-from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.gossip_transport import MOST, GossipThread
 from jaxmpi.rules.parameter_server import (
     END,
@@ -106,7 +106,7 @@ def test_all_push_to_each_other_at_once_and_nothing_is_lost():
     """Messages of 1.2 MB, which MPI sends only when the receiver is ready: blocking sends would wait for ever."""
     begin = time.monotonic()
     gossiper = GossipThread(control().clone(), RANK, SIZE, 4 * N)
-    gossip = Gossip(RANK, SIZE, 1.0, seed=3)
+    gossip = RandomGossip(RANK, SIZE, 1.0, seed=3)
     w = np.full(N, RANK, np.float32)
 
     def merge() -> None:
@@ -131,7 +131,7 @@ def test_all_push_to_each_other_at_once_and_nothing_is_lost():
 
 def test_a_worker_that_takes_nothing_is_pushed_nothing_more_and_no_memory_fills():
     """All push for a second and take nothing, as in an evaluation; in the end nothing is lost."""
-    gossiper, gossip = GossipThread(control().clone(), RANK, SIZE, 4 * N), Gossip(RANK, SIZE, 1.0, seed=3)
+    gossiper, gossip = GossipThread(control().clone(), RANK, SIZE, 4 * N), RandomGossip(RANK, SIZE, 1.0, seed=3)
     body, pushed, end_s = np.full(N, RANK, np.float32).view(np.uint8), 0, time.monotonic() + 1
     while time.monotonic() < end_s:
         if push := gossip.draw(gossiper.shut()):

@@ -20,7 +20,7 @@ from jaxmpi.rules import parameter_server, parameter_server_transport
 from jaxmpi.rules.asgd import asgd
 from jaxmpi.rules.base import Asynchronous, Exchange
 from jaxmpi.rules.easgd import easgd
-from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.parameter_server import (
     FETCH,
     LONGEST,
@@ -224,7 +224,7 @@ def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies)
 def test_gossip_keeps_weights_and_the_weighted_mean_in_every_schedule(workers, p, seed):
     rng = random.Random(seed)
     for schedule in range(SCHEDULES):
-        gossips = [Gossip(i, workers, p, seed + schedule) for i in range(workers)]
+        gossips = [RandomGossip(i, workers, p, seed + schedule) for i in range(workers)]
         w = [np.full(3, i, np.float32) for i in range(workers)]
         queues = {(i, j): deque() for i in range(workers) for j in range(workers) if i != j}
         left, merges = [6] * workers, 0

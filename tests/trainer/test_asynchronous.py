@@ -38,7 +38,7 @@ from jaxmpi.launch.options import Options
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim.optimizers import at_step, is_linear, optimizer
 from jaxmpi.rules import base, parameter_server, registry
-from jaxmpi.rules.gosgd import Gossip
+from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.parameter_server import (
     Counters,
     GlobalProgress,
@@ -280,7 +280,7 @@ class LoneWorker(Worker):
 
     def __init__(self) -> None:
         self.number, self.workers, self.saved, self.is_done = 0, 1, 0.0, False
-        self.gossip, self.tracer = Gossip(0, 1, 0.0, seed=0), SimpleNamespace(merge=lambda workers: "")
+        self.gossip, self.tracer = RandomGossip(0, 1, 0.0, seed=0), SimpleNamespace(merge=lambda workers: "")
         self.rule = SimpleNamespace(is_gossip=False)
         self.progress = GlobalProgress(1, target=100, bound=0)
 
