@@ -122,7 +122,7 @@ def devices(options: argparse.Namespace, folder: Path) -> None:
 
 
 def together(options: argparse.Namespace, folder: Path) -> None:
-    """Time epochs of the recipe as it is, and without all that is the paper's."""
+    """Time epochs of the recipe, and without the paper's two ways."""
     written(folder / "recipe.py", options)
     run = partial(epoch_s, harness.launcher(options.ranks, options.rate, 1), folder / "recipe.py", options)
     files = ("--data.memory", "none", "--data.source", "imagefolder", "--data.dir", str(folder / "files"))

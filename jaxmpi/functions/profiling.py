@@ -186,8 +186,8 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     check(_running is None, "profile: another one is under way; expected one at a time: end it first")
     file = None if path is None else Path(path)
     here = launched()
-    writes = file is not None and (here is None or here.rank == 0)  # other hosts need not have the folder
-    check(not writes or file.parent.is_dir(), f"profile: got {path}; expected a file in a folder that is there")
+    is_there = file is None or file.parent.is_dir() or (here is not None and here.rank > 0)  # worker 0 alone writes
+    check(is_there, f"profile: got {path}; expected a file in a folder that is there")
     if not _listens:
         jax.monitoring.register_event_duration_secs_listener(listen)
         _listens = True

@@ -244,7 +244,7 @@ def note_whole(run: Run, step: int) -> None:
     """
     run.recorder.write("checkpoint", step=step)
     folder = run.folder / "checkpoints" / f"step_{step:08d}"
-    callbacks.each(run.callbacks, "after_checkpoint", step, folder, is_asynchronous=run.workers.asynchronous)
+    callbacks.each(run.callbacks, "after_checkpoint", step, folder, is_asynchronous=bool(run.workers.asynchronous))
 
 
 def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:

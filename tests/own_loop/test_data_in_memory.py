@@ -56,7 +56,7 @@ def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
     with jaxmpi.InMemory(settings, 4, seed=3) as first:
         assert loop(first, 0, done) == expected[:done]
         state = json.loads(json.dumps(first.state()))
-    with jaxmpi.InMemory(settings, 4, seed=np.int64(3), state=state) as second:
+    with jaxmpi.InMemory(settings, 4, seed=np.int64(3), state=state) as second:  # pyright: ignore[reportArgumentType]
         assert loop(second, done, 16) == expected[done:]
 
 

@@ -98,7 +98,7 @@ def test_ibm_s_own_way_is_one_word(name):
     data = dataclasses.replace(whole.data, source=plain.data.source, memory=plain.data.memory)
     assert (data, whole.optim, whole.schedule, whole.rule) == (plain.data, plain.optim, plain.schedule, plain.rule)
     assert whole.model.name == plain.model.name
-    without = whole.fallback
+    assert (without := whole.fallback)
     assert (without.data.source, without.data.memory, without.exchange.strategy) == ("digits", "partition", "color4")
 
 
