@@ -3,7 +3,8 @@
 Shapes say what params, gradients and the optimizer's state take. Arrays of an exchange are as many as were measured of
 its strategy, those of an update as of its optimizer. XLA says what it allots for activations: the program of the first
 step is asked before it runs, which costs no compilation, for the step runs that program. So a run is checked twice:
-before a state is made, by what its shapes need, and before the first step.
+before a state is made, by what its shapes need, and before the first step. An evaluation holds no gradients, but a
+whole average of params if each worker keeps a slice of it: it counts if it needs more than a step.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxmpi.allreduce import algorithms
+from jaxmpi.allreduce.algorithms.spec import is_one
+from jaxmpi.allreduce.buckets import assign_buckets
+from jaxmpi.allreduce.sharded import ONE_HOST_BUCKET_BYTES
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.checkpoint.format import equal_fields
 from jaxmpi.comm.topology import Workers
@@ -22,7 +26,7 @@ from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime.allocator import give_back_at_once, is_settled, keep_freed_memory
 from jaxmpi.trainer.build import rule_in_program, rule_state
-from jaxmpi.trainer.resolve_auto import why_whole, with_shards
+from jaxmpi.trainer.resolve_auto import state_bytes, why_whole, with_shards
 from jaxmpi.trainer.step_form import is_one_program, shares_params
 from jaxmpi.trainer.training_plan import Job, with_exchange
 
@@ -34,12 +38,12 @@ EARLY = "slices of gradients", "activations and a bucket"  # of gradients that a
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """Bytes of one worker in a step."""
+    """Bytes of one worker in a step, and in an evaluation."""
 
     params: int
     model_state: int
     moments: int  # of the rule's state, which the optimizer's is
-    whole_moments: int  # the same without sharded updates
+    whole_moments: int  # the same without sharded updates, and so without masters
     copies: int  # of other workers' slices, `--exchange.buddy`: those that count, and those to come
     before: int  # of params and state as they were, if the step keeps them until it counts
     gradients: int  # that exist together
@@ -62,6 +66,9 @@ class WorkerMemory:
     workers: int = 0  # of the job
     padding: float = 0.0  # of rows of whole tensors, as a share of the params
     activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
+    average: int = 0  # of all params, which an evaluation gathers and keeps to its end
+    average_buckets: int = 0  # there beside the average while it is gathered, about
+    eval_activations: int | None = None  # as `activations`, of the program that evaluates a local batch
     others: tuple[tuple[str, "WorkerMemory"], ...] = ()  # the same step with other options, by their spelling
 
     @property
@@ -71,7 +78,18 @@ class WorkerMemory:
 
     @property
     def at_once(self) -> int:
-        """The most at one time: activations, exchange and update come in turn."""
+        """The most at one time, in a step or in an evaluation."""
+        return max(self.in_step, self.in_evaluation)
+
+    @property
+    def in_evaluation(self) -> int:
+        """The most in an evaluation: buckets go before activations come."""
+        lasting = self.process + self.kept + self.copies + self.saved
+        return lasting + self.average + max(self.average_buckets, self.eval_activations or 0)
+
+    @property
+    def in_step(self) -> int:
+        """The most in a step: activations, exchange and update come in turn."""
         activations = self.activations or 0
         lasting = self.process + self.kept + self.copies + self.before + self.saved
         if self.is_whole:
@@ -94,9 +112,16 @@ class WorkerMemory:
         return min(self.activations or 0, inside)
 
     def with_share(self, share: float) -> "WorkerMemory":
-        """The same with this share of a local batch or micro-batch."""
+        """The same with this share of a local batch or micro-batch.
+
+        An evaluation takes a local batch at a time, so micro-batches do not change it.
+        """
         fixed = self.fixed
-        return replace(self, activations=fixed + round(share * ((self.activations or 0) - fixed)))
+        evaluating = self.eval_activations
+        if evaluating is not None and not self.is_summed:
+            evaluating = round(share * evaluating)
+        activations = fixed + round(share * ((self.activations or 0) - fixed))
+        return replace(self, activations=activations, eval_activations=evaluating)
 
     def summed(self) -> "WorkerMemory":
         """The same with micro-batches: gradients of one are there beside their sum."""
@@ -161,12 +186,13 @@ def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> Worker
     stepped = slices * (1 + padding(rule)) if shards else params
     saved_once, saved = copied(rule, strategy, state, moments, takes_all=experiment.devices > 1)
     hosts = workers.processes.hosts
+    averages = bool(rule.sharding and rule.eval_params)  # else nothing is gathered for an evaluation
     saves = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)  # before its end
     return WorkerMemory(
         params=params,
         model_state=model_state,
         moments=moments,
-        whole_moments=size_bytes(jax.eval_shape(rule.init, shapes)),
+        whole_moments=state_bytes(with_shards(job, "off")) if rule.sharding else moments,
         copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
@@ -186,6 +212,8 @@ def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> Worker
         devices=experiment.devices,
         workers=workers.size,
         padding=padding(rule),
+        average=params * averages,
+        average_buckets=averages * average_buckets(job, rule, shapes),
     )
 
 
@@ -213,6 +241,23 @@ def largest_bucket(params: PyTree, bucket_bytes: int | None) -> int:
     largest = max((size_bytes(leaf) for leaf in jax.tree.leaves(params)), default=0)
     whole = size_bytes(params)
     return whole if bucket_bytes is None else min(whole, max(bucket_bytes, largest))
+
+
+def average_buckets(job: Job, rule: Rule, params: PyTree) -> int:
+    """Bytes beside an average while it is gathered, about.
+
+    Leaves that travel together, or with zeros at their end, are taken out of what has come: they are there twice. Whole
+    tensors come as rows, which are joined first.
+    """
+    if rule.sharding and isinstance(rule.sharding.shards.cut, Leaves):
+        return round(2 * (1 + padding(rule)) * size_bytes(params))
+    workers, limit = job.workers, job.experiment.exchange.bucket_bytes
+    if limit is not None and is_one(workers.comm.hosts):
+        limit = min(limit, ONE_HOST_BUCKET_BYTES)
+    leaves = jax.tree.leaves(params)
+    buckets = assign_buckets([leaf.size for leaf in leaves], limit)
+    twice = [bucket for bucket in buckets if len(bucket) > 1 or leaves[bucket[0]].size % workers.size]
+    return size_bytes([leaves[i] for bucket in twice for i in bucket])
 
 
 def others(job: Job, strategy: str, *, is_whole: bool) -> Iterator[tuple[str, WorkerMemory]]:
@@ -276,16 +321,19 @@ def parts(of: WorkerMemory) -> dict[str, int]:
         named |= {gradients: of.gradients, activations: of.activations or 0}
     named["new slices" if of.is_early else "buckets"] = of.exchange
     named |= {"an update": of.update, "the state that is chosen": of.chosen}
+    named |= {"an evaluation's average": of.average, "buckets of the average": of.average_buckets}
+    named |= {"an evaluation's activations": of.eval_activations or 0}
     return {name: size for name, size in named.items() if size or name in ("params", "optimizer's state")}
 
 
 def words(of: WorkerMemory, workers: int) -> str:
     """A line for the headline."""
     moments = f"{mb(of.moments)} of the optimizer's state"
-    is_sharded = of.moments < of.whole_moments
     on = dict(of.others).get(SHARDED)
-    if is_sharded:
+    if of.is_sharded and of.moments < of.whole_moments:
         moments = f"{mb(of.moments)} of {mb(of.whole_moments)} of the optimizer's state"
+    elif of.is_sharded and of.moments > of.whole_moments:  # masters
+        moments += f" ({mb(of.whole_moments)} without sharded updates)"
     elif on and on.moments < of.moments:
         moments += f" ({mb(on.moments)} with {SHARDED})"
     others = [
@@ -293,7 +341,7 @@ def words(of: WorkerMemory, workers: int) -> str:
     ]
     rows = f", whole tensors in rows that {of.padding:.1%} fill up" if of.padding else ""
     params = f"{mb(of.params)} of params" + " that all workers share" * of.shares_params
-    sharded = f"updates sharded over {workers} workers{rows}: " * is_sharded
+    sharded = f"updates sharded over {workers} workers{rows}: " * of.is_sharded
     return f"{sharded}each worker holds, in MB, {', '.join([params, moments, *others])}"
 
 
@@ -303,8 +351,14 @@ def words_on_gpu(of: WorkerMemory) -> str:
     if not counted or "bytes_limit" not in counted:
         return ""
     free_bytes = counted["bytes_limit"] - counted["bytes_in_use"] + of.kept
-    here = mb(of.at_once - of.process - of.saved)  # which are the host's
-    return f"a step holds {words_of_activations(of)}{here} MB at once, of {mb(free_bytes)} that its GPU has free"
+    on_gpu = replace(of, process=0, saved=0)  # which are the host's
+    return f"{words_of_phases(on_gpu)}, of {mb(free_bytes)} that its GPU has free"
+
+
+def words_of_phases(of: WorkerMemory) -> str:
+    """Bytes that a step holds at once, and an evaluation if more."""
+    evaluation = f", an evaluation {mb(of.in_evaluation)}" * (of.in_evaluation > of.in_step)
+    return f"a step holds {words_of_activations(of)}{mb(of.in_step)} MB at once{evaluation}"
 
 
 def words_of_activations(of: WorkerMemory) -> str:
@@ -319,10 +373,9 @@ def words_of_step(of: WorkerMemory, here: int, free_bytes: int) -> str:
     Args:
         here: workers of this host.
     """
-    known = words_of_activations(of)
     short = "; freed buffers are given back at once, twice that is not free" if is_short(of, here, free_bytes) else ""
     return (
-        f"a step holds {known}{mb(of.at_once)} MB at once: {mb(of.on_host(here))} for {here} "
+        f"{words_of_phases(of)}: {mb(of.on_host(here))} for {here} "
         f"worker{'s' * (here > 1)} of this host, of {mb(free_bytes)}{short}"
     )
 

@@ -1,6 +1,7 @@
 """`jaxmpi forecast`: workers' memory with and without sharded updates, before a run.
 
-One process opens the data, makes a batch, and compiles the gradients of one worker; no step is made.
+One process opens the data, makes a batch, and compiles the gradients of one worker; no step is made. The evaluation of
+a batch is compiled as well if it holds a whole average of params.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import worker_key
+from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.optim.optimizers import arrays_of
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
@@ -109,20 +111,28 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
     if asked.overlap == "on" and not shares_params(shared, shared.experiment.exchange.strategy):
         notes.append("overlap on takes the fused form: here are the parts of the split one")
         job = with_exchange(job, overlap="auto", gather="in-step")
+    if experiment.comm == "xla" and workers.size > 1:
+        notes.append("comm xla takes the fused form: here are the parts of the split one")
     off, on = (with_shards(job, word) for word in ("off", "on"))
     if why := why_whole(on):
         notes.append(f"no sharded updates: {why}")
     settled, said = settle_shards(job)
     notes += [said] if said and not why else []
-    batch = shapes_of_batch(plan)
-    each = [forecast_of(of, batch) for of in ([off] if why else [off, on])]
+    batch = shapes_of_batch(plan.feed)
+    evaluating = eval_bytes(on) if experiment.optim.ema and not why else None  # else no average is gathered
+    each = [forecast_of(of, batch, evaluating) for of in ([off] if why else [off, on])]
     sharded = each[1] if len(each) > 1 else None
     is_sharded = settled.experiment.exchange.shard_update == "on"
     return Forecast(plan.feed.samplers[0].local_batch, each[0], sharded, notes, is_sharded)
 
 
-def forecast_of(job: Job, batch: PyTree) -> WorkerMemory:
-    """With the experiment's strategy and sharding."""
+def forecast_of(job: Job, batch: PyTree, eval_activations: int | None) -> WorkerMemory:
+    """With the experiment's strategy and sharding.
+
+    Args:
+        batch: shapes of one worker's.
+        eval_activations: of an evaluation that gathers an average, if they are known.
+    """
     experiment, workers, plan = job.experiment, job.workers, job.plan
     rule = rule_in_program(job)
     found = held(job, rule, experiment.exchange.strategy, is_whole=False)
@@ -138,18 +148,35 @@ def forecast_of(job: Job, batch: PyTree) -> WorkerMemory:
         + LOADER_BYTES * pool.size * (pool.kind != "threads"),
         "compiler": COMPILED_BYTES * text,
     }
-    found = measured(dataclasses.replace(found, **each), program)
+
+    def counted(of: WorkerMemory) -> WorkerMemory:
+        return dataclasses.replace(of, **each, eval_activations=eval_activations if of.average else None)
+
+    found = measured(counted(found), program)
     if workers.size == 1:  # gradients are no results there: they come where activations were, and updates beside them
         activations = max((2 + arrays_of(experiment.optim)) * found.gradients, found.activations or 0)
         found = dataclasses.replace(found, is_whole=True, activations=activations)
-    others = tuple((name, dataclasses.replace(other, **each)) for name, other in found.others)
+    others = tuple((name, counted(other)) for name, other in found.others)
     return dataclasses.replace(found, others=others)
 
 
-def shapes_of_batch(plan: TrainingPlan) -> PyTree:
-    """Shapes of one worker's batch, of which one is made."""
-    with plan.feed.pool, contextlib.closing(plan.feed.batches()) as batches:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches))
+def eval_bytes(job: Job) -> int | None:
+    """Bytes that XLA allots to the evaluation of a worker's batch."""
+    batch = shapes_of_batch(job.plan.validation)
+    if batch is None:
+        return None
+    state = jax.eval_shape(job.plan.init, jax.random.key(0))
+    analysis = jax.jit(pieces(job)[1]).lower(*state, batch).compile().memory_analysis()
+    return analysis and analysis.temp_size_in_bytes
+
+
+def shapes_of_batch(feed: DeviceFeed) -> PyTree:
+    """Shapes of one worker's batch, of which one is made; or None.
+
+    None: there are no examples.
+    """
+    with feed.pool, contextlib.closing(feed.batches()) as batches:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(batches, None))
 
 
 def compiled(experiment: Experiment, plan: TrainingPlan, gradients: Callable, batch: PyTree) -> jax.stages.Compiled:

@@ -111,10 +111,10 @@ def shares_params(job: Job, strategy: str) -> bool:
     """Return True if sharded updates write params that the host's ranks share.
 
     All ranks of the one host read these params, between programs. They are not shared if the params before a step are
-    needed until it counts.
+    needed until it counts. With `--comm xla` a step is one program over all devices, whose mesh a forecast lacks.
     """
     experiment = job.experiment
-    if experiment.exchange.shard_update != "on" or job.workers.size == 1:
+    if experiment.exchange.shard_update != "on" or job.workers.size == 1 or experiment.comm == "xla":
         return False
     if compression.is_compressor(strategy):
         return False

@@ -26,6 +26,7 @@ from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves, size_bytes
 from jaxmpi.experiments.digits import experiment as DIGITS
+from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded
@@ -39,6 +40,8 @@ from jaxmpi.trainer.memory import (
     held,
     is_short,
     with_activations,
+    words,
+    words_of_step,
 )
 from jaxmpi.trainer.training_plan import job_of, with_exchange
 from launching import mpirun, run, train_here
@@ -205,6 +208,48 @@ def test_no_rank_but_the_first_has_a_copy_of_shared_params_while_they_are_made()
     assert grown[1] == pytest.approx(1, abs=0.3), grown
 
 
+AVERAGE = """
+from jaxmpi.comm.topology import gather_workers
+from jaxmpi.trainer import memory
+
+MORE = 20_000_001  # a leaf that 2 workers do not divide
+
+
+def init(key, image):
+    return {"in": jnp.full((64, WIDTH), 0.01), "out": jnp.full((WIDTH, 10), 0.01), "odd": jnp.full(MORE, 0.01)}, {}
+
+
+workers = gather_workers(1, "mpi")
+model, exchange = Model("wide", init, apply, (8, 8, 1), 10), ExchangeConfig("shm", shard_update="on")
+asked = dataclasses.replace(asked, model=model, optim=Optim("sgd", ema=0.9), exchange=exchange, effective_batch=8)
+job = job_of(asked, workers)
+functions = build.build_functions(job)
+of = memory.held(job, functions.rule, functions.strategy, is_whole=False)
+average = build.initial_states(job, functions.rule)[workers.processes.rank].rule_state
+average = jax.block_until_ready(jax.device_put(average))
+params = job.plan.params()
+for _ in range(2):  # what the first one compiles stays
+    start = now()
+    whole = jax.block_until_ready(functions.eval_params(params, average))
+    peak = bytes_of("VmHWM") - start
+    kept = now() - start
+    del whole
+rows = [["gathered", of.average + of.average_buckets, peak], ["kept", of.average, kept]]
+print("SEEN " + json.dumps(rows))
+"""
+
+
+@pytest.mark.e2e
+def test_an_evaluation_gathers_an_average_of_the_bytes_that_were_forecast():
+    ended = mpirun(2, "-c", WIDE + AVERAGE, timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
+    assert ended.code == 0, ended.out
+    rows = re.findall(r'\["(\w+)", (\d+), (\d+)\]', ended.out)
+    assert sorted(name for name, _, _ in rows) == ["gathered", "gathered", "kept", "kept"], ended.out
+    for name, said, seen in rows:
+        # The average is 127 MB, and while it is gathered 80 of them are there twice.
+        assert abs(int(said) - int(seen)) <= 4 * MB, (name, said, seen)
+
+
 @pytest.mark.e2e
 def test_a_state_that_goes_to_its_device_is_there_once_and_a_tensor_twice():
     ended = run([sys.executable, "-c", PUT], timeout_s=60, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
@@ -275,6 +320,41 @@ def test_a_compressor_has_a_forecast(tmp_path, capsys):
     assert "gradients" in capsys.readouterr().out
 
 
+def test_the_forecast_of_workers_that_xla_joins_has_no_params_of_the_host(tmp_path, capsys):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = ["--comm", "xla", "--exchange.strategy", "shm", "--exchange.shard-update", "on", "--data.loader", "threads"]
+    memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "2", *line])
+    said = capsys.readouterr().out
+    assert re.search(r"--exchange.shard-update +off +on\n", said)
+    assert "params of the host" not in said
+    assert "comm xla takes the fused form: here are the parts of the split one" in said
+
+
+def test_the_forecast_of_an_evaluation_has_the_whole_average_and_the_activations_of_the_local_batch(tmp_path, capsys):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    line = [str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", "--exchange.strategy", "shm"]
+    seen = []
+    for micro_batch in ("30", "10"):
+        memory_forecast.main([*line, "--optim.ema", "0.9", "--micro-batch", micro_batch])
+        seen.append(capsys.readouterr().out)
+    params = re.findall(r"^params +(\S+)", seen[0], re.MULTILINE)[0]
+    assert re.search(rf"an evaluation's average +0 +{params}\n", seen[0])
+    each = [re.findall(r"an evaluation's activations +0 +(\S+)\n", said) for said in seen]
+    assert each[0] == each[1]
+    assert float(each[0][0]) > 0
+
+
+def test_the_forecast_of_an_evaluation_without_examples_has_no_activations(tmp_path, capsys, monkeypatch):
+    (tmp_path / "tiny.py").write_text(EXPERIMENT)
+    batches = DeviceFeed.batches
+    monkeypatch.setattr(DeviceFeed, "batches", lambda feed: batches(feed) if feed.train else (x for x in ()))
+    line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "shm", "--optim.ema", "0.9"]
+    memory_forecast.main([str(tmp_path / "tiny.py"), *line])
+    said = capsys.readouterr().out
+    assert "an evaluation's average" in said
+    assert "an evaluation's activations" not in said
+
+
 @pytest.mark.slow  # a run
 def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path, capsys, monkeypatch):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
@@ -312,6 +392,25 @@ def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_am
     assert dataclasses.replace(HELD, is_whole=True).at_once == 1100 * MB
     assert dataclasses.replace(HELD, saved=300 * MB).at_once == 1500 * MB
     assert dataclasses.replace(HELD, saved_once=300 * MB).on_host(4) == 5100 * MB
+
+
+def test_an_evaluation_counts_where_it_holds_more_than_a_step():
+    # 50 of moments, the params once a host; a step has 25 of gradients and 840 of activations beside them.
+    averaged = dataclasses.replace(EARLY, average=100 * MB, average_buckets=80 * MB, before=30 * MB)
+    assert averaged.at_once == (30 + 50 + 25 + 840) * MB
+    small = dataclasses.replace(averaged, activations=1 * MB)
+    assert small.at_once == (50 + 100 + 80) * MB
+    assert dataclasses.replace(small, eval_activations=90 * MB).at_once == (50 + 100 + 90) * MB
+    assert dataclasses.replace(small, saved=10 * MB).at_once == (10 + 50 + 100 + 80) * MB
+
+
+def test_a_line_before_the_first_step_names_an_evaluation_that_holds_more():
+    averaged = dataclasses.replace(EARLY, activations=1 * MB, average=100 * MB)
+    line = words_of_step(averaged, 4, 2000 * MB)
+    assert line.startswith(
+        "a step holds 1 MB of activations and a bucket, 100 MB at once, an evaluation 150: 700 for 4 workers"
+    )
+    assert "an evaluation" not in words_of_step(EARLY, 4, 2000 * MB)
 
 
 def programs_of_updates(name: str, params: dict) -> Iterator[tuple[int, Any, tuple]]:
@@ -395,6 +494,16 @@ def test_a_micro_batch_is_offered_with_gradients_of_one_more_and_not_where_they_
     assert "--local-batch" not in text
 
 
+def test_what_an_evaluation_gathers_is_refused_and_its_activations_go_by_the_local_batch():
+    averaged = dataclasses.replace(ON, activations=0, average=100 * MB, average_buckets=500 * MB, eval_activations=0)
+    text = refusal(averaged, 4, 2999)
+    assert "750 MB each (" in text
+    assert ", 100 of an evaluation's average, 500 of buckets of the average)" in text
+    evaluating = dataclasses.replace(averaged, average_buckets=0, eval_activations=800 * MB)
+    assert ": --local-batch 16 (about 650 each), or 2 workers" in refusal(evaluating, 4, 2600)
+    assert "--micro-batch" not in refusal(evaluating, 4, 2600)
+
+
 def test_a_run_that_is_resumed_keeps_its_batches():
     text = refusal(dataclasses.replace(WITH_OTHERS, batch_stays=True), 4, 4799)
     assert text.endswith(f"that are free: --exchange.shard-update on (about 1,050 each), or {SHM} (about 915 each)")
@@ -463,6 +572,40 @@ def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(
     assert option == "--exchange.shard-update on"
     assert (early.is_early, early.bucket) == (True, 131_072)  # 64 x 512 f32
     assert early.activations == 1 * MB + 131_072
+
+
+def test_a_sharded_average_is_gathered_whole_and_small_or_uneven_tensors_of_it_are_there_twice():
+    exchange = ExchangeConfig("shm:32", shard_update="on", bucket_bytes=1 << 16)
+    off, on = (planned(4, exchange=each, optim=Optim("adam", ema=0.9)) for each in (ExchangeConfig("shm:32"), exchange))
+    assert (off.average, off.average_buckets) == (0, 0)
+    assert planned(4, exchange=exchange).average == 0
+    # 256 x 128 and 3 x 3 x 32 x 64 f32 are above a bucket: they travel alone, and need no zeros for 4 workers.
+    assert (on.average, on.average_buckets) == (on.params, on.params - 131_072 - 73_728)
+    of_five = planned(5, exchange=exchange, optim=Optim("adam", ema=0.9), effective_batch=40)
+    assert of_five.average_buckets == of_five.params
+    lamb = planned(2, exchange=exchange, optim=Optim("lamb", ema=0.9))
+    assert lamb.average_buckets == round(2 * lamb.params * (1 + lamb.padding))
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_masters_are_no_part_of_a_state_that_is_not_sharded(name):
+    exchange = ExchangeConfig("asa:32", shard_update="on", gather_wire="16")
+    off, on = (planned(4, exchange=each, optim=Optim(name)) for each in (ExchangeConfig("asa:32"), exchange))
+    assert on.whole_moments == off.moments
+
+
+@pytest.mark.parametrize(
+    ("moments", "whole", "said"),
+    [
+        (50, 200, "50 of 200 of the optimizer's state"),
+        (25, 0, "25 of the optimizer's state (0 without sharded updates)"),  # masters of sgd
+        (0, 0, "0 of the optimizer's state"),
+    ],
+)
+def test_a_headline_says_that_updates_are_sharded_and_what_that_saves_or_adds(moments, whole, said):
+    of = dataclasses.replace(ON, moments=moments * MB, whole_moments=whole * MB)
+    start = "updates sharded over 4 workers: each worker holds, in MB, 100 of params, "
+    assert words(of, 4).startswith(f"{start}{said}, 100 of gradients")
 
 
 def test_an_update_is_forecast_by_its_optimizer_and_cut(monkeypatch):
