@@ -264,7 +264,7 @@ class ScheduledPush(NamedTuple):
 
 
 class Gossip(Protocol):
-    """A worker's part in gossip: whom it sends params, and what it makes of others'.
+    """A worker's part in gossip.
 
     Weights, and shares under way, of all workers sum to 1: their weighted mean is the run's result.
     """
@@ -276,7 +276,7 @@ class Gossip(Protocol):
         ...
 
     def merge(self, w: np.ndarray, sent: np.ndarray, share: float, /) -> np.ndarray:
-        """Params f32[n] after a push has arrived; the weight grows by the share."""
+        """Params f32[n] after a push; the weight grows by the share."""
         ...
 
 
