@@ -3,10 +3,11 @@
 python scripts/bench_epoch.py data --ranks 2 --images 400             files, packed, in memory; figures 10 and 11
 python scripts/bench_epoch.py devices --ranks 2 --devices 2           a process a device, or one for several; figure 12
 python scripts/bench_epoch.py devices --ranks 4 --rate 200mbit        the same, each process on an emulated host
-python scripts/bench_epoch.py together --ranks 4 --rate 200mbit       memory and trees, or files and Allreduce; table 1
+python scripts/bench_epoch.py together --ranks 4 --rate 1gbit         memory and trees, or files and Allreduce; table 1
 
 Contenders are whole runs of `jaxmpi.train` that take turns: a recipe of experiments/dimd with a small model, so that
-cores have time left for data. A time is that of an epoch at the median pace of a run's progress lines.
+cores have time left for data. `together` has the recipe's own, whose gradients take time to sum. A time is that of an
+epoch at the median pace of a run's progress lines.
 """
 
 import argparse
@@ -82,8 +83,9 @@ def report(seconds: dict[str, list[float]]) -> None:
 
 
 def written(file: Path, options: argparse.Namespace) -> str:
-    """The experiment file of a recipe with a small model."""
-    text = EXPERIMENT.format(recipe=options.recipe, model=SMALL[options.recipe])
+    """The experiment file of a recipe with its model for 64 px, or a small one."""
+    model = options.recipe if options.what == "together" else SMALL[options.recipe]
+    text = EXPERIMENT.format(recipe=options.recipe, model=model)
     file.write_text(text)
     return text
 

@@ -111,8 +111,15 @@ class ExchangeHandlers:
         results[1][...] = ticket
 
     def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
-        """(bucket, ticket, u32[] step number[, i32[] part]) -> (ticket); a copy travels."""
+        """(bucket, ticket, u32[] step number[, i32[] part]) -> (ticket); a copy travels.
+
+        What was sent under other numbers than this step's and the last one's is forgotten: a run that was rolled back
+        counts anew, and nobody waits for it.
+        """
         x, ticket, number, *part = operands
+        for key in [*self.thread.unclaimed]:
+            if (key[0], key[2:]) == (late, (bucket["first"],)) and not 0 <= int(number) - key[1] <= 1:
+                del self.thread.unclaimed[key]
         self._carry((late, int(number), bucket["first"]), placed(x, self.comm.size, *part), int(ticket), **bucket)
         results[0][...] = ticket
 

@@ -360,6 +360,25 @@ def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_
     assert comm_thread().unclaimed == unclaimed  # all that travelled has been taken, unused leaves as well
 
 
+@on_cpus
+@pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
+def test_params_under_way_are_forgotten_if_their_run_begins_anew():
+    """As after a rollback, which takes up earlier params and counts steps from 0."""
+    before, kept = len(comm_thread().unclaimed), list[int]()
+    step, first, gather = step_of("ring32", is_late=True)
+    assert gather
+    run, x = jax.jit(step), np.ones((3, 24), np.float32)
+    for steps in (5, 1, 3):
+        params, state = jax.jit(gather.begun)(net_params()), first
+        for _ in range(steps):
+            params, state = run(params, state, x)
+        jax.block_until_ready(params)
+        kept.append(len(comm_thread().unclaimed) - before)
+    assert kept == [len(gather.calls().buckets)] * 3
+    jax.block_until_ready(jax.jit(gather.settled)(params))
+    assert len(comm_thread().unclaimed) == before
+
+
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_each_leaf_is_waited_for_once_the_layers_before_it_are_computed():
     step, state, gather = step_of("ring32", is_late=True, bucket_bytes=4)  # a bucket a leaf
