@@ -83,7 +83,7 @@ def report(seconds: dict[str, list[float]]) -> None:
 
 
 def written(file: Path, options: argparse.Namespace) -> str:
-    """The experiment file of a recipe with its model for 64 px, or a small one."""
+    """The experiment file of a recipe with its or a small model."""
     model = options.recipe if options.what == "together" else SMALL[options.recipe]
     text = EXPERIMENT.format(recipe=options.recipe, model=model)
     file.write_text(text)

@@ -496,6 +496,9 @@ def sharded(
         cost: of the update of a whole tensor, by its shape; workers get tensors of about equal cost in all. Muon's is
             `jaxmpi.optim.optimizers.muon_cost`.
 
+    Outside jit an update of whole tensors is a program, which reads a schedule's variables once. A rate that changes
+    belongs into the state, as `optax.inject_hyperparams` has it.
+
     State: `ShardedState`, in which `own` is tx's for this worker's share. `init` and `update` need params.
     Communicates: as much as `exchange`, and one float with `clip_norm`; for whole tensors rows are padded to the
     longest.
@@ -579,7 +582,7 @@ def sharded(
     return optax.GradientTransformation(init, update)
 
 
-@functools.cache
+@functools.lru_cache(16)  # a program for each rate that is tried
 def kept_programs(cut: Leaves, tx: optax.GradientTransformation) -> tuple[Callable[..., Any], ...]:
     """A cut's `own`, `step` and `lacking` as programs.
 

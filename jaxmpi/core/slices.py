@@ -97,8 +97,9 @@ class Entries(NamedTuple):
             change = mine - own
             if self.workers * mine.size == leaf.size:
                 return change
-            at = chunk * mine.size + jnp.arange(mine.size, dtype=jnp.int32).reshape(mine.shape)
-            return jnp.where(at < leaf.size, change, jnp.zeros_like(change))
+            filled = np.clip(leaf.size - np.arange(self.workers) * mine.size, 0, mine.size).astype(np.int32)
+            at = jnp.arange(mine.size, dtype=jnp.int32).reshape(mine.shape)
+            return jnp.where(at < jnp.asarray(filled)[chunk], change, jnp.zeros_like(change))
 
         return jax.tree.map(one, self.own(params, chunk), masters, params)
 

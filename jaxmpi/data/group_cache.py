@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
@@ -289,6 +289,10 @@ def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
     return np.array([need_bytes, available_bytes()], np.float64)
 
 
+class NoRoom(UsageError):
+    """Too little memory for parts of the data, on all ranks alike."""
+
+
 def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
     """Refuse parts that together need more memory than their host has left.
 
@@ -299,7 +303,7 @@ def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
         hosts: of each.
 
     Raises:
-        UsageError: of which rank's machine.
+        NoRoom: of which rank's machine.
     """
     for here, need_bytes, left_bytes in by_host(rows, hosts):
         whose = f"by {len(here)} rank{'s' * (len(here) > 1)} on rank {here[0]}'s machine"
@@ -320,11 +324,11 @@ def check_alone(part_bytes: float, held_bytes: float = 0) -> None:
 
 
 def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
-    check(
-        need_bytes <= left_bytes,
-        f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed {whose}, which has {left_bytes / 1e9:,.1f} GB left; "
-        "take more workers on other hosts, a larger data.group_size, smaller images, or data.memory none",
-    )
+    if need_bytes > left_bytes:
+        raise NoRoom(
+            f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed {whose}, which has {left_bytes / 1e9:,.1f} GB "
+            "left; take more workers on other hosts, a larger data.group_size, smaller images, or data.memory none"
+        )
 
 
 def _pages(size_bytes: int) -> mmap.mmap:

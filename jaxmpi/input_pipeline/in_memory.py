@@ -6,8 +6,9 @@ A loop loads a part, takes random batches of it, and shuffles over a group. Thes
 the order between two of them (`LoopSampler`).
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +18,13 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.train_state import Batch
-from jaxmpi.data.group_cache import GroupSampler, within_parts
+from jaxmpi.data.group_cache import GroupSampler, NoRoom, within_parts
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import Share
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
-from jaxmpi.input_pipeline.memory_shuffle import Shuffle, keep
+from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, Shuffle, keep
 from jaxmpi.model.contract import check_whole
 
 MOST_BATCHES = 1 << 32  # between two shuffles
@@ -108,20 +109,18 @@ class InMemory:
         batch = int(local_batch) * workers.size
         self._memory, samplers = keep(source, config, seed, batch, True, workers, sampler=LoopSampler)
         inside, sampler = self._memory.source, samplers[0]
-        pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
-        self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
-        workers.processes.assert_same("the data", self._feed.facts())
         self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed, "group_size": sampler.parts}
+        with closed_by(self._memory, UsageError):
+            pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
+            self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
+            workers.processes.assert_same("the data", self._feed.facts())
+            if state:
+                check_state(state, self._facts)
         self._shuffles, self._batches = kept["shuffles"], kept["batches"]
         self._under_way: Generator[Batch, None, None] | None = None
         self._is_closed = False
-        if state:
-            try:
-                check_state(state, self._facts)
-            except UsageError:  # of all ranks alike
-                self._memory.close()
-                raise
-        self._memory.load()
+        with closed_by(self._memory, NoRoom):  # another error may be of this rank alone
+            self._memory.load()
 
     def batch(self) -> Batch:
         """The next random batch of this worker's records, on its device.
@@ -218,6 +217,16 @@ class InMemory:
     ) -> None:
         if error is None:  # else this rank may be alone here
             self.close()
+
+
+@contextlib.contextmanager
+def closed_by(memory: MemoryShuffle, error: type[Exception]) -> Iterator[None]:
+    """Close the memory after an error that all ranks raise together."""
+    try:
+        yield
+    except error:
+        memory.close()
+        raise
 
 
 def data_of(data: Any) -> Data:

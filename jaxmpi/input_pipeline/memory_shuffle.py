@@ -23,7 +23,7 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data, shuffle_rhythm
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.group_cache import (
     Arena,
@@ -196,11 +196,7 @@ class MemoryShuffle:
         if isinstance(control, MpiProcesses):
             rows = np.empty((control.size, mine.size))
             self._wait(control.world.Iallgather(mine, rows), "ranks to say what memory they need")  # some read slower
-        try:
-            check_room(rows, control.hosts)
-        except UsageError:  # of all ranks alike, so they can give the communicator back
-            self.close()
-            raise
+        check_room(rows, control.hosts)
 
     def _want(self, turn: int) -> bool:
         """Start the shuffle that this turn needs; return False if none."""

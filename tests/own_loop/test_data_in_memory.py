@@ -10,8 +10,9 @@ from PIL import Image
 import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import ArraySource, command
+from jaxmpi.data import ArraySource, command, group_cache
 from jaxmpi.data.decode import CorruptExample
+from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle
 
 N = 23
 
@@ -90,6 +91,21 @@ def test_the_folder_of_a_packed_data_set_will_do(tmp_path):
         assert data.batch()["image"].shape == (8, 8, 8, 3)
         shards = sum(path.stat().st_size for path in (tmp_path / "train").glob("shard-*"))
         assert data.held_bytes == shards
+
+
+def test_what_all_ranks_refuse_gives_the_memory_back(monkeypatch):
+    closed, close = [], MemoryShuffle.close
+    monkeypatch.setattr(MemoryShuffle, "close", lambda memory: (closed.append(memory), close(memory)))
+    with jaxmpi.InMemory(numbered(), 5) as data:
+        state = data.state()
+    with pytest.raises(UsageError, match="state is that of another order"):
+        jaxmpi.InMemory(numbered(), 6, state=state)
+    with pytest.raises(UsageError, match=r"data\.loader"):
+        jaxmpi.InMemory(Data("array", train=numbered(), loader="processes"), 5)
+    monkeypatch.setattr(group_cache, "available_bytes", lambda: 0)
+    with pytest.raises(UsageError, match="more are needed"):
+        jaxmpi.InMemory(numbered(), 5)
+    assert len(closed) == len(set(map(id, closed))) == 4
 
 
 def test_what_cannot_be_is_refused():

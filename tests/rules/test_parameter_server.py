@@ -20,7 +20,7 @@ from jaxmpi.rules import parameter_server, parameter_server_transport
 from jaxmpi.rules.asgd import asgd
 from jaxmpi.rules.base import Asynchronous, Exchange
 from jaxmpi.rules.easgd import easgd
-from jaxmpi.rules.gosgd import RandomGossip
+from jaxmpi.rules.gosgd import RandomGossip, gosgd
 from jaxmpi.rules.parameter_server import (
     FETCH,
     LONGEST,
@@ -217,6 +217,18 @@ def test_no_schedule_deadlocks_and_sums_are_conserved(name, options, seed, dies)
         assert world.progress.counters.examples == 10 * case.workers * case.rounds
         assert world.progress.answer(0).status.stop == 1
         assert sum(world.progress.staleness.values()) == case.workers * (case.rounds - 1)
+
+
+@pytest.mark.parametrize(("p", "weight", "begun"), [(0.0, 0.0, 0.25), (1.0, 0.5, 0.5)])
+def test_the_rule_makes_each_worker_s_part_of_gossip(p, weight, begun):
+    """A resumed worker goes on with its weight."""
+    rule = gosgd(optax.sgd(0.1), Exchange(lambda g: g, lambda g: g), RuleConfig("gosgd", p=p)).asynchronous
+    assert rule
+    assert rule.gossip
+    part = rule.gossip(1, 4, 7, weight)
+    assert part.weight == begun
+    push = part.draw(frozenset({0, 2}))
+    assert (push and push.to) == (3 if p else None)
 
 
 @settings(max_examples=34)
