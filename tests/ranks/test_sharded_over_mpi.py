@@ -108,8 +108,9 @@ def test_whole_leaves_and_changes_in_16_bits_leave_params_equal_on_all_ranks():
     # Params are off masters by a rounding of one change, 2^-11 of it, and of a sum. LARS changes no entry by 1e-2.
     dealt = deal(params, SIZE)
     own = dealt.row_of(dealt.part(params, [*next_chunks(COMM)][RANK])).entries
-    apart = np.abs(np.asarray(own - state.own.masters.entries))
-    assert 0 < apart.max() < 1e-2 * 2.0**-10
+    apart = np.abs(np.asarray(own - state.own.masters.entries)).max()
+    # A change of a single entry, a few roundings of its param, may have no more bits than travel.
+    assert 0 < max(processes().allgather_object(float(apart))) < 1e-2 * 2.0**-10
 
 
 def test_updates_of_whole_tensors_outside_jit_compile_once(caplog):
