@@ -593,15 +593,17 @@ def rows_by_groups(printed: list[str]) -> tuple[dict[int, list[float]], dict[int
 def figures7_to_9(printed: list[str], files: list[str]) -> list[Panel]:
     """Memory and shuffle by groups over those of one group.
 
-    The paper has figures of its shuffle, but no numbers, so the layout's memory and its sentence on time are its lines.
+    The paper's figures have no numbers. Beside ours are the arithmetic of its layout, and its words on time.
     """
     whole, groups = rows_by_groups(printed)
     workers = max(whole)
     rows = {1: whole[workers]} | dict(sorted(groups.items()))
     at, panels = Quantity("groups", base=None), list[Panel]()
-    for i, (what, theirs) in enumerate((("memory of a worker", float), ("time of a shuffle", lambda n: 1.0))):
-        ours = [(float(n), row[i] / rows[1][i]) for n, row in rows.items()]
-        series = {"the paper": [(float(n), theirs(n)) for n in rows], "ours": ours}
+    layout = [(float(n), float(n)) for n in rows]
+    words = [(n, 1.0) for n, _ in layout]
+    theirs = ("memory of a worker", "by the layout", layout), ("time of a shuffle", "the paper: not much better", words)
+    for i, (what, name, line) in enumerate(theirs):
+        series = {name: line, "ours": [(float(n), row[i] / rows[1][i]) for n, row in rows.items()]}
         panels.append(Lines(f"{workers} workers", at, Quantity(f"{what} over one group's", base=None), series))
     return panels
 

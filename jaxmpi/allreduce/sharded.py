@@ -496,8 +496,8 @@ def sharded(
         cost: of the update of a whole tensor, by its shape; workers get tensors of about equal cost in all. Muon's is
             `jaxmpi.optim.optimizers.muon_cost`.
 
-    Outside jit an update of whole tensors is a program, which reads a schedule's variables once. A rate that changes
-    belongs into the state, as `optax.inject_hyperparams` has it.
+    Outside jit an update of whole tensors is a program that is traced once. A Python variable that a schedule reads is
+    fixed then, so keep a rate that changes in the state, by `optax.inject_hyperparams`.
 
     State: `ShardedState`, in which `own` is tx's for this worker's share. `init` and `update` need params.
     Communicates: as much as `exchange`, and one float with `clip_norm`; for whole tensors rows are padded to the

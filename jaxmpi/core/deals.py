@@ -283,7 +283,7 @@ class Leaves(NamedTuple):
         return lax.switch(chunk, [branch(row) for row in range(given.workers)], grads, state, own)
 
     def lacking(self, params: PyTree, masters: DealtLeaves, chunk: Any) -> DealtLeaves:
-        """What params lack of this worker's masters."""
+        """Masters less this worker's params: what it sends."""
         return jax.tree.map(jnp.subtract, masters, self.own(params, chunk))
 
     def write(self, whole: PyTree, own: DealtLeaves, chunk: int) -> None:

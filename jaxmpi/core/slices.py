@@ -88,7 +88,7 @@ class Entries(NamedTuple):
         return step(grads, state, own)
 
     def lacking(self, params: PyTree, masters: PyTree, chunk: Any) -> PyTree:
-        """What params lack of this worker's masters; 0 in padding.
+        """Masters less this worker's params: what it sends; 0 in padding.
 
         Masters move there after a resume: every worker takes up the moments of a param of one entry.
         """

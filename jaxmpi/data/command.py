@@ -76,7 +76,7 @@ def pack_parser() -> argparse.ArgumentParser:
 
 
 NEED_NO_FOLDER = ("digits", "animals", "synthetic")
-# What messages of sources call an option, and what `jaxmpi data pack` calls it.
+# Names of options in messages of sources: those in `jaxmpi data pack`.
 FLAGS = {
     "--data.columns": "--columns",
     "--data.train-split": "--train-split",

@@ -268,7 +268,7 @@ def test_groups_of_a_shuffle():
     assert theirs("groups")["8 workers, 4 groups / 1, MB a worker"] == 4.0
     assert theirs("groups")["8 workers / 4, MB a worker"] == 0.5
     held, time = reproduce.JOBS["groups"].panels([SHUFFLE], [])
-    assert held.series == {"the paper": [(1.0, 1.0), (4.0, 4.0)], "ours": [(1.0, 1.0), (4.0, 4.0)]}
+    assert held.series == {"by the layout": [(1.0, 1.0), (4.0, 4.0)], "ours": [(1.0, 1.0), (4.0, 4.0)]}
     assert time.series["ours"] == [(1.0, 1.0), (4.0, 2.5)]
 
 

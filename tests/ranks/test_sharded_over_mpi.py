@@ -365,7 +365,7 @@ def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_
 @on_cpus
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
 def test_params_under_way_are_forgotten_if_their_run_begins_anew():
-    """As after a rollback, which takes up earlier params and counts steps from 0."""
+    """A rollback takes up earlier params and counts steps from 0."""
     before, kept = len(comm_thread().unclaimed), list[int]()
     step, first, gather = step_of("ring32", is_late=True)
     assert gather
