@@ -1,11 +1,12 @@
 """Cost of collectives in jit beside mpi4jax and mpi4py, and their overlap.
 
-    python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather] [--ranks 2 4 8] [--rounds 20]
-        [--png calls.png]
+    python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather messages] [--ranks 2 4 8]
+        [--rounds 20] [--png calls.png]
     python scripts/bench_collectives.py overlap [--ms 500] [--rate 200mbit]
 
 `calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. An allreduce is of a maximum,
-a sendrecv goes to the next rank, an allgather gives each rank the arrays of all. `overlap`: a computation and
+a sendrecv goes to the next rank, an allgather gives each rank the arrays of all, `messages` are a send and a recv
+between two ranks. `overlap`: a computation and
 an exchange that take equally long, in sequence, and with start and wait; on one host, or between two emulated ones.
 Run it on a quiet machine.
 """
@@ -25,7 +26,7 @@ LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
 CALLS_MOST = 64  # of a program in one measurement
 
 
-OPERATIONS = "allreduce", "sendrecv", "allgather"
+OPERATIONS = "allreduce", "sendrecv", "allgather", "messages"
 
 
 def looped(call: Any, repeats: int) -> Any:
@@ -57,6 +58,26 @@ def ways(operation: str) -> dict[str, Any]:
             "jaxmpi": lambda x: mpi.sendrecv(x, x, left, right),
             "mpi4jax": lambda x: mpi4jax.sendrecv(x, x, left, right, comm=theirs),
             "mpi4py": lambda x, out: bare.Sendrecv(x, right, recvbuf=out, source=left),
+        }
+    if operation == "messages":
+        other, is_first = bare.rank ^ 1, bare.rank % 2 == 0
+
+        def there_and_back(library: Any, x: Any, **options: Any) -> Any:
+            if is_first:
+                library.send(x, other, **options)
+                return library.recv(x, other, **options)
+            received = library.recv(x, other, **options)
+            library.send(received, other, **options)
+            return received
+
+        def by_mpi4py(x: Any, out: Any) -> None:
+            for step in (bare.Send, bare.Recv) if is_first else (bare.Recv, bare.Send):
+                step(x if step == bare.Send else out, other)
+
+        return {
+            "jaxmpi": lambda x: there_and_back(mpi, x),
+            "mpi4jax": lambda x: there_and_back(mpi4jax, x, comm=theirs),
+            "mpi4py": by_mpi4py,
         }
     return {  # the next call takes the next rank's row: a row of one's own would let XLA leave the others out
         "jaxmpi": lambda x: mpi.allgather(x)[right],

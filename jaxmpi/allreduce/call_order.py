@@ -49,10 +49,9 @@ def compared(comm: Comm, number: int | None) -> Iterator[None]:
     if number is None or not isinstance(comm, MpiComm):
         yield
         return
-    comparison = comparison_of(comm)
-    held = comparison.begin(number)
+    comparison_of(comm).begin(number)
     yield
-    comparison.end(number, held)
+    comparison_of(comm).end(number)
 
 
 def callers() -> str:

@@ -4,7 +4,7 @@
     total = mpi.allreduce(x, "sum")
 
 In reading order: `api`, the functions; `table`, a row for each; `call`, arguments except the arrays; `primitive`, their
-place in JAX; `messages`, from one rank to another; `small_messages`, those without Python; `dtypes` that MPI has;
+place in JAX; `messages`, from one rank to another; `compiled_messages`, the same in C; `dtypes` that MPI has;
 `started`, beside a program; `__main__`, a list of them with what each sends: `python -m jaxmpi.collectives`.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.

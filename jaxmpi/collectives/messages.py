@@ -13,8 +13,8 @@ then that header's array.
 A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
 ranks may both send first. It looks again at its next message, and before the process ends.
 
-Programs call a handler in Python, which calls mpi4py and sees arrays of a GPU as copies on the host. A small `sendrecv`
-is in the program itself (`small_messages`). Without handlers programs call mpi4jax instead, unchecked.
+Programs call a handler in C (`compiled_messages`) where they can. Else they call one in Python, which calls mpi4py and
+sees arrays of a GPU as copies on the host. Without handlers programs call mpi4jax instead, unchecked.
 """
 
 import functools
@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,6 @@ from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
 
 MESSAGE = "jaxmpi: a message between two ranks"
-RECEIVED = "jaxmpi: a message that a program has received"
 HEADER = struct.Struct("qqq80s152s")  # sender's rank, tag, tag of the array, dtype and shape, the sender's call
 ANY = -2  # source or tag
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
@@ -189,7 +188,6 @@ _sent_numbers = itertools.count()
 def registered() -> None:
     """Register the handlers of programs, at the first use."""
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
-    host_callbacks.register(RECEIVED, _handle_received, ends_job=True)
     before_mpi_ends(check_all_received)
 
 
@@ -204,15 +202,20 @@ def registered_status() -> str:
 def check_all_received() -> None:
     """Wait until this process's messages are received, or end the job."""
     jax.effects_barrier()
-    limit_s = min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
     for request, what, comm, dest in _unreceived:
-        with comm.processes.roll.waiting(PARTNER, what, limit_s, dest):
-            is_received = wait(request.Test, limit_s)
-        if not is_received:
-            expected = "nobody has received it; expected a recv of that rank, source and tag"
-            rank, partner = comm.processes.in_job([comm.rank, dest])
-            where = comm.processes.roll.where([partner])
-            failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
+        check_received(request.Test, what, comm, dest)
+
+
+def check_received(is_received: Callable[[], bool], what: str, comm: MpiComm, dest: int) -> None:
+    """Wait until a message is received, or end the job."""
+    limit_s = min(TIMEOUT_S, failures.EXIT_TIMEOUT_S)
+    with comm.processes.roll.waiting(PARTNER, what, limit_s, dest):
+        if wait(is_received, limit_s):
+            return
+    expected = "nobody has received it; expected a recv of that rank, source and tag"
+    rank, partner = comm.processes.in_job([comm.rank, dest])
+    where = comm.processes.roll.where([partner])
+    failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
 
 
 def check_nothing_left() -> None:
@@ -237,18 +240,7 @@ when_all_have_ended(check_nothing_left)
 def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
     """Handler of programs: send, receive or both, each step with a limit."""
     comm, options = _calls[call]
-    _wait_for(steps(comm, operands, results, **options), comm, options)
-
-
-def _handle_received(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
-    """Handler of programs with an unexpected header: receive its array, or raise."""
-    comm, options = _calls[call]
-    message = operands[0].reshape(-1).view(np.uint8)
-    _wait_for(_unpacked(comm, message, results[0], options["status"], options["line"]), comm, options)
-
-
-def _wait_for(steps: Iterator[Requests], comm: MpiComm, options: dict[str, Any]) -> None:
-    for requests in steps:
+    for requests in steps(comm, operands, results, **options):
         for request in requests:
             if not wait(request.Test, TIMEOUT_S):
                 raise lost(comm, **options)
@@ -286,7 +278,7 @@ def steps(
 def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
     """Begin to send header and array; x is free after these requests."""
     is_small = x.nbytes <= INLINE_BYTES and len(_unreceived) < MOST_AHEAD
-    number = INLINE if is_small else next(_sent_numbers) % comm.processes.tags
+    number = INLINE if is_small else 2 * next(_sent_numbers) % (comm.processes.tags & ~1)  # C's are odd
     header = header_of(comm.rank, tag, number, type_of(x), line)
     message = np.frombuffer(header + x.tobytes() if is_small else header, np.uint8)
     with _lock:
@@ -315,23 +307,29 @@ def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, 
 
 
 def _unpacked(comm: MpiComm, message: np.ndarray, y: np.ndarray, status: int, line: str) -> Iterator[Requests]:
-    """Compare a header; copy the array in its message, or receive it.
-
-    Raises:
-        UsageError: the array has another shape or dtype: both ranks' calls.
-    """
-    rank, its_tag, number, *texts = HEADER.unpack_from(message.data)
-    if texts[0].rstrip(b"\0") != type_of(y).encode()[:80]:
-        numbers, (theirs, call) = comm.processes.numbers, map(_text, texts)
-        raise UsageError(
-            f"{line}: rank {numbers[comm.rank]} expects {type_of(y)}, but got {theirs} from rank {numbers[rank]}'s "
-            f"{call}; give both the same shape and dtype, or tell the messages apart by tags"
-        )
+    """Compare a header; copy the array in its message, or receive it."""
+    rank, its_tag, number = check_type(comm, message.data, type_of(y), line)
     if number == INLINE:
         y.reshape(-1).view(np.uint8)[:] = message[HEADER.size : HEADER.size + y.nbytes]
     else:
         yield [comm.arrays.Irecv(part, rank, number) for part in _parts(y)]
     fill(status, rank, its_tag, y.nbytes)
+
+
+def check_type(comm: MpiComm, message: Any, expected: str, line: str) -> tuple[int, int, int]:
+    """Return sender, tag and number of an expected header.
+
+    Raises:
+        UsageError: the array has another shape or dtype: both ranks' calls.
+    """
+    rank, tag, number, *texts = HEADER.unpack_from(message)
+    if texts[0].rstrip(b"\0") != expected.encode()[:80]:
+        numbers, (theirs, call) = comm.processes.numbers, map(_text, texts)
+        raise UsageError(
+            f"{line}: rank {numbers[comm.rank]} expects {expected}, but got {theirs} from rank {numbers[rank]}'s "
+            f"{call}; give both the same shape and dtype, or tell the messages apart by tags"
+        )
+    return rank, tag, number
 
 
 def _text(field: bytes) -> str:

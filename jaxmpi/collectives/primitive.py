@@ -22,6 +22,7 @@ from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, like
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
+from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
@@ -164,6 +165,11 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
             number = None if is_part else number_of(call.comm, what_of(call, ctx.avals_in))
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
+        if number is not None and row_of(call).is_one_call and not call.is_reversed:
+            comparison = comparison_of(call.comm)
+            if compiled := comparison.compiled(number):
+                comparison.begin(number)
+                return row_of(call).run(call, *arrays, mpi=compiled)
         with compared(call.comm, number):
             return row_of(call).run(call, *arrays)
 

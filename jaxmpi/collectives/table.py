@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmpi.collectives import messages, small_messages
+from jaxmpi.collectives import compiled_messages, messages
 from jaxmpi.collectives.call import MpiCall, like
 from jaxmpi.collectives.dtypes import as_sent, as_was
 from jaxmpi.core.errors import check
@@ -64,51 +64,54 @@ def neutral(op: str, dtype: Any) -> Any:
 # ---------------------------------------------------------------- how a program calls MPI
 
 
-def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[[MpiCall, jax.Array], list[jax.Array]]:
-    """Make a row's `run` from a `move` of dtypes that MPI has."""
+def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[..., list[jax.Array]]:
+    """Make a row's `run` from a `move` of dtypes that MPI has.
+
+    A `move` of one call takes mpi4jax, or `compiled_calls.NumberedCalls`, which compares in the same call.
+    """
 
     @functools.wraps(move)
-    def run(call: MpiCall, x: jax.Array) -> list[jax.Array]:
+    def run(call: MpiCall, x: jax.Array, mpi: Any = None) -> list[jax.Array]:
         import mpi4jax
 
-        return [as_was(move(call, mpi4jax, as_sent(x)), x.dtype)]
+        return [as_was(move(call, mpi or mpi4jax, as_sent(x)), x.dtype)]
 
     return run
 
 
 @moved
-def _allreduce(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.allreduce(x, mpi_op(call.op), comm=call.comm.mpi)
+def _allreduce(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.allreduce(x, mpi_op(call.op), comm=call.comm.mpi)
 
 
 @moved
-def _reduce(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.reduce(x, mpi_op(call.op), call.root, comm=call.comm.mpi)
+def _reduce(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.reduce(x, mpi_op(call.op), call.root, comm=call.comm.mpi)
 
 
 @moved
-def _bcast(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.bcast(x, call.root, comm=call.comm.mpi)
+def _bcast(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.bcast(x, call.root, comm=call.comm.mpi)
 
 
 @moved
-def _allgather(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.allgather(x, comm=call.comm.mpi)
+def _allgather(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.allgather(x, comm=call.comm.mpi)
 
 
 @moved
-def _gather(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.gather(x, call.root, comm=call.comm.mpi)
+def _gather(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.gather(x, call.root, comm=call.comm.mpi)
 
 
 @moved
-def _scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.scatter(x, call.root, comm=call.comm.mpi)
+def _scatter(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.scatter(x, call.root, comm=call.comm.mpi)
 
 
 @moved
-def _alltoall(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.alltoall(x, comm=call.comm.mpi)
+def _alltoall(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.alltoall(x, comm=call.comm.mpi)
 
 
 @moved
@@ -119,8 +122,8 @@ def _reduce_scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
 
 
 @moved
-def _scan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    return mpi4jax.scan(x, mpi_op(call.op), comm=in_order(call))
+def _scan(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+    return mpi.scan(x, mpi_op(call.op), comm=in_order(call))
 
 
 @moved
@@ -163,10 +166,10 @@ def _each(mpi4jax: Any, comm: Any, sent: list, counts: list[int], size: int, ran
     return [received[source] for source in range(size)]
 
 
-def _barrier(call: MpiCall) -> list[jax.Array]:
+def _barrier(call: MpiCall, mpi: Any = None) -> list[jax.Array]:
     import mpi4jax
 
-    mpi4jax.barrier(comm=call.comm.mpi)
+    (mpi or mpi4jax).barrier(comm=call.comm.mpi)
     return []
 
 
@@ -191,6 +194,7 @@ class Operation:
     has_root: bool = False
     is_elementwise: bool = True  # leaves of a tree travel together, and an axis that is mapped stays
     is_message: bool = False  # from one rank to another: others take no part
+    is_one_call: bool = False  # of MPI, which `run` makes by its argument `mpi`
 
 
 def only_at(root: bool, x: jax.Array) -> jax.Array:
@@ -262,6 +266,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="the identity, as in mpi4jax: the loss is the same on all ranks; transposed again, allreduce",
         results=lambda call, x: [like(x)],
         run=_allreduce,
+        is_one_call=True,
         alone=lambda call, x: x,
         adjoint=lambda bind, call, ct, x: bind(call.derived("allreduce", is_identity=not call.is_identity), ct)[0],
         ops=REDUCTIONS,
@@ -272,6 +277,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="bcast of root's cotangent, and elsewhere the rank's own added",
         results=lambda call, x: [like(x)],
         run=_reduce,
+        is_one_call=True,
         alone=lambda call, x: x,
         adjoint=_reduce_adjoint,
         ops=REDUCTIONS,
@@ -283,6 +289,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="reduce(sum) to root; zeros elsewhere",
         results=lambda call, x: [like(x)],
         run=_bcast,
+        is_one_call=True,
         alone=lambda call, x: x,
         adjoint=_bcast_adjoint,
         has_root=True,
@@ -293,6 +300,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="reduce_scatter(sum)",
         results=lambda call, x: [like(x, (call.comm.size, *x.shape))],
         run=_allgather,
+        is_one_call=True,
         alone=lambda call, x: x[None],
         adjoint=lambda bind, call, ct, x: summed(bind, call.derived("reduce_scatter", op="sum"), ct),
         is_elementwise=False,
@@ -303,6 +311,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="scatter of root's cotangent, and elsewhere the rank's own added",
         results=lambda call, x: [like(x, (call.comm.size, *x.shape) if is_root(call) else x.shape)],
         run=_gather,
+        is_one_call=True,
         alone=lambda call, x: x[None],
         adjoint=_gather_adjoint,
         has_root=True,
@@ -314,6 +323,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="gather to root; zeros elsewhere",
         results=lambda call, x: [like(x, x.shape[1:] if is_root(call) else x.shape)],
         run=_scatter,
+        is_one_call=True,
         alone=lambda call, x: x[0],
         adjoint=_scatter_adjoint,
         shared=lambda call, x: x.shape[1:] if is_root(call) else x.shape,
@@ -326,6 +336,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="alltoall",
         results=lambda call, x: [like(x)],
         run=_alltoall,
+        is_one_call=True,
         alone=lambda call, x: x,
         adjoint=lambda bind, call, ct, x: bind(call.derived("alltoall"), ct)[0],
         is_elementwise=False,
@@ -369,6 +380,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="scan from the last rank to the first, of a sum",
         results=lambda call, x: [like(x)],
         run=_scan,
+        is_one_call=True,
         alone=lambda call, x: x,
         adjoint=lambda bind, call, ct, x: bind(call.derived("scan", is_reversed=not call.is_reversed), ct)[0],
         ops=ARITHMETIC,
@@ -388,7 +400,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, and a header of 256 bytes",
         transpose="",
         results=lambda call, x: [],
-        run=messages.run,
+        run=compiled_messages.run,
         alone=messages.nobody,
         is_message=True,
     ),
@@ -397,7 +409,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="nothing",
         transpose="",
         results=lambda call, x: [like(x)],
-        run=messages.run,
+        run=compiled_messages.run,
         alone=messages.nobody,
         is_message=True,
     ),
@@ -406,7 +418,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, and a header of 256 bytes",
         transpose="sendrecv the other way",
         results=lambda call, x, place: [like(place)],
-        run=small_messages.run,
+        run=compiled_messages.run,
         alone=messages.to_oneself,
         adjoint=_sendrecv_adjoint,
         is_message=True,
@@ -417,6 +429,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="",
         results=lambda call: [],
         run=_barrier,
+        is_one_call=True,
         alone=lambda call: None,
         shared=lambda call, x: (),
     ),

@@ -4,9 +4,9 @@ In reading order: `agreement`, fingerprints of calls; `polling`, waits that give
 `mpi_info`, facts about the MPI library; `control`, small messages outside jit; `base`, the protocol inside jit; `axis`
 over a mapped axis; `mpi` over mpi4jax; `mpi_fault_tolerant` over mpi4py, whose errors return; `xla_mesh`, XLA's own
 collectives; `topology`, which ranks and devices the workers are; `host_processes`, the protocol of the ranks of a host;
-`shared_sync`, how far they are;
-`shared_sum`, sums in shared memory; `shared_params`, one copy a host; `shared_compile`, one compilation a host;
-`call_comparison`, the exchange that each rank has come to; `exchange_watch`, absent ranks by name.
+`shared_sync`, how far they are; `shared_sum`, sums in shared memory; `shared_params`, one copy a host;
+`shared_compile`, one compilation a host; `exchange_watch`, absent ranks by name; `c_handlers`, sources in C that call
+MPI from programs; `compiled_calls`, one of them; `call_comparison`, the exchange that each rank has come to.
 
 It imports `core` and `runtime`.
 """

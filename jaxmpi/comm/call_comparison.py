@@ -14,48 +14,42 @@ unequal ones some ranks hear at once, while others have a wrong result for the s
 
 A callback in the program may have its sum before that: it waits for its operands, not for the comparison.
 
-On CPUs all of it is messages of mpi4jax in the program. A step of few milliseconds bears neither a call into Python,
-which waits for the interpreter that dispatches the next step (1.10 of a step of 4 ms), nor a wait before the first
-message, at which ranks must meet once more (1.07 to 1.15); this is 0.99 to 1.02. A sum, which needs all ranks anyway,
-waits for no number. A bcast's root waits until all have come. A program for a GPU makes the same messages from Python:
-there mpi4jax would wait for the device's work and copy at each of them, and Python, given no array, does neither.
+On CPUs all of it is calls into C (`compiled_calls`): no message to this process itself, and on one host none to others.
+A step of few milliseconds bears neither a call into Python, which waits for the interpreter that dispatches the next
+step (1.10 of a step of 4 ms), nor a wait before the first message, at which ranks must meet once more (1.07 to 1.15). A
+sum, which needs all ranks anyway, waits for no number. A bcast's root waits until all have come. Without a C compiler,
+and in a program for a GPU, the same is done from Python, which is given no array and so copies none.
 
-From its first to its last message an exchange has the process's turn, which is a message to itself: who receives it has
-the turn, and sends it again at the end. Else two programs that two threads have dispatched could exchange at once, and
-one's messages meet the other's: JAX orders the programs of one thread only.
+From its begin to its end an exchange has the process's turn. Else two programs that two threads have dispatched could
+exchange at once, and one's messages meet the other's: JAX orders the programs of one thread only.
 """
 
 import contextlib
 import functools
 import itertools
-import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jaxmpi.comm import c_handlers
 from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.exchange_watch import FREE, HELD, PROBES, WAITS, CallId
+from jaxmpi.comm.compiled_calls import MOST_COMPARISONS, CompiledCalls, NumberedCalls
+from jaxmpi.comm.exchange_watch import PROBES, CallId
 from jaxmpi.comm.mpi import MpiComm, world
-from jaxmpi.comm.polling import wait
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
 ALL_BELOW = 17  # ranks: of more, each hears those at distances 1, 2, 4, ...
-KEPT_S = 2.0  # for a message of 8 bytes to be copied, so that its sender goes on
 _numbers = itertools.count()  # of comparisons, the same on all ranks
 
 
 class CallComparison:
-    """Comparison of the exchanges that a communicator's ranks have come to.
-
-    A message is i32[2]: the number of an exchange, and how many this process has begun.
-    """
+    """Comparison of the exchanges that a communicator's ranks have come to."""
 
     def __init__(self, comm: MpiComm) -> None:
         """All ranks come here together."""
@@ -63,49 +57,22 @@ class CallComparison:
 
         self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        # It has more than one process: in one of this process alone MPICH copies no message, so a send would wait.
-        self._turn = comm.processes.clone()
-        self._held = np.zeros(2, np.int32)  # the number under way, of programs for a GPU
-        self.is_possible = self._give_first_turn()
-        if not self.is_possible:
-            return
-        self._others = comm.processes.clone()
-        self._distances = distances(comm.size)
-        self._name = f"{DIFFERS} {next(_numbers)}"
-        host_callbacks.register(self._name, self._differs, ends_job=True)
-        self._from_python = f"{self._name}, begun", f"{self._name}, ended"
-        for name, function in zip(self._from_python, (self._begin, self._end), strict=True):
-            host_callbacks.register(name, function, ends_job=True)
+        self._others, self._distances = comm.processes.clone(), distances(comm.size)
+        index = next(_numbers)
+        is_compiled = not c_handlers.unavailable_reason() and index < MOST_COMPARISONS
+        are_compiled = comm.processes.allreduce_sum(np.array([is_compiled]))[0] == comm.size
+        self._calls = (
+            CompiledCalls(comm, self._others, self._distances, index, self._refuse_and_end)
+            if are_compiled
+            else PythonCalls(comm, self._others, self._distances, f"{DIFFERS} {index}", self._refuse)
+        )
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
         comm.processes.roll.lookup = self
         before_mpi_ends(_let_programs_end)
 
-    def _give_first_turn(self) -> bool:
-        """Leave this process the turn; False if MPI keeps no message.
-
-        All ranks return the same, also if one of them alone fails. Communicates: a sum over ranks.
-        """
-        message, me = np.zeros(2, np.int32), self._comm.rank
-        request = self._turn.Isend(message, me, FREE)
-        is_kept = wait(request.Test, KEPT_S)
-        if self._comm.processes.allreduce_sum(np.array([is_kept]))[0] == self._comm.size:
-            return True
-        self._turn.Recv(message, me, FREE)
-        request.Wait()
-        if me == 0:
-            print(
-                "jaxmpi: exchanges in programs are not compared between ranks: this MPI keeps no message that a "
-                "process sends to itself; all ranks must make the same calls in the same order",
-                file=sys.stderr,
-                flush=True,
-            )
-        return False
-
-    def number(self, what: str) -> int | None:
-        """Return the next traced exchange's number; None if nothing can be compared."""
-        if not self.is_possible:
-            return None
+    def number(self, what: str) -> int:
+        """Return the next traced exchange's number."""
         number = len(self._texts) + 1
         self._texts[number] = f"exchange {number} of {self._of} ({what})"
         return number
@@ -114,87 +81,40 @@ class CallComparison:
         """Describe an exchange, which this rank may not have traced yet."""
         return self._texts.get(number, f"exchange {number} of {self._of}")
 
-    def begin(self, number: int) -> jax.Array | None:
-        """Wait for the turn and send the number; return `end`'s `held`.
+    def begin(self, number: int) -> None:
+        """Wait for the turn and send the number.
 
-        These messages need nothing of the data, so they are the first that a program does: of two programs the one that
-        was dispatched first has its turn first.
+        It needs nothing of the data, so it is the first that a program does: of two programs the one that was
+        dispatched first has its turn first.
         """
-        import mpi4jax
+        self._calls.begin(number)
 
-        if host_callbacks.why_copies():
-            host_callbacks.call(self._from_python[0], [], [], effect=self._comm.effect, number=number)
-            return None
-        waits = jnp.array([number, 0], jnp.int32)  # how many exchanges there were before comes with the turn
-        free = self._to_self(waits, sendtag=WAITS, recvtag=FREE)
-        held = jnp.stack([jnp.int32(number), free[1] + 1])
-        self._to_self(held, sendtag=HELD, recvtag=WAITS)
-        for distance in self._distances:
-            mpi4jax.send(held, (self._comm.rank + distance) % self._comm.size, comm=self._others)
-        return held
-
-    def end(self, number: int, held: jax.Array | None) -> None:
+    def end(self, number: int) -> None:
         """Compare with the others' numbers, and give the turn away."""
-        import mpi4jax
+        self._calls.end(number)
 
-        if held is None:
-            host_callbacks.call(self._from_python[1], [], [], effect=self._comm.effect, number=number)
-            return
-        theirs = jnp.stack([mpi4jax.recv(held, rank, comm=self._others)[0] for rank in self._heard()])
+    def compiled(self, number: int) -> NumberedCalls | None:
+        """MPI's operations that end with the comparison; None without C."""
+        if not isinstance(self._calls, CompiledCalls):
+            return None
+        return NumberedCalls(self._calls, number, self._comm.size, self._comm.rank)
 
-        def differs() -> None:
-            host_callbacks.call(self._name, [theirs], [], effect=self._comm.effect, number=number)
+    # ------------------------------------------------------------ for the thread that names absent ranks
 
-        lax.cond((theirs == number).all(), lambda: None, differs)
-        self._to_self(held, sendtag=FREE, recvtag=HELD)
+    def held(self) -> CallId | None:
+        """The exchange that has the turn."""
+        number, count = self._calls.held()
+        return CallId(number, count) if number else None
 
-    def peek(self, tag: int) -> CallId | None:
-        """This process's message to itself under a tag, which stays there."""
-        for _ in range(PROBES):
-            if (found := self._turn.Improbe(self._comm.rank, tag)) is not None:
-                message = np.zeros(2, np.int32)
-                found.Recv(message)
-                self._turn.Send(message, self._comm.rank, tag)
-                return CallId(int(message[0]), int(message[1]))
-        return None
+    def waits(self) -> int:
+        """Number of an exchange that waits for the turn, or 0."""
+        return self._calls.waits()
 
-    def _to_self(self, message: jax.Array, sendtag: int, recvtag: int) -> jax.Array:
-        import mpi4jax
+    def begun(self) -> int:
+        """How many exchanges have begun."""
+        return self._calls.begun()
 
-        me, tags = self._comm.rank, {"sendtag": sendtag, "recvtag": recvtag}
-        return mpi4jax.sendrecv(message, message, source=me, dest=me, comm=self._turn, **tags)
-
-    def _heard(self) -> list[int]:
-        """The ranks whose numbers come to this one."""
-        return [(self._comm.rank - distance) % self._comm.size for distance in self._distances]
-
-    def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        """Handler for `begin`."""
-        _, before = self._swapped(np.array([number, 0], np.int32), sendtag=WAITS, recvtag=FREE)
-        held = np.array([number, before + 1], np.int32)
-        self._swapped(held, sendtag=HELD, recvtag=WAITS)
-        for distance in self._distances:
-            self._others.Send(held, (self._comm.rank + distance) % self._comm.size)
-        self._held = held
-
-    def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        """Handler for `end`."""
-        theirs = np.zeros((len(self._distances), 2), np.int32)
-        for message, rank in zip(theirs, self._heard(), strict=True):
-            self._others.Recv(message, rank)
-        if (theirs[:, 0] != number).any():
-            self._differs([theirs[:, 0]], results, number)
-        self._swapped(self._held, sendtag=FREE, recvtag=HELD)
-
-    def _swapped(self, message: np.ndarray, sendtag: int, recvtag: int) -> np.ndarray:
-        """Send this process a message and receive the one of another tag."""
-        taken, me = np.zeros(2, np.int32), self._comm.rank
-        self._turn.Sendrecv(message, me, sendtag, taken, me, recvtag)
-        return taken
-
-    def _differs(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        """Handler that programs call after an exchange if another rank's differs."""
-        self._refuse(number, dict(zip(self._heard(), operands[0].tolist(), strict=True)))
+    # ------------------------------------------------------------ ranks that differ
 
     def _refuse(self, mine: int, theirs: Mapping[int, int]) -> None:
         """Raise `UsageError` with these ranks' exchanges, by rank in the job."""
@@ -202,29 +122,91 @@ class CallComparison:
         calls = {self._comm.rank: mine, **theirs}
         raise UsageError(different_calls({numbers[rank]: self.text(number) for rank, number in calls.items()}))
 
+    def _refuse_and_end(self, mine: int, theirs: Mapping[int, int]) -> None:
+        try:
+            self._refuse(mine, theirs)
+        except UsageError as error:
+            failures.fail(error, None)
+
     def _mpi_failed(self, comm: Any, code: int) -> None:
         """Handler of MPI's errors in an exchange, before mpi4jax ends the job."""
         from mpi4py import MPI
 
-        if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self.peek(HELD)):
+        if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self.held()):
             return
-        theirs = {rank: number for rank in self._heard() if (number := self._number_of(rank))}
-        try:
-            if set(theirs.values()) - {held[0]}:
-                self._refuse(held[0], theirs)
-            raise UsageError(
-                f"{self.text(held[0])} got a longer message than it expects, so another rank has come to another "
-                "exchange; all must make the same calls in the same order"
-            )
-        except UsageError as error:
-            failures.fail(error, None)
+        heard = [(self._comm.rank - distance) % self._comm.size for distance in self._distances]
+        theirs = {rank: number for rank in heard if (number := self._number_of(rank))}
+        if set(theirs.values()) - {held.number}:
+            self._refuse_and_end(held.number, theirs)
+        error = UsageError(
+            f"{self.text(held.number)} got a longer message than it expects, so another rank has come to another "
+            "exchange; all must make the same calls in the same order"
+        )
+        failures.fail(error, None)
 
     def _number_of(self, rank: int) -> int:
-        """Receive a rank's number, which nobody else will now; 0 if none."""
-        theirs = np.zeros(2, np.int32)
+        """Number that a rank has sent, which nobody will receive, or 0."""
+        if isinstance(self._calls, CompiledCalls) and (published := self._calls.number_of(rank)) is not None:
+            return published
+        theirs = np.zeros(1, np.int32)
         if any(self._others.Iprobe(rank) for _ in range(PROBES)):
             self._others.Recv(theirs, rank)
         return int(theirs[0])
+
+
+class PythonCalls:
+    """Turn and comparison by functions in Python that programs call."""
+
+    def __init__(self, comm: MpiComm, others: Any, distances: Sequence[int], name: str, differs: Any) -> None:
+        """Nobody has the turn."""
+        self._comm, self._others, self._differs = comm, others, differs
+        self._to = [(comm.rank + distance) % comm.size for distance in distances]
+        self._from = [(comm.rank - distance) % comm.size for distance in distances]
+        self._turn, self._held, self._waits = threading.Condition(), (0, 0), 0
+        self._names = f"{name}, begun", f"{name}, ended"
+        for name, function in zip(self._names, (self._begin, self._end), strict=True):
+            host_callbacks.register(name, function, ends_job=True)
+        self._begun = 0
+
+    def begin(self, number: int) -> None:
+        """Have the program take the turn and send the number."""
+        host_callbacks.call(self._names[0], [], [], effect=self._comm.effect, number=number)
+
+    def end(self, number: int) -> None:
+        """Have the program compare and give the turn away."""
+        host_callbacks.call(self._names[1], [], [], effect=self._comm.effect, number=number)
+
+    def held(self) -> tuple[int, int]:
+        """Number under way, and how many have begun; zeros if none."""
+        return self._held
+
+    def waits(self) -> int:
+        """Number of a call that waits for the turn, or 0."""
+        return self._waits
+
+    def begun(self) -> int:
+        """How many calls have begun."""
+        return self._begun
+
+    def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
+        with self._turn:
+            while self._held[0]:
+                self._waits = number
+                self._turn.wait()
+            self._waits, self._begun = 0, (self._begun + 1) % (1 << 31)  # which other ranks hear of as i32
+            self._held = number, self._begun
+        for rank in self._to:
+            self._others.Send(np.array([number], np.int32), rank)
+
+    def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
+        theirs = np.zeros((len(self._from), 1), np.int32)
+        for message, rank in zip(theirs, self._from, strict=True):
+            self._others.Recv(message, rank)
+        if (theirs != number).any():
+            self._differs(number, dict(zip(self._from, theirs[:, 0].tolist(), strict=True)))
+        with self._turn:
+            self._held = 0, 0
+            self._turn.notify_all()
 
 
 def _let_programs_end() -> None:

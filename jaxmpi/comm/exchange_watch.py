@@ -6,8 +6,8 @@ that each knows who waits with it; those who say nothing are absent. After `SAID
 and prints a line. A rank that has come to the end of its script answers with how often it has come to each kind of
 wait: if that is less often, it never will, and the job ends at once. Ranks in step send nothing here.
 
-A program leaves a message to its own process while it is in an exchange (see `call_order`), or in a `sendrecv` of its
-own (`small_messages`). The thread takes that message, reads it and puts it back. Python's waits are noted in a `Roll`.
+A program's exchange that has the process's turn is known to `call_comparison`, and messages that a program waits for to
+`compiled_messages`. Python's waits are noted in a `Roll`.
 """
 
 import functools
@@ -29,7 +29,6 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.frames import is_users, line_of, module_of
 from jaxmpi.runtime import failures
 
-FREE, WAITS, HELD = range(3)  # tags: nobody has the turn; an exchange waits for it; an exchange has it
 TELL, ASK, PLACE, ENDED = range(4)  # tags of what watching threads send each other
 COMPARED, CONTROL, BESIDE, PARTNER, MEETING = WAYS = range(5)  # ways in which a rank waits
 LOOK_S = 0.5  # between looks
@@ -94,10 +93,18 @@ class Note(NamedTuple):
 
 
 class ExchangeLookup(Protocol):
-    """Lookup of exchanges of this process's programs, by messages to itself."""
+    """Lookup of exchanges of this process's programs."""
 
-    def peek(self, tag: int) -> CallId | None:
-        """This process's message to itself under a tag, which stays there."""
+    def held(self) -> CallId | None:
+        """The exchange that has the process's turn."""
+        ...
+
+    def waits(self) -> int:
+        """Number of an exchange that waits for the turn, or 0."""
+        ...
+
+    def begun(self) -> int:
+        """How many exchanges have begun."""
         ...
 
     def text(self, number: int) -> str:
@@ -200,7 +207,7 @@ class Roll:
 
     def _held(self) -> Wait | None:
         """The wait of this process's program; the same object while it lasts."""
-        call = self.lookup.peek(HELD) if self.lookup else None
+        call = self.lookup.held() if self.lookup else None
         if call is None or self.lookup is None:
             return None
         if self.held and self.held.call == call:
@@ -298,10 +305,10 @@ class Roll:
         Raises:
             TrainingError: the other exchange has not ended within the time limit.
         """
-        if wait.way != COMPARED or not self.lookup or not (waits := self.lookup.peek(WAITS)):
+        if wait.way != COMPARED or not self.lookup or not (waits := self.lookup.waits()):
             return ""
         why = (
-            f"{self.lookup.text(waits.number)} waits for {wait.what}, which has begun in this process and not ended; "
+            f"{self.lookup.text(waits)} waits for {wait.what}, which has begun in this process and not ended; "
             "if its program has failed, or a callback in it exchanges, it never will"
         )
         if waited_s > SAID_AFTER_S + TIMEOUT_S:
@@ -345,8 +352,7 @@ class Roll:
     def _say_ended(self) -> None:
         """Send waiting ranks how often this rank has begun each way."""
         if self._to_answer and self.lookup:
-            calls = [call for tag in (FREE, HELD) if (call := self.lookup.peek(tag))]
-            self.counts[COMPARED] = max((call.count for call in calls), default=np.iinfo(np.int32).max)
+            self.counts[COMPARED] = self.lookup.begun()
         for rank in self._to_answer:
             self._send(rank, ENDED, np.array(self.counts, np.int32))
         self._to_answer = set()

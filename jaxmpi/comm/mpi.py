@@ -108,9 +108,8 @@ class MpiComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world."""
         super().__init__(processes, processes.world.Clone())
-        # For messages between two ranks, and for notes that a program sends to its own process. mpi4py and mpi4jax may
-        # share these three: point-to-point messages match by rank and tag, in the order of each sender.
-        self.headers, self.arrays, self.notes = processes.clone(), processes.clone(), processes.clone()
+        # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
+        self.headers, self.arrays = processes.clone(), processes.clone()
         made.append(self)
 
     def allreduce(self, x: jax.Array) -> jax.Array:

@@ -212,14 +212,28 @@ def _abstract(*operands: Any, results: tuple, effect: effects.Effect | None, **_
 def _lower(
     ctx: mlir.LoweringRuleContext, *operands: Any, results: Any, in_place: Any, effect: Any, constants: Any
 ) -> list:
-    """A custom call; an ordered effect's token is last operand and result."""
-    lowering = jax.ffi.ffi_lowering(TARGET, has_side_effect=True, operand_output_aliases=dict(in_place))
     typed = {k: np.int64(v) if isinstance(v, int) else v for k, v in constants}
+    return lower_in_order(ctx, TARGET, operands, effect, in_place, **typed)
+
+
+def lower_in_order(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    operands: Sequence[Any],
+    effect: effects.Effect | None,
+    in_place: Sequence[tuple[int, int]] = (),
+    **attributes: Any,
+) -> list:
+    """Lower to a handler's call.
+
+    An ordered effect's token is its last operand and result.
+    """
+    lowering = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=dict(in_place))
     if effect in (None, KEPT):
-        return list(lowering(ctx, *operands, **typed))
+        return list(lowering(ctx, *operands, **attributes))
     token = [_token_type()]
     inner = ctx.replace(avals_in=[*ctx.avals_in, *token], avals_out=[*ctx.avals_out, *token])
-    *values, after = lowering(inner, *operands, ctx.tokens_in.get(effect), **typed)
+    *values, after = lowering(inner, *operands, ctx.tokens_in.get(effect), **attributes)
     ctx.set_tokens_out(mlir.TokenSet({effect: after}))
     return values
 

@@ -196,30 +196,6 @@ def test_an_exchange_behind_a_program_that_failed_goes_on_or_says_why_not():
     assert ended.out.count("mean 1.5") == 2 or (ended.code == 1 and is_told), ended.out
 
 
-NO_MESSAGE_TO_ITSELF = """
-from mpi4py import MPI
-from jaxmpi.comm.control import MpiProcesses
-
-class Unbuffered(MPI.Intracomm):
-    def Isend(self, *args):
-        return self.Issend(*args)
-
-clone = MpiProcesses.clone
-MpiProcesses.clone = lambda processes, of=None: Unbuffered(clone(processes, of))
-f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
-print("mean", float(f(f(x))[0, 0]), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_an_mpi_that_keeps_no_message_to_itself_exchanges_and_says_that_it_does_not_compare():
-    """As MVAPICH2, whose sends to the own process wait for the receiver: here by synchronous sends."""
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + NO_MESSAGE_TO_ITSELF, timeout_s=60)
-    assert ended.code == 0, ended.out
-    assert ended.out.count("mean 1.5") == 2, ended.out
-    assert ended.out.count("are not compared between ranks") == 1, ended.out
-
-
 @pytest.mark.e2e
 def test_an_exchange_that_still_waits_when_all_scripts_have_ended_ends_the_job():
     """The call returns before the program has ended, and so does the script; nobody else comes."""

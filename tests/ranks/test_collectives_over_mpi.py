@@ -10,8 +10,10 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
-from jaxmpi.collectives import messages, small_messages
+from jaxmpi.collectives import compiled_messages, messages
 from jaxmpi.collectives.call import like
+from jaxmpi.comm.call_comparison import comparison_of
+from jaxmpi.comm.compiled_calls import CompiledCalls
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.runtime import host_callbacks
 
@@ -336,11 +338,40 @@ def test_a_small_sendrecv_meets_a_send_and_a_recv(most_ahead, monkeypatch):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+@pytest.mark.parametrize("size", [3, 3000, 100_000])
+def test_messages_of_c_and_of_python_are_the_same(size, monkeypatch):
+    """Odd ranks' go through Python; arrays are in the header's message, or behind it."""
+    x, left, right = jnp.arange(float(size)) + RANK, (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    if RANK % 2:
+        monkeypatch.setenv("JAXMPI_FFI", "python")
+    for _ in range(2):
+        assert np.array_equal(jax.jit(lambda x: mpi.sendrecv(x, x, left, right))(x), x - RANK + left)
+        if (other := RANK ^ 1) < SIZE:
+            if RANK % 2 == 0:
+                mpi.send(x, other, tag=2)
+            assert np.array_equal(mpi.recv(x, tag=2), x - RANK + other)
+            if RANK % 2:
+                mpi.send(x, other, tag=2)
+    mpi.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_collectives_and_their_comparison_call_no_python_and_on_one_host_send_no_message():
+    f = jax.jit(lambda x: mpi.allreduce(x, "max"))
+    f(jnp.ones(3)).block_until_ready()
+    assert isinstance(COMM, MpiComm)
+    calls = comparison_of(COMM)._calls
+    assert isinstance(calls, CompiledCalls)
+    if len(set(COMM.hosts)) == 1:
+        assert calls.number_of(RANK) == calls.number_of((RANK + 1) % SIZE) > 0
+    assert (calls.held(), calls.waits()) == ((0, 0), 0)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_small_sendrecvs_in_a_loop_call_no_python(monkeypatch):
     left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
     messages.registered()
-    for name in (messages.MESSAGE, messages.RECEIVED):
-        monkeypatch.setitem(host_callbacks._functions, name, None)
+    monkeypatch.setitem(host_callbacks._functions, messages.MESSAGE, None)
     shift = jax.jit(lambda x: jax.lax.fori_loop(0, 2 * SIZE + 1, lambda _, x: mpi.sendrecv(x, x, left, right), x))
     assert shift(jnp.arange(4.0) + RANK).tolist() == [left + i for i in range(4)]
     jax.effects_barrier()
@@ -356,7 +387,7 @@ def test_a_program_that_fails_before_its_small_sendrecv_leaves_no_note():
     with pytest.raises(jax.errors.JaxRuntimeError, match="no data"):
         step(jnp.ones(3)).block_until_ready()
     assert isinstance(COMM, MpiComm)
-    assert small_messages.notes_of(COMM).found() == []
+    assert compiled_messages.notes_of(COMM).found() == []
     mpi.barrier()
 
 

@@ -1,0 +1,211 @@
+"""MPI's operations and their comparison in programs, by handlers in C.
+
+The handlers are in `compiled_calls.c`, which is compiled at the first use. They call the MPI functions that mpi4jax
+calls. A program that calls them holds numbers alone, which are the same on all ranks, and nothing of a process.
+"""
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi.comm import c_handlers
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.shared_sync import map_together, reserved_anywhere
+from jaxmpi.core.errors import TrainingError, UsageError
+from jaxmpi.runtime import failures
+from jaxmpi.runtime.xla_ffi import DTYPES
+
+SOURCE = Path(__file__).with_suffix(".c")
+_call_p = c_handlers.primitive(SOURCE)
+KINDS = BEGIN, END, *OPERATIONS = (
+    *("begin", "end", "barrier", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
+)
+OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
+FUNCTIONS = ("Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS))  # in the order of `struct setup`
+MOST_COMPARISONS, MOST_DISTANCES, TYPES, LINE_WORDS = 1 << 16, 32, 64, 8
+HERE = 2  # the word of a rank's line that says that it is there
+Differs = ctypes.CFUNCTYPE(None, c_int32, c_int32, POINTER(c_int32))
+
+
+@functools.cache
+def setup_type() -> type[ctypes.Structure]:
+    """`struct setup`."""
+    handle = c_handlers.handle_type()
+
+    class Setup(ctypes.Structure):
+        _fields_ = (
+            ("functions", c_void_p * len(FUNCTIONS)),
+            ("differs", Differs),
+            ("failed", c_handlers.Failed),
+            ("board", c_void_p),
+            *((name, handle) for name in ("comm", "others", "int32")),
+            ("types", handle * TYPES),
+            ("ops", handle * 8),
+            *((name, c_int32) for name in ("rank", "size", "distances")),
+            ("distance", c_int32 * MOST_DISTANCES),
+        )
+
+    return Setup
+
+
+class CompiledCalls:
+    """A communicator's calls in C."""
+
+    def __init__(
+        self, comm: MpiComm, others: Any, distances: Sequence[int], index: int, differs: Callable[[int, dict], None]
+    ) -> None:
+        """All ranks come here together; the handlers can be called on each.
+
+        Args:
+            comm: of the operations.
+            others: a communicator of mpi4py for the comparison's messages.
+            distances: how far before this rank those are whose numbers it hears.
+            index: of this object, the same on all ranks.
+            differs: called with this rank's number and the others', by rank, if they differ; it ends the job.
+        """
+        from mpi4py import MPI
+
+        self._comm, self._index, self._library = comm, index, c_handlers.library(SOURCE)
+        self._library.jaxmpi_held.restype = c_int64
+        self._board, heard = _board(comm), [(comm.rank - distance) % comm.size for distance in distances]
+        self._words = np.frombuffer(self._board, np.int64).reshape(-1, LINE_WORDS) if self._board else None
+
+        def on_difference(_: int, number: int, theirs: Any) -> None:
+            differs(number, dict(zip(heard, theirs[: len(heard)], strict=True)))
+
+        def on_failure(kind: int, code: int) -> None:
+            error = TrainingError(f"MPI's {KINDS[kind]} in a program: {MPI.Get_error_string(code)}")
+            failures.fail(error, None)
+
+        setup = setup_type()()
+        setup.functions[:] = c_handlers.addresses(FUNCTIONS)
+        setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(on_failure)
+        setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
+        setup.comm, setup.others, setup.int32 = map(MPI._handleof, (comm.mpi, others, MPI.INT32_T))
+        for number, dtype in DTYPES.items():
+            if dtype.isbuiltin == 1 and dtype != np.float16:  # others travel as integers
+                setup.types[number] = MPI._handleof(MPI.Datatype.fromcode(dtype.char))
+        for number, op in enumerate(OPS):
+            setup.ops[number] = MPI._handleof(getattr(MPI, op))
+        setup.rank, setup.size, setup.distances = comm.rank, comm.size, len(distances)
+        setup.distance[: len(distances)] = distances
+        self._setup = setup  # it keeps the callbacks
+        self._library.jaxmpi_open(index, ctypes.byref(setup))
+
+    # ------------------------------------------------------------ in a program
+
+    def begin(self, number: int) -> None:
+        """Take the turn and publish the number."""
+        self.call(BEGIN, number)
+
+    def end(self, number: int) -> None:
+        """Compare with the others' numbers, and give the turn away."""
+        self.call(END, number)
+
+    def call(self, kind: str, number: int, x: Any = None, y: Any = None, op: Any = None, root: int = 0) -> Any:
+        """Trace a call, which compares at its end unless it is BEGIN."""
+        from mpi4py import MPI
+
+        ops = [getattr(MPI, name) for name in OPS]
+        words = (self._index, number, KINDS.index(kind), 0 if op is None else ops.index(op), root, int(kind != BEGIN))
+        operands, results = [] if x is None else [x], () if y is None else c_handlers.shaped(y)
+        return _call_p.bind(*operands, results=results, effect=self._comm.effect, words=words)
+
+    # ------------------------------------------------------------ outside, of the program that runs
+
+    def held(self) -> tuple[int, int]:
+        """Number under way, and how many have begun; zeros if none."""
+        held = self._library.jaxmpi_held(self._index)
+        return held >> 32, held & 0xFFFFFFFF
+
+    def waits(self) -> int:
+        """Number of a call that waits for the turn, or 0."""
+        return self._library.jaxmpi_waits(self._index)
+
+    def begun(self) -> int:
+        """How many calls have begun."""
+        return self._library.jaxmpi_begun(self._index)
+
+    def number_of(self, rank: int) -> int | None:
+        """Number that a rank has published last; None if numbers are messages."""
+        if self._words is None:
+            return None
+        published = self._words[rank, :2]
+        return int(published[np.argmax(published & 0xFFFFFFFF)]) >> 32
+
+
+class NumberedCalls:
+    """mpi4jax's functions with a number, each of which compares at its end."""
+
+    def __init__(self, calls: CompiledCalls, number: int, size: int, rank: int) -> None:
+        """Nothing is traced yet."""
+        self._calls, self._number, self._size, self._rank = calls, number, size, rank
+
+    def _call(self, kind: str, x: jax.Array, shape: Sequence[int] | None = None, **options: Any) -> jax.Array:
+        like = jax.ShapeDtypeStruct(x.shape if shape is None else tuple(shape), x.dtype)
+        return self._calls.call(kind, self._number, x, like, **options)[0]
+
+    def _at_root(self, kind: str, x: jax.Array, root: int, at_root: Any, elsewhere: Any, **options: Any) -> jax.Array:
+        """Call with results of other shapes at root; None is x itself."""
+        shape = at_root if self._rank == root else elsewhere
+        result = self._call(kind, x, (0,) if shape is None else shape, root=root, **options)
+        return x if shape is None else result
+
+    def allreduce(self, x: jax.Array, op: Any, comm: Any) -> jax.Array:
+        """`MPI_Allreduce`."""
+        return self._call("allreduce", x, op=op)
+
+    def reduce(self, x: jax.Array, op: Any, root: int, comm: Any) -> jax.Array:
+        """`MPI_Reduce`."""
+        return self._at_root("reduce", x, root, x.shape, None, op=op)
+
+    def scan(self, x: jax.Array, op: Any, comm: Any) -> jax.Array:
+        """`MPI_Scan`."""
+        return self._call("scan", x, op=op)
+
+    def bcast(self, x: jax.Array, root: int, comm: Any) -> jax.Array:
+        """`MPI_Bcast`."""
+        return self._at_root("bcast", x, root, None, x.shape)
+
+    def allgather(self, x: jax.Array, comm: Any) -> jax.Array:
+        """`MPI_Allgather`."""
+        return self._call("allgather", x, (self._size, *x.shape))
+
+    def gather(self, x: jax.Array, root: int, comm: Any) -> jax.Array:
+        """`MPI_Gather`."""
+        return self._at_root("gather", x, root, (self._size, *x.shape), None)
+
+    def scatter(self, x: jax.Array, root: int, comm: Any) -> jax.Array:
+        """`MPI_Scatter`."""
+        return self._at_root("scatter", x, root, x.shape[1:], x.shape)
+
+    def alltoall(self, x: jax.Array, comm: Any) -> jax.Array:
+        """`MPI_Alltoall`."""
+        return self._call("alltoall", x)
+
+    def barrier(self, comm: Any) -> None:
+        """`MPI_Barrier`."""
+        self._calls.call("barrier", self._number)
+
+
+def _board(comm: MpiComm) -> mmap.mmap | None:
+    """Memory that all ranks share, if they do; all come together."""
+    if len(set(comm.hosts)) > 1:
+        return None
+    size_bytes = -(-comm.size * LINE_WORDS * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory, _ = map_together(comm.processes, lambda: reserved_anywhere(size_bytes))
+    except UsageError:  # no room, of which all ranks hear
+        return None
+    lines = np.frombuffer(memory, np.int64).reshape(-1, LINE_WORDS)
+    lines[comm.rank, HERE] = 1
+    comm.processes.allreduce_sum(np.zeros(1))
+    are_here = bool(lines[: comm.size, HERE].all())
+    return memory if comm.processes.allreduce_sum(np.array([are_here]))[0] == comm.size else None
