@@ -27,7 +27,7 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.launch import command
 from jaxmpi.launch.options import parse
 from jaxmpi.recover.watchdog import watching
-from jaxmpi.runtime import affinity, device_setup, failures, job_folder, launchers, prepare, provenance
+from jaxmpi.runtime import affinity, c_library, device_setup, failures, job_folder, launchers, prepare, provenance
 
 TEST_S = 5.0  # of exchanges, in all
 LENGTHS = (1 << 10, 1 << 20)  # floats
@@ -79,6 +79,7 @@ def mine() -> dict[str, Any]:
         "devices": [f"{device.device_kind}" for device in jax.local_devices()],
         "gpus": device_setup.visible_gpus(),
         "versions": provenance.versions(),
+        "c compiler": c_library.compiler() or "",
     }
 
 
@@ -266,6 +267,16 @@ def idle_gpus(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     ]
 
 
+def no_compiler(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+    """Hosts on which no C source can be compiled."""
+    return [
+        f"{host} has no C compiler on the path: a small call in a program takes 90 us more, through Python; install gcc, "
+        "or name one by CC"
+        for host, mine in by_host(ranks).items()
+        if len(ranks) > 1 and mine[0]["backend"] == "cpu" and not mine[0]["c compiler"]
+    ]
+
+
 # Checks; each returns lines to show.
 ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
     "versions": unlike,
@@ -274,6 +285,7 @@ ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
     "threads": threads,
     "shared memory": shared_memory,
     "gpus": idle_gpus,
+    "compiler": no_compiler,
 }
 
 

@@ -31,6 +31,7 @@ def rank(host: str = "a", cores: int = 8, mask: tuple[int, ...] = (0, 1), **more
         "devices": ["cpu"],
         "gpus": [],
         "versions": {"jax": "0.10.2"},
+        "c compiler": "/usr/bin/cc",
     }
     return facts | more
 
@@ -43,6 +44,11 @@ ILLS = {
     "threads": (GOOD, {"threads": "MPI_THREAD_SERIALIZED"}, "no overlap and no watchdog"),
     "shared memory": ([rank() | {"shm free": 1 << 20}] * 2, MULTIPLE, "/dev/shm has 1 MiB free, expected 64"),
     "gpus": ([rank(gpus=["0", "1"])], MULTIPLE, "a has 2 GPUs, but JAX runs on its CPU"),
+    "compiler": (
+        [rank(), rank() | {"c compiler": ""}, rank("b") | {"c compiler": ""}],
+        MULTIPLE,
+        "b has no C compiler",
+    ),
     "mpi": ([rank()], {"missing": "libmpi.so not found"}, "no MPI: libmpi.so not found; one worker runs without"),
 }
 
