@@ -98,6 +98,8 @@ RANK_TESTS = " or ".join(
         "what_differs_is_named",
         "messages_between_two_ranks",
         "small_sendrecv",
+        "messages_of_c_and_of_python",
+        "call_no_python",
         "parts_of_the_world",
         "trees_keep_their_structure",
         "started_operations",
