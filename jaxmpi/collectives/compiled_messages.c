@@ -4,19 +4,11 @@
    here without a limit, so a call leaves a note while it waits. The thread that names absent ranks reads notes, and has
    the limit. Nothing here needs Python unless a header is not the expected one, or MPI fails. */
 
-#include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "c_handlers.h"
 
-#include "xla/ffi/api/c_api.h"
-
-typedef HANDLE handle; /* of MPI: an int in MPICH, a pointer in Open MPI and in MPI's own binary interface */
-
-enum { HEADER_BYTES = 256, TYPE_BYTES = 80, INLINE_BYTES = 32768, STATUS_BYTES = 256 };
 enum { SENDER_AT = 0, NUMBER_AT = 16, TYPE_AT = 24 }; /* of a header; its number is INLINE if the array is behind it */
-enum { INLINE = -1, LOOKED_AT = 4, MOST_CALLS = 1 << 20, NOTES = 64 };
+enum { LOOKED_AT = 4 };
+enum word { CALL, SENT_ITEM_BYTES, RECEIVED_ITEM_BYTES }; /* of a call's attribute */
 
 struct call {
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
@@ -24,8 +16,8 @@ struct call {
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
   int (*wait)(handle *, void *);
   int (*test)(handle *, int *, void *);
-  void (*unexpected)(int32_t call, const char *header);
-  void (*failed)(int32_t call, int32_t code);
+  void (*unexpected)(int32_t call, const char *header); /* it ends the job */
+  void (*failed)(int32_t call, int32_t code);           /* likewise */
   handle headers, arrays, byte; /* two communicators, and MPI_BYTE */
   int32_t number, sends, receives, source, dest, sendtag, recvtag;
   int32_t is_synchronous; /* its sender knows when a header was received */
@@ -34,6 +26,8 @@ struct call {
 };
 
 static struct call *calls[MOST_CALLS];
+
+int jaxmpi_call_bytes(void) { return sizeof(struct call); }
 
 void jaxmpi_open_message(const struct call *call) {
   struct call *made = malloc(sizeof *made);
@@ -79,29 +73,29 @@ static void keep(struct sent *sent) {
   ahead++;
 }
 
-static int is_done(struct sent *sent) {
-  int flag = 0;
-  int64_t status[STATUS_BYTES / 8];
-  return !sent->call->test(&sent->request, &flag, status) && flag;
-}
-
 /* Forget those of the first `most` that are received; the others go to the end. */
 static void look_at(int most) {
   for (int i = most < ahead ? most : ahead; i > 0; i--) {
     struct sent *sent = first;
     if (!(first = sent->next)) last = &first;
     ahead--;
-    if (is_done(sent)) free(sent);
-    else keep(sent);
+    int flag = 0;
+    status ignored;
+    if (!sent->call->test(&sent->request, &flag, ignored) && flag) {
+      free(sent);
+    } else {
+      keep(sent);
+    }
   }
 }
 
-/* The calls, by their numbers, of at most so many headers that nobody has received; return how many. */
-int jaxmpi_unreceived(int32_t *numbers, int most) {
-  int found = 0;
+/* The number of a call, that of `call` if it is among them, whose header nobody has received; -1 if there is none. */
+int jaxmpi_unreceived(int32_t call) {
   pthread_mutex_lock(&lock);
   look_at(ahead);
-  for (struct sent *sent = first; sent && found < most; sent = sent->next) numbers[found++] = sent->call->number;
+  int found = first ? first->call->number : -1;
+  for (struct sent *sent = first; sent; sent = sent->next)
+    if (sent->call->number == call) found = call;
   pthread_mutex_unlock(&lock);
   return found;
 }
@@ -114,8 +108,14 @@ static int64_t next_number(const struct call *call) {
   return (2 * (int64_t)numbered++ + 1) % (call->tags & ~1);
 }
 
-/* Send header and array. An array that travels behind its header is free after `array`. */
-static int send(const struct call *call, const void *x, int64_t n, handle *array, int *has_array) {
+/* What a call has begun and must wait for. */
+struct begun {
+  struct sent *header; /* of a sendrecv, which MPI sends as it likes */
+  handle array;        /* behind a header */
+  int has_array;
+};
+
+static int send(const struct call *call, const void *x, int64_t n, struct begun *begun) {
   pthread_mutex_lock(&lock);
   look_at(LOOKED_AT);
   int is_inline = n <= call->inline_bytes && ahead < call->most_ahead;
@@ -131,25 +131,21 @@ static int send(const struct call *call, const void *x, int64_t n, handle *array
   int code =
       start(sent->bytes, HEADER_BYTES + behind, call->byte, call->dest, call->sendtag, call->headers, &sent->request);
   if (code) return code;
-  if (!call->is_synchronous && is_done(sent)) {
-    free(sent);
-  } else {
+  if (call->is_synchronous) {
     pthread_mutex_lock(&lock);
     keep(sent);
     pthread_mutex_unlock(&lock);
+  } else {
+    begun->header = sent;
   }
-  *has_array = !is_inline;
-  return is_inline ? 0 : call->isend(x, (int)n, call->byte, call->dest, (int)number, call->arrays, array);
+  begun->has_array = !is_inline;
+  return is_inline ? 0 : call->isend(x, (int)n, call->byte, call->dest, (int)number, call->arrays, &begun->array);
 }
 
-/* Take the array of a header that has come. */
-static int unpack(const struct call *call, const char *message, void *y, int64_t n, _Atomic int64_t *note) {
-  if (memcmp(message + TYPE_AT, call->type, TYPE_BYTES)) {
-    if (note) *note = 0; /* it no longer waits: the thread that looks for absent ranks must not speak first */
-    call->unexpected(call->number, message); /* it ends the job */
-    return 0;
-  }
-  int64_t number, sender, status[STATUS_BYTES / 8];
+/* Take the array of a header that has come; return MPI's error, or 0; -1 if it announces another array. */
+static int unpack(const struct call *call, const char *message, void *y, int64_t n) {
+  if (memcmp(message + TYPE_AT, call->type, TYPE_BYTES)) return -1;
+  int64_t number, sender;
   memcpy(&number, message + NUMBER_AT, sizeof number);
   memcpy(&sender, message + SENDER_AT, sizeof sender);
   if (number == INLINE) {
@@ -157,46 +153,43 @@ static int unpack(const struct call *call, const char *message, void *y, int64_t
     return 0;
   }
   handle array;
+  status ignored;
   int code = call->irecv(y, (int)n, call->byte, (int)sender, (int)number, call->arrays, &array);
-  return code ? code : call->wait(&array, status);
+  return code ? code : call->wait(&array, ignored);
 }
 
-static int exchange(const struct call *call, const void *x, int64_t sent_bytes, void *y, int64_t received_bytes,
-                    _Atomic int64_t *note) {
-  static _Thread_local char message[HEADER_BYTES + INLINE_BYTES];
-  handle header, array;
-  int64_t status[STATUS_BYTES / 8];
-  int code = 0, has_array = 0;
+static int exchange(const struct call *call, const void *x, int64_t x_bytes, char *message, void *y, int64_t y_bytes) {
+  struct begun begun = {0};
+  handle header;
+  status ignored;
+  int code = 0;
   if (call->receives)
-    code = call->irecv(message, sizeof message, call->byte, call->source, call->recvtag, call->headers, &header);
-  if (!code && call->sends) code = send(call, x, sent_bytes, &array, &has_array);
-  if (!code && call->receives) code = call->wait(&header, status);
-  if (!code && call->receives) code = unpack(call, message, y, received_bytes, note);
-  if (!code && has_array) code = call->wait(&array, status);
+    code = call->irecv(message, HEADER_BYTES + INLINE_BYTES, call->byte, call->source, call->recvtag, call->headers,
+                       &header);
+  if (!code && call->sends) code = send(call, x, x_bytes, &begun);
+  if (!code && call->receives) code = call->wait(&header, ignored);
+  if (!code && call->receives) code = unpack(call, message, y, y_bytes);
+  if (!code && begun.header) code = call->wait(&begun.header->request, ignored);
+  if (!code) free(begun.header);
+  if (!code && begun.has_array) code = call->wait(&begun.array, ignored);
   return code;
 }
 
-static int64_t bytes_of(const XLA_FFI_Buffer *x, int64_t item_bytes) {
-  int64_t bytes = item_bytes;
-  for (int64_t i = 0; i < x->rank; i++) bytes *= x->dims[i];
-  return bytes;
-}
-
 XLA_FFI_Error *jaxmpi_compiled_messages(XLA_FFI_CallFrame *frame) {
-  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    return NULL;
-  }
-  if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;
-  const int32_t *words = ((XLA_FFI_Array *)frame->attrs.attrs[0])->data; /* number, bytes of an item sent, received */
-  const struct call *call = calls[words[0]];
+  static _Thread_local char message[HEADER_BYTES + INLINE_BYTES];
+  if (!is_work(frame)) return NULL;
+  const int32_t *words = words_of(frame);
+  const struct call *call = calls[words[CALL]];
+  if (!call) return error(frame, "jaxmpi: a program of another process; compile it in this one");
   const XLA_FFI_Buffer *x = call->sends ? frame->args.args[0] : NULL, *y = call->receives ? frame->rets.rets[0] : NULL;
   _Atomic int64_t *note = leave_note(call->number);
-  int code = exchange(call, x ? x->data : NULL, x ? bytes_of(x, words[1]) : 0, y ? y->data : NULL,
-                      y ? bytes_of(y, words[2]) : 0, note);
-  if (note) *note = 0;
-  if (code) call->failed(call->number, code); /* it ends the job */
-  return NULL;
+  int code = exchange(call, x ? x->data : NULL, x ? numbers_in(x) * words[SENT_ITEM_BYTES] : 0, message,
+                      y ? y->data : NULL, y ? numbers_in(y) * words[RECEIVED_ITEM_BYTES] : 0);
+  if (note) *note = 0; /* also before an error: the thread that looks for absent ranks must not speak first */
+  if (!code) return NULL;
+  if (code < 0)
+    call->unexpected(call->number, message);
+  else
+    call->failed(call->number, code);
+  return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
 }

@@ -34,10 +34,20 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
-SOURCE = Path(__file__).with_suffix(".c")
-_message_p = c_handlers.primitive(SOURCE)
+TYPE_BYTES = 80  # of a header
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
+SOURCE = c_handlers.CSource(
+    Path(__file__).with_suffix(".c"),
+    HEADER_BYTES=messages.HEADER.size,
+    TYPE_BYTES=TYPE_BYTES,
+    INLINE=messages.INLINE,
+    INLINE_BYTES=messages.INLINE_BYTES,
+    MOST_CALLS=MOST_CALLS,
+    NOTES=NOTES,
+)
+_message_p = SOURCE.primitive()
 SENDRECV_INLINE_BYTES = 4096  # above, two messages take less time than two copies
+EAGER_BYTES = 2048  # of messages that any MPI copies, so that their sender waits for no receiver
 FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test"  # in the order of `struct call`
 Unexpected = ctypes.CFUNCTYPE(None, c_int32, c_void_p)
 _numbers, _opening = itertools.count(), threading.Lock()
@@ -62,18 +72,18 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     may = is_countable and not call.status and call.comm.processes.roll.may_watch
     if not may or c_handlers.unavailable_reason():
         return messages.run(call, *operands)
-    what, dtype, operands = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))
+    what, dtype, sent = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))
     is_sent = call.operation != "recv" and call.dest != NOBODY
     is_received = call.operation != "send" and call.source != NOBODY
-    given = [] if call.operation == "send" or is_received else [as_was(operands[-1], dtype)]
+    given = [] if call.operation == "send" or is_received else [operands[-1]]
     if not is_sent and not is_received:
         return given
-    number = _open(call, what, operands[0] if is_sent else None, operands[-1] if is_received else None)
+    number = _open(call, what, sent[0] if is_sent else None, sent[-1] if is_received else None)
     if number >= MOST_CALLS:
         return messages.run(call, *operands)
-    words = number, operands[0].dtype.itemsize, operands[-1].dtype.itemsize
-    results = c_handlers.shaped(like(operands[-1])) if is_received else ()
-    came = _message_p.bind(*operands[: int(is_sent)], results=results, effect=call.comm.effect, words=words)
+    words = number, sent[0].dtype.itemsize, sent[-1].dtype.itemsize
+    results = c_handlers.shaped(like(sent[-1])) if is_received else ()
+    came = _message_p.bind(*sent[: int(is_sent)], results=results, effect=call.comm.effect, words=words)
     return [as_was(y, dtype) for y in came] or given
 
 
@@ -91,9 +101,10 @@ def _call_type() -> type[ctypes.Structure]:
             *((name, handle) for name in ("headers", "arrays", "byte")),
             *((name, c_int32) for name in (*numbers, "inline_bytes", "most_ahead", "tags")),
             ("header", c_char * messages.HEADER.size),
-            ("type", c_char * 80),
+            ("type", c_char * TYPE_BYTES),
         )
 
+    assert ctypes.sizeof(Call) == SOURCE.library().jaxmpi_call_bytes()
     return Call
 
 
@@ -118,13 +129,13 @@ def _open(call: MpiCall, what: str, sent: Any, received: Any) -> int:
     made.most_ahead, made.tags = messages.MOST_AHEAD, min(comm.processes.tags, np.iinfo(np.int32).max)
     sent_type, received_type = ("" if x is None else type_of(x) for x in (sent, received))
     _fill(made, "header", messages.header_of(comm.rank, call.sendtag, messages.INLINE, sent_type, what))
-    _fill(made, "type", received_type.encode()[:80])
-    is_waited_for = sent is not None and (received is None or sent.nbytes > made.inline_bytes)
+    _fill(made, "type", received_type.encode()[:TYPE_BYTES])
+    is_waited_for = sent is not None and (received is None or messages.HEADER.size + sent.nbytes > EAGER_BYTES)
     sources = set() if received is None else set(comm.processes.roll.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
     _opened[number] = Opened(comm, what, call.dest, received_type, tuple(sorted(partners)))
     comm.processes.roll.notes = notes_of(comm).found
-    c_handlers.library(SOURCE).jaxmpi_open_message(ctypes.byref(made))
+    SOURCE.library().jaxmpi_open_message(ctypes.byref(made))
     return number
 
 
@@ -163,7 +174,7 @@ class MessageNotes:
 
     def found(self) -> list[Note]:
         """The present notes; those of the last look are known."""
-        library, notes = c_handlers.library(SOURCE), (c_int64 * NOTES)()
+        library, notes = SOURCE.library(), (c_int64 * NOTES)()
         library.jaxmpi_message_notes(notes)
         known, self._known = self._known, set(notes)
         numbered = {note: note & 0xFFFFFFFF for note in self._known if note}
@@ -180,15 +191,10 @@ def notes_of(comm: MpiComm) -> MessageNotes:
     return MessageNotes(comm)
 
 
-def _unreceived() -> list[int]:
-    """Numbers of calls whose headers nobody has received."""
-    numbers = (c_int32 * messages.MOST_AHEAD)()
-    return numbers[: c_handlers.library(SOURCE).jaxmpi_unreceived(numbers, len(numbers))]
-
-
 def _check_all_received() -> None:
     """Wait until this process's messages are received, or end the job."""
     jax.effects_barrier()
-    for number in dict.fromkeys(_unreceived()):
+    unreceived = SOURCE.library().jaxmpi_unreceived
+    while (number := unreceived(-1)) >= 0:
         comm, what, dest, *_ = _opened[number]
-        messages.check_received(lambda number=number: number not in _unreceived(), what, comm, dest)
+        messages.check_received(lambda number=number: unreceived(number) != number, what, comm, dest)

@@ -18,11 +18,13 @@ import jax
 import jax.extend.core
 import numpy as np
 from jax.core import ShapedArray
-from jax.interpreters import mlir
+from jax.interpreters import mlir, xla
 
 from jaxmpi.runtime import c_library, host_callbacks
 
-Failed = ctypes.CFUNCTYPE(None, c_int32, c_int32)
+HEADER = Path(__file__).with_suffix(".h")
+TROUBLE = "for want of C sources"
+Failed = ctypes.CFUNCTYPE(None, c_int32, c_int32)  # (number of a call, MPI's error)
 
 
 def unavailable_reason() -> str | None:
@@ -32,17 +34,18 @@ def unavailable_reason() -> str | None:
     """
     if why := host_callbacks.why_copies():
         return why
-    return "JAXMPI_FFI is python" if os.environ.get("JAXMPI_FFI") == "python" else _not_loaded()
+    return "JAXMPI_FFI is python" if os.environ.get("JAXMPI_FFI") == "python" else _trouble()
 
 
 @functools.cache
-def _not_loaded() -> str | None:
+def _trouble() -> str | None:
+    """What is wrong with the sources here; None if nothing."""
     try:
         addresses(["Send"])
-        for source in sorted(Path(__file__).parent.parent.glob("*/*.c")):
-            library(source)
+        for source in _sources:
+            source.library()
     except Exception as error:  # no compiler, another header, a library without a symbol: Python does it
-        return f"{type(error).__name__}: {error}"
+        return f"{TROUBLE}: {type(error).__name__}: {error}"
     return None
 
 
@@ -52,19 +55,6 @@ def handle_type() -> Any:
     from mpi4py import MPI
 
     return c_int32 if MPI._sizeof(MPI.Comm) == ctypes.sizeof(c_int32) else c_void_p
-
-
-@functools.cache
-def library(source: Path) -> ctypes.CDLL:
-    """A compiled source, whose handler XLA knows from now on."""
-    loaded = c_library.load(source, [f"HANDLE={'int' if handle_type() is c_int32 else 'void *'}"])
-    jax.ffi.register_ffi_target(target_of(source), jax.ffi.pycapsule(loaded[target_of(source)]), platform="cpu")
-    return loaded
-
-
-def target_of(source: Path) -> str:
-    """Name of a source's handler, there and for XLA."""
-    return f"jaxmpi_{source.stem}"
 
 
 @functools.cache
@@ -80,20 +70,47 @@ def addresses(names: Sequence[str]) -> list[int]:
     return [ctypes.cast(function, c_void_p).value or 0 for function in found]
 
 
-def primitive(source: Path) -> Any:
-    """A JAX primitive that calls a source's handler: operands -> results.
+_sources: list["CSource"] = []
 
-    Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls; and `words`, i32 for the handler.
-    """
-    made = jax.extend.core.Primitive(target_of(source))
-    made.multiple_results = True
 
-    def lower(ctx: Any, *operands: Any, results: tuple, effect: Any, words: tuple[int, ...]) -> list:
-        return host_callbacks.lower_in_order(ctx, target_of(source), operands, effect, words=np.array(words, np.int32))
+class CSource:
+    """A source in C with a handler of its name."""
 
-    made.def_effectful_abstract_eval(lambda *_, results, effect, words: (list(results), {effect}))
-    mlir.register_lowering(made, lower, platform="cpu")
-    return made
+    def __init__(self, path: Path, **constants: Any) -> None:
+        """Nothing is compiled yet.
+
+        Args:
+            path: of the source.
+            constants: defined in it.
+        """
+        self._path, self._target, self._constants = path, f"jaxmpi_{path.stem}", constants
+        self._loaded: ctypes.CDLL | None = None
+        _sources.append(self)
+
+    def library(self) -> ctypes.CDLL:
+        """The compiled source, whose handler XLA knows from now on."""
+        if self._loaded is None:
+            handle = "int" if handle_type() is c_int32 else "void *"
+            self._loaded = c_library.load(self._path, [HEADER], {"HANDLE": handle, **self._constants})
+            capsule = jax.ffi.pycapsule(self._loaded[self._target])
+            jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
+        return self._loaded
+
+    def primitive(self) -> Any:
+        """A JAX primitive that calls the handler: operands -> results.
+
+        Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls; and `words`, i32 for the handler.
+        """
+        made = jax.extend.core.Primitive(self._target)
+        made.multiple_results = True
+
+        def lower(ctx: Any, *operands: Any, results: tuple, effect: Any, words: tuple[int, ...]) -> list:
+            return host_callbacks.lower_in_order(ctx, self._target, operands, effect, words=np.array(words, np.int32))
+
+        made.def_impl(functools.partial(xla.apply_primitive, made))
+        made.def_effectful_abstract_eval(lambda *_, results, effect, words: (list(results), {effect}))
+        mlir.register_lowering(made, lower, platform="cpu")
+        return made
 
 
 def shaped(*arrays: Any) -> tuple[ShapedArray, ...]:

@@ -26,7 +26,7 @@ exchange at once, and one's messages meet the other's: JAX orders the programs o
 
 import contextlib
 import functools
-import itertools
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,13 +39,14 @@ from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.compiled_calls import MOST_COMPARISONS, CompiledCalls, NumberedCalls
 from jaxmpi.comm.exchange_watch import PROBES, CallId
 from jaxmpi.comm.mpi import MpiComm, world
-from jaxmpi.core.errors import UsageError
+from jaxmpi.comm.polling import survives_losses
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
 ALL_BELOW = 17  # ranks: of more, each hears those at distances 1, 2, 4, ...
-_numbers = itertools.count()  # of comparisons, the same on all ranks
+_indices = [-1]  # of comparisons; a communicator's is the same on all its ranks
 
 
 class CallComparison:
@@ -58,14 +59,16 @@ class CallComparison:
         self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
         self._others, self._distances = comm.processes.clone(), distances(comm.size)
-        index = next(_numbers)
-        is_compiled = not c_handlers.unavailable_reason() and index < MOST_COMPARISONS
-        are_compiled = comm.processes.allreduce_sum(np.array([is_compiled]))[0] == comm.size
+        reasons, used = zip(*comm.processes.allgather_object([_why_python(), _indices[-1]]), strict=True)
+        _indices.append(max(used) + 1)
         self._calls = (
-            CompiledCalls(comm, self._others, self._distances, index, self._refuse_and_end)
-            if are_compiled
-            else PythonCalls(comm, self._others, self._distances, f"{DIFFERS} {index}", self._refuse)
+            PythonCalls(comm, self._others, self._distances, f"{DIFFERS} {_indices[-1]}", self._refuse)
+            if any(reasons)
+            else CompiledCalls(comm, self._others, self._distances, _indices[-1], self)
         )
+        first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
+        if first == comm.rank:
+            _say_once(reasons[comm.rank])
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
         comm.processes.roll.lookup = self
@@ -122,11 +125,18 @@ class CallComparison:
         calls = {self._comm.rank: mine, **theirs}
         raise UsageError(different_calls({numbers[rank]: self.text(number) for rank, number in calls.items()}))
 
-    def _refuse_and_end(self, mine: int, theirs: Mapping[int, int]) -> None:
+    def differs(self, mine: int, theirs: Mapping[int, int]) -> None:
+        """End the job with these ranks' exchanges."""
         try:
             self._refuse(mine, theirs)
         except UsageError as error:
             failures.fail(error, None)
+
+    def failed(self, mine: int, code: int) -> None:
+        """End the job with MPI's error."""
+        from mpi4py import MPI
+
+        failures.fail(TrainingError(f"{self.text(mine)}: MPI: {MPI.Get_error_string(code)}"), None)
 
     def _mpi_failed(self, comm: Any, code: int) -> None:
         """Handler of MPI's errors in an exchange, before mpi4jax ends the job."""
@@ -135,18 +145,18 @@ class CallComparison:
         if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self.held()):
             return
         heard = [(self._comm.rank - distance) % self._comm.size for distance in self._distances]
-        theirs = {rank: number for rank in heard if (number := self._number_of(rank))}
+        theirs = {rank: number for rank in heard if (number := self._number_of(rank, held.count))}
         if set(theirs.values()) - {held.number}:
-            self._refuse_and_end(held.number, theirs)
+            self.differs(held.number, theirs)
         error = UsageError(
             f"{self.text(held.number)} got a longer message than it expects, so another rank has come to another "
             "exchange; all must make the same calls in the same order"
         )
         failures.fail(error, None)
 
-    def _number_of(self, rank: int) -> int:
+    def _number_of(self, rank: int, count: int) -> int:
         """Number that a rank has sent, which nobody will receive, or 0."""
-        if isinstance(self._calls, CompiledCalls) and (published := self._calls.number_of(rank)) is not None:
+        if isinstance(self._calls, CompiledCalls) and (published := self._calls.number_of(rank, count)) is not None:
             return published
         theirs = np.zeros(1, np.int32)
         if any(self._others.Iprobe(rank) for _ in range(PROBES)):
@@ -163,6 +173,7 @@ class PythonCalls:
         self._to = [(comm.rank + distance) % comm.size for distance in distances]
         self._from = [(comm.rank - distance) % comm.size for distance in distances]
         self._turn, self._held, self._waits = threading.Condition(), (0, 0), 0
+        self._ticket = self._served = 0  # the next one for the turn, and the one that has the turn
         self._names = f"{name}, begun", f"{name}, ended"
         for name, function in zip(self._names, (self._begin, self._end), strict=True):
             host_callbacks.register(name, function, ends_job=True)
@@ -190,7 +201,8 @@ class PythonCalls:
 
     def _begin(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
         with self._turn:
-            while self._held[0]:
+            mine, self._ticket = self._ticket, self._ticket + 1
+            while self._served != mine:
                 self._waits = number
                 self._turn.wait()
             self._waits, self._begun = 0, (self._begun + 1) % (1 << 31)  # which other ranks hear of as i32
@@ -205,8 +217,20 @@ class PythonCalls:
         if (theirs != number).any():
             self._differs(number, dict(zip(self._from, theirs[:, 0].tolist(), strict=True)))
         with self._turn:
-            self._held = 0, 0
+            self._held, self._served = (0, 0), self._served + 1
             self._turn.notify_all()
+
+
+def _why_python() -> str:
+    """Reason why programs cannot compare in C; empty if they can."""
+    if not (why := c_handlers.unavailable_reason()) and survives_losses():
+        why = "errors of lost ranks are Python's"
+    return why or ("there are too many communicators" if _indices[-1] + 1 >= MOST_COMPARISONS else "")
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    print(f"jaxmpi: {failures.who()}: programs compare and send through Python, {reason}", file=sys.stderr, flush=True)
 
 
 def _let_programs_end() -> None:

@@ -7,10 +7,10 @@ calls. A program that calls them holds numbers alone, which are the same on all 
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import POINTER, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -18,20 +18,26 @@ import numpy as np
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_sync import map_together, reserved_anywhere
-from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.runtime import failures
+from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime.xla_ffi import DTYPES
 
-SOURCE = Path(__file__).with_suffix(".c")
-_call_p = c_handlers.primitive(SOURCE)
 KINDS = BEGIN, END, *OPERATIONS = (
     *("begin", "end", "barrier", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
 )
 OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
 FUNCTIONS = ("Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS))  # in the order of `struct setup`
-MOST_COMPARISONS, MOST_DISTANCES, TYPES, LINE_WORDS = 1 << 16, 32, 64, 8
+MOST_COMPARISONS, TYPES, LINE_WORDS = 1 << 16, 64, 8
 HERE = 2  # the word of a rank's line that says that it is there
-Differs = ctypes.CFUNCTYPE(None, c_int32, c_int32, POINTER(c_int32))
+SOURCE = c_handlers.CSource(
+    Path(__file__).with_suffix(".c"),
+    KINDS=",".join(map(str.upper, KINDS)),
+    OPS=len(OPS),
+    MOST_COMPARISONS=MOST_COMPARISONS,
+    TYPES=TYPES,
+    LINE_WORDS=LINE_WORDS,
+)
+_call_p = SOURCE.primitive()
+Differs = ctypes.CFUNCTYPE(None, c_int32, POINTER(c_int32))
 
 
 @functools.cache
@@ -44,59 +50,71 @@ def setup_type() -> type[ctypes.Structure]:
             ("functions", c_void_p * len(FUNCTIONS)),
             ("differs", Differs),
             ("failed", c_handlers.Failed),
-            ("board", c_void_p),
-            *((name, handle) for name in ("comm", "others", "int32")),
+            *((name, c_void_p) for name in ("board", "tells", "hears")),
+            *((name, handle) for name in ("comm", "messages", "int32")),
             ("types", handle * TYPES),
-            ("ops", handle * 8),
-            *((name, c_int32) for name in ("rank", "size", "distances")),
-            ("distance", c_int32 * MOST_DISTANCES),
+            ("ops", handle * len(OPS)),
+            *((name, c_int32) for name in ("rank", "size", "others")),
         )
 
+    assert ctypes.sizeof(Setup) == SOURCE.library().jaxmpi_setup_bytes()
     return Setup
+
+
+class Ends(Protocol):
+    """What ends the job, called by handlers."""
+
+    def differs(self, mine: int, theirs: dict[int, int]) -> None:
+        """Ranks have come to calls of other numbers, here by rank."""
+        ...
+
+    def failed(self, mine: int, code: int) -> None:
+        """MPI has returned an error in the call of this number."""
+        ...
 
 
 class CompiledCalls:
     """A communicator's calls in C."""
 
-    def __init__(
-        self, comm: MpiComm, others: Any, distances: Sequence[int], index: int, differs: Callable[[int, dict], None]
-    ) -> None:
+    def __init__(self, comm: MpiComm, messages: Any, distances: Sequence[int], index: int, ends: Ends) -> None:
         """All ranks come here together; the handlers can be called on each.
 
         Args:
             comm: of the operations.
-            others: a communicator of mpi4py for the comparison's messages.
-            distances: how far before this rank those are whose numbers it hears.
+            messages: a communicator of mpi4py for the comparison.
+            distances: how far before this rank those are whose numbers it hears by messages.
             index: of this object, the same on all ranks.
-            differs: called with this rank's number and the others', by rank, if they differ; it ends the job.
+            ends: what ends the job.
         """
         from mpi4py import MPI
 
-        self._comm, self._index, self._library = comm, index, c_handlers.library(SOURCE)
+        self._comm, self._index, self._library = comm, index, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
-        self._board, heard = _board(comm), [(comm.rank - distance) % comm.size for distance in distances]
+        self._board = _board(comm)
         self._words = np.frombuffer(self._board, np.int64).reshape(-1, LINE_WORDS) if self._board else None
+        if self._board:
+            distances = range(1, comm.size)  # two places suffice if each rank hears all others
+        tells, hears = (
+            np.array([(comm.rank + sign * distance) % comm.size for distance in distances], np.int32)
+            for sign in (1, -1)
+        )
 
-        def on_difference(_: int, number: int, theirs: Any) -> None:
-            differs(number, dict(zip(heard, theirs[: len(heard)], strict=True)))
-
-        def on_failure(kind: int, code: int) -> None:
-            error = TrainingError(f"MPI's {KINDS[kind]} in a program: {MPI.Get_error_string(code)}")
-            failures.fail(error, None)
+        def on_difference(number: int, theirs: Any) -> None:
+            ends.differs(number, dict(zip(hears.tolist(), theirs[: len(hears)], strict=True)))
 
         setup = setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
-        setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(on_failure)
+        setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(ends.failed)
         setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
-        setup.comm, setup.others, setup.int32 = map(MPI._handleof, (comm.mpi, others, MPI.INT32_T))
+        setup.tells, setup.hears, setup.others = tells.ctypes.data, hears.ctypes.data, len(hears)
+        setup.comm, setup.messages, setup.int32 = map(MPI._handleof, (comm.mpi, messages, MPI.INT32_T))
         for number, dtype in DTYPES.items():
             if dtype.isbuiltin == 1 and dtype != np.float16:  # others travel as integers
                 setup.types[number] = MPI._handleof(MPI.Datatype.fromcode(dtype.char))
         for number, op in enumerate(OPS):
             setup.ops[number] = MPI._handleof(getattr(MPI, op))
-        setup.rank, setup.size, setup.distances = comm.rank, comm.size, len(distances)
-        setup.distance[: len(distances)] = distances
-        self._setup = setup  # it keeps the callbacks
+        setup.rank, setup.size = comm.rank, comm.size
+        self._kept = setup, tells, hears  # what the handler has addresses of
         self._library.jaxmpi_open(index, ctypes.byref(setup))
 
     # ------------------------------------------------------------ in a program
@@ -133,12 +151,15 @@ class CompiledCalls:
         """How many calls have begun."""
         return self._library.jaxmpi_begun(self._index)
 
-    def number_of(self, rank: int) -> int | None:
-        """Number that a rank has published last; None if numbers are messages."""
+    def number_of(self, rank: int, count: int) -> int | None:
+        """Number of a rank's call of a count, or 0.
+
+        None if numbers are messages.
+        """
         if self._words is None:
             return None
-        published = self._words[rank, :2]
-        return int(published[np.argmax(published & 0xFFFFFFFF)]) >> 32
+        published = int(self._words[rank, count % 2])
+        return published >> 32 if published & 0xFFFFFFFF == count else 0
 
 
 class NumberedCalls:

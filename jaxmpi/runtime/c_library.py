@@ -4,46 +4,69 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime.caches import cache_folder
 
 COMPILE_S = 120.0  # at most; it takes 0.2 s
 FLAGS = ("-std=c11", "-O2", "-shared", "-fPIC", "-pthread")
 
 
-def compiler() -> str | None:
-    """The C compiler: that of CC, else cc, gcc or clang."""
-    return next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
+def compiler() -> list[str]:
+    """The C compiler's command: that of CC, else cc, gcc or clang."""
+    commands = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
-def load(source: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
+def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any] | None = None) -> ctypes.CDLL:
     """Load a source, compiled against XLA's header at the first use.
 
-    A library is kept under a digest of all that it is made of. Ranks that compile it at once make the same one.
+    A library is kept under a digest of all that it is made of. Ranks that compile it at once make the same one. Where
+    nothing can be kept, each process compiles it.
+
+    Args:
+        source: to compile.
+        headers: of its own that it includes.
+        constants: to define.
 
     Raises:
-        OSError, subprocess.SubprocessError, UsageError: there is no compiler, it fails, or nothing can be kept.
+        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
     """
-    command = [*FLAGS, *(f"-D{define}" for define in defines), f"-I{jax.ffi.include_dir()}"]
-    header = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_bytes()
-    made_of = [source.read_bytes(), header, repr((FLAGS, *defines, platform.machine(), platform.libc_ver())).encode()]
-    kept = cache_folder("c") / f"{source.stem}-{hashlib.sha256(b''.join(made_of)).hexdigest()[:16]}.so"
-    if not kept.exists():
-        if (cc := compiler()) is None:
-            raise OSError("no C compiler is on the path (cc, gcc, clang, or CC)")
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            made = Path(folder, kept.name)
-            done = subprocess.run(
-                [cc, *command, str(source), "-o", str(made)], capture_output=True, text=True, timeout=COMPILE_S
-            )
-            if done.returncode:
-                raise OSError(f"{cc} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
-            made.replace(kept)
-    return ctypes.CDLL(str(kept))
+    included = [*headers, Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")]
+    options = [f"-D{name}={value}" for name, value in (constants or {}).items()]
+    about = repr((FLAGS, options, platform.machine(), platform.libc_ver())).encode()
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (source, *included)) + about).hexdigest()
+    name = f"{source.stem}-{digest[:16]}.so"
+    options += [f"-I{folder}" for folder in (jax.ffi.include_dir(), *{path.parent for path in headers})]
+    try:
+        folder = cache_folder("c")
+    except (OSError, RuntimeError, UsageError):  # not writable, not private, or nobody's home
+        with tempfile.TemporaryDirectory() as own:
+            return ctypes.CDLL(str(_compiled(source, options, Path(own, name))))
+    if (kept := folder / name).exists():
+        try:
+            return ctypes.CDLL(str(kept))
+        except OSError:  # damaged, or of another compiler's machine
+            pass
+    return ctypes.CDLL(str(_compiled(source, options, kept)))
+
+
+def _compiled(source: Path, options: Sequence[str], to: Path) -> Path:
+    if not (command := compiler()):
+        raise OSError("no C compiler is on the path (cc, gcc, clang, or CC)")
+    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+        made = Path(folder, to.name)
+        command = [*command, *FLAGS, *options, str(source), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+        if done.returncode:
+            raise OSError(f"{command[0]} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
+        return made.replace(to)

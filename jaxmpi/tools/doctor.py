@@ -79,7 +79,7 @@ def mine() -> dict[str, Any]:
         "devices": [f"{device.device_kind}" for device in jax.local_devices()],
         "gpus": device_setup.visible_gpus(),
         "versions": provenance.versions(),
-        "c compiler": c_library.compiler() or "",
+        "c compiler": " ".join(c_library.compiler()),
     }
 
 
