@@ -6,7 +6,6 @@
 
 #include "c_handlers.h"
 
-enum { SENDER_AT = 0, NUMBER_AT = 16, TYPE_AT = 24 }; /* of a header; its number is INLINE if the array is behind it */
 enum { LOOKED_AT = 4 };
 enum word { CALL, SENT_ITEM_BYTES, RECEIVED_ITEM_BYTES }; /* of a call's attribute */
 
@@ -21,7 +20,7 @@ struct call {
   handle headers, arrays, byte; /* two communicators, and MPI_BYTE */
   int32_t number, sends, receives, source, dest, sendtag, recvtag;
   int32_t is_synchronous; /* its sender knows when a header was received */
-  int32_t inline_bytes, most_ahead, tags; /* arrays in the header's message; such messages that nobody has received */
+  int32_t most_inline_bytes, most_ahead, tags; /* arrays in the header's message; such messages that nobody has received */
   char header[HEADER_BYTES], type[TYPE_BYTES]; /* that it sends; of the header that it expects */
 };
 
@@ -118,7 +117,7 @@ struct begun {
 static int send(const struct call *call, const void *x, int64_t n, struct begun *begun) {
   pthread_mutex_lock(&lock);
   look_at(LOOKED_AT);
-  int is_inline = n <= call->inline_bytes && ahead < call->most_ahead;
+  int is_inline = n <= call->most_inline_bytes && ahead < call->most_ahead;
   pthread_mutex_unlock(&lock);
   int64_t number = is_inline ? INLINE : next_number(call);
   int behind = is_inline ? (int)n : 0;
@@ -144,8 +143,9 @@ static int send(const struct call *call, const void *x, int64_t n, struct begun 
 
 /* Take the array of a header that has come; return MPI's error, or 0; -1 if it announces another array. */
 static int unpack(const struct call *call, const char *message, void *y, int64_t n) {
-  if (memcmp(message + TYPE_AT, call->type, TYPE_BYTES)) return -1;
-  int64_t number, sender;
+  int64_t number, sender, size;
+  memcpy(&size, message + SIZE_AT, sizeof size);
+  if (size != n || memcmp(message + TYPE_AT, call->type, TYPE_BYTES)) return -1;
   memcpy(&number, message + NUMBER_AT, sizeof number);
   memcpy(&sender, message + SENDER_AT, sizeof sender);
   if (number == INLINE) {

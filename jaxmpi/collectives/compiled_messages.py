@@ -34,12 +34,12 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
-TYPE_BYTES = 80  # of a header
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     HEADER_BYTES=messages.HEADER.size,
-    TYPE_BYTES=TYPE_BYTES,
+    TYPE_BYTES=messages.TYPE_BYTES,
+    **{name: getattr(messages, name) for name in ("SENDER_AT", "NUMBER_AT", "SIZE_AT", "TYPE_AT")},
     INLINE=messages.INLINE,
     INLINE_BYTES=messages.INLINE_BYTES,
     MOST_CALLS=MOST_CALLS,
@@ -59,6 +59,7 @@ class Opened(NamedTuple):
     comm: MpiComm
     what: str
     dest: int
+    received_bytes: int
     received: str  # dtype and shape
     partners: tuple[int, ...]  # for which it waits
 
@@ -70,7 +71,10 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's MPI calls."""
     is_countable = all(in_bytes(x).nbytes <= messages.MAX_BYTES for x in operands)
     may = is_countable and not call.status and call.comm.processes.roll.may_watch
-    if not may or c_handlers.unavailable_reason():
+    why = SOURCE.unavailable_reason()
+    if why and why.startswith(c_handlers.TROUBLE):
+        c_handlers.say_once(why)
+    if not may or why:
         return messages.run(call, *operands)
     what, dtype, sent = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))
     is_sent = call.operation != "recv" and call.dest != NOBODY
@@ -99,9 +103,9 @@ def _call_type() -> type[ctypes.Structure]:
             ("unexpected", Unexpected),
             ("failed", c_handlers.Failed),
             *((name, handle) for name in ("headers", "arrays", "byte")),
-            *((name, c_int32) for name in (*numbers, "inline_bytes", "most_ahead", "tags")),
+            *((name, c_int32) for name in (*numbers, "most_inline_bytes", "most_ahead", "tags")),
             ("header", c_char * messages.HEADER.size),
-            ("type", c_char * TYPE_BYTES),
+            ("type", c_char * messages.TYPE_BYTES),
         )
 
     assert ctypes.sizeof(Call) == SOURCE.library().jaxmpi_call_bytes()
@@ -113,8 +117,8 @@ def _open(call: MpiCall, what: str, sent: Any, received: Any) -> int:
     from mpi4py import MPI
 
     made, comm = _call_type()(), call.comm
-    unexpected, failed = _callbacks()
-    with _opening:
+    with _opening:  # several threads may lower programs; callbacks of theirs that nobody keeps would be freed
+        unexpected, failed = _callbacks()
         made.number = number = next(_numbers)
     if number >= MOST_CALLS:
         return number
@@ -125,15 +129,17 @@ def _open(call: MpiCall, what: str, sent: Any, received: Any) -> int:
     made.source = MPI.ANY_SOURCE if call.source is None else call.source
     made.recvtag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     made.dest, made.sendtag, made.is_synchronous = call.dest, call.sendtag, call.operation == "send"
-    made.inline_bytes = messages.INLINE_BYTES if call.operation == "send" else SENDRECV_INLINE_BYTES
+    made.most_inline_bytes = messages.INLINE_BYTES if call.operation == "send" else SENDRECV_INLINE_BYTES
     made.most_ahead, made.tags = messages.MOST_AHEAD, min(comm.processes.tags, np.iinfo(np.int32).max)
     sent_type, received_type = ("" if x is None else type_of(x) for x in (sent, received))
-    _fill(made, "header", messages.header_of(comm.rank, call.sendtag, messages.INLINE, sent_type, what))
-    _fill(made, "type", received_type.encode()[:TYPE_BYTES])
+    sent_bytes, received_bytes = (0 if x is None else x.nbytes for x in (sent, received))
+    header = messages.header_of(comm.rank, call.sendtag, messages.INLINE, sent_bytes, sent_type, what)
+    _fill(made, "header", header)
+    _fill(made, "type", received_type.encode()[: messages.TYPE_BYTES])
     is_waited_for = sent is not None and (received is None or messages.HEADER.size + sent.nbytes > EAGER_BYTES)
     sources = set() if received is None else set(comm.processes.roll.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
-    _opened[number] = Opened(comm, what, call.dest, received_type, tuple(sorted(partners)))
+    _opened[number] = Opened(comm, what, call.dest, received_bytes, received_type, tuple(sorted(partners)))
     comm.processes.roll.notes = notes_of(comm).found
     SOURCE.library().jaxmpi_open_message(ctypes.byref(made))
     return number
@@ -153,7 +159,7 @@ def _callbacks() -> tuple[Any, Any]:
     def unexpected(number: int, header: int) -> None:
         opened, message = _opened[number], ctypes.string_at(header, messages.HEADER.size)
         try:
-            messages.check_type(opened.comm, message, opened.received, opened.what)
+            messages.check_type(opened.comm, message, opened.received_bytes, opened.received, opened.what)
         except UsageError as error:
             failures.fail(error, None)
 

@@ -41,7 +41,10 @@ from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
 
 MESSAGE = "jaxmpi: a message between two ranks"
-HEADER = struct.Struct("qqq80s152s")  # sender's rank, tag, tag of the array, dtype and shape, the sender's call
+TYPE_BYTES = 80
+# Sender's rank, tag, tag of the array, its bytes, dtype and shape, the sender's call.
+HEADER = struct.Struct(f"qqqq{TYPE_BYTES}s144s")
+SENDER_AT, NUMBER_AT, SIZE_AT, TYPE_AT = 0, 16, 24, 32  # in a header, for C
 ANY = -2  # source or tag
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
 MOST_AHEAD = 1024  # messages of that kind that nobody has received: they are copies, and their sender goes on
@@ -227,7 +230,7 @@ def check_nothing_left() -> None:
         if found := comm.headers.Improbe():
             message = np.zeros(HEADER.size + INLINE_BYTES, np.uint8)
             found.Recv(message)
-            sender, tag, _, _, call = HEADER.unpack_from(message.data)
+            sender, tag, *_, call = HEADER.unpack_from(message.data)
             receiver, partner = comm.processes.in_job([comm.rank, sender])
             expected = f"expected a recv or sendrecv there, of that rank and tag {tag}"
             failures.fail(
@@ -280,7 +283,7 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
     """Begin to send header and array; x is free after these requests."""
     is_small = x.nbytes <= INLINE_BYTES and len(_unreceived) < MOST_AHEAD
     number = INLINE if is_small else 2 * next(_sent_numbers) % (comm.processes.tags & ~1)  # C's are odd
-    header = header_of(comm.rank, tag, number, type_of(x), line)
+    header = header_of(comm.rank, tag, number, x.nbytes, type_of(x), line)
     message = np.frombuffer(header + x.tobytes() if is_small else header, np.uint8)
     with _lock:
         for sent in [_unreceived.popleft() for _ in range(min(LOOKED_AT, len(_unreceived)))]:
@@ -291,9 +294,9 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
 
 
 @functools.lru_cache(1024)  # small messages of a program have the same one at each run
-def header_of(rank: int, tag: int, number: int, type_text: str, line: str) -> bytes:
+def header_of(rank: int, tag: int, number: int, size_bytes: int, type_text: str, line: str) -> bytes:
     """The bytes of a header."""
-    return HEADER.pack(rank, tag, number, type_text.encode(), line.encode())
+    return HEADER.pack(rank, tag, number, size_bytes, type_text.encode(), line.encode())
 
 
 def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
@@ -309,7 +312,7 @@ def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, 
 
 def _unpacked(comm: MpiComm, message: np.ndarray, y: np.ndarray, status: int, line: str) -> Iterator[Requests]:
     """Compare a header; copy the array in its message, or receive it."""
-    rank, its_tag, number = check_type(comm, message.data, type_of(y), line)
+    rank, its_tag, number = check_type(comm, message.data, y.nbytes, type_of(y), line)
     if number == INLINE:
         y.reshape(-1).view(np.uint8)[:] = message[HEADER.size : HEADER.size + y.nbytes]
     else:
@@ -317,14 +320,14 @@ def _unpacked(comm: MpiComm, message: np.ndarray, y: np.ndarray, status: int, li
     fill(status, rank, its_tag, y.nbytes)
 
 
-def check_type(comm: MpiComm, message: Any, expected: str, line: str) -> tuple[int, int, int]:
+def check_type(comm: MpiComm, message: Any, size_bytes: int, expected: str, line: str) -> tuple[int, int, int]:
     """Return sender, tag and number of an expected header.
 
     Raises:
         UsageError: the array has another shape or dtype: both ranks' calls.
     """
-    rank, tag, number, *texts = HEADER.unpack_from(message)
-    if texts[0].rstrip(b"\0") != expected.encode()[:80]:
+    rank, tag, number, its_bytes, *texts = HEADER.unpack_from(message)
+    if its_bytes != size_bytes or texts[0].rstrip(b"\0") != expected.encode()[:TYPE_BYTES]:
         numbers, (theirs, call) = comm.processes.numbers, map(_text, texts)
         raise UsageError(
             f"{line}: rank {numbers[comm.rank]} expects {expected}, but got {theirs} from rank {numbers[rank]}'s "

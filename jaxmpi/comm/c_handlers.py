@@ -9,6 +9,8 @@ import ctypes
 import functools
 import importlib
 import os
+import sys
+import threading
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
 from pathlib import Path
@@ -20,33 +22,11 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import mlir, xla
 
-from jaxmpi.runtime import c_library, host_callbacks
+from jaxmpi.runtime import c_library, failures, host_callbacks
 
 HEADER = Path(__file__).with_suffix(".h")
 TROUBLE = "for want of C sources"
 Failed = ctypes.CFUNCTYPE(None, c_int32, c_int32)  # (number of a call, MPI's error)
-
-
-def unavailable_reason() -> str | None:
-    """Reason why programs cannot call such handlers; None if they can.
-
-    JAXMPI_FFI=python asks for those in Python.
-    """
-    if why := host_callbacks.why_copies():
-        return why
-    return "JAXMPI_FFI is python" if os.environ.get("JAXMPI_FFI") == "python" else _trouble()
-
-
-@functools.cache
-def _trouble() -> str | None:
-    """What is wrong with the sources here; None if nothing."""
-    try:
-        addresses(["Send"])
-        for source in _sources:
-            source.library()
-    except Exception as error:  # no compiler, another header, a library without a symbol: Python does it
-        return f"{TROUBLE}: {type(error).__name__}: {error}"
-    return None
 
 
 @functools.cache
@@ -70,9 +50,6 @@ def addresses(names: Sequence[str]) -> list[int]:
     return [ctypes.cast(function, c_void_p).value or 0 for function in found]
 
 
-_sources: list["CSource"] = []
-
-
 class CSource:
     """A source in C with a handler of its name."""
 
@@ -85,16 +62,38 @@ class CSource:
         """
         self._path, self._target, self._constants = path, f"jaxmpi_{path.stem}", constants
         self._loaded: ctypes.CDLL | None = None
-        _sources.append(self)
+        self._trouble: str | None = None
+        self._lock = threading.RLock()  # programs are lowered by several threads
+
+    def unavailable_reason(self) -> str | None:
+        """Reason why programs cannot call the handler; None if they can.
+
+        JAXMPI_FFI=python asks for functions in Python.
+        """
+        if why := host_callbacks.why_copies():
+            return why
+        if os.environ.get("JAXMPI_FFI") == "python":
+            return "JAXMPI_FFI is python"
+        with self._lock:
+            if self._trouble is None:
+                try:
+                    addresses(["Send"])
+                    self.library()
+                    self._trouble = ""
+                except Exception as error:  # no compiler, another header, a library without a symbol: Python does it
+                    self._trouble = f"{TROUBLE}: {type(error).__name__}: {error}"
+        return self._trouble or None
 
     def library(self) -> ctypes.CDLL:
         """The compiled source, whose handler XLA knows from now on."""
-        if self._loaded is None:
-            handle = "int" if handle_type() is c_int32 else "void *"
-            self._loaded = c_library.load(self._path, [HEADER], {"HANDLE": handle, **self._constants})
-            capsule = jax.ffi.pycapsule(self._loaded[self._target])
-            jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
-        return self._loaded
+        with self._lock:
+            if self._loaded is None:
+                handle = "int" if handle_type() is c_int32 else "void *"
+                loaded = c_library.load(self._path, [HEADER], {"HANDLE": handle, **self._constants})
+                capsule = jax.ffi.pycapsule(loaded[self._target])
+                jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
+                self._loaded = loaded
+            return self._loaded
 
     def primitive(self) -> Any:
         """A JAX primitive that calls the handler: operands -> results.
@@ -111,6 +110,12 @@ class CSource:
         made.def_effectful_abstract_eval(lambda *_, results, effect, words: (list(results), {effect}))
         mlir.register_lowering(made, lower, platform="cpu")
         return made
+
+
+@functools.cache
+def say_once(reason: str) -> None:
+    """Print why Python does the work of a handler."""
+    print(f"jaxmpi: {failures.who()}: programs compare and send through Python, {reason}", file=sys.stderr, flush=True)
 
 
 def shaped(*arrays: Any) -> tuple[ShapedArray, ...]:

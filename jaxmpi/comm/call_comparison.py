@@ -9,8 +9,9 @@ received behind its last. Unequal numbers show in one of three ways:
 - A message is longer than what is expected: MPI reports it to a handler, which reads the others' numbers.
 - A rank waits for messages that never come: a thread of each rank looks now and then, and tells the others.
 
-Of more than ALL_BELOW ranks each one hears only those 1, 2, 4, ... before it. Equal numbers are equal then, too; of
-unequal ones some ranks hear at once, while others have a wrong result for the seconds in which the job ends.
+Ranks of one host hear each other. Between hosts, of ALL_BELOW ranks and more each one hears only those 1, 2, 4, ...
+before it. Equal numbers are equal then, too; of unequal ones some ranks hear at once, while others have a wrong result
+for the seconds in which the job ends.
 
 A callback in the program may have its sum before that: it waits for its operands, not for the comparison.
 
@@ -26,7 +27,6 @@ exchange at once, and one's messages meet the other's: JAX orders the programs o
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ import numpy as np
 
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.compiled_calls import MOST_COMPARISONS, CompiledCalls, NumberedCalls
+from jaxmpi.comm.compiled_calls import MOST_COMPARISONS, SOURCE, CompiledCalls, NumberedCalls
 from jaxmpi.comm.exchange_watch import PROBES, CallId
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import survives_losses
@@ -45,7 +45,7 @@ from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
-ALL_BELOW = 17  # ranks: of more, each hears those at distances 1, 2, 4, ...
+ALL_BELOW = 17  # ranks: of so many and more, each hears those at distances 1, 2, 4, ...
 _indices = [-1]  # of comparisons; a communicator's is the same on all its ranks
 
 
@@ -68,7 +68,7 @@ class CallComparison:
         )
         first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
         if first == comm.rank:
-            _say_once(reasons[comm.rank])
+            c_handlers.say_once(reasons[comm.rank])
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
         comm.processes.roll.lookup = self
@@ -144,8 +144,7 @@ class CallComparison:
 
         if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self.held()):
             return
-        heard = [(self._comm.rank - distance) % self._comm.size for distance in self._distances]
-        theirs = {rank: number for rank in heard if (number := self._number_of(rank, held.count))}
+        theirs = {rank: number for rank in self._calls.hears if (number := self._number_of(rank, held.count))}
         if set(theirs.values()) - {held.number}:
             self.differs(held.number, theirs)
         error = UsageError(
@@ -171,7 +170,7 @@ class PythonCalls:
         """Nobody has the turn."""
         self._comm, self._others, self._differs = comm, others, differs
         self._to = [(comm.rank + distance) % comm.size for distance in distances]
-        self._from = [(comm.rank - distance) % comm.size for distance in distances]
+        self.hears = [(comm.rank - distance) % comm.size for distance in distances]
         self._turn, self._held, self._waits = threading.Condition(), (0, 0), 0
         self._ticket = self._served = 0  # the next one for the turn, and the one that has the turn
         self._names = f"{name}, begun", f"{name}, ended"
@@ -211,11 +210,11 @@ class PythonCalls:
             self._others.Send(np.array([number], np.int32), rank)
 
     def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        theirs = np.zeros((len(self._from), 1), np.int32)
-        for message, rank in zip(theirs, self._from, strict=True):
+        theirs = np.zeros((len(self.hears), 1), np.int32)
+        for message, rank in zip(theirs, self.hears, strict=True):
             self._others.Recv(message, rank)
         if (theirs != number).any():
-            self._differs(number, dict(zip(self._from, theirs[:, 0].tolist(), strict=True)))
+            self._differs(number, dict(zip(self.hears, theirs[:, 0].tolist(), strict=True)))
         with self._turn:
             self._held, self._served = (0, 0), self._served + 1
             self._turn.notify_all()
@@ -223,14 +222,9 @@ class PythonCalls:
 
 def _why_python() -> str:
     """Reason why programs cannot compare in C; empty if they can."""
-    if not (why := c_handlers.unavailable_reason()) and survives_losses():
+    if not (why := SOURCE.unavailable_reason()) and survives_losses():
         why = "errors of lost ranks are Python's"
     return why or ("there are too many communicators" if _indices[-1] + 1 >= MOST_COMPARISONS else "")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    print(f"jaxmpi: {failures.who()}: programs compare and send through Python, {reason}", file=sys.stderr, flush=True)
 
 
 def _let_programs_end() -> None:

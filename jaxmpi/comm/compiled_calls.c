@@ -4,12 +4,12 @@
    `call_comparison.py` says what is compared and why. There are three kinds of calls:
 
    - BEGIN, first in a program: take this process's turn, and publish the number of the call;
-   - END: compare the numbers that the other ranks have published, and give the turn away;
-   - an operation of MPI's, between the two or with the END in the same call.
+   - an operation of MPI's, and then the same as END;
+   - END: compare the numbers that the other ranks have published, and give the turn away.
 
    On one host numbers are published in shared memory, a cache line for each rank. It has two places, for even and for
    odd calls. No more are needed: a rank leaves END only when all others have begun the call, so all have read the
-   numbers of the call before. Between hosts a number is a message of 8 bytes, of which MPI keeps as many as there are;
+   numbers of the call before. Between hosts a number is a message of 4 bytes, of which MPI keeps as many as there are;
    there a rank may hear only some of the others.
 
    Nothing here needs Python unless ranks differ or MPI fails. */
@@ -19,7 +19,7 @@
 #include "c_handlers.h"
 
 enum kind { KINDS };
-enum word { COMPARISON, NUMBER, KIND, OP, ROOT, ENDS }; /* of a call's attribute */
+enum word { COMPARISON, NUMBER, KIND, OP, ROOT }; /* of a call's attribute */
 enum { SPINS = 64 };
 
 struct setup {
@@ -182,7 +182,7 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
     code = begin(c, words[NUMBER]);
   else if (words[KIND] != END)
     code = operation(&c->mpi, words, frame->args.args[0], frame->rets.size ? frame->rets.rets[0] : NULL);
-  if (!code && words[ENDS]) code = end(c, words[NUMBER]);
+  if (!code && words[KIND] != BEGIN) code = end(c, words[NUMBER]);
   if (!code) return NULL;
   if (code < 0)
     c->mpi.differs(words[NUMBER], c->theirs);

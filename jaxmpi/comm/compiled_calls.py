@@ -94,13 +94,12 @@ class CompiledCalls:
         self._words = np.frombuffer(self._board, np.int64).reshape(-1, LINE_WORDS) if self._board else None
         if self._board:
             distances = range(1, comm.size)  # two places suffice if each rank hears all others
-        tells, hears = (
-            np.array([(comm.rank + sign * distance) % comm.size for distance in distances], np.int32)
-            for sign in (1, -1)
-        )
+        self.hears = [(comm.rank - distance) % comm.size for distance in distances]
+        tells = np.array([(comm.rank + distance) % comm.size for distance in distances], np.int32)
+        hears = np.array(self.hears, np.int32)
 
         def on_difference(number: int, theirs: Any) -> None:
-            ends.differs(number, dict(zip(hears.tolist(), theirs[: len(hears)], strict=True)))
+            ends.differs(number, dict(zip(self.hears, theirs[: len(self.hears)], strict=True)))
 
         setup = setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
@@ -132,7 +131,7 @@ class CompiledCalls:
         from mpi4py import MPI
 
         ops = [getattr(MPI, name) for name in OPS]
-        words = (self._index, number, KINDS.index(kind), 0 if op is None else ops.index(op), root, int(kind != BEGIN))
+        words = (self._index, number, KINDS.index(kind), 0 if op is None else ops.index(op), root)
         operands, results = [] if x is None else [x], () if y is None else c_handlers.shaped(y)
         return _call_p.bind(*operands, results=results, effect=self._comm.effect, words=words)
 

@@ -32,7 +32,7 @@ from jaxmpi.runtime import failures
 TELL, ASK, PLACE, ENDED = range(4)  # tags of what watching threads send each other
 COMPARED, CONTROL, BESIDE, PARTNER, MEETING = WAYS = range(5)  # ways in which a rank waits
 LOOK_S = 0.5  # between looks
-PROBES = 3  # MPICH fetches a message in the first, and finds it in the next
+PROBES = 3  # MPI may fetch a message in the first, and find it in the next
 SAID_AFTER_S = 20.0  # that an exchange waits for other ranks, or for another one of its process
 ANSWER_S = 2.5  # after which a rank that was asked where it is does not answer
 PLACE_BYTES = 256  # of a rank's answer
@@ -333,8 +333,11 @@ class Roll:
         """Receive the others' waits; send this rank's place to those that ask."""
         from mpi4py import MPI
 
-        status = MPI.Status()
-        while (found := self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+        status, misses = MPI.Status(), 0
+        while misses < PROBES:
+            if (found := self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is None:
+                misses += 1
+                continue
             message = np.zeros(status.Get_count(), np.uint8)
             found.Recv(message)
             rank, tag = status.Get_source(), status.Get_tag()

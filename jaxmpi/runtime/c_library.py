@@ -48,16 +48,19 @@ def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any
     name = f"{source.stem}-{digest[:16]}.so"
     options += [f"-I{folder}" for folder in (jax.ffi.include_dir(), *{path.parent for path in headers})]
     try:
-        folder = cache_folder("c")
-    except (OSError, RuntimeError, UsageError):  # not writable, not private, or nobody's home
+        return _kept(source, options, cache_folder("c") / name)
+    except (OSError, RuntimeError, UsageError):  # not writable, full, not private, nothing is run there, nobody's home
         with tempfile.TemporaryDirectory() as own:
             return ctypes.CDLL(str(_compiled(source, options, Path(own, name))))
-    if (kept := folder / name).exists():
+
+
+def _kept(source: Path, options: Sequence[str], path: Path) -> ctypes.CDLL:
+    if path.exists():
         try:
-            return ctypes.CDLL(str(kept))
+            return ctypes.CDLL(str(path))
         except OSError:  # damaged, or of another compiler's machine
             pass
-    return ctypes.CDLL(str(_compiled(source, options, kept)))
+    return ctypes.CDLL(str(_compiled(source, options, path)))
 
 
 def _compiled(source: Path, options: Sequence[str], to: Path) -> Path:

@@ -174,28 +174,38 @@ def test_params_that_travel_behind_the_next_step_are_waited_for_from_the_first_l
         assert order[-1] == f"gather of bucket 1 of {len(order)}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("clip_norm", ["0", "1"])
-def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(clip_norm, tmp_path):
-    """A bucket of new params leaves, so its slices are updated, before the last gradients have come.
-
-    The batch and the rate are such that one takes about as long as the other: a backward pass that is done at once
-    hands all buckets to the link together, which then carries them side by side to one end. The norm by which all are
-    clipped is known when all have come.
-    """
-    _, ranks = sharded_run(tmp_path, "100mbit", "--local-batch", "512", "--optim.clip-norm", clip_norm)
+def early_steps(folder: Path, local_batch: int, clip_norm: str) -> list[list[bool]]:
+    """For each rank and step: whether a bucket of new params leaves before the last gradients have come."""
+    args = ("--local-batch", str(local_batch), "--optim.clip-norm", clip_norm)
+    _, ranks = sharded_run(folder, "100mbit", *args)
+    found = []
     for spans in ranks:
         travels = [e for e in spans if e["cat"] == "travel" and not e["name"].endswith(" 1 of 1")]
         travels = travels[next(i for i, e in enumerate(travels) if e["name"].startswith("scatter")) :]
         by_bucket = [[e for e in travels if e["name"] == name] for name in {e["name"] for e in travels}]
         steps = list(zip(*by_bucket, strict=False))  # a bucket travels once a step
         assert len(steps) >= 9
-        early = [
-            min(e["ts"] for e in step if e["name"].startswith("gather"))
-            < max(e["ts"] + e["dur"] for e in step if e["name"].startswith("scatter"))
-            for step in steps
-        ]
-        assert sum(early) >= 2 if clip_norm == "0" else not any(early), early  # 4 to 9 of 10 seen without
+        found.append(
+            [
+                min(e["ts"] for e in step if e["name"].startswith("gather"))
+                < max(e["ts"] + e["dur"] for e in step if e["name"].startswith("scatter"))
+                for step in steps
+            ]
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(tmp_path):
+    """The norm by which all are clipped is known when all have come.
+
+    A backward pass must take about as long as its gradients travel: one that is done at once hands all buckets to the
+    link together, which then carries them side by side to one end. How long it takes is the machine's.
+    """
+    batches = (512, 1536, 256)
+    batch = next((n for n in batches if all(sum(rank) >= 2 for rank in early_steps(tmp_path / str(n), n, "0"))), None)
+    assert batch, "no bucket of new params left early"  # 4 to 9 steps of 10 seen
+    assert not any(map(any, early_steps(tmp_path / "clipped", batch, "1")))
 
 
 @pytest.mark.slow
