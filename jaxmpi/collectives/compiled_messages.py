@@ -73,7 +73,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     may = is_countable and not call.status and call.comm.processes.roll.may_watch
     why = SOURCE.unavailable_reason()
     if why and why.startswith(c_handlers.TROUBLE):
-        c_handlers.say_once(why)
+        c_handlers.say_once("send and receive", why)
     if not may or why:
         return messages.run(call, *operands)
     what, dtype, sent = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))

@@ -25,7 +25,7 @@ from jax.interpreters import mlir, xla
 from jaxmpi.runtime import c_library, failures, host_callbacks
 
 HEADER = Path(__file__).with_suffix(".h")
-TROUBLE = "for want of C sources"
+TROUBLE = "since handlers in C cannot be made"
 Failed = ctypes.CFUNCTYPE(None, c_int32, c_int32)  # (number of a call, MPI's error)
 
 
@@ -46,8 +46,13 @@ def _scopes() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 def addresses(names: Sequence[str]) -> list[int]:
     """Addresses of MPI's functions, by their names without `MPI_`."""
-    found = [next(scope[f"MPI_{name}"] for scope in _scopes() if hasattr(scope, f"MPI_{name}")) for name in names]
-    return [ctypes.cast(function, c_void_p).value or 0 for function in found]
+    found = []
+    for name in (f"MPI_{name}" for name in names):
+        function = next((scope[name] for scope in _scopes() if hasattr(scope, name)), None)
+        if function is None:
+            raise OSError(f"{name} is in no library that is loaded")
+        found.append(ctypes.cast(function, c_void_p).value)
+    return found
 
 
 class CSource:
@@ -113,9 +118,9 @@ class CSource:
 
 
 @functools.cache
-def say_once(reason: str) -> None:
+def say_once(what: str, reason: str) -> None:
     """Print why Python does the work of a handler."""
-    print(f"jaxmpi: {failures.who()}: programs compare and send through Python, {reason}", file=sys.stderr, flush=True)
+    print(f"jaxmpi: {failures.who()}: programs {what} through Python, {reason}", file=sys.stderr, flush=True)
 
 
 def shaped(*arrays: Any) -> tuple[ShapedArray, ...]:

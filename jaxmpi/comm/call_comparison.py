@@ -58,17 +58,19 @@ class CallComparison:
 
         self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        self._others, self._distances = comm.processes.clone(), distances(comm.size)
+        self._others = comm.processes.clone()
+        is_one_host = len(set(comm.hosts)) == 1
+        heard = range(1, comm.size) if is_one_host else distances(comm.size)
         reasons, used = zip(*comm.processes.allgather_object([_why_python(), _indices[-1]]), strict=True)
         _indices.append(max(used) + 1)
         self._calls = (
-            PythonCalls(comm, self._others, self._distances, f"{DIFFERS} {_indices[-1]}", self._refuse)
+            PythonCalls(comm, self._others, heard, f"{DIFFERS} {_indices[-1]}", self._refuse)
             if any(reasons)
-            else CompiledCalls(comm, self._others, self._distances, _indices[-1], self)
+            else CompiledCalls(comm, self._others, heard, _indices[-1], self)
         )
         first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
         if first == comm.rank:
-            c_handlers.say_once(reasons[comm.rank])
+            c_handlers.say_once("compare and call MPI", reasons[comm.rank])
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
         comm.mpi.Set_errhandler(self._on_mpi_error)
         comm.processes.roll.lookup = self

@@ -82,7 +82,8 @@ class CompiledCalls:
         Args:
             comm: of the operations.
             messages: a communicator of mpi4py for the comparison.
-            distances: how far before this rank those are whose numbers it hears by messages.
+            distances: how far before this rank those are whose numbers it hears; on one host all, since a number has
+                two places in shared memory.
             index: of this object, the same on all ranks.
             ends: what ends the job.
         """
@@ -92,8 +93,6 @@ class CompiledCalls:
         self._library.jaxmpi_held.restype = c_int64
         self._board = _board(comm)
         self._words = np.frombuffer(self._board, np.int64).reshape(-1, LINE_WORDS) if self._board else None
-        if self._board:
-            distances = range(1, comm.size)  # two places suffice if each rank hears all others
         self.hears = [(comm.rank - distance) % comm.size for distance in distances]
         tells = np.array([(comm.rank + distance) % comm.size for distance in distances], np.int32)
         hears = np.array(self.hears, np.int32)

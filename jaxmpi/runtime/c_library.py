@@ -50,7 +50,7 @@ def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any
     try:
         return _kept(source, options, cache_folder("c") / name)
     except (OSError, RuntimeError, UsageError):  # not writable, full, not private, nothing is run there, nobody's home
-        with tempfile.TemporaryDirectory() as own:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:  # NFS keeps a file that is loaded
             return ctypes.CDLL(str(_compiled(source, options, Path(own, name))))
 
 
@@ -59,7 +59,7 @@ def _kept(source: Path, options: Sequence[str], path: Path) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # damaged, or of another compiler's machine
-            pass
+            path.unlink(missing_ok=True)
     return ctypes.CDLL(str(_compiled(source, options, path)))
 
 
@@ -72,4 +72,11 @@ def _compiled(source: Path, options: Sequence[str], to: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
         if done.returncode:
             raise OSError(f"{command[0]} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
-        return made.replace(to)
+        # The first one stays: on NFS another host's process may have it loaded, and would lose it.
+        try:
+            os.link(made, to)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            made.replace(to)
+        return to
