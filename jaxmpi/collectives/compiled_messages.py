@@ -1,9 +1,8 @@
 """Messages between two ranks, by a handler in C.
 
-Where programs cannot call one, they are those of `messages`.
-Header and array are those of `messages`, so the other end may be either. `compiled_messages.c` sends, receives and
-compares. Python is called only to raise an error. A message through Python takes 90 microseconds, ten times what the
-message takes.
+Where programs cannot call it, `messages` does the work. Header and array are the same, so one end may be in C and the
+other in Python. `compiled_messages.c` sends, receives and compares; Python is called only to raise an error. Through
+Python a message takes 90 microseconds more, ten times what it takes itself.
 
 A program that waits in MPI can say nothing. It leaves a note in the process's memory, which the thread that looks for
 absent ranks reads; that thread has the time limit (`exchange_watch`).

@@ -10,9 +10,9 @@ a number of its sender's, which is the tag of the array behind it. So receives t
 source and tag, as of started messages, get each its own header in the order in which they began, as MPI has it, and
 then that header's array.
 
-A header is sent such that its sender knows when it was received (`MPI_Issend`; a `sendrecv` in C sends it otherwise).
-The sender does not wait for that: two ranks may both send first. It looks again at its next message, and before the
-process ends.
+A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
+ranks may both send first. It looks again at its next message, and before the process ends. Only a `sendrecv` in C sends
+its header without that.
 
 Programs call a handler in C (`compiled_messages`) where they can. Else they call one in Python, which calls mpi4py and
 sees arrays of a GPU as copies on the host. Without handlers programs call mpi4jax instead, unchecked.

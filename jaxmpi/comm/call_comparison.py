@@ -102,7 +102,7 @@ class CallComparison:
         """MPI's operations that end with the comparison; None without C."""
         if not isinstance(self._calls, CompiledCalls):
             return None
-        return NumberedCalls(self._calls, number, self._comm.size, self._comm.rank)
+        return NumberedCalls(self._calls, number)
 
     # ------------------------------------------------------------ for the thread that names absent ranks
 

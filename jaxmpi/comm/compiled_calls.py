@@ -61,8 +61,8 @@ def setup_type() -> type[ctypes.Structure]:
     return Setup
 
 
-class Ends(Protocol):
-    """What ends the job, called by handlers."""
+class ErrorCallbacks(Protocol):
+    """Callbacks of the handler, each of which ends the job."""
 
     def differs(self, mine: int, theirs: dict[int, int]) -> None:
         """Ranks have come to calls of other numbers, here by rank."""
@@ -76,7 +76,9 @@ class Ends(Protocol):
 class CompiledCalls:
     """A communicator's calls in C."""
 
-    def __init__(self, comm: MpiComm, messages: Any, distances: Sequence[int], index: int, ends: Ends) -> None:
+    def __init__(
+        self, comm: MpiComm, messages: Any, distances: Sequence[int], index: int, errors: ErrorCallbacks
+    ) -> None:
         """All ranks come here together; the handlers can be called on each.
 
         Args:
@@ -85,11 +87,11 @@ class CompiledCalls:
             distances: how far before this rank those are whose numbers it hears; on one host all, since a number has
                 two places in shared memory.
             index: of this object, the same on all ranks.
-            ends: what ends the job.
+            errors: called if ranks differ, or MPI fails.
         """
         from mpi4py import MPI
 
-        self._comm, self._index, self._library = comm, index, SOURCE.library()
+        self.comm, self._index, self._library = comm, index, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
         self._board = _board(comm)
         self._words = np.frombuffer(self._board, np.int64).reshape(-1, LINE_WORDS) if self._board else None
@@ -98,11 +100,11 @@ class CompiledCalls:
         hears = np.array(self.hears, np.int32)
 
         def on_difference(number: int, theirs: Any) -> None:
-            ends.differs(number, dict(zip(self.hears, theirs[: len(self.hears)], strict=True)))
+            errors.differs(number, dict(zip(self.hears, theirs[: len(self.hears)], strict=True)))
 
         setup = setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
-        setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(ends.failed)
+        setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(errors.failed)
         setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
         setup.tells, setup.hears, setup.others = tells.ctypes.data, hears.ctypes.data, len(hears)
         setup.comm, setup.messages, setup.int32 = map(MPI._handleof, (comm.mpi, messages, MPI.INT32_T))
@@ -132,7 +134,7 @@ class CompiledCalls:
         ops = [getattr(MPI, name) for name in OPS]
         words = (self._index, number, KINDS.index(kind), 0 if op is None else ops.index(op), root)
         operands, results = [] if x is None else [x], () if y is None else c_handlers.shaped(y)
-        return _call_p.bind(*operands, results=results, effect=self._comm.effect, words=words)
+        return _call_p.bind(*operands, results=results, effect=self.comm.effect, words=words)
 
     # ------------------------------------------------------------ outside, of the program that runs
 
@@ -163,9 +165,9 @@ class CompiledCalls:
 class NumberedCalls:
     """mpi4jax's functions with a number, each of which compares at its end."""
 
-    def __init__(self, calls: CompiledCalls, number: int, size: int, rank: int) -> None:
+    def __init__(self, calls: CompiledCalls, number: int) -> None:
         """Nothing is traced yet."""
-        self._calls, self._number, self._size, self._rank = calls, number, size, rank
+        self._calls, self._number = calls, number
 
     def _call(self, kind: str, x: jax.Array, shape: Sequence[int] | None = None, **options: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(x.shape if shape is None else tuple(shape), x.dtype)
@@ -173,7 +175,7 @@ class NumberedCalls:
 
     def _at_root(self, kind: str, x: jax.Array, root: int, at_root: Any, elsewhere: Any, **options: Any) -> jax.Array:
         """Call with results of other shapes at root; None is x itself."""
-        shape = at_root if self._rank == root else elsewhere
+        shape = at_root if self._calls.comm.rank == root else elsewhere
         result = self._call(kind, x, (0,) if shape is None else shape, root=root, **options)
         return x if shape is None else result
 
@@ -195,11 +197,11 @@ class NumberedCalls:
 
     def allgather(self, x: jax.Array, comm: Any) -> jax.Array:
         """`MPI_Allgather`."""
-        return self._call("allgather", x, (self._size, *x.shape))
+        return self._call("allgather", x, (self._calls.comm.size, *x.shape))
 
     def gather(self, x: jax.Array, root: int, comm: Any) -> jax.Array:
         """`MPI_Gather`."""
-        return self._at_root("gather", x, root, (self._size, *x.shape), None)
+        return self._at_root("gather", x, root, (self._calls.comm.size, *x.shape), None)
 
     def scatter(self, x: jax.Array, root: int, comm: Any) -> jax.Array:
         """`MPI_Scatter`."""

@@ -246,7 +246,7 @@ def test_no_rank_has_a_result_if_one_of_four_is_at_another_exchange():
 
 @pytest.mark.slow  # eighteen processes
 def test_a_rank_far_ahead_of_one_whose_number_it_would_not_hear_by_messages_waits_for_it():
-    """Of more than 16 ranks root hears but some by messages. In shared memory a number has two places."""
+    """Numbers have two places in shared memory. By messages root would hear but some of more than 16 ranks."""
     script = """
 from jaxmpi import collectives as mpi
 import time
