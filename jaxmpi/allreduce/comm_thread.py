@@ -3,6 +3,9 @@
 It carries the buckets of exchanges (`comm_thread_handlers`) and started operations (`jaxmpi.collectives`), each on a
 communicator of its own. The thread itself is the process's own: it starts without other ranks.
 
+Sums of whole buckets are C's where they can be (`compiled_sums`). All else, such as started operations and wires that
+encode, is Python's: generators that yield messages to wait for.
+
 Buckets have turns: while one is under way no segment of a later one is begun. What a program waits for before it hands
 over the next bucket is of the first turn, so ranks that hand over in different orders do not wait for each other.
 """
@@ -19,7 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.host_comm import Requests, some_are_complete
+from jaxmpi.allreduce import compiled_sums
+from jaxmpi.allreduce.compiled_sums import CompiledSum
+from jaxmpi.allreduce.host_comm import WINDOW, Requests, some_are_complete
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.exchange_watch import BESIDE
@@ -33,11 +38,12 @@ from jaxmpi.runtime.mpi_end import before_mpi_ends
 THREAD = "jaxmpi exchange"
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
 # waits. Enough is under way to keep a link busy meanwhile.
-CALM_S, HURRY_S = 0.002, 0.0003
-WINDOW = 24  # segments of a bucket under way at once; with more of a tree's, what goes up holds up what comes down
+CALM_S, HURRY_S, HURRY_IN_C_S = 0.002, 0.0003, 0.00005
+YIELDS_IN_C = 20  # looks before the first pause, if somebody waits
 WHAT_BYTES = 256  # of an exchange's name, for messages; ranks compare its digest, too
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
+MOST_IN_C_S = 0.1  # for which C carries sums on by itself
 
 
 @dataclass(eq=False)
@@ -51,6 +57,8 @@ class PendingExchange:
     control: MpiProcesses | None = None  # of the ranks that all take part, which say who of them is late
     lost: Callable[[], TrainingError] | None = None  # of a message, in which two ranks take part: its error
     turn: int = 0  # the least of those under way has the link
+    begin_in_c: Callable[[], CompiledSum] | None = None  # begins the sum, in place of segments
+    sum: CompiledSum | None = None  # while it is under way
     under_way: int = 0  # segments
     has_all: bool = False  # whether no segment is left to begin
     start_s: float = field(default_factory=time.perf_counter)
@@ -95,6 +103,7 @@ class CommThread:
         self._segments: list[BucketSegment] = []
         self._wake = threading.Condition()
         self._is_ending = self._is_waited_for = False
+        self._pace = compiled_sums.Pace(pause_us=int(1e6 * CALM_S))
         self._waited = WaitClock()  # since the last message came or went
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
@@ -116,18 +125,24 @@ class CommThread:
         """Have the thread begin an exchange."""
         with self._wake:
             self._arrived.append(pending)
+            self._pace.is_woken = 1
             self._wake.notify()
 
     def wait(self, key: tuple[int, ...]) -> PendingExchange:
         """The exchange of that key, once it is done; it is forgotten."""
         pending = self.unclaimed.pop(key)
         self.note("wait", pending.label)
-        self._is_waited_for = True
+        self._be_waited_for(True)
         with spans.span("wait", pending.label):
             pending.summed.wait()
-        self._is_waited_for = False
+        self._be_waited_for(False)
         self.note("done", pending.label)
         return pending
+
+    def _be_waited_for(self, is_waited_for: bool) -> None:
+        self._is_waited_for = is_waited_for
+        self._pace.yields, pause_s = (YIELDS_IN_C, HURRY_IN_C_S) if is_waited_for else (0, CALM_S)
+        self._pace.pause_us = int(1e6 * pause_s)
 
     def note(self, what: str, label: str = "") -> None:
         """Keep an event."""
@@ -140,22 +155,30 @@ class CommThread:
         scheduling.take_short_turns()
         with np.errstate(all="ignore"):  # NaN and infinity pass through to all ranks
             while self._take():
-                if not self._poll():
-                    time.sleep(HURRY_S if self._is_waited_for else CALM_S)
+                has_moved, pause_s = self._poll(), HURRY_S if self._is_waited_for else CALM_S
+                if any(pending.sum for pending in self._begun):
+                    has_moved |= self._carry_on(pause_s if self._segments else MOST_IN_C_S)
+                elif self._segments and not has_moved:
+                    time.sleep(pause_s)
+                if has_moved:
+                    self._waited.restart()
+                else:
+                    self._check_time()
 
     def _take(self) -> bool:
         """Begin what has arrived, waiting if idle; False at the end."""
         with self._wake:
-            while not (self._arrived or self._segments or self._is_ending):
+            while not (self._arrived or self._begun or self._is_ending):
                 self._wake.wait()
                 self._waited.restart()
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+            self._pace.is_woken = 0
         for pending in arrived:
             if pending.opening is None or pending.opening.is_agreed:
                 self.begin(pending)
             else:
                 pending.opening.held.append(pending)
-        return bool(self._segments or not self._is_ending)
+        return bool(self._begun or not self._is_ending)
 
     def begin(self, pending: PendingExchange) -> None:
         """Begin an exchange's segments, up to WINDOW at once, in its turn.
@@ -165,21 +188,30 @@ class CommThread:
         if pending.summed.is_set():
             return
         self._begun[pending] = None
+        if pending.begin_in_c and not pending.sum:
+            pending.sum, pending.has_all = pending.begin_in_c(), True
         self._turn = min(other.turn for other in self._begun)
+        for other in self._begun:
+            if other.sum:
+                other.sum.hold(other.turn > self._turn)
         while pending.turn == self._turn and pending.under_way < WINDOW and not pending.has_all:
             segment = next(pending.waiting, None)
             pending.has_all = segment is None
             if segment is not None:
                 pending.under_way += 1
                 self._resume(pending, segment)
-        if pending.has_all and pending.under_way == 0:
-            del self._begun[pending]
-            self.note("summed", pending.label)
-            spans.note("travel", pending.label, pending.start_s, time.perf_counter())
-            pending.summed.set()
-            if self._begun and pending.turn < min(other.turn for other in self._begun):
-                for other in list(self._begun):
-                    self.begin(other)
+        if pending.has_all and pending.under_way == 0 and not pending.sum:
+            self._end(pending)
+
+    def _end(self, pending: PendingExchange) -> None:
+        """Say that an exchange is summed; begin those of the next turn."""
+        del self._begun[pending]
+        self.note("summed", pending.label)
+        spans.note("travel", pending.label, pending.start_s, time.perf_counter())
+        pending.summed.set()
+        if self._begun and pending.turn < min(other.turn for other in self._begun):
+            for other in list(self._begun):
+                self.begin(other)
 
     def _resume(self, pending: PendingExchange, segment: Iterator[Requests]) -> None:
         """Go on with a segment to its next messages or its end."""
@@ -192,9 +224,7 @@ class CommThread:
     def _poll(self) -> bool:
         """Go on with segments whose messages have come; False if none have."""
         if not some_are_complete([request for s in self._segments for request in s.requests]):
-            self._check_time()
-            return not self._segments
-        self._waited.restart()
+            return False
         ready = [s for s in self._segments if not any(s.requests)]
         self._segments = [s for s in self._segments if any(s.requests)]
         for segment in ready:
@@ -202,6 +232,14 @@ class CommThread:
         for pending in dict.fromkeys(s.pending for s in ready):
             self.begin(pending)
         return True
+
+    def _carry_on(self, most_s: float) -> bool:
+        """Go on with sums in C; False if no message moves."""
+        has_moved = compiled_sums.go_on(most_s, self._pace)
+        for pending in [pending for pending in self._begun if pending.sum and pending.sum.has_ended()]:
+            pending.sum = None
+            self._end(pending)
+        return has_moved
 
     def _check_time(self) -> None:
         """Give up if no message has come for too long.
@@ -214,7 +252,7 @@ class CommThread:
         waited_s = self._waited.look()
         if waited_s <= PATIENT_S:
             return
-        for pending in dict.fromkeys(segment.pending for segment in self._segments):
+        for pending in self._begun:
             if pending.control and (waited_s > TIMEOUT_S or pending.control.is_asked()):
                 late = pending.control.in_job(pending.control.late())
                 raise TrainingError(

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.comm_thread import THREAD, Opening, PendingExchange, comm_thread, same_calls
+from jaxmpi.allreduce.compiled_sums import record_of
 from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.control import MpiProcesses
@@ -148,10 +149,16 @@ class ExchangeHandlers:
         label: str,
         turn: int = 0,
     ) -> None:
-        total = HostSum.named(strategy, self.comm, half)
-        tags = [(number + first + i) % self.control.tags for i in range(total.segments(x.size))]
-        opening, steps = self._openings.get(number), total.of(x, tags)
-        pending = self.thread.unclaimed[key] = PendingExchange(label, x, steps, opening, self.control, turn=turn)
+        tags, begin = self.control.tags, None
+        first_tag = (number + first) % tags
+        if record := record_of(strategy, self.comm, half, x.size):
+            begin, steps = functools.partial(record.begun, x, first_tag, tags), iter(())
+        else:
+            total = HostSum.named(strategy, self.comm, half)
+            steps = total.of(x, [(first_tag + i) % tags for i in range(total.segments(x.size))])
+        opening = self._openings.get(number)
+        pending = PendingExchange(label, x, steps, opening, self.control, turn=turn, begin_in_c=begin)
+        self.thread.unclaimed[key] = pending
         self.thread.note("start", label)
         self.thread.hand_over(pending)
 

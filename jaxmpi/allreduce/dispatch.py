@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxmpi.allreduce import comm_thread_calls
 from jaxmpi.allreduce.algorithms import Strategy, parse
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
+from jaxmpi.allreduce.compiled_sums import summed
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
@@ -27,7 +28,9 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
     if strategy.spec.means:
         return strategy.spec.means(list(vectors), comm, divisor)
-    if is_carried(name, comm):
+    if is_carried(name, comm) and (compiled := summed(flat, name, comm)):
+        totals = compiled
+    elif is_carried(name, comm):
         labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
         plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
         totals = travelled(flat, Calls.of(name, comm, plan, flat, labels, portable=False))

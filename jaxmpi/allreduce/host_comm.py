@@ -1,4 +1,8 @@
-"""Non-blocking messages between ranks, for NumPy sums on a thread beside XLA."""
+"""Non-blocking messages between ranks, for sums on a thread beside XLA.
+
+A sum is written as a generator, in NumPy. If it adds by `HostComm.add`, and takes memory from `HostComm.empty`, C can
+carry it out (`compiled_sums`).
+"""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -10,6 +14,7 @@ from jaxmpi.allreduce.wires import BLOCK, HostWire
 
 Requests = list[Any]  # of mpi4py
 Rows = Sequence[np.ndarray]  # f32[<= n / size] each, views of one vector; row i is worker i's to sum
+WINDOW = 24  # parts of a vector under way at once; with more of a tree's, what goes up holds up what comes down
 MESSAGE_BYTES = 63 << 10  # Open MPI sends up to 64 KiB, header included, without asking the receiver first
 
 
@@ -42,7 +47,18 @@ class HostComm:
         return self._part(self.order[self.inside.place :: self.inside.size])
 
     def _part(self, order: Sequence[int]) -> "HostComm":
-        return HostComm(self.mpi, order, self.hosts, range(len(order)))  # numbered as `subgroups.SubComm` does
+        return type(self)(self.mpi, order, self.hosts, range(len(order)))  # numbered as `subgroups.SubComm` does
+
+    def empty(self, size_bytes: int) -> np.ndarray:
+        """Memory, u8[size_bytes]."""
+        return np.empty(size_bytes, np.uint8)
+
+    def add(self, to: np.ndarray, summands: Sequence[np.ndarray], from_zero: bool = False) -> None:
+        """Sum f32[n] arrays from first to last, all on 0 if `from_zero`.
+
+        `to` may be one of them.
+        """
+        to[:] = functools.reduce(np.add, [*([np.float32(0)] if from_zero else []), *summands])
 
     def send(self, sent: np.ndarray, to: int, tag: int) -> Requests:
         """Send u8[n] to a rank."""
@@ -87,10 +103,11 @@ def pass_on(sent: np.ndarray, rows: Rows, comm: HostComm, wire: HostWire, tag: i
 
     Row 0 is that of `sent`; row i comes from i places back, and is forwarded as it came.
     """
-    rows[0][:] = wire.decode(sent)
+    if not wire.is_exact:
+        comm.add(rows[0], [wire.decode(sent)])
     for row in rows[1:]:
-        received = row.view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(row.size), np.uint8)
+        received = row.view(np.uint8) if wire.is_exact else comm.empty(wire.size_bytes(row.size))
         yield comm.shift(sent, received, tag)
         if not wire.is_exact:
-            row[:] = wire.decode(received)
+            comm.add(row, [wire.decode(received)])
         sent = received

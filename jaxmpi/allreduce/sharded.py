@@ -49,6 +49,7 @@ from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.comm_thread_handlers import RANK
+from jaxmpi.allreduce.compiled_sums import summed
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, is_carried
 from jaxmpi.allreduce.early_scatter import scattering
@@ -301,6 +302,8 @@ class Shards(NamedTuple):
         return self.is_beside or (bool(self.halves.on_host) and is_carried(strategy, self.comm))
 
     def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
+        if not self.is_beside and (sums := summed(flats, strategy, self.comm, half)):
+            return sums
         return travelled(flats, self.calls(strategy, half, flats))
 
     def calls(self, strategy: str, half: str, flats: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Calls:

@@ -56,26 +56,29 @@ def addresses(names: Sequence[str]) -> list[int]:
 
 
 class CSource:
-    """A source in C with a handler of its name."""
+    """A source in C, with a handler of its name for programs."""
 
-    def __init__(self, path: Path, **constants: Any) -> None:
+    def __init__(self, path: Path, headers: Sequence[Path] = (), **constants: Any) -> None:
         """Nothing is compiled yet.
 
         Args:
             path: of the source.
+            headers: that it includes, besides that of all.
             constants: defined in it.
         """
         self._path, self._target, self._constants = path, f"jaxmpi_{path.stem}", constants
+        self._headers = [HEADER, *headers]
         self._loaded: ctypes.CDLL | None = None
         self._trouble: str | None = None
+        self._has_handler = False
         self._lock = threading.RLock()  # programs are lowered by several threads
 
     def unavailable_reason(self) -> str | None:
-        """Reason why programs cannot call the handler; None if they can.
+        """Reason why it cannot be used; None if it can.
 
         JAXMPI_FFI=python asks for functions in Python.
         """
-        if why := host_callbacks.why_copies():
+        if self._has_handler and (why := host_callbacks.why_copies()):
             return why
         if os.environ.get("JAXMPI_FFI") == "python":
             return "JAXMPI_FFI is python"
@@ -94,22 +97,28 @@ class CSource:
         with self._lock:
             if self._loaded is None:
                 handle = "int" if handle_type() is c_int32 else "void *"
-                loaded = c_library.load(self._path, [HEADER], {"HANDLE": handle, **self._constants})
-                capsule = jax.ffi.pycapsule(loaded[self._target])
-                jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
+                loaded = c_library.load(self._path, self._headers, {"HANDLE": handle, **self._constants})
+                if self._has_handler:
+                    capsule = jax.ffi.pycapsule(loaded[self._target])
+                    jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
                 self._loaded = loaded
             return self._loaded
 
-    def primitive(self) -> Any:
+    def primitive(self, is_in_place: bool = False) -> Any:
         """A JAX primitive that calls the handler: operands -> results.
+
+        In place, each operand and its result may share a buffer.
 
         Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls; and `words`, i32 for the handler.
         """
+        self._has_handler = True
         made = jax.extend.core.Primitive(self._target)
         made.multiple_results = True
 
         def lower(ctx: Any, *operands: Any, results: tuple, effect: Any, words: tuple[int, ...]) -> list:
-            return host_callbacks.lower_in_order(ctx, self._target, operands, effect, words=np.array(words, np.int32))
+            shared = [(i, i) for i in range(len(results))] if is_in_place else []
+            constants = np.array(words, np.int32)
+            return host_callbacks.lower_in_order(ctx, self._target, operands, effect, shared, words=constants)
 
         made.def_impl(functools.partial(xla.apply_primitive, made))
         made.def_effectful_abstract_eval(lambda *_, results, effect, words: (list(results), {effect}))

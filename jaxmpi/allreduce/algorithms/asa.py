@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from jaxmpi.allreduce.algorithms.spec import (
     ALL,
@@ -49,12 +48,12 @@ def summed_slice_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -
     parts = {numbers[place]: wire.encode(mine)}
     for step in range(1, size):
         to, source = (place + step) % size, (place - step) % size
-        parts[numbers[source]] = received = np.empty(wire.size_bytes(mine.size), np.uint8)
+        parts[numbers[source]] = received = comm.empty(wire.size_bytes(mine.size))
         yield comm.swap(wire.encode(rows[numbers[to]]), order[to], received, order[source], tag)
-    total = wire.decode(parts[0]).copy()
+    total = wire.decode(parts[0])
     for number in range(1, size):
-        total += wire.decode(parts[number])
-    mine[:] = total
+        comm.add(total, [total, wire.decode(parts[number])])
+    comm.add(mine, [total])
 
 
 def allgathered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:

@@ -101,16 +101,18 @@ def up_and_down(
     [mine], parent = rows, forest.parent[tree][comm.place]
     children = [comm.order[child] for child in forest.children[tree][comm.place]]
     if children:
-        received = [np.empty(wire.size_bytes(mine.size), np.uint8) for _ in children]
+        received = [comm.empty(wire.size_bytes(mine.size)) for _ in children]
         yield [r for child, into in zip(children, received, strict=True) for r in comm.receive(into, child, tag)]
-        mine += functools.reduce(np.add, map(wire.decode, received), np.float32(0))  # as there: no sum is -0
+        theirs = [wire.decode(message) for message in received]
+        comm.add(theirs[0], theirs, from_zero=True)  # as there: no sum is -0
+        comm.add(mine, [mine, theirs[0]])
     sent = wire.encode(mine)
     if parent >= 0:
         yield comm.send(sent, comm.order[parent], tag)
-        sent = mine.view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(mine.size), np.uint8)
+        sent = mine.view(np.uint8) if wire.is_exact else comm.empty(wire.size_bytes(mine.size))
         yield comm.receive(sent, comm.order[parent], tag)
     if not wire.is_exact:
-        mine[:] = wire.decode(sent)
+        comm.add(mine, [wire.decode(sent)])
     if children:
         yield [request for child in children for request in comm.send(sent, child, tag)]
 

@@ -79,12 +79,11 @@ def scattered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cros
     """
     inside, between, parts = comm.inside, comm.between, parts_of(rows, comm)
     mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
-    theirs = {i: [np.empty_like(row) for row in mine] for i in peers}
+    theirs = {i: [comm.empty(row.nbytes).view(np.float32) for row in mine] for i in peers}
     if peers:
         yield [request for i in peers for request in inside.swap_each(parts[i], theirs[i], inside.order[i], tag)]
-    for c, row in enumerate(mine):
-        every = [row if i == inside.place else theirs[i][c] for i in range(inside.size)]
-        row[:] = functools.reduce(np.add, every)
+        for c, row in enumerate(mine):
+            inside.add(row, [row if i == inside.place else theirs[i][c] for i in range(inside.size)])
     if between.size > 1:
         yield from cross(mine, between, wire, tag)
 

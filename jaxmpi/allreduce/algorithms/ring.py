@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from jaxmpi.allreduce.algorithms.spec import ALL, Halves, HalvesOnHost, StrategySpec, in_columns, one_after_another
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
@@ -50,9 +49,9 @@ def reduced_round_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) 
     size, place = comm.size, comm.place
     for hop in range(1, size):
         sent, mine = wire.encode(rows[(place - hop + 1) % size]), rows[(place - hop) % size]
-        received = np.empty(wire.size_bytes(mine.size), np.uint8)
+        received = comm.empty(wire.size_bytes(mine.size))
         yield comm.shift(sent, received, tag)
-        np.add(wire.decode(received), mine, out=mine)
+        comm.add(mine, [wire.decode(received), mine])
 
 
 def passed_round_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:

@@ -63,23 +63,23 @@ def pairwise_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> It
     for level, partner in enumerate(partners):
         low, high = mine[: len(mine) // 2], mine[len(mine) // 2 :]
         given, mine = (low, high) if comm.place >> level & 1 else (high, low)
-        received = [np.empty(wire.size_bytes(rows[i].size), np.uint8) for i in mine]
+        received = [comm.empty(wire.size_bytes(rows[i].size)) for i in mine]
         yield comm.swap_each([wire.encode(rows[i]) for i in given], received, partner, tag)
         for i, theirs in zip(mine, received, strict=True):
-            np.add(wire.decode(theirs), rows[i], out=rows[i])
+            comm.add(rows[i], [wire.decode(theirs), rows[i]])
     results = {mine[0]: wire.encode(rows[mine[0]])}
-    rows[mine[0]][:] = wire.decode(results[mine[0]])
+    if not wire.is_exact:
+        comm.add(rows[mine[0]], [wire.decode(results[mine[0]])])
     for partner in reversed(partners):
         theirs = sorted(i ^ len(results) for i in results)
         received = [
-            rows[i].view(np.uint8) if wire.is_exact else np.empty(wire.size_bytes(rows[i].size), np.uint8)
-            for i in theirs
+            rows[i].view(np.uint8) if wire.is_exact else comm.empty(wire.size_bytes(rows[i].size)) for i in theirs
         ]
         yield comm.swap_each([results[i] for i in sorted(results)], received, partner, tag)
         for i, sent in zip(theirs, received, strict=True):
             results[i] = sent
             if not wire.is_exact:
-                rows[i][:] = wire.decode(sent)
+                comm.add(rows[i], [wire.decode(sent)])
 
 
 def pairwise_seconds(net: Net, n: float, wire: str) -> float:

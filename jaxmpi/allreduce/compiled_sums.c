@@ -1,0 +1,275 @@
+/* Sums between hosts: recorded steps, carried out with many parts of a vector under way at once.
+
+   `compiled_sums.py` records the steps and says what they are for. A part goes on whenever all its messages have come:
+   it adds, begins its next messages, and so on to its end. A thread's sums are its own, so nothing here is locked. */
+
+#include <sched.h>
+#include <time.h>
+
+#include "c_handlers.h"
+#include "compiled_wires.h"
+
+enum step { STEPS };
+enum { FLOATS = 1024 };
+
+struct setup {
+  int (*isend)(const void *, int, handle, int, int, handle, handle *);
+  int (*irecv)(void *, int, handle, int, int, handle, handle *);
+  int (*testsome)(int, handle *, int *, int *, void *);
+  void (*failed)(int32_t number, int32_t code); /* of a program; it ends the job */
+  handle byte;
+};
+
+struct pace { /* of looks that find nothing: first some that yield, then pauses. Python changes it at any time. */
+  _Atomic int32_t is_woken, yields, pause_us;
+};
+
+struct record {
+  const int64_t *steps, *parts; /* words of all steps; where each part begins */
+  int64_t count, scratch_bytes; /* of parts; of one part's received messages */
+  handle comm;
+};
+
+struct part {
+  struct sum *sum; /* NULL: nothing is under way here */
+  const int64_t *at;
+  char *scratch;
+  int32_t tag, awaited; /* messages */
+};
+
+struct sum {
+  struct sum *next;
+  const struct record *record;
+  char *x, *scratch;
+  int64_t scratch_bytes;
+  int64_t begun, ended; /* parts */
+  int32_t first_tag, tags, is_held;
+  struct part under_way[WINDOW];
+};
+
+static struct setup mpi;
+static const struct record *records[MOST_RECORDS]; /* of programs */
+static _Thread_local struct sum *sums;
+static _Thread_local char *idle_scratch; /* of a sum that has ended: fresh memory costs page faults */
+static _Thread_local int64_t idle_bytes;
+static _Thread_local int awaited, room; /* messages of all sums, and for how many there is room */
+static _Thread_local handle *requests;
+static _Thread_local struct part **owners; /* of requests */
+static _Thread_local int *complete;        /* indices */
+static _Thread_local status *statuses;
+
+int jaxmpi_sum_setup_bytes(void) { return sizeof(struct setup); }
+int jaxmpi_sum_record_bytes(void) { return sizeof(struct record); }
+void jaxmpi_sum_setup(const struct setup *given) { mpi = *given; }
+void jaxmpi_sum_record(int32_t number, const struct record *record) { records[number] = record; }
+
+struct sum *jaxmpi_sum_begin(const struct record *record, float *x, int32_t first_tag, int32_t tags) {
+  struct sum *made = calloc(1, sizeof *made), **end = &sums;
+  made->record = record;
+  made->x = (char *)x;
+  made->scratch_bytes = WINDOW * record->scratch_bytes;
+  if (made->scratch_bytes <= idle_bytes) {
+    made->scratch_bytes = idle_bytes;
+    made->scratch = idle_scratch;
+    idle_bytes = 0;
+    idle_scratch = NULL;
+  } else {
+    made->scratch = malloc(made->scratch_bytes);
+  }
+  made->first_tag = first_tag;
+  made->tags = tags;
+  while (*end) end = &(*end)->next;
+  return *end = made;
+}
+
+void jaxmpi_sum_hold(struct sum *sum, int32_t is_held) { sum->is_held = is_held; }
+
+/* Return 1, and forget it, if a sum is there. */
+int jaxmpi_sum_ended(struct sum *sum) {
+  if (sum->ended < sum->record->count) return 0;
+  struct sum **at = &sums;
+  while (*at != sum) at = &(*at)->next;
+  *at = sum->next;
+  if (sum->scratch_bytes > idle_bytes) {
+    free(idle_scratch);
+    idle_scratch = sum->scratch;
+    idle_bytes = sum->scratch_bytes;
+  } else {
+    free(sum->scratch);
+  }
+  free(sum);
+  return 1;
+}
+
+/* ---------------------------------------------------------------- steps */
+
+static char *place(const struct part *part, int64_t where) {
+  return (where & 1 ? part->scratch : part->sum->x) + (where >> 1);
+}
+
+static handle *next_request(struct part *part) {
+  if (awaited == room) {
+    room = 2 * room + 64;
+    requests = realloc(requests, room * sizeof *requests);
+    owners = realloc(owners, room * sizeof *owners);
+    complete = realloc(complete, room * sizeof *complete);
+    statuses = realloc(statuses, room * sizeof *statuses);
+  }
+  owners[awaited] = part;
+  part->awaited++;
+  return &requests[awaited++];
+}
+
+/* ADD, where to, floats, whether 0 comes first, summands, where each is: one after another, as NumPy adds. */
+static const int64_t *add(const struct part *part, const int64_t *at) {
+  float block[FLOATS], *to = (float *)place(part, at[1]);
+  int64_t floats = at[2], summands = at[4];
+  for (int64_t from = 0; from < floats; from += FLOATS) {
+    int64_t width = floats - from < FLOATS ? floats - from : FLOATS;
+    const float *x = (const float *)place(part, at[5]) + from;
+    for (int64_t i = 0; i < width; i++) block[i] = at[3] ? 0.0f + x[i] : x[i];
+    for (int64_t k = 1; k < summands; k++) {
+      x = (const float *)place(part, at[5 + k]) + from;
+      for (int64_t i = 0; i < width; i++) block[i] += x[i];
+    }
+    memcpy(to + from, block, width * sizeof(float));
+  }
+  return at + 5 + summands;
+}
+
+/* Go on to the next messages, or the end; return MPI's error, or 0. */
+static int resume(struct part *part) {
+  for (;;) {
+    const int64_t *at = part->at;
+    handle comm = part->sum->record->comm;
+    int code = 0;
+    switch (at[0]) {
+      case SEND: /* to whom, where, bytes */
+        code = mpi.isend(place(part, at[2]), (int)at[3], mpi.byte, (int)at[1], part->tag, comm, next_request(part));
+        part->at += 4;
+        break;
+      case RECEIVE: /* from whom, where, bytes */
+        code = mpi.irecv(place(part, at[2]), (int)at[3], mpi.byte, (int)at[1], part->tag, comm, next_request(part));
+        part->at += 4;
+        break;
+      case WAIT:
+        part->at += 1;
+        if (part->awaited) return 0;
+        break;
+      case ADD:
+        part->at = add(part, at);
+        break;
+      case ENCODE: /* wire, where to, from where, floats */
+        encode(at[1], place(part, at[2]), (const float *)place(part, at[3]), at[4]);
+        part->at += 5;
+        break;
+      case DECODE: /* likewise */
+        decode(at[1], (float *)place(part, at[2]), place(part, at[3]), at[4]);
+        part->at += 5;
+        break;
+      default:
+        part->sum->ended++;
+        part->sum = NULL;
+        return 0;
+    }
+    if (code) return code;
+  }
+}
+
+static int begin_parts(struct sum *sum) {
+  int code = 0;
+  for (int i = 0; !code && i < WINDOW && sum->begun < sum->record->count && !sum->is_held; i++) {
+    struct part *part = &sum->under_way[i];
+    while (!code && !part->sum && sum->begun < sum->record->count) {
+      part->sum = sum;
+      part->scratch = sum->scratch + i * sum->record->scratch_bytes;
+      part->tag = (int32_t)(((int64_t)sum->first_tag + sum->begun) % sum->tags);
+      part->at = sum->record->steps + sum->record->parts[sum->begun++];
+      code = resume(part);
+    }
+  }
+  return code;
+}
+
+/* Look once at all messages; go on with the parts whose messages have all come. */
+static int look(int32_t *has_moved) {
+  int found = 0, code = 0, kept = 0, many = 0;
+  if (awaited) code = mpi.testsome(awaited, requests, &found, complete, statuses);
+  if (code || found <= 0) return code;
+  *has_moved = 1;
+  struct part **ready = malloc(found * sizeof *ready);
+  for (int i = 0; i < found; i++) {
+    struct part **owner = &owners[complete[i]];
+    if (!--(*owner)->awaited) ready[many++] = *owner;
+    *owner = NULL;
+  }
+  for (int i = 0; i < awaited; i++)
+    if (owners[i]) {
+      owners[kept] = owners[i];
+      requests[kept++] = requests[i];
+    }
+  awaited = kept;
+  for (int i = 0; !code && i < many; i++) code = resume(ready[i]);
+  free(ready);
+  return code;
+}
+
+static int64_t now_us(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+/* Carry sums on for `most_us`, or until one has ended or `is_woken`. Return MPI's error, or 0. */
+int jaxmpi_sums_go_on(int32_t most_us, const struct pace *pace, int32_t *has_moved) {
+  int64_t end_us = now_us() + most_us;
+  *has_moved = 0;
+  for (int idle = 0;; idle++) {
+    int32_t moved = 0;
+    int code = 0;
+    for (struct sum *sum = sums; !code && sum; sum = sum->next) code = begin_parts(sum);
+    if (!code) code = look(&moved);
+    if (code) return code;
+    *has_moved |= moved;
+    for (struct sum *sum = sums; sum; sum = sum->next)
+      if (sum->ended == sum->record->count) return 0;
+    if (pace->is_woken || now_us() >= end_us) return 0;
+    if (moved) idle = 0;
+    if (idle < pace->yields) {
+      sched_yield();
+    } else {
+      nanosleep(&(struct timespec){.tv_nsec = 1000 * pace->pause_us}, NULL);
+    }
+  }
+}
+
+/* ---------------------------------------------------------------- in a program */
+
+/* Sum all operands in place. Words: how many, how many tags there are, each one's record. */
+XLA_FFI_Error *jaxmpi_compiled_sums(XLA_FFI_CallFrame *frame) {
+  static const struct pace pace = {.yields = YIELDS, .pause_us = PAUSE_US};
+  if (!is_work(frame)) return NULL;
+  const int32_t *words = words_of(frame);
+  int64_t tag = 0;
+  for (int i = 0; i < words[0]; i++) {
+    const struct record *record = records[words[2 + i]];
+    const XLA_FFI_Buffer *x = frame->args.args[i], *y = frame->rets.rets[i];
+    if (!record) return error(frame, "jaxmpi: a program of another process; compile it in this one");
+    if (x->data != y->data) memcpy(y->data, x->data, numbers_in(x) * sizeof(float));
+    jaxmpi_sum_begin(record, y->data, (int32_t)(tag % words[1]), words[1]);
+    tag += record->count;
+  }
+  while (sums) {
+    int32_t has_moved;
+    int code = jaxmpi_sums_go_on(INT32_MAX, &pace, &has_moved);
+    if (code) {
+      mpi.failed(words[2], code);
+      return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
+    }
+    for (struct sum *sum = sums, *next; sum; sum = next) {
+      next = sum->next;
+      jaxmpi_sum_ended(sum);
+    }
+  }
+  return NULL;
+}
