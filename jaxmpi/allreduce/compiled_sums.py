@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.table import HostSum
+from jaxmpi.allreduce.algorithms.table import HostSum, parse
 from jaxmpi.allreduce.host_comm import WINDOW, HostComm
-from jaxmpi.allreduce.sum_recorder import CODED, NAMES, TAG, RecordedComm, SumRecorder, Unrecordable
+from jaxmpi.allreduce.sum_recorder import CODED, NAMES, RecordedSteps, recorded
 from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
@@ -53,15 +53,12 @@ _numbers = itertools.count()  # of programs' records
 class SumRecord:
     """The steps of a sum of f32[n] on this rank, for C."""
 
-    def __init__(self, recorder: SumRecorder, mpi: Any) -> None:
+    def __init__(self, made: RecordedSteps, mpi: Any) -> None:
         """Take what was recorded, and the communicator of its messages."""
         from mpi4py import MPI
 
-        steps, parts = (np.array(words, np.int64) for words in (recorder.steps, recorder.parts))
-        self.struct = _structs()[1](
-            steps.ctypes.data, parts.ctypes.data, len(parts), recorder.scratch_bytes, MPI._handleof(mpi)
-        )
-        self._kept = steps, parts, mpi
+        self.struct = _structs()[1](*made.words(), MPI._handleof(mpi))
+        self._kept = made, mpi
         self.number: int | None = None  # for programs
 
     def numbered(self) -> int:
@@ -105,20 +102,9 @@ def record_of(strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | N
 
     None if C cannot carry it out.
     """
-    total, recorder = HostSum.named(strategy, comm, half), SumRecorder(comm.mpi.rank, n)
-    if SOURCE.unavailable_reason():
+    if SOURCE.unavailable_reason() or not (steps := recorded(HostSum.named(strategy, comm, half), n)):
         return None
-    recorded = RecordedComm(recorder, comm.order, comm.hosts, comm.numbers)
-    try:
-        wire = recorder.wire(total.wire)
-        for part in total.parts(n, recorded, wire):
-            recorder.begin_part()
-            for requests in part.of(recorder.x, recorded, wire, TAG):
-                recorder.wait(requests)
-            recorder.end_part()
-    except (Unrecordable, ValueError):  # ValueError: NumPy's, of an array that cannot be written
-        return None
-    return SumRecord(recorder, comm.mpi)
+    return SumRecord(steps, comm.mpi)
 
 
 class Pace(ctypes.Structure):
@@ -133,6 +119,34 @@ class Pace(ctypes.Structure):
 # ---------------------------------------------------------------- in a program
 
 
+def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
+    """Sums f32[n], or halves of them, in the program's thread.
+
+    All are under way at once. None if a program or the communication thread must make them. That is the same on all
+    ranks, which trace it together.
+    """
+    is_far = isinstance(comm, MpiComm) and len(set(comm.hosts)) > 1
+    if not (is_far and vectors and parse(strategy).has_sum_on_host(comm.hosts)):
+        return None
+    if not (numbers := _numbers_of(comm, strategy, half, tuple(x.size for x in vectors))):
+        return None
+    words = len(vectors), min(comm.processes.tags, np.iinfo(np.int32).max), *numbers
+    return _sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=words)
+
+
+@functools.cache
+def _numbers_of(comm: MpiComm, strategy: str, half: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of the records by which programs sum f32[n]s.
+
+    None of them unless C can carry out all of them on all ranks, which come here together.
+    """
+    among = _comm_of_programs(comm)
+    records = [among and record_of(strategy, among, half, n) for n in sizes]
+    numbers = tuple(record.numbered() for record in records if record)
+    is_able = len(numbers) == len(sizes) and max(numbers) < MOST_RECORDS
+    return numbers if comm.processes.allreduce_sum(np.array([is_able]))[0] == comm.size else ()
+
+
 @functools.cache
 def _comm_of_programs(comm: MpiComm) -> HostComm | None:
     """A communicator for programs' sums; None unless all ranks have C.
@@ -142,23 +156,6 @@ def _comm_of_programs(comm: MpiComm) -> HostComm | None:
     if any(comm.processes.allgather_object(SOURCE.unavailable_reason())):
         return None
     return HostComm(comm.processes.clone(), comm.order, comm.hosts)
-
-
-def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
-    """Sums f32[n], or halves of them, in the program's thread.
-
-    All are under way at once. None if C cannot carry one of them out, which is the same on all ranks. They trace this
-    together.
-    """
-    if not isinstance(comm, MpiComm) or not (among := _comm_of_programs(comm)):
-        return None
-    records = [record_of(strategy, among, half, x.size) for x in vectors]
-    numbers = [record.numbered() for record in records if record]
-    if len(numbers) < len(vectors) or max(numbers, default=0) >= MOST_RECORDS:
-        return None
-    tags = min(comm.processes.tags, np.iinfo(np.int32).max)
-    words = len(vectors), tags, *numbers
-    return _sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=words)
 
 
 # ---------------------------------------------------------------- on the communication thread

@@ -28,8 +28,8 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
     if strategy.spec.means:
         return strategy.spec.means(list(vectors), comm, divisor)
-    if is_carried(name, comm) and (compiled := summed(flat, name, comm)):
-        totals = compiled
+    if in_c := summed(flat, name, comm):
+        totals = in_c
     elif is_carried(name, comm):
         labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
         plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.allreduce.wires import WIRES, HostWire
 
@@ -27,6 +28,35 @@ TAG = 0  # of a recorded message; a part has one tag
 
 class Unrecordable(Exception):
     """A sum takes a step that C does not have."""
+
+
+class RecordedSteps(NamedTuple):
+    """The steps of a sum of f32[n] on one rank."""
+
+    steps: np.ndarray  # i64: words, one step after another
+    parts: np.ndarray  # i64: where in them each part begins
+    memory_bytes: int  # of a part
+
+    def words(self) -> tuple[int, int, int, int]:
+        """Two addresses, the number of parts, bytes of a part."""
+        return self.steps.ctypes.data, self.parts.ctypes.data, len(self.parts), self.memory_bytes
+
+
+def recorded(total: HostSum, n: int) -> RecordedSteps | None:
+    """The steps of a sum of f32[n]; None if C does not have one of them."""
+    of = total.comm
+    recorder = SumRecorder(of.mpi.rank, n)
+    comm = RecordedComm(recorder, of.order, of.hosts, of.numbers)
+    try:
+        wire = recorder.wire(total.wire)
+        for part in total.parts(n, comm, wire):
+            recorder.begin_part()
+            for requests in part.of(recorder.x, comm, wire, TAG):
+                recorder.wait(requests)
+            recorder.end_part()
+    except (Unrecordable, ValueError):  # ValueError: NumPy's, of an array that cannot be written
+        return None
+    return RecordedSteps(np.array(recorder.steps, np.int64), np.array(recorder.parts, np.int64), recorder.memory_bytes)
 
 
 class Memory(NamedTuple):
@@ -46,7 +76,7 @@ class SumRecorder:
         """
         self.rank, self.x = rank, np.zeros(n, np.float32)
         self.x.flags.writeable = False
-        self.steps, self.parts, self.scratch_bytes = list[int](), list[int](), 0
+        self.steps, self.parts, self.memory_bytes = list[int](), list[int](), 0
         self._under_way = list[np.ndarray]()  # of messages
         self._memory = dict[int, Memory]()  # of the part, in use, by its place
 
@@ -95,7 +125,7 @@ class SumRecorder:
             place = other + -(-max(1, self._memory[other].size_bytes) // LINE_BYTES) * LINE_BYTES
         self._memory[place] = Memory(made.ctypes.data, size_bytes)
         weakref.finalize(made, self._memory.pop, place)  # once the sum and its messages have done with it
-        self.scratch_bytes = max(self.scratch_bytes, place + size_bytes)
+        self.memory_bytes = max(self.memory_bytes, place + size_bytes)
         return made
 
     def add(self, to: np.ndarray, summands: Sequence[np.ndarray], from_zero: bool) -> None:

@@ -1,7 +1,9 @@
-"""Sums of the communication thread, with generators for ranks: their messages come in a random order."""
+"""Sums on the host, in Python and in C, of all ranks in one process: their messages come in a random order."""
 
 import collections
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
+from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,14 @@ import references
 from jaxmpi.allreduce import host_comm
 from jaxmpi.allreduce.algorithms import color_trees, parse
 from jaxmpi.allreduce.algorithms.color_trees import forest, most_edges, packets_of, plant
+from jaxmpi.allreduce.algorithms.spec import Part
 from jaxmpi.allreduce.algorithms.table import HostSum
-from jaxmpi.allreduce.host_comm import HostComm
-from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.allreduce.compiled_sums import SOURCE, Pace
+from jaxmpi.allreduce.host_comm import WINDOW, HostComm, Requests
+from jaxmpi.allreduce.sum_recorder import RecordedSteps, recorded
+from jaxmpi.allreduce.wires import BLOCK, WIRES, HostWire
 from jaxmpi.comm.axis import AxisComm
+from jaxmpi.runtime import c_library
 
 
 class Request:
@@ -159,3 +165,191 @@ def test_pipering_is_one_tree():
     rows = rows_of(5, 1009)
     assert sums("pipering", rows, tuple(range(5)))[0].tobytes() == sums("color1", rows, tuple(range(5)))[0].tobytes()
     assert parse("pipering").has_sum_on_host((0, 1, 2, 3, 4))
+
+
+# ---------------------------------------------------------------- in C
+
+Isend = CFUNCTYPE(c_int, c_void_p, c_int, c_int, c_int, c_int, c_int, POINTER(c_int))
+SomeAreComplete = CFUNCTYPE(c_int, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_int), c_void_p)
+
+
+class Setup(ctypes.Structure):
+    _fields_ = (
+        *(("isend", Isend), ("irecv", Isend), ("testsome", SomeAreComplete)),
+        *(("failed", c_void_p), ("byte", c_int)),
+    )
+
+
+class RecordStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("steps", "parts")),
+        *((name, c_int64) for name in ("count", "memory_bytes")),
+        ("comm", c_int),
+    )
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """The source as for an MPI whose handles are numbers."""
+    made = c_library.load(SOURCE._path, SOURCE._headers, {"HANDLE": "int", **SOURCE._constants})
+    made.jaxmpi_sum_begin.restype = c_void_p
+    assert made.jaxmpi_sum_setup_bytes() == ctypes.sizeof(Setup)
+    assert made.jaxmpi_sum_record_bytes() == ctypes.sizeof(RecordStruct)
+    return made
+
+
+class InC:
+    """Sums of all ranks, which one thread carries on; a rank's number is its communicator's handle."""
+
+    def __init__(self, library: ctypes.CDLL, seed: int = 0) -> None:
+        self.library, self.network, self.requests = library, Network(seed), dict[int, Request]()
+        self._setup = Setup(Isend(self._isend), Isend(self._irecv), SomeAreComplete(self._testsome))
+        library.jaxmpi_sum_setup(ctypes.byref(self._setup))
+        self._kept, self.sums = list[Any](), dict[int, int]()
+
+    def _posted(self, address: int, size: int, key: tuple[int, int, int], end: int, request: Any) -> int:
+        buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)) if size else np.empty(0, np.uint8)
+        made = Request(buffer)
+        self.network.ends[key][end].append(made)
+        request[0] = len(self.requests) + 1
+        self.requests[request[0]] = made
+        return 0
+
+    def _isend(self, address: int, size: int, byte: int, to: int, tag: int, comm: int, request: Any) -> int:
+        return self._posted(address, size, (comm, to, tag), 0, request)
+
+    def _irecv(self, address: int, size: int, byte: int, source: int, tag: int, comm: int, request: Any) -> int:
+        return self._posted(address, size, (source, comm, tag), 1, request)
+
+    def _testsome(self, count: int, requests: Any, found: Any, indices: Any, statuses: int) -> int:
+        if any(sends and receives for sends, receives in self.network.ends.values()):
+            self.network.deliver_one()
+        ended = [i for i in range(count) if not self.requests[requests[i]].is_under_way]
+        found[0] = len(ended)
+        for i, index in enumerate(ended):
+            indices[i] = index
+        return 0
+
+    def begin(self, rank: int, made: RecordedSteps, x: np.ndarray) -> None:
+        record = RecordStruct(*made.words(), rank)
+        self._kept += record, made, x
+        self.sums[rank] = self.library.jaxmpi_sum_begin(ctypes.byref(record), c_void_p(x.ctypes.data), 5, 1 << 20)
+
+    def go_on(self, most_s: float) -> None:
+        """Carry them on until the first has ended; forget that one."""
+        pace, moved = Pace(yields=1), c_int32()
+        assert not self.library.jaxmpi_sums_go_on(int(1e6 * most_s), ctypes.byref(pace), ctypes.byref(moved))
+        self.sums = {rank: at for rank, at in self.sums.items() if not self.library.jaxmpi_sum_ended(c_void_p(at))}
+
+
+def summed_in_c(library: ctypes.CDLL, strategy: str, rows: np.ndarray, order: Sequence[int], hosts: Any, seed: int):
+    held, of_all = rows.copy(), InC(library, seed)
+    for rank, x in enumerate(held):
+        total = HostSum.named(strategy, HostComm(Rank(of_all.network, rank), order, hosts or range(len(rows))))
+        made = recorded(total, x.size)
+        assert made, strategy
+        of_all.begin(rank, made, x)
+    while of_all.sums:
+        of_all.go_on(20)
+    assert not any(queue for ends in of_all.network.ends.values() for queue in ends)
+    return held
+
+
+def extremes(rows: np.ndarray) -> np.ndarray:
+    """Blocks with what is not finite, subnormal, zeros, or of one magnitude, of which nothing is added up to a NaN."""
+    n = rows.shape[1]
+    for block, x in enumerate((np.inf, np.nan, 1e-40, 0.0, 3e38, 65_519.9, 2.0**-14, -(2.0**-24) / 3)):
+        start = BLOCK * block
+        if start < n:
+            rows[block % len(rows), start : start + BLOCK // 2] = x
+    return rows
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+def test_c_gives_the_bits_of_python_whatever_the_order_of_arrival(workers, wire, library, monkeypatch):
+    """One packet and several; parts of which more wait than may be under way; zeros, tiny and huge numbers, NaN."""
+    monkeypatch.setattr(color_trees, "PRICE", 256)
+    monkeypatch.setattr(host_comm, "MESSAGE_BYTES", 4 * BLOCK + 300)
+    order = tuple(np.random.default_rng(workers).permutation(workers).tolist())
+    names = ["asa", "ring", "pipering", "color2", f"color{workers}", *(["tree"] if workers.bit_count() == 1 else [])]
+    cases = [(name, order, None) for name in names]
+    if workers == 4:
+        cases += [(f"hier-{cross}", (0, 2, 1, 3), (0, 1, 0, 1)) for cross in ("ring", "asa", "tree", "color2")]
+    for name, places, hosts in cases:
+        for n in (1, 7, 1009, 6007 * workers):
+            rows = extremes(rows_of(workers, n))
+            with np.errstate(all="ignore"):
+                expected, _ = sums(f"{name}:{wire}", rows, places, hosts, seed=n)
+            held = summed_in_c(library, f"{name}:{wire}", rows, places, hosts, seed=n)
+            is_nan = np.isnan(expected)
+            np.testing.assert_array_equal(np.isnan(held), is_nan)
+            assert np.where(is_nan, 0, held).tobytes() == np.where(is_nan, 0, expected).tobytes(), (name, n)
+
+
+def test_a_sum_in_c_that_is_held_begins_no_parts(library, monkeypatch):
+    monkeypatch.setattr(host_comm, "MESSAGE_BYTES", 4 * BLOCK)
+    rows, both = rows_of(2, 2 * BLOCK * (WINDOW + 5)), InC(library)
+    expected, held = rows.sum(0), rows.copy()
+    for rank, x in enumerate(held):
+        made = recorded(HostSum.named("ring:32", HostComm(Rank(both.network, rank), (0, 1), (0, 1))), x.size)
+        assert made
+        both.begin(rank, made, x)
+    library.jaxmpi_sum_hold(c_void_p(both.sums[0]), 1)
+    both.go_on(0.05)
+    assert len(both.sums) == 2
+    assert len(both.requests) == 2 * WINDOW  # rank 1's first messages; rank 0 sends none
+    library.jaxmpi_sum_hold(c_void_p(both.sums[0]), 0)
+    while both.sums:
+        both.go_on(20)
+    np.testing.assert_array_equal(held, [expected, expected])
+
+
+def numpy_adds(rows, comm, wire, tag):
+    received = comm.empty(rows[0].nbytes)
+    yield comm.shift(rows[0].view(np.uint8), received, tag)
+    rows[0] += received.view(np.float32)
+
+
+def own_memory(rows, comm, wire, tag):
+    yield comm.shift((2 * rows[0]).view(np.uint8), rows[1].view(np.uint8), tag)
+
+
+def waits_for_one(rows, comm, wire, tag):
+    requests = comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
+    yield requests[:1]
+    yield requests[1:]
+
+
+def waits_for_none(rows, comm, wire, tag) -> Iterator[Requests]:
+    comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
+    yield from ()
+
+
+def another_tag(rows, comm, wire, tag):
+    yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag + 1)
+
+
+def a_copy(rows, comm, wire, tag):
+    received = comm.empty(rows[1].nbytes)
+    yield comm.shift(rows[0].view(np.uint8), received, tag)
+    comm.add(rows[1], [received.view(np.float32)])
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_recorded"),
+    [(a_copy, True), *((each, False) for each in (numpy_adds, own_memory, waits_for_one, waits_for_none, another_tag))],
+)
+def test_a_sum_that_c_would_make_otherwise_is_left_to_python(steps, is_recorded):
+    comm = HostComm(Rank(Network(0), 0), (0, 1), (0, 1))
+    wire = WIRES["32"].on_host
+    assert wire
+    total = HostSum(lambda n, comm, wire: iter([Part([slice(0, 4), slice(4, 8)], steps)]), wire, comm)
+    assert bool(recorded(total, 8)) == is_recorded
+
+
+def test_a_wire_of_ones_own_is_left_to_python():
+    wire = HostWire(lambda n: 4 * n, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32))
+    ring = HostSum.named("ring:32", HostComm(Rank(Network(0), 0), (0, 1), (0, 1)))
+    assert recorded(ring, 8)
+    assert not recorded(ring._replace(wire=wire), 8)

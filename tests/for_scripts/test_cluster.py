@@ -104,26 +104,37 @@ def test_a_link_carries_what_it_was_asked_to(tmp_path):
 
 
 CARRIED = """
+import sys
 import jax, numpy as np
 import jaxmpi
-from jaxmpi.allreduce import comm_thread_calls
+from jaxmpi.allreduce import comm_thread_calls, comm_thread_handlers, compiled_sums
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm.control import processes
 from jaxmpi.core.deals import deal
 
 comm = jaxmpi.world()
 x = np.random.default_rng(comm.rank).standard_normal(60_001).astype(np.float32)
-# A tree in NumPy takes a power of two of them.
+# A tree outside programs takes a power of two of ranks or hosts.
 NAMES = ["ring32", "ring16", "asa32", "asa8", "hier-ring32", "hier-ring16", "hier-asa:16", "hier-asa:32"]
 NAMES += ["tree:32", "tree:16", "hier-tree:16", "color4:32", "color3:16", "pipering:8", "hier-color2:16"]
-carried, of_thread = {}, comm_thread_calls.unavailable_reason
-for is_carried in (True, False):
-    comm_thread_calls.unavailable_reason = of_thread if is_carried else lambda *args: "asked for"
+NAMES = NAMES[:4] if "quick" in sys.argv else NAMES
+carried, steps = {}, []
+for way in ("in the program's thread, in C", "by the communication thread, in C", "there, in Python", "as a program"):
+    if way.startswith("by"):
+        compiled_sums._numbers_of = lambda *args: ()
+    if way.endswith("Python"):
+        comm_thread_handlers.record_of = lambda *args: None
+    if way.endswith("program"):
+        comm_thread_calls.unavailable_reason = lambda *args: "asked for"
+    text = jax.jit(lambda x: jaxmpi.exchange(x, "ring32")).lower(x).as_text()
+    steps.append(["compiled_sums" in text, "jaxmpi_python" in text])
     for strategy in NAMES:
         total = jax.jit(lambda tree: jaxmpi.exchange(tree, strategy))({"a": x, "b": x[:7]})
         bits = b"".join(np.asarray(leaf).tobytes() for leaf in total.values())
         processes().assert_same(strategy, bits.hex())
         assert carried.setdefault(strategy, bits) == bits, strategy
+    if "quick" in sys.argv:
+        continue
     wires = {"asa32": "32", "asa16": "8", "ring32": "16", "ring:8": "32", "hier-asa:16": "8", "hier-ring32": "16"}
     for strategy, wire in wires.items():
         for dealt in (None, deal({"a": x, "b": x[:7]}, comm.size)):
@@ -134,14 +145,18 @@ for is_carried in (True, False):
             processes().assert_same(strategy, bits.hex())
             assert carried.setdefault((strategy, bool(dealt)), bits) == bits, strategy
 if comm.rank == 0:
+    assert steps == [[True, False], [False, True], [False, True], [False, False]], steps
     print("hosts", comm.hosts, "the same bits")
 """
 
 
-@pytest.mark.parametrize(("hosts", "slots"), [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2), (3, 1))])
-def test_sums_of_the_communication_thread_are_those_of_programs(hosts, slots, tmp_path):
+@pytest.mark.parametrize(
+    ("hosts", "slots", "names"),
+    [(2, 1, ("quick",)), *(pytest.param(*case, (), marks=pytest.mark.slow) for case in ((2, 2), (3, 1)))],
+)
+def test_sums_between_hosts_are_those_of_programs_whoever_makes_them(hosts, slots, names, tmp_path):
     (tmp_path / "carried.py").write_text(CARRIED)
-    line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"))
+    line = ("mpirun", "-n", str(hosts * slots), sys.executable, str(tmp_path / "carried.py"), *names)
     ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=400)
     assert ended.code == 0, ended.out
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out

@@ -26,6 +26,8 @@ from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import PendingExchange, comm_thread
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, DONE, OPEN, START, exchange_handlers
+from jaxmpi.allreduce.compiled_sums import record_of
+from jaxmpi.allreduce.host_comm import HostComm
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm import shared_params, shared_sync
@@ -430,6 +432,30 @@ def test_a_bucket_is_begun_when_none_of_an_earlier_turn_is_under_way():
     send(4, 5)
     assert exchanges[2].summed.wait(20)
     assert begun == [6, 7, 2, 3, 4, 5]
+
+
+@pytest.mark.skipif(SIZE == 1, reason="there is no thread")
+def test_a_sum_in_c_waits_for_those_of_an_earlier_turn():
+    thread, control = comm_thread(), exchange_handlers().control
+    mpi = control.world.Clone()
+    comm = HostComm(control.world.Clone(), range(SIZE), [0] * SIZE)
+    x = np.full(3 * SIZE, RANK + 1, np.float32)
+    record = record_of("ring:32", comm, "", x.size)
+    assert record
+    if RANK == 0:
+        steps = iter([iter([[mpi.Irecv(np.empty(1, np.uint8), RANK, 0)]])])
+        earlier = PendingExchange("earlier", np.empty(0), steps, turn=1)
+        thread.hand_over(earlier)
+        until(lambda: earlier in thread._begun)
+    later = PendingExchange(
+        "later", x, iter(()), turn=2, begin_in_c=functools.partial(record.begun, x, 0, control.tags)
+    )
+    thread.hand_over(later)
+    assert not later.summed.wait(0.3)
+    if RANK == 0:
+        mpi.Send(np.zeros(1, np.uint8), RANK, 0)
+    assert later.summed.wait(20)
+    assert x.tolist() == [SIZE * (SIZE + 1) / 2] * x.size
 
 
 def until(is_so: Any) -> None:
