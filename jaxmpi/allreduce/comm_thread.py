@@ -3,8 +3,8 @@
 It carries the buckets of exchanges (`comm_thread_handlers`) and started operations (`jaxmpi.collectives`), each on a
 communicator of its own. The thread itself is the process's own: it starts without other ranks.
 
-Sums of whole buckets are C's where they can be (`compiled_sums`). All else, such as started operations and wires that
-encode, is Python's: generators that yield messages to wait for.
+Sums of whole buckets are C's where they can be (`compiled_sums`). All else, such as started operations, is Python's:
+generators that yield messages to wait for.
 
 Buckets have turns: while one is under way no segment of a later one is begun. What a program waits for before it hands
 over the next bucket is of the first turn, so ranks that hand over in different orders do not wait for each other.
@@ -236,8 +236,10 @@ class CommThread:
     def _carry_on(self, most_s: float) -> bool:
         """Go on with sums in C; False if no message moves."""
         has_moved = compiled_sums.go_on(most_s, self._pace)
-        for pending in [pending for pending in self._begun if pending.sum and pending.sum.has_ended()]:
-            pending.sum = None
+        ended = [pending for pending in self._begun if pending.sum and pending.sum.has_ended()]
+        for pending in ended:
+            pending.sum = pending.begin_in_c = None
+        for pending in ended:
             self._end(pending)
         return has_moved
 

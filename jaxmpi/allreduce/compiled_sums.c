@@ -16,7 +16,8 @@ struct setup {
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
   int (*testsome)(int, handle *, int *, int *, void *);
-  void (*failed)(int32_t number, int32_t code); /* of a program; it ends the job */
+  void (*failed)(int32_t number, int32_t code);   /* of a program's record; it ends the job */
+  void (*waits)(int32_t number, double seconds); /* likewise, if it was too long */
   handle byte;
 };
 
@@ -26,7 +27,7 @@ struct pace { /* of looks that find nothing: first some that yield, then pauses.
 
 struct record {
   const int64_t *steps, *parts; /* words of all steps; where each part begins */
-  int64_t count, scratch_bytes; /* of parts; of one part's received messages */
+  int64_t count, scratch_bytes, floats; /* of parts; of one part's memory; of the vector */
   handle comm;
 };
 
@@ -37,21 +38,26 @@ struct part {
   int32_t tag, awaited; /* messages */
 };
 
+struct scratch { /* of all parts under way */
+  _Alignas(LINE_BYTES) int64_t size;
+  _Alignas(LINE_BYTES) char bytes[];
+};
+
 struct sum {
   struct sum *next;
   const struct record *record;
-  char *x, *scratch;
-  int64_t scratch_bytes;
+  char *x;
+  struct scratch *scratch;
   int64_t begun, ended; /* parts */
-  int32_t first_tag, tags, is_held;
+  int64_t first_tag, tags;
+  int32_t is_held;
   struct part under_way[WINDOW];
 };
 
 static struct setup mpi;
 static const struct record *records[MOST_RECORDS]; /* of programs */
 static _Thread_local struct sum *sums;
-static _Thread_local char *idle_scratch; /* of a sum that has ended: fresh memory costs page faults */
-static _Thread_local int64_t idle_bytes;
+static struct scratch *_Atomic idle; /* of a sum that has ended: fresh memory costs page faults */
 static _Thread_local int awaited, room; /* messages of all sums, and for how many there is room */
 static _Thread_local handle *requests;
 static _Thread_local struct part **owners; /* of requests */
@@ -63,19 +69,23 @@ int jaxmpi_sum_record_bytes(void) { return sizeof(struct record); }
 void jaxmpi_sum_setup(const struct setup *given) { mpi = *given; }
 void jaxmpi_sum_record(int32_t number, const struct record *record) { records[number] = record; }
 
-struct sum *jaxmpi_sum_begin(const struct record *record, float *x, int32_t first_tag, int32_t tags) {
+/* Return NULL if there is no memory. */
+struct sum *jaxmpi_sum_begin(const struct record *record, float *x, int64_t first_tag, int64_t tags) {
+  int64_t size = (record->count < WINDOW ? record->count : WINDOW) * record->scratch_bytes;
   struct sum *made = calloc(1, sizeof *made), **end = &sums;
+  struct scratch *scratch = atomic_exchange(&idle, NULL);
+  if (!scratch || scratch->size < size) {
+    free(scratch);
+    if ((scratch = aligned_alloc(LINE_BYTES, sizeof *scratch + size))) scratch->size = size;
+  }
+  if (!made || !scratch) {
+    free(made);
+    free(scratch);
+    return NULL;
+  }
   made->record = record;
   made->x = (char *)x;
-  made->scratch_bytes = WINDOW * record->scratch_bytes;
-  if (made->scratch_bytes <= idle_bytes) {
-    made->scratch_bytes = idle_bytes;
-    made->scratch = idle_scratch;
-    idle_bytes = 0;
-    idle_scratch = NULL;
-  } else {
-    made->scratch = malloc(made->scratch_bytes);
-  }
+  made->scratch = scratch;
   made->first_tag = first_tag;
   made->tags = tags;
   while (*end) end = &(*end)->next;
@@ -90,13 +100,7 @@ int jaxmpi_sum_ended(struct sum *sum) {
   struct sum **at = &sums;
   while (*at != sum) at = &(*at)->next;
   *at = sum->next;
-  if (sum->scratch_bytes > idle_bytes) {
-    free(idle_scratch);
-    idle_scratch = sum->scratch;
-    idle_bytes = sum->scratch_bytes;
-  } else {
-    free(sum->scratch);
-  }
+  free(atomic_exchange(&idle, sum->scratch));
   free(sum);
   return 1;
 }
@@ -182,8 +186,8 @@ static int begin_parts(struct sum *sum) {
     struct part *part = &sum->under_way[i];
     while (!code && !part->sum && sum->begun < sum->record->count) {
       part->sum = sum;
-      part->scratch = sum->scratch + i * sum->record->scratch_bytes;
-      part->tag = (int32_t)(((int64_t)sum->first_tag + sum->begun) % sum->tags);
+      part->scratch = sum->scratch->bytes + i * sum->record->scratch_bytes;
+      part->tag = (int32_t)((sum->first_tag + sum->begun) % sum->tags);
       part->at = sum->record->steps + sum->record->parts[sum->begun++];
       code = resume(part);
     }
@@ -234,8 +238,9 @@ int jaxmpi_sums_go_on(int32_t most_us, const struct pace *pace, int32_t *has_mov
     for (struct sum *sum = sums; sum; sum = sum->next)
       if (sum->ended == sum->record->count) return 0;
     if (pace->is_woken || now_us() >= end_us) return 0;
-    if (moved) idle = 0;
-    if (idle < pace->yields) {
+    if (moved) {
+      idle = -1;
+    } else if (idle < pace->yields) {
       sched_yield();
     } else {
       nanosleep(&(struct timespec){.tv_nsec = 1000 * pace->pause_us}, NULL);
@@ -249,27 +254,33 @@ int jaxmpi_sums_go_on(int32_t most_us, const struct pace *pace, int32_t *has_mov
 XLA_FFI_Error *jaxmpi_compiled_sums(XLA_FFI_CallFrame *frame) {
   static const struct pace pace = {.yields = YIELDS, .pause_us = PAUSE_US};
   if (!is_work(frame)) return NULL;
-  const int32_t *words = words_of(frame);
-  int64_t tag = 0;
+  const int32_t *words = words_of(frame), *numbers = words + 2;
   for (int i = 0; i < words[0]; i++) {
-    const struct record *record = records[words[2 + i]];
+    const struct record *record = records[numbers[i]];
+    if (!record || record->floats != numbers_in(frame->args.args[i]))
+      return error(frame, "jaxmpi: a program of another process; compile it in this one");
+  }
+  int code = 0;
+  int64_t tag = 0;
+  for (int i = 0; !code && i < words[0]; i++) {
+    const struct record *record = records[numbers[i]];
     const XLA_FFI_Buffer *x = frame->args.args[i], *y = frame->rets.rets[i];
-    if (!record) return error(frame, "jaxmpi: a program of another process; compile it in this one");
-    if (x->data != y->data) memcpy(y->data, x->data, numbers_in(x) * sizeof(float));
-    jaxmpi_sum_begin(record, y->data, (int32_t)(tag % words[1]), words[1]);
+    if (x->data != y->data) memcpy(y->data, x->data, record->floats * sizeof(float));
+    if (!jaxmpi_sum_begin(record, y->data, tag, words[1])) code = NO_MEMORY;
     tag += record->count;
   }
-  while (sums) {
+  double waited_s = 0;
+  while (!code && sums) {
     int32_t has_moved;
-    int code = jaxmpi_sums_go_on(INT32_MAX, &pace, &has_moved);
-    if (code) {
-      mpi.failed(words[2], code);
-      return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
-    }
+    code = jaxmpi_sums_go_on(1000000, &pace, &has_moved);
+    waited_s = has_moved ? 0 : waited_s + 1;
+    if (waited_s) mpi.waits(numbers[0], waited_s);
     for (struct sum *sum = sums, *next; sum; sum = next) {
       next = sum->next;
       jaxmpi_sum_ended(sum);
     }
   }
-  return NULL;
+  if (!code) return NULL;
+  mpi.failed(numbers[0], code);
+  return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */
 }

@@ -4,32 +4,37 @@ A message through Python takes 0.1 ms of a core, and a sum on another thread two
 vector takes on the wire. So C carries out what `sum_recorder` has recorded. It knows no algorithm, only steps.
 
 - In a program, a handler sums vectors in the program's own thread, all at once (`summed`).
-- Beside a program the communication thread carries buckets on (`go_on`). There ranks may differ: the same messages come
-  from the sum in Python.
+- Beside a program the communication thread carries buckets on (`go_on`). There some ranks may be in C and others in
+  Python: the messages are the same.
 """
 
 import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
 from jaxmpi.allreduce.algorithms.table import HostSum, parse
 from jaxmpi.allreduce.host_comm import WINDOW, HostComm
-from jaxmpi.allreduce.sum_recorder import CODED, NAMES, RecordedSteps, recorded
+from jaxmpi.allreduce.sum_recorder import CODED, LINE_BYTES, NAMES, RecordedSteps, recorded
 from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
+from jaxmpi.comm.call_comparison import comparison_of
+from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.runtime import failures
 
-MOST_RECORDS = 1 << 16  # of programs
+MOST_RECORDS, NO_MEMORY = 1 << 16, -1  # of programs; no error of MPI's
+NO_MEMORY_LINE = "there is no memory for the messages of a sum"
+TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 # A program that waits looks at once again, as MPI's calls do; after a while it leaves its core to others.
 YIELDS, PAUSE_US = 300, 50
 SOURCE = c_handlers.CSource(
@@ -39,7 +44,9 @@ SOURCE = c_handlers.CSource(
     WIRES=",".join(CODED.values()),
     BLOCK=BLOCK,
     WINDOW=WINDOW,
+    LINE_BYTES=LINE_BYTES,
     MOST_RECORDS=MOST_RECORDS,
+    NO_MEMORY=NO_MEMORY,
     YIELDS=YIELDS,
     PAUSE_US=PAUSE_US,
 )
@@ -48,6 +55,7 @@ FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
 
 
 _numbers = itertools.count()  # of programs' records
+_programs = dict[int, MpiProcesses]()  # by number, whose ranks sum
 
 
 class SumRecord:
@@ -57,7 +65,7 @@ class SumRecord:
         """Take what was recorded, and the communicator of its messages."""
         from mpi4py import MPI
 
-        self.struct = _structs()[1](*made.words(), MPI._handleof(mpi))
+        self.struct = _record_type()(*made.words(), MPI._handleof(mpi))
         self._kept = made, mpi
         self.number: int | None = None  # for programs
 
@@ -83,9 +91,10 @@ class CompiledSum:
     def __init__(self, record: SumRecord, x: np.ndarray, first_tag: int, tags: int) -> None:
         """Nothing is sent before `go_on`."""
         self._library, self._kept = SOURCE.library(), (record, x)
-        self._sum = c_void_p(
-            self._library.jaxmpi_sum_begin(ctypes.byref(record.struct), c_void_p(x.ctypes.data), first_tag, tags)
-        )
+        vector, numbers = c_void_p(x.ctypes.data), map(c_int64, (first_tag, tags))
+        self._sum = c_void_p(self._library.jaxmpi_sum_begin(ctypes.byref(record.struct), vector, *numbers))
+        if not self._sum:
+            raise MemoryError(NO_MEMORY_LINE)
 
     def hold(self, is_held: bool) -> None:
         """Begin no more parts, or begin them again."""
@@ -102,7 +111,7 @@ def record_of(strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | N
 
     None if C cannot carry it out.
     """
-    if SOURCE.unavailable_reason() or not (steps := recorded(HostSum.named(strategy, comm, half), n)):
+    if SOURCE.unavailable_reason(in_programs=False) or not (steps := recorded(HostSum.named(strategy, comm, half), n)):
         return None
     return SumRecord(steps, comm.mpi)
 
@@ -119,14 +128,18 @@ class Pace(ctypes.Structure):
 # ---------------------------------------------------------------- in a program
 
 
+def is_far(comm: Comm) -> TypeGuard[MpiComm]:
+    """Return True for MPI ranks on several hosts."""
+    return isinstance(comm, MpiComm) and len(set(comm.hosts)) > 1
+
+
 def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
     """Sums f32[n], or halves of them, in the program's thread.
 
     All are under way at once. None if a program or the communication thread must make them. That is the same on all
     ranks, which trace it together.
     """
-    is_far = isinstance(comm, MpiComm) and len(set(comm.hosts)) > 1
-    if not (is_far and vectors and parse(strategy).has_sum_on_host(comm.hosts)):
+    if not (is_far(comm) and vectors and parse(strategy).has_sum_on_host(comm.hosts)):
         return None
     if not (numbers := _numbers_of(comm, strategy, half, tuple(x.size for x in vectors))):
         return None
@@ -141,10 +154,15 @@ def _numbers_of(comm: MpiComm, strategy: str, half: str, sizes: tuple[int, ...])
     None of them unless C can carry out all of them on all ranks, which come here together.
     """
     among = _comm_of_programs(comm)
-    records = [among and record_of(strategy, among, half, n) for n in sizes]
-    numbers = tuple(record.numbered() for record in records if record)
-    is_able = len(numbers) == len(sizes) and max(numbers) < MOST_RECORDS
-    return numbers if comm.processes.allreduce_sum(np.array([is_able]))[0] == comm.size else ()
+    records = [record for n in sizes if among and (record := record_of(strategy, among, half, n))]
+    numbers = tuple(record.numbered() for record in records)
+    has_tags = sum(record.struct.count for record in records) <= comm.processes.tags  # one for each part
+    is_able = len(numbers) == len(sizes) and max(numbers) < MOST_RECORDS and has_tags
+    if comm.processes.allreduce_sum(np.array([is_able]))[0] < comm.size:
+        return ()
+    control = _control_of_programs(comm)
+    _programs.update({number: control for number in numbers})
+    return numbers
 
 
 @functools.cache
@@ -155,7 +173,42 @@ def _comm_of_programs(comm: MpiComm) -> HostComm | None:
     """
     if any(comm.processes.allgather_object(SOURCE.unavailable_reason())):
         return None
-    return HostComm(comm.processes.clone(), comm.order, comm.hosts)
+    mpi = comm.processes.clone()
+    comparison_of(comm).name_errors_of(mpi)
+    return HostComm(mpi, comm.order, comm.hosts)
+
+
+@functools.cache
+def _control_of_programs(comm: MpiComm) -> MpiProcesses:
+    """By which ranks that wait find out who is late.
+
+    All make it together.
+    """
+    return comm.processes.on_own_communicator()
+
+
+@ctypes.CFUNCTYPE(None, c_int32, c_double)
+def _waits(number: int, waited_s: float) -> None:
+    """End the job if a rank has waited too long."""
+    control = _programs[number]
+    try:
+        if waited_s > TIMEOUT_S or control.is_asked():
+            late = control.in_job(control.late())
+            raise TrainingError(
+                f"an exchange has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
+                f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){control.roll.where(late)}"
+            )
+    except BaseException as error:
+        failures.fail(error, None)
+
+
+@c_handlers.Failed
+def _failed(number: int, code: int) -> None:
+    """End the job: no memory, or MPI's error in a program."""
+    from mpi4py import MPI
+
+    why = NO_MEMORY_LINE if code == NO_MEMORY else f"MPI: {MPI.Get_error_string(code)}"
+    failures.fail(TrainingError(f"an exchange between hosts: {why}"), None)
 
 
 # ---------------------------------------------------------------- on the communication thread
@@ -171,45 +224,41 @@ def go_on(most_s: float, pace: Pace) -> bool:
         pace: of its looks.
 
     Raises:
-        TrainingError: MPI's.
+        MPI.Exception: of a message.
     """
     from mpi4py import MPI
 
     has_moved = c_int32()
     if code := SOURCE.library().jaxmpi_sums_go_on(int(1e6 * most_s), ctypes.byref(pace), ctypes.byref(has_moved)):
-        raise TrainingError(f"a message of an exchange beside a program: {MPI.Get_error_string(code)}")
+        raise MPI.Exception(code)
     return bool(has_moved)
 
 
-@c_handlers.Failed
-def _failed(number: int, code: int) -> None:
-    """End the job with MPI's error in a program."""
-    from mpi4py import MPI
-
-    failures.fail(TrainingError(f"a sum between hosts: MPI: {MPI.Get_error_string(code)}"), None)
-
-
 @functools.cache
-def _structs() -> tuple[type[ctypes.Structure], type[ctypes.Structure]]:
-    """`struct setup`, which the library has got, and `struct record`."""
+def _record_type() -> type[ctypes.Structure]:
+    """`struct record`, of the library, which has got `struct setup`."""
     from mpi4py import MPI
 
     library, handle = SOURCE.library(), c_handlers.handle_type()
 
     class Setup(ctypes.Structure):
-        _fields_ = (("functions", c_void_p * len(FUNCTIONS)), ("failed", c_handlers.Failed), ("byte", handle))
+        _fields_ = (
+            ("functions", c_void_p * len(FUNCTIONS)),
+            *(("failed", c_handlers.Failed), ("waits", type(_waits))),
+            ("byte", handle),
+        )
 
     class RecordStruct(ctypes.Structure):
         _fields_ = (
             *((name, c_void_p) for name in ("steps", "parts")),
-            *((name, c_int64) for name in ("count", "scratch_bytes")),
+            *((name, c_int64) for name in ("count", "scratch_bytes", "floats")),
             ("comm", handle),
         )
 
     assert ctypes.sizeof(Setup) == library.jaxmpi_sum_setup_bytes()
     assert ctypes.sizeof(RecordStruct) == library.jaxmpi_sum_record_bytes()
     library.jaxmpi_sum_begin.restype = c_void_p
-    setup = Setup(byte=MPI._handleof(MPI.BYTE), failed=_failed)
+    setup = Setup(failed=_failed, waits=_waits, byte=MPI._handleof(MPI.BYTE))
     setup.functions[:] = c_handlers.addresses(FUNCTIONS)
     library.jaxmpi_sum_setup(ctypes.byref(setup))
-    return Setup, RecordStruct
+    return RecordStruct

@@ -1,6 +1,6 @@
 """A strategy's sums of vectors, all at once or one after another."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jaxmpi.allreduce import comm_thread_calls
 from jaxmpi.allreduce.algorithms import Strategy, parse
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
-from jaxmpi.allreduce.compiled_sums import summed
+from jaxmpi.allreduce.compiled_sums import is_far, summed
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
 from jaxmpi.runtime import host_callbacks
 
+SHORT_BYTES = 1 << 20
 MPI_COUNTS = 2**31  # what MPI's counts stay below
 
 
@@ -28,25 +29,38 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
     strategy, flat = parse(name), [x.reshape(-1) for x in vectors]
     if strategy.spec.means:
         return strategy.spec.means(list(vectors), comm, divisor)
-    if in_c := summed(flat, name, comm):
-        totals = in_c
-    elif is_carried(name, comm):
-        labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
-        plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
-        totals = travelled(flat, Calls.of(name, comm, plan, flat, labels, portable=False))
-    else:
+    labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
+    plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
+    totals = many_at_once(flat, name, comm, lambda: Calls.of(name, comm, plan, flat, labels, portable=False))
+    if totals is None:
         check_counts(flat, name, comm)
         totals = [sum_bucket(x, strategy, comm) for x in flat]
     return [(total / divisor).reshape(x.shape) for x, total in zip(vectors, totals, strict=True)]
 
 
-def is_carried(name: str, comm: Comm) -> bool:
-    """Return True if the communication thread makes the sums, as between hosts.
+def many_at_once(
+    vectors: Sequence[jax.Array], name: str, comm: Comm, calls: Callable[[], Calls], half: str = ""
+) -> list[jax.Array] | None:
+    """Sums between hosts, or halves of them, with many messages under way.
 
-    The thread has many messages under way at once. From GPUs such sums may take longer: nobody has measured that.
+    Short ones are C's, in the thread of the program: changes of threads would take longer than they do. Others are the
+    communication thread's, to which a bucket goes as soon as its gradients are there. If that thread cannot make them,
+    they are C's whatever their length. None if neither can.
     """
-    is_far = isinstance(comm, MpiComm) and comm is world() and len(set(comm.hosts)) > 1
-    return is_far and not (comm_thread_calls.unavailable_reason(name, comm) or host_callbacks.why_copies())
+    may_travel = is_carried(name, comm)
+    if not may_travel or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:
+        if totals := summed(vectors, name, comm, half):
+            return totals
+    return travelled(vectors, calls()) if may_travel else None
+
+
+def is_carried(name: str, comm: Comm) -> bool:
+    """Return True if the communication thread can make sums between hosts.
+
+    From GPUs such sums may take longer: nobody has measured that.
+    """
+    may_travel = is_far(comm) and comm is world() and not comm_thread_calls.unavailable_reason(name, comm)
+    return may_travel and not host_callbacks.why_copies()
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:

@@ -49,9 +49,9 @@ from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.comm_thread_handlers import RANK
-from jaxmpi.allreduce.compiled_sums import summed
+from jaxmpi.allreduce.compiled_sums import is_far
 from jaxmpi.allreduce.compression import is_compressor
-from jaxmpi.allreduce.dispatch import check_counts, is_carried
+from jaxmpi.allreduce.dispatch import check_counts, many_at_once
 from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.slice_vectors import (
     MOST_VECTORS,
@@ -281,8 +281,7 @@ class Shards(NamedTuple):
         """f32[n] -> f32[n / w]: this worker's chunk of mean or sum."""
         comm, strategy = self.comm, self.choice.strategy
         divisor = comm.size if self.choice.op == "mean" else 1
-        if self._is_carried(strategy):
-            sums = self._carried(strategy, "scatter", flats)
+        if (sums := self._many_at_once(strategy, "scatter", lambda: flats)) is not None:
             return [total.reshape(comm.size, -1)[self.chunk()] / divisor for total in sums]
         check_counts(flats, strategy, comm)
         return self.halves.scattered(flats, comm, parse(strategy).wire, divisor)
@@ -290,21 +289,23 @@ class Shards(NamedTuple):
     def _rows_of_all(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
         """f32[m] -> f32[w, m] each: all workers' chunks, by number."""
         comm, strategy = self.comm, f"{self.choice.strategy.partition(':')[0]}:{wire}"
-        if self._is_carried(strategy):
-            spread_out = [spread(chunk, comm.size, self.chunk()).reshape(-1) for chunk in chunks]
-            rows = self._carried(strategy, "gather", spread_out)
-        else:
+        rows = self._many_at_once(
+            strategy, "gather", lambda: [spread(chunk, comm.size, self.chunk()).reshape(-1) for chunk in chunks]
+        )
+        if rows is None:
             rows = self.halves.gathered(chunks, comm, WIRES[wire])
         return [row.reshape(comm.size, -1) for row in rows]
 
-    def _is_carried(self, strategy: str) -> bool:
-        """Return True if the communication thread runs the halves, as between hosts."""
-        return self.is_beside or (bool(self.halves.on_host) and is_carried(strategy, self.comm))
-
-    def _carried(self, strategy: str, half: str, flats: list[jax.Array]) -> list[jax.Array]:
-        if not self.is_beside and (sums := summed(flats, strategy, self.comm, half)):
-            return sums
-        return travelled(flats, self.calls(strategy, half, flats))
+    def _many_at_once(
+        self, strategy: str, half: str, flats_of: Callable[[], list[jax.Array]]
+    ) -> list[jax.Array] | None:
+        """A half outside XLA; None where a program makes it."""
+        if self.is_beside:
+            return travelled(flats := flats_of(), self.calls(strategy, half, flats))
+        if not (is_far(self.comm) and self.halves.on_host):
+            return None
+        flats = flats_of()
+        return many_at_once(flats, strategy, self.comm, lambda: self.calls(strategy, half, flats), half)
 
     def calls(self, strategy: str, half: str, flats: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Calls:
         """The calls that carry a half of buckets."""

@@ -1,7 +1,7 @@
 """Records the steps of a sum on the host, for C.
 
 A strategy has one form outside programs, a generator for each part of a vector, which sends, receives, waits and adds
-(`algorithms.spec`). It is run once with a communicator that sends nothing, on a vector of zeros. Its arrays are only
+(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros. Its arrays are only
 places: in the vector, or in the memory that a part uses, of which what nobody holds any more is used again.
 
 A generator must not look at numbers, for it sees zeros. Only what computes by `HostComm.add`, by wires that C has, and
@@ -9,6 +9,7 @@ on memory of `HostComm.empty`, is recorded. Whatever else it does meets an array
 unknown memory, and the sum is left to Python.
 """
 
+import bisect
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from jaxmpi.allreduce.wires import WIRES, HostWire
 STEPS = SEND, RECEIVE, WAIT, ADD, ENCODE, DECODE, END = range(7)
 NAMES = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # in the source
 CODED = {"16": "F16", "bf16": "BF16", "8": "I8"}  # wires, and their names in the source
-LINE_BYTES = 64
+LINE_BYTES, MOST_BYTES = 64, np.iinfo(np.int32).max
 TAG = 0  # of a recorded message; a part has one tag
 
 
@@ -35,15 +36,16 @@ class RecordedSteps(NamedTuple):
 
     steps: np.ndarray  # i64: words, one step after another
     parts: np.ndarray  # i64: where in them each part begins
-    memory_bytes: int  # of a part
+    memory_bytes: int  # of a part, in whole lines
+    floats: int
 
-    def words(self) -> tuple[int, int, int, int]:
-        """Two addresses, the number of parts, bytes of a part."""
-        return self.steps.ctypes.data, self.parts.ctypes.data, len(self.parts), self.memory_bytes
+    def words(self) -> tuple[int, ...]:
+        """Two addresses, the number of parts, bytes of a part, n."""
+        return self.steps.ctypes.data, self.parts.ctypes.data, len(self.parts), self.memory_bytes, self.floats
 
 
 def recorded(total: HostSum, n: int) -> RecordedSteps | None:
-    """The steps of a sum of f32[n]; None if C does not have one of them."""
+    """The steps of a sum; None if C lacks one of them."""
     of = total.comm
     recorder = SumRecorder(of.mpi.rank, n)
     comm = RecordedComm(recorder, of.order, of.hosts, of.numbers)
@@ -54,16 +56,15 @@ def recorded(total: HostSum, n: int) -> RecordedSteps | None:
             for requests in part.of(recorder.x, comm, wire, TAG):
                 recorder.wait(requests)
             recorder.end_part()
-    except (Unrecordable, ValueError):  # ValueError: NumPy's, of an array that cannot be written
+    except Exception:  # Unrecordable, or whatever a strategy of somebody's own runs into on read-only zeros
         return None
-    return RecordedSteps(np.array(recorder.steps, np.int64), np.array(recorder.parts, np.int64), recorder.memory_bytes)
+    steps, parts = (np.array(words, np.int64) for words in (recorder.steps, recorder.parts))
+    return RecordedSteps(steps, parts, in_lines(recorder.memory_bytes), n)
 
 
-class Memory(NamedTuple):
-    """Where an array is while a sum is recorded."""
-
-    address: int
-    size_bytes: int
+def in_lines(size_bytes: int) -> int:
+    """Bytes, rounded up to whole lines of the cache."""
+    return -(-size_bytes // LINE_BYTES) * LINE_BYTES
 
 
 class SumRecorder:
@@ -78,7 +79,8 @@ class SumRecorder:
         self.x.flags.writeable = False
         self.steps, self.parts, self.memory_bytes = list[int](), list[int](), 0
         self._under_way = list[np.ndarray]()  # of messages
-        self._memory = dict[int, Memory]()  # of the part, in use, by its place
+        self._places = list[tuple[int, int]]()  # (begin, end) of the part's memory in use, in order
+        self._begins = dict[int, int]()  # by the id of an array that owns it
 
     def begin_part(self) -> None:
         """Record the steps of another part."""
@@ -108,8 +110,8 @@ class SumRecorder:
         return self._message(RECEIVE, part, source, tag)
 
     def _message(self, step: int, part: np.ndarray, rank: int, tag: int) -> bool:
-        if tag != TAG:
-            raise Unrecordable("a part has tags of its own")
+        if tag != TAG or part.nbytes > MOST_BYTES:
+            raise Unrecordable("a message has a tag of its own, or more bytes than MPI counts")
         self.steps += step, rank, self._place(part), part.nbytes
         self._under_way.append(part)
         return True
@@ -118,15 +120,21 @@ class SumRecorder:
         """Memory, u8[size_bytes]."""
         made = np.zeros(size_bytes, np.uint8)
         made.flags.writeable = False
-        place, lines_bytes = 0, -(-max(1, size_bytes) // LINE_BYTES) * LINE_BYTES
-        for other in sorted(self._memory):  # the first gap that is wide enough
-            if other - place >= lines_bytes:
+        place, lines_bytes = 0, in_lines(max(1, size_bytes))
+        for begin, end in self._places:  # the first gap that is wide enough
+            if begin - place >= lines_bytes:
                 break
-            place = other + -(-max(1, self._memory[other].size_bytes) // LINE_BYTES) * LINE_BYTES
-        self._memory[place] = Memory(made.ctypes.data, size_bytes)
-        weakref.finalize(made, self._memory.pop, place)  # once the sum and its messages have done with it
+            place = end
+        bisect.insort(self._places, (place, place + lines_bytes))
+        self._begins[id(made)] = place
+        weakref.finalize(made, self._free, id(made), (place, place + lines_bytes))
         self.memory_bytes = max(self.memory_bytes, place + size_bytes)
         return made
+
+    def _free(self, owner: int, place: tuple[int, int]) -> None:
+        """The sum and its messages have done with memory."""
+        del self._begins[owner]
+        self._places.remove(place)
 
     def add(self, to: np.ndarray, summands: Sequence[np.ndarray], from_zero: bool) -> None:
         """An addition of arrays, one after another."""
@@ -165,16 +173,16 @@ class SumRecorder:
 
         In the vector 2 * offset, in the part's memory 1 more.
         """
-        if array.size and not array.flags.c_contiguous:
-            raise Unrecordable("an array has gaps")
         if not array.size:
             return 0
-        vector = Memory(self.x.ctypes.data, self.x.nbytes)
-        for kind, begin, whole in ((0, 0, vector), *((1, *each) for each in self._memory.items())):
-            offset = array.ctypes.data - whole.address
-            if 0 <= offset <= whole.size_bytes - array.nbytes:
-                return 2 * (begin + offset) + kind
-        raise Unrecordable("an array is neither of the vector nor of HostComm.empty")
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        is_known = owner is self.x or id(owner) in self._begins
+        if not (is_known and array.flags.c_contiguous):
+            raise Unrecordable("an array has gaps, or is neither of the vector nor of HostComm.empty")
+        offset = array.ctypes.data - owner.ctypes.data
+        return 2 * offset if owner is self.x else 2 * (self._begins[id(owner)] + offset) + 1
 
 
 class RecordedComm(HostComm):

@@ -56,7 +56,7 @@ def addresses(names: Sequence[str]) -> list[int]:
 
 
 class CSource:
-    """A source in C, with a handler of its name for programs."""
+    """A source in C with a handler of its name."""
 
     def __init__(self, path: Path, headers: Sequence[Path] = (), **constants: Any) -> None:
         """Nothing is compiled yet.
@@ -70,15 +70,14 @@ class CSource:
         self._headers = [HEADER, *headers]
         self._loaded: ctypes.CDLL | None = None
         self._trouble: str | None = None
-        self._has_handler = False
         self._lock = threading.RLock()  # programs are lowered by several threads
 
-    def unavailable_reason(self) -> str | None:
-        """Reason why it cannot be used; None if it can.
+    def unavailable_reason(self, in_programs: bool = True) -> str | None:
+        """Reason why it cannot be called, by programs; None if it can.
 
         JAXMPI_FFI=python asks for functions in Python.
         """
-        if self._has_handler and (why := host_callbacks.why_copies()):
+        if in_programs and (why := host_callbacks.why_copies()):
             return why
         if os.environ.get("JAXMPI_FFI") == "python":
             return "JAXMPI_FFI is python"
@@ -98,9 +97,8 @@ class CSource:
             if self._loaded is None:
                 handle = "int" if handle_type() is c_int32 else "void *"
                 loaded = c_library.load(self._path, self._headers, {"HANDLE": handle, **self._constants})
-                if self._has_handler:
-                    capsule = jax.ffi.pycapsule(loaded[self._target])
-                    jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
+                capsule = jax.ffi.pycapsule(loaded[self._target])
+                jax.ffi.register_ffi_target(self._target, capsule, platform="cpu")
                 self._loaded = loaded
             return self._loaded
 
@@ -111,7 +109,6 @@ class CSource:
 
         Its parameters are `results`, of `ShapedArray`s; `effect`, which orders calls; and `words`, i32 for the handler.
         """
-        self._has_handler = True
         made = jax.extend.core.Primitive(self._target)
         made.multiple_results = True
 

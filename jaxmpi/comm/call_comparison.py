@@ -72,9 +72,13 @@ class CallComparison:
         if first == comm.rank:
             c_handlers.say_once("compare and call MPI", reasons[comm.rank])
         self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
-        comm.mpi.Set_errhandler(self._on_mpi_error)
+        self.name_errors_of(comm.mpi)
         comm.processes.roll.lookup = self
         before_mpi_ends(_let_programs_end)
+
+    def name_errors_of(self, mpi: Any) -> None:
+        """Have a communicator's errors name ranks at other exchanges."""
+        mpi.Set_errhandler(self._on_mpi_error)
 
     def number(self, what: str) -> int:
         """Return the next traced exchange's number."""
@@ -144,7 +148,8 @@ class CallComparison:
         """Handler of MPI's errors in an exchange, before mpi4jax ends the job."""
         from mpi4py import MPI
 
-        if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE or not (held := self.held()):
+        kinds = MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS  # of one message, or of one among several
+        if MPI.Get_error_class(code) not in kinds or not (held := self.held()):
             return
         theirs = {rank: number for rank in self._calls.hears if (number := self._number_of(rank, held.count))}
         if set(theirs.values()) - {held.number}:

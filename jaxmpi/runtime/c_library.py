@@ -18,7 +18,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime.caches import cache_folder
 
 COMPILE_S = 120.0  # at most; it takes 0.2 s
-FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-fast-math", "-shared", "-fPIC", "-pthread")
 
 
 def compiler() -> list[str]:

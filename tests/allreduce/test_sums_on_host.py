@@ -176,14 +176,14 @@ SomeAreComplete = CFUNCTYPE(c_int, c_int, POINTER(c_int), POINTER(c_int), POINTE
 class Setup(ctypes.Structure):
     _fields_ = (
         *(("isend", Isend), ("irecv", Isend), ("testsome", SomeAreComplete)),
-        *(("failed", c_void_p), ("byte", c_int)),
+        *(("failed", c_void_p), ("waits", c_void_p), ("byte", c_int)),
     )
 
 
 class RecordStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("steps", "parts")),
-        *((name, c_int64) for name in ("count", "memory_bytes")),
+        *((name, c_int64) for name in ("count", "memory_bytes", "floats")),
         ("comm", c_int),
     )
 
@@ -233,7 +233,8 @@ class InC:
     def begin(self, rank: int, made: RecordedSteps, x: np.ndarray) -> None:
         record = RecordStruct(*made.words(), rank)
         self._kept += record, made, x
-        self.sums[rank] = self.library.jaxmpi_sum_begin(ctypes.byref(record), c_void_p(x.ctypes.data), 5, 1 << 20)
+        at, numbers = c_void_p(x.ctypes.data), (c_int64(5), c_int64(1 << 20))
+        self.sums[rank] = self.library.jaxmpi_sum_begin(ctypes.byref(record), at, *numbers)
 
     def go_on(self, most_s: float) -> None:
         """Carry them on until the first has ended; forget that one."""
@@ -330,6 +331,16 @@ def another_tag(rows, comm, wire, tag):
     yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag + 1)
 
 
+def waits_itself(rows, comm, wire, tag) -> Iterator[Requests]:
+    for request in comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag):
+        request.Wait()
+    yield from ()
+
+
+def looks_at_numbers(rows, comm, wire, tag):
+    yield comm.shift(rows[int(1 / rows[0][0])].view(np.uint8), rows[1].view(np.uint8), tag)
+
+
 def a_copy(rows, comm, wire, tag):
     received = comm.empty(rows[1].nbytes)
     yield comm.shift(rows[0].view(np.uint8), received, tag)
@@ -338,7 +349,11 @@ def a_copy(rows, comm, wire, tag):
 
 @pytest.mark.parametrize(
     ("steps", "is_recorded"),
-    [(a_copy, True), *((each, False) for each in (numpy_adds, own_memory, waits_for_one, waits_for_none, another_tag))],
+    [
+        (a_copy, True),
+        *((each, False) for each in (numpy_adds, own_memory, waits_for_one, waits_for_none, waits_itself)),
+        *((each, False) for each in (another_tag, looks_at_numbers)),
+    ],
 )
 def test_a_sum_that_c_would_make_otherwise_is_left_to_python(steps, is_recorded):
     comm = HostComm(Rank(Network(0), 0), (0, 1), (0, 1))

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 from jaxmpi.allreduce.algorithms.spec import (
     ALL,
@@ -50,7 +51,8 @@ def summed_slice_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -
         to, source = (place + step) % size, (place - step) % size
         parts[numbers[source]] = received = comm.empty(wire.size_bytes(mine.size))
         yield comm.swap(wire.encode(rows[numbers[to]]), order[to], received, order[source], tag)
-    total = wire.decode(parts[0])
+    total = comm.empty(mine.nbytes).view(np.float32)
+    comm.add(total, [wire.decode(parts[0])])
     for number in range(1, size):
         comm.add(total, [total, wire.decode(parts[number])])
     comm.add(mine, [total])

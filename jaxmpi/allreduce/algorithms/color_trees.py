@@ -103,9 +103,9 @@ def up_and_down(
     if children:
         received = [comm.empty(wire.size_bytes(mine.size)) for _ in children]
         yield [r for child, into in zip(children, received, strict=True) for r in comm.receive(into, child, tag)]
-        theirs = [wire.decode(message) for message in received]
-        comm.add(theirs[0], theirs, from_zero=True)  # as there: no sum is -0
-        comm.add(mine, [mine, theirs[0]])
+        total = comm.empty(mine.nbytes).view(np.float32)
+        comm.add(total, [wire.decode(message) for message in received], from_zero=True)  # as there: no sum is -0
+        comm.add(mine, [mine, total])
     sent = wire.encode(mine)
     if parent >= 0:
         yield comm.send(sent, comm.order[parent], tag)
