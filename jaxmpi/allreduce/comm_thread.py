@@ -240,7 +240,8 @@ class CommThread:
         for pending in ended:
             pending.sum = pending.begin_in_c = None
         for pending in ended:
-            self._end(pending)
+            if not pending.summed.is_set():  # by the end of one before it
+                self._end(pending)
         return has_moved
 
     def _check_time(self) -> None:

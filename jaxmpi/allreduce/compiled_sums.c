@@ -3,6 +3,8 @@
    `compiled_sums.py` records the steps and says what they are for. A part goes on whenever all its messages have come:
    it adds, begins its next messages, and so on to its end. A thread's sums are its own, so nothing here is locked. */
 
+#define _POSIX_C_SOURCE 200809L /* clock_gettime, nanosleep */
+
 #include <sched.h>
 #include <time.h>
 
@@ -250,6 +252,13 @@ int jaxmpi_sums_go_on(int32_t most_us, const struct pace *pace, int32_t *has_mov
 
 /* ---------------------------------------------------------------- in a program */
 
+/* Parts that have not ended. */
+static int64_t parts_left(void) {
+  int64_t left = 0;
+  for (const struct sum *sum = sums; sum; sum = sum->next) left += sum->record->count - sum->ended;
+  return left;
+}
+
 /* Sum all operands in place. Words: how many, how many tags there are, each one's record. */
 XLA_FFI_Error *jaxmpi_compiled_sums(XLA_FFI_CallFrame *frame) {
   static const struct pace pace = {.yields = YIELDS, .pause_us = PAUSE_US};
@@ -260,19 +269,19 @@ XLA_FFI_Error *jaxmpi_compiled_sums(XLA_FFI_CallFrame *frame) {
     if (!record || record->floats != numbers_in(frame->args.args[i]))
       return error(frame, "jaxmpi: a program of another process; compile it in this one");
   }
-  int code = 0;
+  int code = 0, i = 0;
   int64_t tag = 0;
-  for (int i = 0; !code && i < words[0]; i++) {
-    const struct record *record = records[numbers[i]];
-    const XLA_FFI_Buffer *x = frame->args.args[i], *y = frame->rets.rets[i];
-    if (x->data != y->data) memcpy(y->data, x->data, record->floats * sizeof(float));
-    if (!jaxmpi_sum_begin(record, y->data, tag, words[1])) code = NO_MEMORY;
-    tag += record->count;
-  }
   double waited_s = 0;
-  while (!code && sums) {
+  while (!code && (sums || i < words[0])) {
+    for (; !code && i < words[0] && parts_left() < WINDOW; i++) {
+      const struct record *record = records[numbers[i]];
+      const XLA_FFI_Buffer *x = frame->args.args[i], *y = frame->rets.rets[i];
+      if (x->data != y->data) memcpy(y->data, x->data, record->floats * sizeof(float));
+      if (!jaxmpi_sum_begin(record, y->data, tag, words[1])) code = NO_MEMORY;
+      tag += record->count;
+    }
     int32_t has_moved;
-    code = jaxmpi_sums_go_on(1000000, &pace, &has_moved);
+    if (!code) code = jaxmpi_sums_go_on(1000000, &pace, &has_moved);
     waited_s = has_moved ? 0 : waited_s + 1;
     if (waited_s) mpi.waits(numbers[0], waited_s);
     for (struct sum *sum = sums, *next; sum; sum = next) {

@@ -55,7 +55,7 @@ FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
 
 
 _numbers = itertools.count()  # of programs' records
-_programs = dict[int, MpiProcesses]()  # by number, whose ranks sum
+_programs = dict[int, MpiComm]()  # by number, whose ranks sum
 
 
 class SumRecord:
@@ -160,8 +160,8 @@ def _numbers_of(comm: MpiComm, strategy: str, half: str, sizes: tuple[int, ...])
     is_able = len(numbers) == len(sizes) and max(numbers) < MOST_RECORDS and has_tags
     if comm.processes.allreduce_sum(np.array([is_able]))[0] < comm.size:
         return ()
-    control = _control_of_programs(comm)
-    _programs.update({number: control for number in numbers})
+    _control_of_programs(comm)
+    _programs.update({number: comm for number in numbers})
     return numbers
 
 
@@ -190,13 +190,14 @@ def _control_of_programs(comm: MpiComm) -> MpiProcesses:
 @ctypes.CFUNCTYPE(None, c_int32, c_double)
 def _waits(number: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
-    control = _programs[number]
     try:
+        comm = _programs[number]
+        control = _control_of_programs(comm)
         if waited_s > TIMEOUT_S or control.is_asked():
             late = control.in_job(control.late())
             raise TrainingError(
                 f"an exchange has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
-                f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){control.roll.where(late)}"
+                f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){comm.processes.roll.where(late)}"
             )
     except BaseException as error:
         failures.fail(error, None)

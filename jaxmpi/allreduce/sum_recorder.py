@@ -1,18 +1,18 @@
 """Records the steps of a sum on the host, for C.
 
 A strategy has one form outside programs, a generator for each part of a vector, which sends, receives, waits and adds
-(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros. Its arrays are only
-places: in the vector, or in the memory that a part uses, of which what nobody holds any more is used again.
+(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros. Its arrays are only places:
+in the vector, or in the memory that a part uses, of which what nobody holds any more is used again.
 
-A generator must not look at numbers, for it sees zeros. Only what computes by `HostComm.add`, by wires that C has, and
-on memory of `HostComm.empty`, is recorded. Whatever else it does meets an array that cannot be written, or one of
-unknown memory, and the sum is left to Python.
+Only what computes by `HostComm.add`, by wires that C has, and on memory of `HostComm.empty`, is recorded. Whatever else
+it does meets numbers that cannot be looked at, an array that cannot be written, or one of unknown memory, and the sum
+is left to Python.
 """
 
 import bisect
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -67,6 +67,32 @@ def in_lines(size_bytes: int) -> int:
     return -(-size_bytes // LINE_BYTES) * LINE_BYTES
 
 
+class Place(np.ndarray):
+    """An array of which only the place is known.
+
+    Whoever looks at its numbers is refused.
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part, which is an array."""
+        if not isinstance(part := super().__getitem__(key), Place):
+            raise Unrecordable("a sum looks at numbers")
+        return part
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Of NumPy's operations."""
+        self._refuse()
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
+        """Of NumPy's functions."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise Unrecordable("a sum looks at numbers")
+
+    __bool__ = __int__ = __float__ = _refuse
+
+
 class SumRecorder:
     """Records steps, in the place of a communicator of mpi4py."""
 
@@ -75,8 +101,9 @@ class SumRecorder:
 
         The vector f32[n] takes no memory, since nobody writes to it.
         """
-        self.rank, self.x = rank, np.zeros(n, np.float32)
-        self.x.flags.writeable = False
+        self.rank, self._vector = rank, np.zeros(n, np.float32)
+        self._vector.flags.writeable = False
+        self.x = self._vector.view(Place)
         self.steps, self.parts, self.memory_bytes = list[int](), list[int](), 0
         self._under_way = list[np.ndarray]()  # of messages
         self._places = list[tuple[int, int]]()  # (begin, end) of the part's memory in use, in order
@@ -129,7 +156,7 @@ class SumRecorder:
         self._begins[id(made)] = place
         weakref.finalize(made, self._free, id(made), (place, place + lines_bytes))
         self.memory_bytes = max(self.memory_bytes, place + size_bytes)
-        return made
+        return made.view(Place)
 
     def _free(self, owner: int, place: tuple[int, int]) -> None:
         """The sum and its messages have done with memory."""
@@ -178,11 +205,11 @@ class SumRecorder:
         owner = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        is_known = owner is self.x or id(owner) in self._begins
+        is_known = owner is self._vector or id(owner) in self._begins
         if not (is_known and array.flags.c_contiguous):
             raise Unrecordable("an array has gaps, or is neither of the vector nor of HostComm.empty")
         offset = array.ctypes.data - owner.ctypes.data
-        return 2 * offset if owner is self.x else 2 * (self._begins[id(owner)] + offset) + 1
+        return 2 * offset if owner is self._vector else 2 * (self._begins[id(owner)] + offset) + 1
 
 
 class RecordedComm(HostComm):

@@ -337,8 +337,19 @@ def waits_itself(rows, comm, wire, tag) -> Iterator[Requests]:
     yield from ()
 
 
-def looks_at_numbers(rows, comm, wire, tag):
-    yield comm.shift(rows[int(1 / rows[0][0])].view(np.uint8), rows[1].view(np.uint8), tag)
+def looks_at_one(rows, comm, wire, tag):
+    if rows[0][0] == 0:
+        yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
+
+
+def looks_at_all(rows, comm, wire, tag):
+    if not rows[0].any():
+        yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
+
+
+def looks_at_the_largest(rows, comm, wire, tag):
+    if np.max(np.abs(rows[0])) < 1:
+        yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
 
 
 def a_copy(rows, comm, wire, tag):
@@ -352,7 +363,7 @@ def a_copy(rows, comm, wire, tag):
     [
         (a_copy, True),
         *((each, False) for each in (numpy_adds, own_memory, waits_for_one, waits_for_none, waits_itself)),
-        *((each, False) for each in (another_tag, looks_at_numbers)),
+        *((each, False) for each in (another_tag, looks_at_one, looks_at_all, looks_at_the_largest)),
     ],
 )
 def test_a_sum_that_c_would_make_otherwise_is_left_to_python(steps, is_recorded):

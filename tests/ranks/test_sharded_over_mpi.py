@@ -26,7 +26,7 @@ from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import PendingExchange, comm_thread
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, DONE, OPEN, START, exchange_handlers
-from jaxmpi.allreduce.compiled_sums import record_of
+from jaxmpi.allreduce.compiled_sums import SOURCE, record_of
 from jaxmpi.allreduce.host_comm import HostComm
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
@@ -434,6 +434,7 @@ def test_a_bucket_is_begun_when_none_of_an_earlier_turn_is_under_way():
     assert begun == [6, 7, 2, 3, 4, 5]
 
 
+@pytest.mark.skipif(bool(SOURCE.unavailable_reason(in_programs=False)), reason="it is in Python")
 @pytest.mark.skipif(SIZE == 1, reason="there is no thread")
 def test_a_sum_in_c_waits_for_those_of_an_earlier_turn():
     thread, control = comm_thread(), exchange_handlers().control
