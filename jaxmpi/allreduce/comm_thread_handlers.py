@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.comm_thread import THREAD, Opening, PendingExchange, comm_thread, same_calls
-from jaxmpi.allreduce.compiled_sums import record_of
+from jaxmpi.allreduce.compiled_sums import CompiledSum, record_of
 from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.control import MpiProcesses
@@ -152,7 +152,7 @@ class ExchangeHandlers:
         tags, begin = self.control.tags, None
         first_tag = (number + first) % tags
         if record := record_of(strategy, self.comm, half, x.size):
-            begin, steps = functools.partial(record.begun, x, first_tag, tags), iter(())
+            begin, steps = functools.partial(CompiledSum, record, x, first_tag, tags), iter(())
         else:
             total = HostSum.named(strategy, self.comm, half)
             steps = total.of(x, [(first_tag + i) % tags for i in range(total.segments(x.size))])

@@ -1,6 +1,6 @@
 /* Sums between hosts: recorded steps, carried out with many parts of a vector under way at once.
 
-   `compiled_sums.py` records the steps and says what they are for. A part goes on whenever all its messages have come:
+   `sum_recorder.py` records the steps, and `compiled_sums.py` says what they are for. A part goes on whenever all its messages have come:
    it adds, begins its next messages, and so on to its end. A thread's sums are its own, so nothing here is locked. */
 
 #define _POSIX_C_SOURCE 200809L /* clock_gettime, nanosleep */

@@ -3,7 +3,7 @@
 A message through Python takes 0.1 ms of a core, and a sum on another thread two changes of threads: more than a short
 vector takes on the wire. So C carries out what `sum_recorder` has recorded. It knows no algorithm, only steps.
 
-- In a program, a handler sums vectors in the program's own thread, all at once (`summed`).
+- In a program, a handler sums vectors in the program's own thread (`summed`).
 - Beside a program the communication thread carries buckets on (`go_on`). There some ranks may be in C and others in
   Python: the messages are the same.
 """
@@ -52,8 +52,6 @@ SOURCE = c_handlers.CSource(
 )
 _sums_p = SOURCE.primitive(is_in_place=True)
 FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
-
-
 _numbers = itertools.count()  # of programs' records
 _programs = dict[int, MpiComm]()  # by number, whose ranks sum
 
@@ -77,19 +75,15 @@ class SumRecord:
                 SOURCE.library().jaxmpi_sum_record(self.number, ctypes.byref(self.struct))
         return self.number
 
-    def begun(self, x: np.ndarray, first_tag: int, tags: int) -> "CompiledSum":
-        """Begin to sum f32[n], which is C-contiguous, in place.
-
-        Part i has tag first_tag + i modulo tags.
-        """
-        return CompiledSum(self, x, first_tag, tags)
-
 
 class CompiledSum:
     """A sum that C carries out in the thread that calls it."""
 
     def __init__(self, record: SumRecord, x: np.ndarray, first_tag: int, tags: int) -> None:
-        """Nothing is sent before `go_on`."""
+        """Begin to sum f32[n], C-contiguous, in place.
+
+        Nothing is sent before `go_on`. Part i has tag first_tag + i modulo tags.
+        """
         self._library, self._kept = SOURCE.library(), (record, x)
         vector, numbers = c_void_p(x.ctypes.data), map(c_int64, (first_tag, tags))
         self._sum = c_void_p(self._library.jaxmpi_sum_begin(ctypes.byref(record.struct), vector, *numbers))
@@ -136,7 +130,7 @@ def is_far(comm: Comm) -> TypeGuard[MpiComm]:
 def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
     """Sums f32[n], or halves of them, in the program's thread.
 
-    All are under way at once. None if a program or the communication thread must make them. That is the same on all
+    Several are under way at once. None if a program or the communication thread must make them. That is the same on all
     ranks, which trace it together.
     """
     if not (is_far(comm) and vectors and parse(strategy).has_sum_on_host(comm.hosts)):
@@ -199,7 +193,7 @@ def _waits(number: int, waited_s: float) -> None:
                 f"an exchange has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
                 f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){comm.processes.roll.where(late)}"
             )
-    except BaseException as error:
+    except BaseException as error:  # ctypes would swallow it, and the program wait on
         failures.fail(error, None)
 
 

@@ -20,8 +20,8 @@ from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.allreduce.wires import WIRES, HostWire
 
-STEPS = SEND, RECEIVE, WAIT, ADD, ENCODE, DECODE, END = range(7)
-NAMES = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # in the source
+NAMES = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # of steps, in the source
+SEND, RECEIVE, WAIT, ADD, ENCODE, DECODE, END = range(len(NAMES))
 CODED = {"16": "F16", "bf16": "BF16", "8": "I8"}  # wires, and their names in the source
 LINE_BYTES, MOST_BYTES = 64, np.iinfo(np.int32).max
 TAG = 0  # of a recorded message; a part has one tag
@@ -196,7 +196,7 @@ class SumRecorder:
         return HostWire(size_bytes, encode, decode)
 
     def _place(self, array: np.ndarray) -> int:
-        """Where an array is, as C reads it.
+        """The place of an array, as C reads it.
 
         In the vector 2 * offset, in the part's memory 1 more.
         """
@@ -216,9 +216,9 @@ class RecordedComm(HostComm):
     """A HostComm whose messages and additions a `SumRecorder` records."""
 
     def empty(self, size_bytes: int) -> np.ndarray:
-        """As of HostComm."""
+        """Memory, u8[size_bytes]."""
         return self.mpi.empty(size_bytes)
 
     def add(self, to: np.ndarray, summands: Sequence[np.ndarray], from_zero: bool = False) -> None:
-        """As of HostComm."""
+        """Sum f32[n] arrays from first to last, all on 0 if `from_zero`."""
         self.mpi.add(to, summands, from_zero)

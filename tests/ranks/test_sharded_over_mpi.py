@@ -26,7 +26,7 @@ from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import PendingExchange, comm_thread
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, DONE, OPEN, START, exchange_handlers
-from jaxmpi.allreduce.compiled_sums import SOURCE, record_of
+from jaxmpi.allreduce.compiled_sums import SOURCE, CompiledSum, record_of
 from jaxmpi.allreduce.host_comm import HostComm
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
@@ -434,7 +434,7 @@ def test_a_bucket_is_begun_when_none_of_an_earlier_turn_is_under_way():
     assert begun == [6, 7, 2, 3, 4, 5]
 
 
-@pytest.mark.skipif(bool(SOURCE.unavailable_reason(in_programs=False)), reason="it is in Python")
+@pytest.mark.skipif(bool(SOURCE.unavailable_reason(in_programs=False)), reason="C is not to be had")
 @pytest.mark.skipif(SIZE == 1, reason="there is no thread")
 def test_a_sum_in_c_waits_for_those_of_an_earlier_turn():
     thread, control = comm_thread(), exchange_handlers().control
@@ -449,7 +449,7 @@ def test_a_sum_in_c_waits_for_those_of_an_earlier_turn():
         thread.hand_over(earlier)
         until(lambda: earlier in thread._begun)
     later = PendingExchange(
-        "later", x, iter(()), turn=2, begin_in_c=functools.partial(record.begun, x, 0, control.tags)
+        "later", x, iter(()), turn=2, begin_in_c=functools.partial(CompiledSum, record, x, 0, control.tags)
     )
     thread.hand_over(later)
     assert not later.summed.wait(0.3)

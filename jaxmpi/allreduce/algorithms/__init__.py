@@ -12,7 +12,8 @@ one at 2.
 
 In NumPy a sum changes this rank's vector in place and is a generator: if it must wait it yields the requests it waits
 for. So one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions
-and roundings are those in the program: the same bits.
+and roundings are those in the program: the same bits. A sum that adds by `HostComm.add`, on memory of `HostComm.empty`,
+is carried out in C.
 
 What a sum was encoded to is what all workers decode, the one that made it included: so all hold the same bits. A place
 is an index into `comm.order`: ranks of one host are neighbours.
