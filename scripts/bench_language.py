@@ -4,17 +4,19 @@
     python scripts/bench_language.py --hosts 1 2 --shrink 1              the article's size: 9 GB of memory a host
     python scripts/bench_language.py --hosts 1 2 --shrink 64 --rounds 2  seconds
 
-The model is `lm300m` with words, width and cells divided by --shrink, a whole number. Of the whole size two hosts fit
-into 20 GB; 2 leaves 75 million params, of which eight do. On each number of hosts a step of plain SGD takes turns with
-the same one without an exchange. The exchange is predicted by the cost model of `auto` and `jaxmpi plan`, from a probe
-on two hosts.
+The model is `lm300m` with words, width and cells divided by --shrink. Of the whole size two hosts fit into 20 GB, and
+eight of 1.7, which leaves 104 million params. On each number of hosts a step of plain SGD takes turns with one that
+exchanges beside the backward pass and with one without an exchange. The exchange is predicted by the cost model of
+`auto` and `jaxmpi plan`, from a probe on two hosts.
 
 Emulated hosts share this machine's cores, so computing takes longer the more there are; --rate limits links alone. So
-the last columns take one host's computing time for all: what hosts with as many cores of their own would do.
+the last columns take one host's computing time for all: what hosts with as many cores of their own would do. With
+overlap they add what an exchange adds to a step here, which is too much: cores of one's own would hide more.
 """
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ import numpy as np
 import plan_check
 
 import jaxmpi
-from jaxmpi.allreduce import autotune
+from jaxmpi.allreduce import autotune, overlap
+from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm import control
+from jaxmpi.model.contract import Model
 from jaxmpi.models.lstm import lstm
 
 WORDS, WIDTH, CELLS, WINDOW, BATCH = 72_000, 1024, 8192, 20, 32  # of lm300m, and the article's batch
@@ -36,10 +40,13 @@ STRATEGY = "ring:32"
 # ---------------------------------------------------------------- inside a job
 
 
-def times_of_steps(shrink: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the slowest rank's steps with and without an exchange."""
+def times_of_steps(shrink: float, rounds: int) -> dict[str, list[float]]:
+    """Seconds of steps: exchange behind the backward pass, beside it, and none.
+
+    Each is the slowest rank's.
+    """
     jaxmpi.world()
-    model = lstm(WORDS // shrink, WINDOW, WIDTH // shrink, CELLS // shrink)
+    model = shrunk(shrink)
     params, state = jax.jit(model.init)(jax.random.key(0), model.example())
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.classes, (BATCH, WINDOW + 1)), jnp.int32)
 
@@ -48,43 +55,69 @@ def times_of_steps(shrink: int, rounds: int) -> dict[str, list[float]]:
         log_p = jax.nn.log_softmax(logits)
         return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1))
 
-    def step(params: Any, strategy: str) -> Any:
-        grads = jax.grad(loss)(params)
-        grads = jaxmpi.exchange(grads, strategy) if strategy else grads
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    def run(exchange: Callable[[Any, Order], Any]) -> harness.Run:
+        order = Order()
+        gradients = order.of(lambda params: (jax.grad(loss)(params), None))
 
-    def run(strategy: str) -> harness.Run:
-        compiled = jax.jit(lambda params: step(params, strategy))
-        return lambda: jax.block_until_ready(compiled(params))
+        def step(params: Any) -> Any:
+            grads, _ = gradients(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, exchange(grads, order))
 
-    steps = {"whole": run(STRATEGY), "alone": run("")}
+        compiled = jax.jit(step, donate_argnums=0)
+
+        def once() -> None:
+            nonlocal params  # in turn of all three: eight hosts have room for one copy each
+            params = jax.block_until_ready(compiled(params))
+
+        return once
+
+    steps = {
+        "behind": run(lambda grads, _: jaxmpi.exchange(grads, STRATEGY)),
+        "beside": run(lambda grads, order: overlap.exchange(grads, STRATEGY, order=order)),
+        "alone": run(lambda grads, _: grads),
+    }
     return harness.take_turns(steps, rounds, warm_up=1, clock=lambda work: autotune.slowest(control.processes(), work))
 
 
 # ---------------------------------------------------------------- outside
 
 
-def floats(shrink: int) -> int:
+def shrunk(shrink: float) -> Model:
+    """The model with words, width and cells divided."""
+    words, width, cells = (int(whole / shrink) for whole in (WORDS, WIDTH, CELLS))
+    return lstm(words, WINDOW, width, cells)
+
+
+def floats(shrink: float) -> int:
     """Params of the model."""
-    model = lstm(WORDS // shrink, WINDOW, WIDTH // shrink, CELLS // shrink)
+    model = shrunk(shrink)
     params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-HEADINGS = (
-    "hosts", "step s", "without exchange s", "exchange s", "predicted s", "samples/s", "predicted",
-    "with cores of their own", "predicted",
-)  # fmt: skip
+def rows_of(seconds: dict[int, dict[str, list[float]]], predicted: dict[int, float]) -> list[dict[str, float]]:
+    """A row per number of hosts, from median steps and predicted exchanges.
 
-
-def rows_of(seconds: dict[int, dict[str, list[float]]], exchange: dict[int, float]) -> list[list[float]]:
-    """A row per number of hosts, from median steps and predicted exchanges."""
+    Names in `_s` are seconds of a step, the others samples/s.
+    """
     rows, own = [], statistics.median(seconds[min(seconds)]["alone"])
     for hosts, found in seconds.items():
-        whole, alone = (statistics.median(found[name]) for name in ("whole", "alone"))
-        sent = statistics.median(np.subtract(found["whole"], found["alone"])) if hosts > 1 else 0.0
-        samples = [hosts * BATCH / each for each in (whole, alone + exchange[hosts], own + sent, own + exchange[hosts])]
-        rows.append([hosts, whole, alone, sent, exchange[hosts], *samples])
+        behind, beside, alone = (statistics.median(found[name]) for name in ("behind", "beside", "alone"))
+        more = [
+            statistics.median(np.subtract(found[name], found["alone"])) if hosts > 1 else 0.0
+            for name in ("behind", "beside")
+        ]
+        steps = {
+            "behind": behind,
+            "beside": beside,
+            "predicted": alone + predicted[hosts],
+            "own cores": own + more[0],
+            "own cores, beside": own + more[1],
+            "own cores, predicted": own + predicted[hosts],
+        }
+        of_steps = {"behind_s": behind, "beside_s": beside, "alone_s": alone, "exchange_s": more[0]}
+        samples = {name: hosts * BATCH / step_s for name, step_s in steps.items()}
+        rows.append({"hosts": hosts, **of_steps, "predicted_s": predicted[hosts], **samples})
     return rows
 
 
@@ -93,7 +126,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rate", default="10gbit", help="of each host's link")
-    parser.add_argument("--shrink", type=int, default=2, help="divides words, width and cells of lm300m")
+    parser.add_argument("--shrink", type=float, default=2, help="divides words, width and cells of lm300m")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
@@ -117,8 +150,9 @@ def main() -> None:
         for n in sorted(options.hosts)
     }
     rows = rows_of(seconds, exchange)
-    cells = [[hosts, *(f"{s:.3f}" for s in row[:4]), *(f"{rate:.1f}" for rate in row[4:])] for hosts, *row in rows]
-    print(harness.table(HEADINGS, cells))
+    digits = {name: 0 if name == "hosts" else 3 if name.endswith("_s") else 1 for name in rows[0]}
+    cells = [[f"{value:.{digits[name]}f}" for name, value in row.items()] for row in rows]
+    print(harness.table(list(rows[0]), cells))
     harness.save(options.json, {"floats": size, "seconds": seconds, "predicted_s": exchange, "rows": rows})
 
 

@@ -13,6 +13,7 @@ too, and goes on past one that cannot run here.
 """
 
 import argparse
+import collections
 import contextlib
 import csv
 import datetime
@@ -522,26 +523,37 @@ OF_40 = 370 / 675  # ms of a step with 1 and with 40 workers, Gibiansky 2017
 
 def samples(printed: list[str], files: list[str]) -> Values:
     """Samples/s of `bench_language.py` over those of one host, measured and predicted."""
-    rows = {int(row[0]): row[5:] for row in json.loads(files[0])["rows"]}
-    one, most = rows[min(rows)], max(rows)
-    ours = {"samples/s of a worker, most / 1": rows[most][2] / most / one[2]}
-    ours["samples/s of a worker, most / 1, predicted"] = rows[most][3] / most / one[3]
-    for hosts, (here, predicted_here, own, predicted) in rows.items():
-        if hosts != min(rows):
-            ours |= {f"{hosts} hosts / 1, shared cores": here / one[0], f"{hosts} hosts / 1, own cores": own / one[2]}
-            ours[f"{hosts} hosts, predicted / measured, shared cores"] = predicted_here / here
-            ours[f"{hosts} hosts, predicted / measured, own cores"] = predicted / own
+    one, *others = sorted(json.loads(files[0])["rows"], key=lambda row: row["hosts"])
+    ours: Values = {}
+    for row in others:
+        hosts = int(row["hosts"])
+        for name, kind in (("shared", ""), ("own", "own cores")):
+            behind, beside = row[kind or "behind"], row[f"{kind}, beside" if kind else "beside"]
+            predicted = row[f"{kind}, predicted" if kind else "predicted"]
+            ours[f"{hosts} hosts / 1, {name} cores"] = behind / one[kind or "behind"]
+            ours[f"{hosts} hosts / 1, {name} cores, overlap"] = beside / one[kind or "behind"]
+            ours[f"{hosts} hosts, predicted / measured, {name} cores"] = predicted / behind
+    most = others[-1]
+    of_one = most["hosts"] * one["own cores"]
+    ours["samples/s of a worker, most / 1"] = most["own cores, beside"] / of_one
+    ours["samples/s of a worker, most / 1, without overlap"] = most["own cores"] / of_one
+    ours["samples/s of a worker, most / 1, without overlap, predicted"] = most["own cores, predicted"] / of_one
     return ours
 
 
 def scaling_of_samples(printed: list[str], files: list[str]) -> list[Panel]:
     """Samples/s over one host's, by hosts: measured, predicted and the paper's."""
-    rows = [(int(row[0]), row[5:]) for row in json.loads(files[0])["rows"]]
-    one = rows[0][1]
-    at = [float(hosts) for hosts, _ in rows]
+    rows = json.loads(files[0])["rows"]
+    at = [float(row["hosts"]) for row in rows]
+    drawn = {
+        "shared cores": ("behind", "behind"),
+        "own cores": ("own cores", "own cores"),
+        "own cores, with overlap": ("own cores, beside", "own cores"),
+        "own cores, predicted": ("own cores, predicted", "own cores"),
+    }
     series = {
-        name: [(n, rates[i] / one[i]) for n, (_, rates) in zip(at, rows, strict=True)]
-        for name, i in (("measured, shared cores", 0), ("measured, own cores", 2), ("predicted, own cores", 3))
+        name: [(n, row[of] / rows[0][base]) for n, row in zip(at, rows, strict=True)]
+        for name, (of, base) in drawn.items()
     }
     series["the paper, between 1 and 40"] = [(n, 1 + (n - 1) * (40 * OF_40 - 1) / 39) for n in at]
     over = Quantity("samples/s over one host's", base=None)
@@ -813,8 +825,8 @@ JOBS = {
 # ---------------------------------------------------------------- running, writing
 
 
-def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, list[Panel], list[str]]:
-    """Run the lines; return our values, their panels, and the lines.
+def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, list[Panel], list[str], str]:
+    """Run the lines; return our values, panels, the lines, and when.
 
     Raises:
         UsageError: a script is not there, failed, took too long, or printed what cannot be read.
@@ -838,11 +850,23 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, li
         printed.append(output_of(line, options.timeout_s, lines[-1]))
         files += [text for text in (written(out),) if text]
     if options.show:
-        return {}, [], lines
+        return {}, [], lines, ""
+    kept = [written(path) for path in sorted(folder.glob("kept_*.jsonl")) if not options.quick]
     try:
-        return job.read(printed, files), job.panels(printed, files) if job.panels else [], lines
+        values, panels = job.read(printed, files), job.panels(printed, files) if job.panels else []
+        return values, panels, lines, days_of(kept) or f"{datetime.date.today()}"
     except (ArithmeticError, LookupError, StopIteration, ValueError) as error:
         raise UsageError(f"{lines} printed what cannot be read: {error!r}") from error
+
+
+def days_of(kept: Sequence[str]) -> str:
+    """Days and commits of recorded runs; some may be of earlier days."""
+    runs = collections.Counter(
+        (row.get("day", "before runs had a day"), row.get("commit", "")[:8])
+        for text in kept
+        for row in map(json.loads, text.splitlines())
+    )
+    return ", ".join(f"{day} ({n} runs at {commit or 'no commit'})" for (day, commit), n in sorted(runs.items()))
 
 
 def output_of(line: list[str], timeout_s: float, shown: str) -> str:
@@ -885,7 +909,13 @@ def rows_of(theirs: Values, ours: Values) -> list[dict[str, Any]]:
 
 
 def write(
-    name: str, job: Job, rows: Sequence[dict[str, Any]], panels: Sequence[Panel], lines: Sequence[str], folder: Path
+    name: str,
+    job: Job,
+    rows: Sequence[dict[str, Any]],
+    panels: Sequence[Panel],
+    lines: Sequence[str],
+    when: str,
+    folder: Path,
 ) -> None:
     """Write a CSV, a page, and a picture of panels or bars."""
     with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -896,10 +926,10 @@ def write(
     if panels or of:
         bars = [(text, value, value, value) for text, value in of.items()]
         plots.save(panels or [Bars(job.source, Quantity("", base=None), bars, colours=2)], folder / f"{name}.png")
-    (folder / f"{name}.md").write_text(page(name, job, rows, lines))
+    (folder / f"{name}.md").write_text(page(name, job, rows, lines, when))
 
 
-def page(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
+def page(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[str], when: str) -> str:
     """A section of docs/papers.md; standard errors stand behind what they are of."""
     errors = {row["quantity"].removesuffix(ERROR): row["ours"] for row in rows if row["quantity"].endswith(ERROR)}
     shown = []
@@ -909,7 +939,7 @@ def page(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[st
         shown += [] if row["quantity"].endswith(ERROR) else [cells]
     table = harness.table(("quantity", "paper", "ours", "ours / paper"), shown)
     cores = len(os.sched_getaffinity(0))
-    machine = f"{platform.machine()}, {cores} cores, {platform.system()}, {datetime.date.today():%Y-%m-%d}."
+    machine = f"{platform.machine()}, {cores} cores, {platform.system()}, {when}."
     commands = [f"    {line}" for line in lines]
     return "\n".join(
         [f"## {name}: {job.source}", "", *commands, "", *([table] if rows else []), "", f"{job.remark} {machine}", ""]
@@ -962,10 +992,10 @@ def reproduce(name: str, options: argparse.Namespace) -> str:
     job = job._replace(remark=f"A try with --quick, so figures mean nothing. {job.remark}") if options.quick else job
     check(job.over_hosts or not options.hosts, f"--hosts: {name} runs on this machine alone; leave it out")
     folder.mkdir(parents=True, exist_ok=True)
-    ours, panels, lines = run(job, options, folder)
+    ours, panels, lines, when = run(job, options, folder)
     if options.show:
         return ""
-    write(name, job, rows_of(job.theirs(options), ours), panels, lines, folder)
+    write(name, job, rows_of(job.theirs(options), ours), panels, lines, when, folder)
     return (folder / f"{name}.md").read_text()
 
 

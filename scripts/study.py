@@ -20,6 +20,7 @@ asynchronous rules and strategies of MPI need.
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import io
 import itertools
 import json
@@ -41,7 +42,7 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import NotFinite
 from jaxmpi.observe import plots
 from jaxmpi.rules import registry
-from jaxmpi.runtime import device_setup, failures, launchers, prepare
+from jaxmpi.runtime import device_setup, failures, launchers, prepare, provenance
 from jaxmpi.trainer import main as trainer_main
 
 Cell = dict[str, str]  # flag of the trainer to value; "workers" among them
@@ -197,8 +198,13 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: str, launch
     device_setup.make_cpu_devices(chosen.devices)
     with failures.at_work():
         for seed in seeds:
-            row = {"experiment": experiment, "cell": cell, "seed": seed}
+            row = {"experiment": experiment, "cell": cell, "seed": seed} | run_now()
             run_seed(dataclasses.replace(chosen, seed=seed), path.stem, row, Path(out))
+
+
+def run_now() -> dict[str, str]:
+    """The day and the commit of a run that begins."""
+    return {"day": f"{datetime.date.today()}", "commit": provenance.commit(ROOT)}
 
 
 def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> None:

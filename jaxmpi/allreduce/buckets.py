@@ -52,8 +52,6 @@ class Order:
         """The same function; its first call shares the order inside the host.
 
         Communicates: the order that the host's first rank found, once; all ranks of the host make that call together.
-
-        Communicates: the order that the host's first rank found, once, inside the host.
         """
 
         def call(*args: PyTree) -> PyTree:

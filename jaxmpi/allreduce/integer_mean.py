@@ -7,6 +7,7 @@ divided as integers.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmpi.core.errors import check
 
@@ -26,14 +27,15 @@ def halves(x: jax.Array) -> jax.Array:
     return jnp.stack([(x >> (bits // 2)).astype(signed), low.astype(signed)], -1)
 
 
-def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The mean of integers, a float, from the sum of their `halves`.
+def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike, is_whole: bool = False) -> jax.Array:
+    """The mean of integers from the sum of their `halves`.
 
-    The mean is within 2 ulp. The mean's whole part is exact: it and the rest come from divisions of integers.
+    It is a float within 2 ulp or, if `is_whole`, the mean's whole part, an integer. That is exact: it and the rest
+    come from divisions of integers.
     """
     real = jnp.result_type(float)
     if jnp.iinfo(dtype).bits < 32:
-        return total.astype(real) / workers
+        return lax.div(total, jnp.full_like(total, workers)) if is_whole else total.astype(real) / workers
     shift = jnp.iinfo(dtype).bits // 2
     check(
         workers <= MOST, f"a mean of {jnp.dtype(dtype)}: got {workers} workers; expected at most {MOST}: cast to floats"
@@ -43,4 +45,4 @@ def mean_of_halves(total: jax.Array, workers: int, dtype: jax.typing.DTypeLike) 
     whole = (high.astype(dtype) << shift) + low.astype(dtype)
     rounds_up = ((whole < 0) & (rest > 0)).astype(dtype)  # towards 0: parts of two signs would cancel
     whole, rest = whole + rounds_up, rest - rounds_up.astype(rest.dtype) * workers
-    return whole.astype(real) + rest.astype(real) / workers
+    return whole if is_whole else whole.astype(real) + rest.astype(real) / workers

@@ -87,7 +87,7 @@ class Shards(NamedTuple):
     """
 
     choice: Choice
-    clip_norm: float = 0.0  # largest norm of the whole mean gradient; 0: no clipping
+    clip_norm: float = 0.0  # largest norm of the whole mean or summed gradient; 0: no clipping
     gives_square: bool = False  # whether `scatter` is to give |g|^2 of the whole mean gradient g, before clipping
     deal: Deal | None = None  # which worker has which leaves; None: each a slice of every leaf
     gather_wire: str = "32"  # of new params; with a coarser one, of their changes
@@ -494,7 +494,8 @@ def sharded(
         op: mean or sum, of gradients.
         comm: as of `exchange`.
         bucket_bytes: as of `exchange`; for slices outside jit on one host at most 1 MiB, if it is a number.
-        clip_norm: largest global norm of the mean gradient, as `optax.clip_by_global_norm` before tx; 0: any.
+        clip_norm: largest global norm of the mean gradient, or of the sum by `op`, as `optax.clip_by_global_norm`
+            before tx; 0: any.
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
             updates bring params to within a rounding of it. Params must then be changed by these updates alone.
         cost: of the update of a whole tensor, by its shape; workers get tensors of about equal cost in all. Muon's is

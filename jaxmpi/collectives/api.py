@@ -67,8 +67,8 @@ def reduce(x: PyTree, op: str = "sum", root: int = 0, *, comm: Any = None, dtype
 def reduce_scatter(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
     """Row r of the reduction, on rank r: [w, ...] to [...].
 
-    Arguments, errors: as `allreduce`. Communicates: an all-to-all; rows are combined in rank order. Transpose:
-    `allgather`.
+    Arguments, errors: as `allreduce`. Communicates: an all-to-all; rows are combined in rank order. Started, it is
+    `MPI_Ireduce_scatter_block`, which adds in the MPI library's order. Transpose: `allgather`.
     """
     return _reduced("reduce_scatter", x, op, comm, dtype)
 
@@ -106,7 +106,7 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
         summands = [_summand(leaf) for leaf in leaves]
         sums = _each(operation, summands, chosen, given, means_of=dtypes, op="sum", root=root)
         added = chosen.size if root is None or chosen.rank == root else 1
-        results = [_divided(y, added, leaf.dtype) for y, leaf in zip(sums, leaves, strict=True)]
+        results = [_divided(y, added, leaf.dtype, of) for y, leaf, (_, of) in zip(sums, leaves, plans, strict=True)]
     else:
         results = _each(operation, leaves, chosen, given, op=op, root=root)
     finished = [y.astype(narrow) for y, (_, narrow) in zip(results, plans, strict=True)]
@@ -120,9 +120,11 @@ def _summand(x: jax.Array) -> jax.Array:
     return halves(x) if jnp.issubdtype(x.dtype, jnp.integer) else x
 
 
-def _divided(total: jax.Array, workers: int, dtype: Any) -> jax.Array:
+def _divided(total: jax.Array, workers: int, dtype: Any, result: Any) -> jax.Array:
     """The mean of leaves of a dtype from the sum of `_summand`s."""
-    return mean_of_halves(total, workers, dtype) if jnp.issubdtype(dtype, jnp.integer) else total / workers
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return total / workers
+    return mean_of_halves(total, workers, dtype, is_whole=bool(jnp.issubdtype(result, jnp.integer)))
 
 
 def _dtype(operation: str, dtype: Any) -> Any:
@@ -147,7 +149,8 @@ def _plan(operation: str, path: str, leaf: Any, op: str, dtype: Any) -> tuple[An
         check(is_bool or is_integer, f"{where} is {mine}; {op} expects bools or integers")
         return (jnp.uint8 if is_bool else mine), dtype or mine
     is_complex = jnp.issubdtype(mine, jnp.complexfloating)
-    check(not (is_complex and op in ("max", "min")), f"{where} is {mine}, which has no order; {op} its parts")
+    has_order = not jnp.issubdtype(dtype or mine, jnp.complexfloating)
+    check(has_order or op not in ("max", "min"), f"{where} is {dtype or mine}, which has no order; {op} its parts")
     is_real = dtype is not None and not jnp.issubdtype(dtype, jnp.complexfloating)
     check(
         not (is_complex and is_real),
@@ -516,8 +519,8 @@ def _groups(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[i
     groups: list[list[int]] = []
     open_groups: dict[Any, tuple[list[int], int]] = {}
     for i, (leaf, mean_of) in enumerate(zip(leaves, means_of, strict=True)):
-        group, held_bytes = open_groups.get((leaf.dtype, mean_of), ([], BUCKET_BYTES))
-        if held_bytes + leaf.nbytes > BUCKET_BYTES:
+        group, held_bytes = open_groups.get((leaf.dtype, mean_of), ([], 0))
+        if not group or held_bytes + leaf.nbytes > BUCKET_BYTES:
             group, held_bytes = [], 0
             groups.append(group)
         group.append(i)

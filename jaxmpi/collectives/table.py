@@ -57,7 +57,10 @@ def neutral(op: str, dtype: Any) -> Any:
             return infinity
         return np.array(jnp.finfo(dtype).min if op == "max" else jnp.finfo(dtype).max, dtype)  # it has no infinity
     if op == "and":
-        return np.invert(np.zeros((), dtype))
+        ones = (
+            True if dtype == jnp.bool_ else jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
+        )
+        return np.array(ones, dtype)  # numpy.invert has no integers of 4 bits
     return np.array(op == "prod", dtype)
 
 

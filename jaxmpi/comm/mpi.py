@@ -19,7 +19,7 @@ from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, Turn, check_has_part
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.shared_compile import shared_jit
 from jaxmpi.comm.shared_sum import SharedSum
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import launchers
 
@@ -166,12 +166,20 @@ class MpiComm(RankComm):
             color: any number from 0 on, or "host": one communicator for each host.
             key: order of ranks in the new communicator.
 
-        Communicates: `MPI_Comm_split`.
+        Communicates: an allgather of colors, then `MPI_Comm_split`.
+
+        Raises:
+            UsageError: some ranks give "host", others a number.
         """
         from mpi4py import MPI
 
         color = color_of(color)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
+        given = self.processes.allgather_object(color)
+        if "host" in given and (others := [rank for rank, each in enumerate(given) if isinstance(each, int)]):
+            at_host, at_number = (self.processes.numbers[rank] for rank in (given.index("host"), others[0]))
+            got = f"rank {at_host} gave 'host', rank {at_number} the number {given[others[0]]}"
+            raise UsageError(f"split: color: {got}; expected 'host' of all ranks with a part, or numbers")
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
         return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else NoPart()

@@ -229,7 +229,7 @@ def _begin(file: io.FileIO, folder: Path, job: dict[str, Any]) -> bool:
         begun is None or _is_of(begun, job),
         f"{folder}: begun from something else: {_changed(begun, job)}; give another folder, or delete this one",
     )
-    if begun is None:
+    if begun is None and not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
         file.truncate(0)
         write_all(file, json.dumps(job).encode())
     return begun is None

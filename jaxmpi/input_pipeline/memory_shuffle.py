@@ -61,11 +61,13 @@ class Shuffle(NamedTuple):
     moved_bytes: int  # that came to this process from others
 
 
-def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float) -> str:
+def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float, travels: bool) -> str:
     """Words for the user: where the records are, and when they move."""
     of_auto = " (auto)" if is_auto else ""
     if sampler.parts == 1:
         how = f"each has all of it (groups of 1 worker{of_auto}), and indices are shuffled"
+    elif not travels:
+        how = f"groups of {sampler.parts} workers{of_auto} have one copy each, in one process, which shuffles indices"
     else:
         how = f"groups of {sampler.parts} workers{of_auto} have one copy each, shuffled {period_words(sampler)}"
     return f"training data in memory, {worker_bytes / 1e6:,.1f} MB a worker: {how}; loaded in {load_s:.1f} s"

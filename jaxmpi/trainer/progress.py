@@ -66,7 +66,8 @@ class ProgressLog:
         worker_bytes, load_s = self.workers.processes.allgather_array(mine).max(axis=0).tolist()
         place = {"examples": len(memory.source), "group_size": memory.sampler.parts}
         self.recorder.write("memory", step=step, **place, worker_bytes=int(worker_bytes), load_s=load_s)
-        self.recorder.say(in_words(memory.sampler, memory.source.data.group_size == "auto", worker_bytes, load_s))
+        is_auto, travels = memory.source.data.group_size == "auto", memory.group is not None
+        self.recorder.say(in_words(memory.sampler, is_auto, worker_bytes, load_s, travels))
 
     def _shuffles(self) -> list[Shuffle]:
         """Unrecorded shuffles done on all ranks: the slowest rank's seconds, all bytes."""

@@ -366,6 +366,7 @@ def test_one_worker_fills_a_status(no_launcher):
         (lambda: mpi.allreduce(jnp.ones(3), "plus"), r"allreduce: op: got 'plus'; expected one of sum, mean, prod"),
         (lambda: mpi.allreduce({"w": jnp.ones(3)}, "xor"), r"leaf 'w' is float32; xor expects bools or integers"),
         (lambda: mpi.allreduce(1j, "max"), r"complex64, which has no order"),
+        (lambda: mpi.allreduce(1.0, "max", dtype=jnp.complex64), r"complex64, which has no order"),
         (lambda: mpi.scan(1j, dtype=jnp.float32), r"got float32, which would drop its imaginary part; scan x.real"),
         (
             lambda: mpi.allreduce(0.5, "mean", dtype=int),

@@ -235,6 +235,7 @@ def test_a_packing_that_was_stopped_goes_on(tmp_path):
     assert packing.pack(whole, tmp_path / "a", PNG).records == 40  # done already
     with pytest.raises(UsageError, match="packed from something else: examples: got 39, expected 40"):
         packing.pack(noise(39), tmp_path / "a", PNG)
+    assert packing.pack(whole, tmp_path / "a", PNG).records == 40  # the refused job is not what was begun here
 
 
 def cut(path: Path) -> None:

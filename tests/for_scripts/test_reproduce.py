@@ -1,18 +1,22 @@
 """The papers' tables by one command: what is run, read and written."""
 
+import argparse
 import csv
 import importlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxmpi.config import experiment_file
 from launching import ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 reproduce = importlib.import_module("reproduce")
+language = importlib.import_module("bench_language")
 BENCH = {
     "cases": [
         {
@@ -182,7 +186,7 @@ def test_errors_by_workers_and_points_lost():
     of_ratio = ours["AlexNet, 2 workers of 128 at 0.01, over 1 worker, standard error"]
     assert of_ratio == pytest.approx(1.5 * relative)
     assert "GoogLeNet, 1 worker of 32 at 0.01, top-5 error %, standard error" not in ours  # of one seed nobody knows
-    page = reproduce.page("table1", reproduce.JOBS["table1"], reproduce.rows_of(theirs("table1"), ours), [])
+    page = reproduce.page("table1", reproduce.JOBS["table1"], reproduce.rows_of(theirs("table1"), ours), [], "today")
     assert "| AlexNet, 2 workers of 128 at 0.01, top-5 error % | 19.8 | 4.5 ± 1.5 | 0.227 |" in page
     assert "| AlexNet, 2 workers of 128 at 0.01, top-1 error % |  | 45 ± 15 |  |" in page
     assert "standard error |" not in page
@@ -198,13 +202,20 @@ def test_errors_by_workers_and_points_lost():
 
 
 def test_samples_of_a_language_model():
-    rows = [[1, 1.0, 1.0, 0.0, 0.0, 32, 32, 32, 32], [2, 4.0, 2.0, 2.0, 1.0, 16, 20, 48, 60]]
+    """A step of 1 s alone; 2 hosts take 2 s each, an exchange 2 s more, 1 s more beside it, and 1 s as predicted."""
+    steps = {
+        1: {"behind": [1.0], "beside": [1.0], "alone": [1.0]},
+        2: {"behind": [4.0], "beside": [3.0], "alone": [2.0]},
+    }
+    rows = language.rows_of(steps, {1: 0.0, 2: 1.0})
     ours = reproduce.JOBS["baidu"].read([], [json.dumps({"rows": rows})])
-    assert ours["samples/s of a worker, most / 1"] == 48 / 2 / 32
+    assert ours["samples/s of a worker, most / 1"] == pytest.approx(1 / 2)
+    assert ours["samples/s of a worker, most / 1, without overlap"] == pytest.approx(1 / 3)
     assert ours["2 hosts / 1, shared cores"] == 0.5
-    assert ours["2 hosts, predicted / measured, own cores"] == 1.25
+    assert ours["2 hosts / 1, shared cores, overlap"] == pytest.approx(2 / 3)
+    assert ours["2 hosts, predicted / measured, own cores"] == 1.5
     panel = reproduce.JOBS["baidu"].panels([], [json.dumps({"rows": rows})])[0]
-    assert panel.series["measured, own cores"] == [(1.0, 1.0), (2.0, 1.5)]
+    assert panel.series["own cores, with overlap"] == [(1.0, 1.0), (2.0, 1.0)]
 
 
 def test_the_paper_is_asked_for_as_many_workers():
@@ -334,25 +345,50 @@ def test_the_models_are_those_of_the_papers(tmp_path, capsys):
     assert "-m jaxmpi.models" in capsys.readouterr().out
 
 
+class Parsed(Exception):
+    """A script has taken its command line, and is not to run."""
+
+
+def parse_alone(monkeypatch, words: list[str]) -> None:
+    """Run a line until its parser is content."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parsed(*args, **kwargs):
+        parse_args(*args, **kwargs)
+        raise Parsed
+
+    is_module = words[0] == "-m"
+    module = importlib.import_module(f"{words[1]}.__main__" if is_module else Path(words[0]).stem)
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        patch.setattr(sys, "argv", words[is_module:])
+        with pytest.raises(Parsed):
+            module.main()
+
+
 @pytest.mark.parametrize("name", reproduce.JOBS)
-def test_every_line_is_of_a_script_that_takes_it(name, tmp_path, capsys):
-    """Only shown, on this machine and on emulated hosts."""
-    for more in ([], ["--hosts", "4"]) if reproduce.JOBS[name].over_hosts else ([],):
-        words = [word for line in reproduce.JOBS[name].lines(reproduce.parse([name])) for word in line]
-        if not all((ROOT / word).is_file() for word in words if word.startswith("scripts/")):
-            with pytest.raises(SystemExit, match="not there in this version"):
-                reproduce.main([name, "--show", "--out", str(tmp_path)])
-            return
-        reproduce.main([name, "--show", "--out", str(tmp_path), *more])
-        shown = capsys.readouterr().out
-        assert bool(more) == ("--rate 200mbit" in shown)
-        print(shown)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+ ")]
-    assert lines
-    assert not any(sys.executable in line for line in lines)  # a page names no machine's paths
-    for line in lines:
-        scripts = [word for word in line.split() if word.endswith(".py")]
-        assert all((ROOT / script).is_file() for script in scripts)
+@pytest.mark.parametrize("more", [(), ("--quick",), ("--hosts", "4")], ids=["whole", "quick", "hosts"])
+def test_every_line_is_taken_by_its_script(name, more, tmp_path, capsys, monkeypatch):
+    if "--hosts" in more and not reproduce.JOBS[name].over_hosts:
+        pytest.skip("on one machine alone")
+    reproduce.main([name, "--show", "--out", str(tmp_path), *more])
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("+ ")]
+    assert shown
+    assert not any(sys.executable in line for line in shown)  # a page names no machine's paths
+    assert ("--hosts" in more) == any("--rate 200mbit" in line for line in shown)
+    for line in shown:
+        words = shlex.split(line.rpartition("python ")[2])
+        if words[:3] == ["-m", "jaxmpi.tools.cli", "train"]:
+            chosen, _ = experiment_file.parse(words[5:])
+            assert chosen.exchange.strategy.startswith("asa")
+        else:
+            parse_alone(monkeypatch, words)
+
+
+def test_a_page_of_recorded_runs_says_of_which_days_and_commits_they_are():
+    old, new = {"seed": 0}, {"seed": 1, "day": "2026-11-28", "commit": "0123456789+"}
+    kept = ["\n".join(map(json.dumps, (old, new, new)))]
+    assert reproduce.days_of(kept) == "2026-11-28 (2 runs at 01234567), before runs had a day (1 runs at no commit)"
 
 
 def test_what_runs_on_one_machine_alone_says_so():

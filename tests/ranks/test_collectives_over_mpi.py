@@ -155,6 +155,8 @@ def test_the_first_rank_of_an_exscan_has_the_neutral_number_of_the_users_dtype()
         x = jnp.ones(2, dtype)
         got = [float(mpi.exscan(x, op)[0]) for op in ("max", "min")]
         assert got == ([1, 1] if RANK else [least, largest])
+    for dtype, ones in (("int4", -1), ("uint4", 15), ("bool", True)):
+        assert int(mpi.exscan(jnp.zeros(2, dtype), "and")[0]) == (0 if RANK else ones)
 
 
 def test_means_of_integers_do_not_wrap():
@@ -169,7 +171,8 @@ def test_means_of_integers_do_not_wrap():
             assert got.dtype == jnp.float32
             assert np.allclose(got, np.float32(expected[dtype]), rtol=2.0**-22, atol=0)
     assert mpi.reduce(x["int32"], "mean")[-1] == (-RANK if RANK else -middle)
-    assert mpi.allreduce(x["uint8"], "mean", dtype=jnp.uint8)[0] == 200
+    for whole in (jnp.uint8(200), jnp.uint16(65535), jnp.int32(2**24 + 1), jnp.int32(-(2**24) - 1)):
+        assert mpi.allreduce(whole, "mean", dtype=whole.dtype) == whole  # a mean in float32 could not say these
     assert jaxmpi.exchange({"seen": np.uint8(200), "n": 2**31 - 1}) == {"seen": 200, "n": np.float32(2**31 - 1)}
 
 
@@ -196,6 +199,10 @@ def test_ranks_compare_what_they_were_given_before_it_is_cast_and_packed():
         (({"a": b}, {"b": b}), r"rank 1: leaf.a: got nothing, expected float32\[3\]"),
         (({"a": b, "b": b}, {"a": b}), r"rank 1: leaf.b: got nothing, expected float32\[3\]"),
         ((b.astype(jnp.bfloat16), b), r"rank 1: dtypes: got \['float32'\], expected \['bfloat16', 'sent as float32'\]"),
+        (
+            ({"a": a[:0], "b": a, "c": b}, {"a": a[:0], "b": b, "c": a}),
+            r"rank 1: leaf.b: got float32\[3\], expected float32\[2, 3\] \(rank 0\)",
+        ),
         ((b > 0, jnp.int32(b)), r"rank 1: dtypes: got \['int32'\], expected \['bool', 'sent as int32'\]"),
     ]
     for ranks_own, message in pairs:
@@ -226,6 +233,12 @@ def test_parts_of_the_world_work_like_the_world():
     on_host = COMM.split("host")
     assert on_host
     assert float(mpi.allreduce(x, comm=on_host)) == sum(range(SIZE))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+def test_a_split_by_hosts_and_by_numbers_is_refused():
+    with pytest.raises(jaxmpi.UsageError, match=r"rank 0 gave 'host', rank 1 the number 0; expected 'host' of all"):
+        COMM.split(0 if RANK else "host")
 
 
 def test_a_rank_without_a_part_is_refused_and_does_not_take_part_in_the_world():

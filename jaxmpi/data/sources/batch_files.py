@@ -260,9 +260,10 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
     those that were there go first, so what is not finished does not open.
 
     Raises:
-        UsageError: no example; an image that is not u8[height, width, channels], or not of the first one's shape; or a
-            file cannot be written, such as on a full disk: which.
+        UsageError: no example, or no row; an image that is not u8[height, width, channels], or not of the first one's
+            shape; or a file cannot be written, such as on a full disk: which.
     """
+    check(rows > 0, f"rows: got {rows}; expected how many images a file has, from 1 on")
     check(len(source) > 0, f"{getattr(source, 'name', 'the source')}: got no examples to write")
     folder, labels, names = Path(root) / split, Path(labels_path(str(root), split)), _names(-(-len(source) // rows))
     with _writing(folder):
