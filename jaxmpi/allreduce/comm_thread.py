@@ -256,6 +256,8 @@ class CommThread:
         if waited_s <= PATIENT_S:
             return
         for pending in self._begun:
+            if pending.turn > self._turn:  # it waits for others of this rank's
+                continue
             if pending.control and (waited_s > TIMEOUT_S or pending.control.is_asked()):
                 late = pending.control.in_job(pending.control.late())
                 raise TrainingError(

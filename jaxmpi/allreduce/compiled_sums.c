@@ -18,7 +18,8 @@ struct setup {
   int (*isend)(const void *, int, handle, int, int, handle, handle *);
   int (*irecv)(void *, int, handle, int, int, handle, handle *);
   int (*testsome)(int, handle *, int *, int *, void *);
-  void (*failed)(int32_t number, int32_t code);   /* of a program's record; it ends the job */
+  int64_t status_bytes, error_at, in_status; /* of MPI_Status, of its MPI_ERROR; the code that says to look there */
+  void (*failed)(int32_t number, int32_t code);  /* of a program's record; it ends the job */
   void (*waits)(int32_t number, double seconds); /* likewise, if it was too long */
   handle byte;
 };
@@ -29,7 +30,7 @@ struct pace { /* of looks that find nothing: first some that yield, then pauses.
 
 struct record {
   const int64_t *steps, *parts; /* words of all steps; where each part begins */
-  int64_t count, scratch_bytes, floats; /* of parts; of one part's memory; of the vector */
+  int64_t count, scratch_bytes, floats, digest; /* of parts; of one part's memory; of the vector; of what is summed */
   handle comm;
 };
 
@@ -113,14 +114,24 @@ static char *place(const struct part *part, int64_t where) {
   return (where & 1 ? part->scratch : part->sum->x) + (where >> 1);
 }
 
+static int grow(void **array, size_t bytes) {
+  void *grown = realloc(*array, bytes);
+  if (grown) *array = grown;
+  return !grown;
+}
+
+/* Make room for one more message; return NO_MEMORY, or 0. */
+static int reserve(void) {
+  int more = 2 * room + 64;
+  if (awaited < room) return 0;
+  if (grow((void **)&requests, more * sizeof *requests) || grow((void **)&owners, more * sizeof *owners) ||
+      grow((void **)&complete, more * sizeof *complete) || grow((void **)&statuses, more * sizeof *statuses))
+    return NO_MEMORY;
+  room = more;
+  return 0;
+}
+
 static handle *next_request(struct part *part) {
-  if (awaited == room) {
-    room = 2 * room + 64;
-    requests = realloc(requests, room * sizeof *requests);
-    owners = realloc(owners, room * sizeof *owners);
-    complete = realloc(complete, room * sizeof *complete);
-    statuses = realloc(statuses, room * sizeof *statuses);
-  }
   owners[awaited] = part;
   part->awaited++;
   return &requests[awaited++];
@@ -148,7 +159,8 @@ static int resume(struct part *part) {
   for (;;) {
     const int64_t *at = part->at;
     handle comm = part->sum->record->comm;
-    int code = 0;
+    int code = reserve();
+    if (code) return code;
     switch (at[0]) {
       case SEND: /* to whom, where, bytes */
         code = mpi.isend(place(part, at[2]), (int)at[3], mpi.byte, (int)at[1], part->tag, comm, next_request(part));
@@ -197,13 +209,25 @@ static int begin_parts(struct sum *sum) {
   return code;
 }
 
+/* The error of one of the messages that have come. */
+static int error_of_one(int found) {
+  for (int i = 0; i < found && i < awaited; i++) {
+    int code;
+    memcpy(&code, (char *)statuses + i * mpi.status_bytes + mpi.error_at, sizeof code);
+    if (code) return code;
+  }
+  return (int)mpi.in_status;
+}
+
 /* Look once at all messages; go on with the parts whose messages have all come. */
 static int look(int32_t *has_moved) {
   int found = 0, code = 0, kept = 0, many = 0;
   if (awaited) code = mpi.testsome(awaited, requests, &found, complete, statuses);
-  if (code || found <= 0) return code;
+  if (code) return code == mpi.in_status ? error_of_one(found) : code;
+  if (found <= 0) return 0;
   *has_moved = 1;
   struct part **ready = malloc(found * sizeof *ready);
+  if (!ready) return NO_MEMORY;
   for (int i = 0; i < found; i++) {
     struct part **owner = &owners[complete[i]];
     if (!--(*owner)->awaited) ready[many++] = *owner;
@@ -259,14 +283,15 @@ static int64_t parts_left(void) {
   return left;
 }
 
-/* Sum all operands in place. Words: how many, how many tags there are, each one's record. */
+/* Sum all operands in place. Words: how many, how many tags there are, each one's record, each one's digest. */
 XLA_FFI_Error *jaxmpi_compiled_sums(XLA_FFI_CallFrame *frame) {
   static const struct pace pace = {.yields = YIELDS, .pause_us = PAUSE_US};
   if (!is_work(frame)) return NULL;
   const int32_t *words = words_of(frame), *numbers = words + 2;
   for (int i = 0; i < words[0]; i++) {
     const struct record *record = records[numbers[i]];
-    if (!record || record->floats != numbers_in(frame->args.args[i]))
+    int is_same = record && record->floats == numbers_in(frame->args.args[i]);
+    if (!is_same || record->digest != numbers[words[0] + i])
       return error(frame, "jaxmpi: a program of another process; compile it in this one");
   }
   int code = 0, i = 0;
@@ -280,8 +305,9 @@ XLA_FFI_Error *jaxmpi_compiled_sums(XLA_FFI_CallFrame *frame) {
       if (!jaxmpi_sum_begin(record, y->data, tag, words[1])) code = NO_MEMORY;
       tag += record->count;
     }
-    int32_t has_moved;
+    int32_t has_moved = 0;
     if (!code) code = jaxmpi_sums_go_on(1000000, &pace, &has_moved);
+    if (code) break;
     waited_s = has_moved ? 0 : waited_s + 1;
     if (waited_s) mpi.waits(numbers[0], waited_s);
     for (struct sum *sum = sums, *next; sum; sum = next) {

@@ -11,6 +11,7 @@ vector takes on the wire. So C carries out what `sum_recorder` has recorded. It 
 import ctypes
 import functools
 import itertools
+import zlib
 from collections.abc import Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.table import HostSum, parse
+from jaxmpi.allreduce.algorithms.spec import StrategySpec
+from jaxmpi.allreduce.algorithms.table import ALIASES, STRATEGIES, HostSum, parse
 from jaxmpi.allreduce.host_comm import WINDOW, HostComm
 from jaxmpi.allreduce.sum_recorder import CODED, LINE_BYTES, NAMES, RecordedSteps, recorded
 from jaxmpi.allreduce.wires import BLOCK
@@ -28,6 +30,7 @@ from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.polling import survives_losses
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.runtime import failures
@@ -52,6 +55,7 @@ SOURCE = c_handlers.CSource(
 )
 _sums_p = SOURCE.primitive(is_in_place=True)
 FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
+ODD = 0x5A17  # in MPI_ERROR, to see where it is
 _numbers = itertools.count()  # of programs' records
 _programs = dict[int, MpiComm]()  # by number, whose ranks sum
 
@@ -59,11 +63,12 @@ _programs = dict[int, MpiComm]()  # by number, whose ranks sum
 class SumRecord:
     """The steps of a sum of f32[n] on this rank, for C."""
 
-    def __init__(self, made: RecordedSteps, mpi: Any) -> None:
-        """Take what was recorded, and the communicator of its messages."""
+    def __init__(self, made: RecordedSteps, mpi: Any, what: Any) -> None:
+        """Take what was recorded, the communicator of its messages, and names that tell it from others."""
         from mpi4py import MPI
 
-        self.struct = _record_type()(*made.words(), MPI._handleof(mpi))
+        self.digest = zlib.crc32(repr(what).encode()) >> 1
+        self.struct = _record_type()(*made.words(), self.digest, MPI._handleof(mpi))
         self._kept = made, mpi
         self.number: int | None = None  # for programs
 
@@ -99,15 +104,37 @@ class CompiledSum:
         return bool(self._library.jaxmpi_sum_ended(self._sum))
 
 
-@functools.cache
 def record_of(strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | None:
     """The record of a strategy's sum of f32[n], or of a half.
 
     None if C cannot carry it out.
     """
-    if SOURCE.unavailable_reason(in_programs=False) or not (steps := recorded(HostSum.named(strategy, comm, half), n)):
+    return _record(_row(strategy), strategy, comm, half, n)
+
+
+def _row(strategy: str) -> StrategySpec | None:
+    """The row of a strategy, which its owner may replace: a record is that of one row."""
+    return STRATEGIES.get(ALIASES.get(strategy, strategy).partition(":")[0].removeprefix("hier-"))
+
+
+@functools.cache
+def _record(row: StrategySpec | None, strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | None:
+    if (why := _why_python(in_programs=False)) or not (steps := recorded(HostSum.named(strategy, comm, half), n)):
+        if why.startswith(c_handlers.TROUBLE) and comm.hosts.index(comm.hosts[comm.mpi.rank]) == comm.mpi.rank:
+            _say(why)
         return None
-    return SumRecord(steps, comm.mpi)
+    return SumRecord(steps, comm.mpi, (strategy, half, n, comm.numbers))
+
+
+def _why_python(in_programs: bool) -> str:
+    """Reason why this rank cannot sum in C; empty if it can."""
+    return SOURCE.unavailable_reason(in_programs) or "errors of lost ranks are Python's" * survives_losses()
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    """Print, once, why Python sums; the first rank of a host does."""
+    c_handlers.say_once("sum between hosts", reason)
 
 
 class Pace(ctypes.Structure):
@@ -135,18 +162,21 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
     """
     if not (is_far(comm) and vectors and parse(strategy).has_sum_on_host(comm.hosts)):
         return None
-    if not (numbers := _numbers_of(comm, strategy, half, tuple(x.size for x in vectors))):
+    if not (found := _numbers_of(comm, _row(strategy), strategy, half, tuple(x.size for x in vectors))):
         return None
-    words = len(vectors), min(comm.processes.tags, np.iinfo(np.int32).max), *numbers
+    words = len(vectors), min(comm.processes.tags, np.iinfo(np.int32).max), *found
     return _sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=words)
 
 
 @functools.cache
-def _numbers_of(comm: MpiComm, strategy: str, half: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of the records by which programs sum f32[n]s.
+def _numbers_of(
+    comm: MpiComm, row: StrategySpec | None, strategy: str, half: str, sizes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Numbers of the records by which programs sum f32[n]s, then their digests.
 
     None of them unless C can carry out all of them on all ranks, which come here together.
     """
+    del row  # of `strategy`, by which this is kept
     among = _comm_of_programs(comm)
     records = [record for n in sizes if among and (record := record_of(strategy, among, half, n))]
     numbers = tuple(record.numbered() for record in records)
@@ -156,7 +186,7 @@ def _numbers_of(comm: MpiComm, strategy: str, half: str, sizes: tuple[int, ...])
         return ()
     _control_of_programs(comm)
     _programs.update({number: comm for number in numbers})
-    return numbers
+    return *numbers, *(record.digest for record in records)
 
 
 @functools.cache
@@ -165,7 +195,7 @@ def _comm_of_programs(comm: MpiComm) -> HostComm | None:
 
     All ranks come here together.
     """
-    if any(comm.processes.allgather_object(SOURCE.unavailable_reason())):
+    if any(comm.processes.allgather_object(_why_python(in_programs=True))):
         return None
     mpi = comm.processes.clone()
     comparison_of(comm).name_errors_of(mpi)
@@ -202,6 +232,8 @@ def _failed(number: int, code: int) -> None:
     """End the job: no memory, or MPI's error in a program."""
     from mpi4py import MPI
 
+    if code != NO_MEMORY:
+        comparison_of(_programs[number]).name_error(code)  # not every MPI calls the communicator's handler
     why = NO_MEMORY_LINE if code == NO_MEMORY else f"MPI: {MPI.Get_error_string(code)}"
     failures.fail(TrainingError(f"an exchange between hosts: {why}"), None)
 
@@ -220,12 +252,13 @@ def go_on(most_s: float, pace: Pace) -> bool:
 
     Raises:
         MPI.Exception: of a message.
+        MemoryError: there is no memory for one.
     """
     from mpi4py import MPI
 
     has_moved = c_int32()
     if code := SOURCE.library().jaxmpi_sums_go_on(int(1e6 * most_s), ctypes.byref(pace), ctypes.byref(has_moved)):
-        raise MPI.Exception(code)
+        raise MemoryError(NO_MEMORY_LINE) if code == NO_MEMORY else MPI.Exception(code)
     return bool(has_moved)
 
 
@@ -239,6 +272,7 @@ def _record_type() -> type[ctypes.Structure]:
     class Setup(ctypes.Structure):
         _fields_ = (
             ("functions", c_void_p * len(FUNCTIONS)),
+            *((name, c_int64) for name in ("status_bytes", "error_at", "in_status")),
             *(("failed", c_handlers.Failed), ("waits", type(_waits))),
             ("byte", handle),
         )
@@ -246,14 +280,25 @@ def _record_type() -> type[ctypes.Structure]:
     class RecordStruct(ctypes.Structure):
         _fields_ = (
             *((name, c_void_p) for name in ("steps", "parts")),
-            *((name, c_int64) for name in ("count", "scratch_bytes", "floats")),
+            *((name, c_int64) for name in ("count", "scratch_bytes", "floats", "digest")),
             ("comm", handle),
         )
 
     assert ctypes.sizeof(Setup) == library.jaxmpi_sum_setup_bytes()
     assert ctypes.sizeof(RecordStruct) == library.jaxmpi_sum_record_bytes()
     library.jaxmpi_sum_begin.restype = c_void_p
-    setup = Setup(failed=_failed, waits=_waits, byte=MPI._handleof(MPI.BYTE))
+    setup = Setup(failed=_failed, waits=_waits, byte=MPI._handleof(MPI.BYTE), in_status=MPI.ERR_IN_STATUS)
     setup.functions[:] = c_handlers.addresses(FUNCTIONS)
+    setup.status_bytes, setup.error_at = MPI._sizeof(MPI.Status), _place_of_error()
     library.jaxmpi_sum_setup(ctypes.byref(setup))
     return RecordStruct
+
+
+def _place_of_error() -> int:
+    """Bytes before MPI_ERROR in MPI_Status, which differ between MPI libraries."""
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    status.error = ODD
+    held = ctypes.string_at(MPI._addressof(status), MPI._sizeof(MPI.Status))
+    return held.index(np.int32(ODD).tobytes())

@@ -1,8 +1,9 @@
 """Records the steps of a sum on the host, for C.
 
 A strategy has one form outside programs, a generator for each part of a vector, which sends, receives, waits and adds
-(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros. Its arrays are only places:
-in the vector, or in the memory that a part uses, of which what nobody holds any more is used again.
+(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros; one of a user's own once
+more on a vector of NaN, and the steps must be the same. Its arrays are only places: in the vector, or in the memory
+that a part uses, of which what nobody holds any more is used again.
 
 Only what computes by `HostComm.add`, by wires that C has, and on memory of `HostComm.empty`, is recorded. Whatever else
 it does meets numbers that cannot be looked at, an array that cannot be written, or one of unknown memory, and the sum
@@ -10,6 +11,7 @@ is left to Python.
 """
 
 import bisect
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -46,20 +48,34 @@ class RecordedSteps(NamedTuple):
 
 def recorded(total: HostSum, n: int) -> RecordedSteps | None:
     """The steps of a sum; None if C lacks one of them."""
-    of = total.comm
-    recorder = SumRecorder(of.mpi.rank, n)
-    comm = RecordedComm(recorder, of.order, of.hosts, of.numbers)
     try:
-        wire = recorder.wire(total.wire)
-        for part in total.parts(n, comm, wire):
-            recorder.begin_part()
-            for requests in part.of(recorder.x, comm, wire, TAG):
-                recorder.wait(requests)
-            recorder.end_part()
-    except Exception:  # Unrecordable, or whatever a strategy of somebody's own runs into on read-only zeros
+        recorder = _run(total, n, 0.0)
+        if not _is_ours(total.parts) and _run(total, n, np.nan).steps != recorder.steps:
+            return None  # it has looked at numbers, in a way in which a `Place` does not see it
+    except Exception:  # Unrecordable, no memory, or whatever a strategy of one's own runs into on read-only numbers
         return None
     steps, parts = (np.array(words, np.int64) for words in (recorder.steps, recorder.parts))
     return RecordedSteps(steps, parts, in_lines(recorder.memory_bytes), n)
+
+
+def _is_ours(function: Any) -> bool:
+    """Return True if a function, and those that it is given, are the package's."""
+    if isinstance(function, functools.partial):
+        return all(_is_ours(each) for each in (function.func, *function.keywords.values()) if callable(each))
+    return function.__module__.startswith(f"{__package__}.")
+
+
+def _run(total: HostSum, n: int, number: float) -> "SumRecorder":
+    """Run a sum on n times that number; return what was recorded."""
+    of = total.comm
+    recorder = SumRecorder(of.mpi.rank, n, number)
+    comm, wire = RecordedComm(recorder, of.order, of.hosts, of.numbers), recorder.wire(total.wire)
+    for part in total.parts(n, comm, wire):
+        recorder.begin_part()
+        for requests in part.of(recorder.x, comm, wire, TAG):
+            recorder.wait(requests)
+        recorder.end_part()
+    return recorder
 
 
 def in_lines(size_bytes: int) -> int:
@@ -96,12 +112,14 @@ class Place(np.ndarray):
 class SumRecorder:
     """Records steps, in the place of a communicator of mpi4py."""
 
-    def __init__(self, rank: int, n: int) -> None:
+    def __init__(self, rank: int, n: int, number: float) -> None:
         """Nothing is recorded yet.
 
-        The vector f32[n] takes no memory, since nobody writes to it.
+        A vector f32[n] of zeros takes no memory, since nobody writes to it.
         """
         self.rank, self._vector = rank, np.zeros(n, np.float32)
+        if number:
+            self._vector[:] = number
         self._vector.flags.writeable = False
         self.x = self._vector.view(Place)
         self.steps, self.parts, self.memory_bytes = list[int](), list[int](), 0
@@ -167,7 +185,10 @@ class SumRecorder:
         """An addition of arrays, one after another."""
         if any(array.dtype != np.float32 or array.shape != to.shape for array in (to, *summands)):
             raise Unrecordable("arrays that are added are not f32 of one length")
-        self.steps += ADD, self._place(to), to.size, int(from_zero), len(summands), *map(self._place, summands)
+        begins = [self._place(array) for array in (to, *summands)]
+        if any(0 < abs(begin - begins[0]) < 2 * to.nbytes and (begin - begins[0]) % 2 == 0 for begin in begins[1:]):
+            raise Unrecordable("a sum lies across one of its summands")
+        self.steps += ADD, begins[0], to.size, int(from_zero), len(summands), *begins[1:]
 
     def wire(self, wire: HostWire) -> HostWire:
         """A wire whose encodings and decodings are recorded."""
@@ -209,6 +230,8 @@ class SumRecorder:
         if not (is_known and array.flags.c_contiguous):
             raise Unrecordable("an array has gaps, or is neither of the vector nor of HostComm.empty")
         offset = array.ctypes.data - owner.ctypes.data
+        if offset % array.itemsize:
+            raise Unrecordable("an array is not aligned")
         return 2 * offset if owner is self._vector else 2 * (self._begins[id(owner)] + offset) + 1
 
 

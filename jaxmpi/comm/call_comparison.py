@@ -71,7 +71,7 @@ class CallComparison:
         first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
         if first == comm.rank:
             c_handlers.say_once("compare and call MPI", reasons[comm.rank])
-        self._on_mpi_error = MPI.Comm.Create_errhandler(self._mpi_failed)
+        self._on_mpi_error = MPI.Comm.Create_errhandler(lambda _, code: self.name_error(code))
         self.name_errors_of(comm.mpi)
         comm.processes.roll.lookup = self
         before_mpi_ends(_let_programs_end)
@@ -144,8 +144,11 @@ class CallComparison:
 
         failures.fail(TrainingError(f"{self.text(mine)}: MPI: {MPI.Get_error_string(code)}"), None)
 
-    def _mpi_failed(self, comm: Any, code: int) -> None:
-        """Handler of MPI's errors in an exchange, before mpi4jax ends the job."""
+    def name_error(self, code: int) -> None:
+        """End the job if MPI's error in an exchange is that ranks are at different ones.
+
+        It is called as MPI's error handler, before mpi4jax ends the job.
+        """
         from mpi4py import MPI
 
         kinds = MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS  # of one message, or of one among several

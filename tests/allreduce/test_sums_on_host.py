@@ -176,6 +176,7 @@ SomeAreComplete = CFUNCTYPE(c_int, c_int, POINTER(c_int), POINTER(c_int), POINTE
 class Setup(ctypes.Structure):
     _fields_ = (
         *(("isend", Isend), ("irecv", Isend), ("testsome", SomeAreComplete)),
+        *((name, c_int64) for name in ("status_bytes", "error_at", "in_status")),
         *(("failed", c_void_p), ("waits", c_void_p), ("byte", c_int)),
     )
 
@@ -183,7 +184,7 @@ class Setup(ctypes.Structure):
 class RecordStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("steps", "parts")),
-        *((name, c_int64) for name in ("count", "memory_bytes", "floats")),
+        *((name, c_int64) for name in ("count", "memory_bytes", "floats", "digest")),
         ("comm", c_int),
     )
 
@@ -231,7 +232,7 @@ class InC:
         return 0
 
     def begin(self, rank: int, made: RecordedSteps, x: np.ndarray) -> None:
-        record = RecordStruct(*made.words(), rank)
+        record = RecordStruct(*made.words(), 0, rank)
         self._kept += record, made, x
         at, numbers = c_void_p(x.ctypes.data), (c_int64(5), c_int64(1 << 20))
         self.sums[rank] = self.library.jaxmpi_sum_begin(ctypes.byref(record), at, *numbers)
@@ -306,6 +307,30 @@ def test_a_sum_in_c_that_is_held_begins_no_parts(library, monkeypatch):
     np.testing.assert_array_equal(held, [expected, expected])
 
 
+@pytest.mark.parametrize("found", [1, 2])
+def test_the_error_of_one_message_is_that_of_the_sum(library, found):
+    """MPI says that it stands in a status."""
+    bad, in_status, status_bytes, error_at = 15, 17, 24, 8
+    both = InC(library)
+
+    def testsome(count: int, requests: Any, ended: Any, indices: Any, statuses: int) -> int:
+        ended[0] = found
+        for i in range(found):
+            c_int.from_address(statuses + i * status_bytes + error_at).value = bad * (i == found - 1)
+        return in_status
+
+    functions = Isend(both._isend), Isend(both._irecv), SomeAreComplete(testsome)
+    setup = Setup(*functions, status_bytes, error_at, in_status)
+    library.jaxmpi_sum_setup(ctypes.byref(setup))
+    x = np.ones(8, np.float32)
+    made = recorded(HostSum.named("ring:32", HostComm(Rank(both.network, 0), (0, 1), (0, 1))), 8)
+    assert made
+    both.begin(0, made, x)
+    pace, moved = Pace(yields=1), c_int32()
+    assert library.jaxmpi_sums_go_on(1000, ctypes.byref(pace), ctypes.byref(moved)) == bad
+    del setup
+
+
 def numpy_adds(rows, comm, wire, tag):
     received = comm.empty(rows[0].nbytes)
     yield comm.shift(rows[0].view(np.uint8), received, tag)
@@ -352,6 +377,22 @@ def looks_at_the_largest(rows, comm, wire, tag):
         yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
 
 
+def looks_through_an_array(rows, comm, wire, tag):
+    if not np.asarray(rows[0]).any():
+        yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
+
+
+def adds_to_a_neighbour(rows, comm, wire, tag):
+    yield comm.shift(rows[0].view(np.uint8), rows[1].view(np.uint8), tag)
+    comm.add(rows[0][1:], [rows[0][:-1], rows[1][1:]])
+
+
+def adds_between_floats(rows, comm, wire, tag):
+    received = comm.empty(rows[1].nbytes + 1)
+    yield comm.shift(rows[0].view(np.uint8), received[1:], tag)
+    comm.add(rows[1], [received[1:].view(np.float32)])
+
+
 def a_copy(rows, comm, wire, tag):
     received = comm.empty(rows[1].nbytes)
     yield comm.shift(rows[0].view(np.uint8), received, tag)
@@ -364,6 +405,7 @@ def a_copy(rows, comm, wire, tag):
         (a_copy, True),
         *((each, False) for each in (numpy_adds, own_memory, waits_for_one, waits_for_none, waits_itself)),
         *((each, False) for each in (another_tag, looks_at_one, looks_at_all, looks_at_the_largest)),
+        *((each, False) for each in (looks_through_an_array, adds_to_a_neighbour, adds_between_floats)),
     ],
 )
 def test_a_sum_that_c_would_make_otherwise_is_left_to_python(steps, is_recorded):

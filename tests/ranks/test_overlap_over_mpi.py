@@ -293,7 +293,7 @@ def bits(tree) -> bytes:
     return b"".join(leaf.tobytes() for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("strategy", ["asa:32", "ring:16"])
+@pytest.mark.parametrize("strategy", ["asa:32", "ring:16", "color4:32", "pipering:32"])
 def test_params_after_20_steps_have_the_same_bits_with_and_without_overlap(strategy):
     beside, order = train(strategy, True)
     inside, _ = train(strategy, False)
