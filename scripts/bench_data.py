@@ -177,7 +177,7 @@ def jaxmpi_loader(source: str, folder: Path, kind: str, loaders: int = 1, prefet
     """A loader of jaxmpi."""
     from jaxmpi.config.data import Data
     from jaxmpi.data import ArraySource, Loader, Sampler, open_source
-    from jaxmpi.data.group_cache import MemorySource
+    from jaxmpi.data.memory_source import MemorySource
 
     crop: dict[str, Any] = {"crop": PX, "crop_area": AREA, "mirror": True}
     data = Data(dir=str(folder), name="photographs", loader=kind, loaders=loaders, prefetch=prefetch, **crop)

@@ -32,7 +32,8 @@ from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
-from jaxmpi.data.group_cache import MemorySource, holders_by_place, members, moves
+from jaxmpi.data.group_order import holders_by_place, members, moves
+from jaxmpi.data.memory_source import MemorySource
 from jaxmpi.data.sources.packed import INDEX, ROW, Manifest, shard_name, write_manifest
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep, message
 

@@ -3,8 +3,9 @@
 In reading order: `sources`; `sampler`, which examples a worker reads at a step; `decode`, images to pixels; `augment`,
 an image's way into a batch; `example`, one row of a batch; `ring_buffer`, memory that a worker shares with its loaders;
 `loader_worker`, a loader; `loader_pool`, those of a worker; `batch_loader`, batches in exact order; `thread_map`, a
-function over items by threads; `packing` of a source into few files; `group_cache`, a data set in the memory of a group
-of workers; `command`, `jaxmpi data`.
+function over items by threads; `packing` of a source into few files; `group_order`, who in a group of workers with the
+data in memory holds which record; `memory_room`, the memory that is needed and left; `memory_source`, records in
+memory; `command`, `jaxmpi data`.
 
 Loader processes start fast, since nothing here imports JAX or MPI.
 

@@ -18,8 +18,9 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.train_state import Batch
-from jaxmpi.data.group_cache import GroupSampler, NoRoom, within_parts
+from jaxmpi.data.group_order import GroupSampler, within_parts
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
+from jaxmpi.data.memory_room import NoRoom
 from jaxmpi.data.sampler import Share
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.data.group_cache import Arena
+from jaxmpi.data.memory_source import Arena
 
 MOST_SPANS = 1024  # of one call, by POSIX's IOV_MAX
 LAUNCHER_FIRST_S = 5.0  # if a process is gone

@@ -21,7 +21,7 @@ from jaxmpi.config.refusals import not_with, refuse
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import separable
 from jaxmpi.core.errors import check, lookup
-from jaxmpi.data import group_cache
+from jaxmpi.data import memory_room, memory_source
 from jaxmpi.data.sources import mixture
 from jaxmpi.data.sources.grain_streams import is_stream
 from jaxmpi.input_pipeline import device_feed
@@ -303,9 +303,9 @@ IN_A_JOB = (
     AVERAGES,
     WHOLE_AVERAGES,
     step.NO_BATCH_MEAN,
-    group_cache.TEXT,
-    group_cache.ENDLESS,
-    group_cache.NO_GROUP,
+    memory_source.TEXT,
+    memory_source.ENDLESS,
+    memory_room.NO_GROUP,
     device_feed.NO_FILES,
     device_feed.NO_SPANS,
     mixture.STREAM,

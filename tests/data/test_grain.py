@@ -10,7 +10,7 @@ import pytest
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler, kind_for, open_source
-from jaxmpi.data.group_cache import MemorySource
+from jaxmpi.data.memory_source import MemorySource
 
 grain = pytest.importorskip("grain")
 

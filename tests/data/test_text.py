@@ -10,7 +10,7 @@ import pytest
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler, command, open_source, write_words
-from jaxmpi.data.group_cache import MemorySource
+from jaxmpi.data.memory_source import MemorySource
 from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, module_of, names
 
 

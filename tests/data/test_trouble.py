@@ -18,7 +18,7 @@ from PIL import Image
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.data import ArraySource, Loader, Sampler, open_source, packing, write_batch_files
-from jaxmpi.data.group_cache import MemorySource
+from jaxmpi.data.memory_source import MemorySource
 from jaxmpi.data.sources.packed import MANIFEST, Packed, PackedSource, shard_name
 from launching import on_small_disk
 

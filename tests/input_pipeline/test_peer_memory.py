@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.data.group_cache import Arena
+from jaxmpi.data.memory_source import Arena
 from jaxmpi.input_pipeline import peer_memory
 from launching import PATH, ROOT
 

@@ -18,8 +18,8 @@ from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import AgreedError, UsageError
-from jaxmpi.data import ArraySource, Loader, LoaderPool, Sampler, group_cache, kind_for
-from jaxmpi.data.group_cache import SEGMENT_BYTES
+from jaxmpi.data import ArraySource, Loader, LoaderPool, Sampler, group_order, kind_for, memory_room, memory_source
+from jaxmpi.data.group_order import SEGMENT_BYTES
 from jaxmpi.input_pipeline import memory_shuffle, peer_memory
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.input_pipeline.memory_shuffle import THREAD, keep
@@ -101,13 +101,13 @@ def test_the_same_batches_as_from_files(group, start, period):
 
 def test_two_parts_are_held_however_many_epochs(monkeypatch):
     arenas, per_epoch = [], -(-N // (LOCAL * SIZE))
-    whole = group_cache.Arena.__init__
+    whole = memory_source.Arena.__init__
 
     def noted(self, *args) -> None:
         whole(self, *args)
         arenas.append((weakref.ref(self.bytes), self.pages))
 
-    monkeypatch.setattr(group_cache.Arena, "__init__", noted)
+    monkeypatch.setattr(memory_source.Arena, "__init__", noted)
     feed = kept(numbered())
     gc.disable()
     try:
@@ -122,13 +122,13 @@ def test_two_parts_are_held_however_many_epochs(monkeypatch):
 def test_pieces_need_less_memory_than_a_second_part(monkeypatch):
     """Beside what was loaded there are two pieces of three steps, and what is counted beforehand is that."""
     sizes, per_epoch = [], -(-N // (LOCAL * SIZE))
-    whole = group_cache.Arena.__init__
+    whole = memory_source.Arena.__init__
 
     def noted(self, *args) -> None:
         whole(self, *args)
         sizes.append((weakref.ref(self.bytes), self.bytes.size))
 
-    monkeypatch.setattr(group_cache.Arena, "__init__", noted)
+    monkeypatch.setattr(memory_source.Arena, "__init__", noted)
     feed = kept(numbered(), shuffle_period="3st")
     assert feed.memory is not None
     most = 0
@@ -183,7 +183,7 @@ def test_who_is_near(near, request, capsys):
 @pytest.mark.parametrize("period", [0, 1, 3])
 @pytest.mark.parametrize("segment_bytes", [7, SEGMENT_BYTES])
 def test_shuffles_conserve_every_record(group, period, segment_bytes, monkeypatch):
-    monkeypatch.setattr(group_cache.moves, "__defaults__", (segment_bytes,))
+    monkeypatch.setattr(group_order.moves, "__defaults__", (segment_bytes,))
     source = Shapes()
     feed = kept(source, group_size=group, shuffle_period=period)
     memory, sampler = feed.memory, feed.samplers[0]
@@ -229,26 +229,26 @@ def test_the_shuffle_goes_on_while_batches_are_used():
 @pytest.mark.parametrize(("train", "copies"), [(True, 2), (False, 1)])
 def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
     """Each alone would find room; all say the same, before they have read more than a sample."""
-    monkeypatch.setattr(group_cache, "SAMPLE", 8)
+    monkeypatch.setattr(memory_source, "SAMPLE", 8)
     memory = kept(numbered(), train).memory
     assert memory is not None
-    part_bytes = N / SIZE * len(group_cache.bytes_of(numbered()[0][0], ""))
-    monkeypatch.setattr(group_cache, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
+    part_bytes = N / SIZE * len(memory_source.bytes_of(numbered()[0][0], ""))
+    monkeypatch.setattr(memory_room, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
     said = rf"by {SIZE} ranks on rank 0's machine, which has 0\.0 GB left; take more workers"
     with pytest.raises(UsageError, match=said) as caught:
         memory.begin(0, None)
     assert set(CONTROL.allgather_object(str(caught.value))) == {str(caught.value)}
-    monkeypatch.setattr(group_cache, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
+    monkeypatch.setattr(memory_room, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
     memory.begin(0, None)
     memory.close()
 
 
 def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeypatch):
     """The sample is of records without bytes, in memory for one copy of the others."""
-    monkeypatch.setattr(group_cache, "SAMPLE", 0)
+    monkeypatch.setattr(memory_source, "SAMPLE", 0)
     memory = kept(Shapes()).memory
     assert memory is not None
-    monkeypatch.setattr(group_cache, "available_bytes", lambda: 3 * N)
+    monkeypatch.setattr(memory_room, "available_bytes", lambda: 3 * N)
     with pytest.raises(UsageError, match=rf"by {SIZE} ranks on rank 0's machine"):
         memory.begin(0, None)
     memory.close()
@@ -256,7 +256,7 @@ def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeyp
 
 def test_the_groups_that_auto_takes_fit_into_the_memory_that_is_left(monkeypatch):
     """All say the same; with the memory of one rank's whole copy, and with much."""
-    all_bytes = N * len(group_cache.bytes_of(numbered()[0][0], ""))
+    all_bytes = N * len(memory_source.bytes_of(numbered()[0][0], ""))
     for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, SIZE)):
         monkeypatch.setattr(memory_shuffle, "available_bytes", lambda left=left: left)
         memory = kept(numbered(), group_size="auto").memory

@@ -75,7 +75,7 @@ def packed(tmp_path: Path) -> tuple[str, ...]:
     return ("--data.source", "packed", "--data.dir", str(tmp_path / "packed"))
 
 
-@pytest.mark.slow  # three runs; test_group_cache.py proves the batches
+@pytest.mark.slow  # three runs; test_group_order.py proves the batches
 def test_a_run_from_memory_is_that_from_files(tmp_path, packed):
     """An epoch is 24 steps, so that records move in three pieces each; what moved is told wherever a run is seen."""
     for name, args in (("files", ()), ("memory", (*PARTITION, "--data.shuffle-period", "8st", "--trace", "9:30"))):

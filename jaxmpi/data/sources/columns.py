@@ -3,9 +3,10 @@
 Two columns are an input and its label. Any other number makes a dict, for a task of the user's own.
 """
 
+import hashlib
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -48,6 +49,24 @@ class TableSource:
         """Count classes up to the largest label of this split and training."""
         counts = [int(labels.max(initial=-1)) + 1 for labels in (self.labels, in_training) if labels is not None]
         self.classes, self.is_counted = max(counts, default=0), bool(counts)
+
+    def counted(self, config: Data, split: str, in_training: Callable[[], np.ndarray | None]) -> Self:
+        """Return this source, its classes counted.
+
+        `in_training` opens the training split for its labels. It is called if that is there, and another than this.
+        """
+        is_other = split != "train" and self.labels is not None and _has_training(config)
+        self.count(in_training() if is_other else None)
+        return self
+
+    def sha256(self, words: Iterable[str], parts: Iterable[bytes] = ()) -> str:
+        """Digest of words, of parts, and of the labels if any."""
+        digest = hashlib.sha256("\0".join(words).encode())
+        for part in parts:
+            digest.update(part)
+        if self.labels is not None:
+            digest.update(self.labels.tobytes())
+        return digest.hexdigest()
 
     def cells(self, index: int) -> Sequence[Any]:
         """Cells of row `index`, in the order of `columns`."""
@@ -113,7 +132,7 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
     return files
 
 
-def has_training(config: Data) -> bool:
+def _has_training(config: Data) -> bool:
     """Return True if the training split, whose labels count too, is there."""
     base, name = data_dir(config), config.train_split
     return any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in os.listdir(base))

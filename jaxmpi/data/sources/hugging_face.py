@@ -3,7 +3,6 @@
 Nothing is downloaded or unpickled. Arrow files are mapped into memory, so rows are read where they lie, in any order.
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -57,10 +56,7 @@ class HuggingFaceSource(TableSource):
 
     def digest(self) -> str:
         """SHA-256 of the columns, their types, the length, and the labels."""
-        digest = hashlib.sha256(f"{len(self)}\0{self.rows.features}".encode())
-        if self.labels is not None:
-            digest.update(self.labels.tobytes())
-        return digest.hexdigest()
+        return self.sha256([f"{len(self)}", f"{self.rows.features}"])
 
 
 def _loaded(folder: str) -> Any:

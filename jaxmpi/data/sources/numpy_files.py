@@ -9,7 +9,6 @@ Nothing is unpickled.
 """
 
 import dataclasses
-import hashlib
 import os
 import struct
 import zipfile
@@ -25,7 +24,7 @@ from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.sources.base import Source, _split_name, place_in_parts
 from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, Expected, head, header
-from jaxmpi.data.sources.columns import TableSource, chosen, has_training, split_files
+from jaxmpi.data.sources.columns import TableSource, chosen, split_files
 from jaxmpi.data.sources.open_files import OpenFiles
 
 ARRAYS = Expected("numbers[n, ...]", lambda found: found.dtype.kind in "biuf" and bool(found.shape))
@@ -131,12 +130,8 @@ class NumpySource(TableSource):
 
     def digest(self) -> str:
         """SHA-256 of the files' names, columns, lengths, shapes, and the labels."""
-        digest = hashlib.sha256("\0".join([*map(os.path.basename, self.opened.paths), *self.columns]).encode())
-        for found in (found for part in self.parts for found in part):
-            digest.update(f"{found.dtype}{found.shape}".encode())
-        if self.labels is not None:
-            digest.update(self.labels.tobytes())
-        return digest.hexdigest()
+        words = [*map(os.path.basename, self.opened.paths), *self.columns]
+        return self.sha256(words, (f"{found.dtype}{found.shape}".encode() for part in self.parts for found in part))
 
 
 class Columns:
@@ -222,12 +217,8 @@ def _check_room(need_bytes: int, path: str, name: str) -> None:
 def numpy_files(config: Data, split: str) -> Source:
     """NumPy files in DIR/<split>/, or DIR/<split>.npz; classes are counted, training's too."""
     source = NumpySource(config, _files(config, split))
-    in_training = None
-    if split != "train" and source.labels is not None and has_training(config):
-        labels = dataclasses.replace(config, columns=source.columns[1:])
-        in_training = NumpySource(labels, _files(config, "train")).whole_numbers(0)
-    source.count(in_training)
-    return source
+    labels = dataclasses.replace(config, columns=source.columns[1:])
+    return source.counted(config, split, lambda: NumpySource(labels, _files(config, "train")).whole_numbers(0))
 
 
 def _files(config: Data, split: str) -> list[str]:

@@ -7,7 +7,6 @@ examples in random order nearly each would cost a row group.
 
 import collections
 import contextlib
-import hashlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, whole_numbers
 from jaxmpi.data.sources.base import Source, place_in_parts
-from jaxmpi.data.sources.columns import TableSource, chosen, has_training, split_files
+from jaxmpi.data.sources.columns import TableSource, chosen, split_files
 
 KEPT_BYTES = 1 << 28  # of row groups, in each process that reads them
 
@@ -106,11 +105,7 @@ class ParquetSource(TableSource):
     def digest(self) -> str:
         """SHA-256 of file names, columns, lengths of row groups, and labels."""
         names = [f"{os.path.basename(path)}:{number}" for path, number in self.groups]
-        digest = hashlib.sha256("\0".join([*names, *self.columns]).encode())
-        digest.update(self.ends.tobytes())
-        if self.labels is not None:
-            digest.update(self.labels.tobytes())
-        return digest.hexdigest()
+        return self.sha256([*names, *self.columns], [self.ends.tobytes()])
 
 
 def _size_bytes(group: Any, columns: Sequence[str]) -> int:
@@ -147,8 +142,4 @@ def _opening(path: str) -> Iterator[Any]:
 def parquet(config: Data, split: str) -> Source:
     """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
     source = ParquetSource(config, split_files(config, split, ".parquet"))
-    in_training = None
-    if split != "train" and source.labels is not None and has_training(config):
-        in_training = ParquetSource(config, split_files(config, "train", ".parquet")).labels
-    source.count(in_training)
-    return source
+    return source.counted(config, split, lambda: ParquetSource(config, split_files(config, "train", ".parquet")).labels)

@@ -26,7 +26,7 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.base import Source
-from jaxmpi.data.sources.columns import TableSource, has_training, split_files
+from jaxmpi.data.sources.columns import TableSource, split_files
 from jaxmpi.data.sources.open_files import OpenFiles
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -101,10 +101,9 @@ class WebDatasetSource(TableSource):
 
     def digest(self) -> str:
         """SHA-256 of shard names, columns, keys, member sizes, and labels."""
-        digest = hashlib.sha256("\0".join([*map(os.path.basename, self.shards.paths), *self.columns]).encode())
-        for part in (self.index.ends, self.index.keys, self.index.key_ends, self.index.sizes, self.index.labels):
-            digest.update(part.tobytes())
-        return digest.hexdigest()
+        parts = (self.index.ends, self.index.keys, self.index.key_ends, self.index.sizes)
+        words = [*map(os.path.basename, self.shards.paths), *self.columns]
+        return self.sha256(words, (part.tobytes() for part in parts))
 
 
 _HEAD = threading.Lock()  # Python 3.11 does not read heads of .npy files in several threads at once
@@ -280,8 +279,4 @@ def _reading(path: str) -> Iterator[None]:
 def webdataset(config: Data, split: str) -> Source:
     """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
     source = WebDatasetSource(config, split_files(config, split, ".tar"))
-    in_training = None
-    if split != "train" and source.labels is not None and has_training(config):
-        in_training = WebDatasetSource(config, split_files(config, "train", ".tar")).labels
-    source.count(in_training)
-    return source
+    return source.counted(config, split, lambda: WebDatasetSource(config, split_files(config, "train", ".tar")).labels)

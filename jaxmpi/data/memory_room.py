@@ -1,0 +1,111 @@
+"""Room for a part of the data in memory: needed, left, refused.
+
+The parts of a host's processes share its memory. So each process counts what it needs and what its machine has left
+(`room`). Where several open their data, what they counted is added by host, and all of them refuse together. The larger
+a group of workers that holds one full copy, the smaller the part of each, and the more of it moves in a shuffle.
+
+All here is of one process; what gathers the numbers of all is elsewhere.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.shared_memory import available_bytes
+
+CHUNK_BYTES = 64 << 20  # of records that have been read and wait for the memory they will lie in
+SHARE = 0.5  # of the memory left that `auto` gives to records: the rest is the run's, and held-out examples'
+NO_GROUP = "data.group_size: got {size} with {workers}; expected one of {fits}"
+
+
+def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
+    """f64[2]: bytes that a process still needs, and its machine's free bytes.
+
+    Args:
+        copies: of the part; 2 if a shuffle makes another one. As measured a chunk is there beside each, or as much of
+            what moves.
+    """
+    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - held_bytes
+    return np.array([need_bytes, available_bytes()], np.float64)
+
+
+class NoRoom(UsageError):
+    """Too little memory for parts of the data, on all ranks alike."""
+
+
+def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
+    """Refuse parts that together need more memory than their host has left.
+
+    The system would grant the memory, and kill the process that uses it.
+
+    Args:
+        rows: f64[ranks, 2], the `room` of each.
+        hosts: of each.
+
+    Raises:
+        NoRoom: of which rank's machine.
+    """
+    for here, need_bytes, left_bytes in by_host(rows, hosts):
+        whose = f"by {len(here)} rank{'s' * (len(here) > 1)} on rank {here[0]}'s machine"
+        _check_left(need_bytes, left_bytes, whose)
+
+
+def by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int], float, float]]:
+    """Each host's ranks, the bytes they need together, and its bytes left."""
+    for host in sorted(set(hosts)):
+        here = [rank for rank, its in enumerate(hosts) if its == host]
+        yield here, float(rows[here, 0].sum()), float(rows[here, 1].min())
+
+
+def check_alone(part_bytes: float, held_bytes: float = 0) -> None:
+    """Refuse this process's part if it alone exceeds the memory left."""
+    need_bytes, left_bytes = room(part_bytes, held_bytes).tolist()
+    _check_left(need_bytes, left_bytes, "on this machine")
+
+
+def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
+    if need_bytes > left_bytes:
+        raise NoRoom(
+            f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed {whose}, which has {left_bytes / 1e9:,.1f} GB "
+            "left; take more workers on other hosts, a larger data.group_size, smaller images, or data.memory none"
+        )
+
+
+def group_sizes(workers: int, each: int = 1) -> list[int]:
+    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
+    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
+
+
+def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
+    """The smallest group size that fits SHARE of each host's free memory.
+
+    The smaller a group, the less moves. If none fits, all workers are one group.
+
+    Args:
+        total_bytes: of all records.
+        copies: of a part, if its records move.
+        left: f64[ranks], bytes that the host of each has left.
+        hosts: of each rank.
+        each: workers of a rank.
+    """
+    sizes = group_sizes(len(hosts) * each, each)
+    for size in sizes:
+        parts = max(size // each, 1)
+        need_bytes = room(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
+        rows = np.stack([np.full(len(left), need_bytes), left], axis=1)
+        if all(need <= SHARE * its for _, need, its in by_host(rows, hosts)):
+            return size
+    return sizes[-1]
+
+
+def check_group(group: int, workers: int, each: int = 1) -> int:
+    """Check and return a group's size; 0 stands for all workers.
+
+    Raises:
+        UsageError: the workers cannot be split into groups of that size without cutting a process of `each`.
+    """
+    size, fits = group or workers, group_sizes(workers, each)
+    of = f"{workers} workers" + f", {each} a process" * (each > 1)
+    check(size in fits, NO_GROUP.format(size=size, workers=of, fits=", ".join(map(str, fits))))
+    return size
