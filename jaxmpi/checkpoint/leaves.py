@@ -37,29 +37,30 @@ def is_at(name: str, where: str) -> bool:
     return name == where or name.startswith(f"{where}/")
 
 
-def worker_of(path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree) -> TrainState:
-    """Read a worker's `halves` from common.bin and its own file."""
-    fields = read_file(path, manifest, "common.bin", common) | read_file(path, manifest, own_file(worker), own)
-    return TrainState(**fields)
+def worker_of(path: Path, manifest: dict, worker: int, workers: int, common: PyTree, own: PyTree) -> TrainState:
+    """Read a worker's `halves` from common.bin and its own file.
 
-
-def mean_worker_of(
-    path: Path, manifest: dict, worker: int, like: TrainState, common: PyTree, own: PyTree
-) -> TrainState:
-    """Read the mean of workers' own files, for another number of workers.
-
-    So batch statistics, moments and the residuals of error feedback keep their means over workers. Leaves that are not
-    floats are worker 0's; the random stream is this worker's.
+    For another number of workers its own half is the mean of all files; its random stream is that of `own`.
     """
     fields = read_file(path, manifest, "common.bin", common)
+    if manifest["workers"] == workers:
+        return TrainState(**fields | read_file(path, manifest, own_file(worker), own))
+    return TrainState(**fields | mean_of_own(path, manifest, own) | {"key": own["key"]})
+
+
+def mean_of_own(path: Path, manifest: dict, own: PyTree) -> PyTree:
+    """Read the mean of workers' own files.
+
+    So batch statistics, moments and the residuals of error feedback keep their means over workers. Leaves that are not
+    floats are worker 0's.
+    """
     count = manifest["workers"]
     first = read_file(path, manifest, own_file(0), own)
     total = jax.tree.map(lambda x: x.astype(np.float64) if is_float(x) else x, first)
     for other in range(1, count):
         more = read_file(path, manifest, own_file(other), own)
         total = jax.tree.map(lambda x, y: x + y if is_float(y) else x, total, more)
-    mean = jax.tree.map(lambda x, y: (x / count).astype(y.dtype) if is_float(y) else x, total, first)
-    return TrainState(**fields | mean | {"key": like.key})
+    return jax.tree.map(lambda x, y: (x / count).astype(y.dtype) if is_float(y) else x, total, first)
 
 
 def is_float(leaf: np.ndarray) -> bool:

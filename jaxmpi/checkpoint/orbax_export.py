@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from optax.contrib import schedule_free_eval_params
 
-from jaxmpi.checkpoint.leaves import described, is_float, read_leaf
+from jaxmpi.checkpoint.leaves import described, is_at, is_float, read_leaf
 from jaxmpi.checkpoint.manifests import Damaged, open_regular, read_manifest, undamaged
 from jaxmpi.checkpoint.recut import WholeLeaves
 from jaxmpi.core.errors import UsageError, check
@@ -135,7 +135,7 @@ def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str,
 
 def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """Entries of an index with leaves in this field of the state."""
-    return [row for row in rows if row["path"] == where or row["path"].startswith(where + SEPARATOR)]
+    return [row for row in rows if is_at(row["path"], where)]
 
 
 def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint.leaves import halves, is_at, mean_worker_of, read_leaf, worker_of
+from jaxmpi.checkpoint.leaves import halves, is_at, read_leaf, worker_of
 from jaxmpi.checkpoint.manifests import open_regular, own_file
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import MASTERS, OF_TX, whole_of_slices
@@ -63,11 +63,10 @@ def is_cut_otherwise(manifest: dict, like: TrainState, slicing: Slicing) -> bool
 def cut_anew(path: Path, manifest: dict, worker: int, like: TrainState, slicing: Slicing, workers: int) -> TrainState:
     """Read a worker's state; recut the rule's part from the checkpoint's form.
 
-    All else is as in `worker_of` or, for another number of workers, as in `mean_worker_of`.
+    All else is as in `worker_of`.
     """
-    one = worker_of if manifest["workers"] == workers else mean_worker_of
     common, own = halves(like._replace(rule_state=()), False)
-    state = one(path, without(manifest, RULE_STATE), worker, like, common, own)
+    state = worker_of(path, without(manifest, RULE_STATE), worker, workers, common, own)
     names = (row["path"] for rows in manifest["files"].values() for row in rows)
     return with_rule_state(state, like.rule_state, slicing, worker, names, WholeLeaves(path, manifest).read)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxmpi.checkpoint.leaves import halves, mean_worker_of, worker_of
+from jaxmpi.checkpoint.leaves import halves, worker_of
 from jaxmpi.checkpoint.manifests import Damaged, candidates, read_manifest
 from jaxmpi.checkpoint.recut import Slicing, cut_anew, has_masters, is_cut_otherwise, without
 from jaxmpi.comm.control import Processes
@@ -72,9 +72,8 @@ def restore(
                 worker: cut_anew(path, manifest, worker, state, slicing, workers) for worker, state in like.items()
             }
             return Saved(states, manifest["step"], manifest["extra"], manifest["workers"])
-        one = worker_of if manifest["workers"] == workers else mean_worker_of
         halved = {worker: halves(state, replicated, same_params) for worker, state in like.items()}
-        states = {worker: one(path, manifest, worker, like[worker], *parts) for worker, parts in halved.items()}
+        states = {worker: worker_of(path, manifest, worker, workers, *parts) for worker, parts in halved.items()}
         return Saved(states, manifest["step"], manifest["extra"], manifest["workers"])
 
     return first_whole(folder, processes, read, say)

@@ -21,6 +21,7 @@ from jaxmpi.checkpoint.leaves import halves
 from jaxmpi.checkpoint.manifests import FORMAT, found, own_file, score_of, sealed, step_of
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.files import sync_file
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import fault_injection
@@ -171,8 +172,7 @@ def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
                 }
             )
             offset += raw.nbytes
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     return index
 
 
@@ -180,8 +180,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a text and fsync it."""
     with path.open("w") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 def sync_folder(folder: Path) -> None:
