@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi.checkpoint import format, manifests
+from jaxmpi.checkpoint import manifests, write
+from jaxmpi.checkpoint.restore import restore
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config import durations, experiment_file, flags
 from jaxmpi.config.schema import Experiment
@@ -120,9 +121,9 @@ def state() -> TrainState:
 @cache
 def whole() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
-        files = format.files_of({0: state()}, True)
-        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": format.Retention(1)}
-        path = format.save(Path(folder), files, SoloProcesses(), **options)
+        files = write.files_of({0: state()}, True)
+        options = {"step": 0, "workers": 1, "extra": {"note": "é"}, "keep": write.Retention(1)}
+        path = write.save(Path(folder), files, SoloProcesses(), **options)
         return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
@@ -139,7 +140,7 @@ def read(folder: Path, files: dict[str, bytes]) -> TrainState | None:
         (path / name).write_bytes(data)
     blank = {0: jax.tree.map(np.zeros_like, state())}
     try:
-        saved = format.restore(folder, blank, SoloProcesses(), workers=1, replicated=True, say=lambda text: None)
+        saved = restore(folder, blank, SoloProcesses(), workers=1, replicated=True, say=lambda text: None)
     except UsageError:
         return None
     return saved.states[0] if saved else None
@@ -211,7 +212,8 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import numpy as np
-from jaxmpi.checkpoint import format, manifests
+from jaxmpi.checkpoint import manifests, write
+from jaxmpi.checkpoint.restore import restore
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.core.train_state import create
 
@@ -223,12 +225,12 @@ def state(step):
     return made._replace(step=np.full((), step, np.int32))
 
 def save(step):
-    files = format.files_of({0: state(step)}, True)
-    options = dict(step=step, workers=1, extra={}, keep=format.Retention(2, 1), score=float(-step))
-    format.save(folder, files, SoloProcesses(), **options)
+    files = write.files_of({0: state(step)}, True)
+    options = dict(step=step, workers=1, extra={}, keep=write.Retention(2, 1), score=float(-step))
+    write.save(folder, files, SoloProcesses(), **options)
 
 def newest():
-    found = format.restore(folder, {0: state(0)}, SoloProcesses(), workers=1, replicated=True)
+    found = restore(folder, {0: state(0)}, SoloProcesses(), workers=1, replicated=True)
     if found is None:
         return 0
     assert (found.states[0].params["w"] == found.step).all() and (found.states[0].model_state["m"] == found.step).all()

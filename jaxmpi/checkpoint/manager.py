@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import format, manifests
-from jaxmpi.checkpoint.format import Files, Retention, is_float
+from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.leaves import halves, is_float
+from jaxmpi.checkpoint.write import Files, Retention, files_of, save
 from jaxmpi.comm.control import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
@@ -64,7 +65,7 @@ class Saver:
         """
         self.wait()
         step = int(next(iter(states.values())).step)
-        files = format.files_of(states, *self._equal)
+        files = files_of(states, *self._equal)
         files = files if is_last else jax.tree.map(lambda x: np.array(x, order="C"), files)
         write = threading.Thread(target=self._write, args=(files, step, extra, score), name=f"jaxmpi-save-{step}")
         self._thread, self._is_whole = write, False
@@ -83,7 +84,7 @@ class Saver:
     def _save(self, folder: Path, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
         refuse_not_finite(files, step, self._folder)
         facts = {"workers": self._workers, "extra": extra, "keep": self._keep, "score": score}
-        format.save(folder, files, self._processes, step=step, **facts)
+        save(folder, files, self._processes, step=step, **facts)
 
     def fate(self) -> str:
         """Predicate about the run directory if a rank lost it; else empty.
@@ -106,7 +107,7 @@ class Saver:
         place = Path(self._processes.bcast_object(place))
         step = int(next(iter(states.values())).step)
         with written(step, self.home):
-            self._save(place / "checkpoints", format.files_of(states, *self._equal), step, extra, None)
+            self._save(place / "checkpoints", files_of(states, *self._equal), step, extra, None)
         return place
 
     def last_good(self) -> str:
@@ -212,7 +213,7 @@ def last_good(folder: Path) -> str:
 
 def total_bytes(states: Mapping[int, TrainState], replicated: bool, workers: int, same_params: bool = True) -> int:
     """Bytes of a checkpoint of all workers."""
-    common, own = format.halves(next(iter(states.values())), replicated, same_params)
+    common, own = halves(next(iter(states.values())), replicated, same_params)
     size = lambda tree: sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(tree))  # noqa: E731
     return size(common) + workers * size(own)
 

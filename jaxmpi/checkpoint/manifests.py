@@ -4,6 +4,7 @@ It imports no JAX: the supervisor of a job reads the newest step.
 """
 
 import json
+import math
 import os
 import re
 import stat
@@ -114,6 +115,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     undamaged(is_sealed, f"{file}: damaged, it has no checksum")
     check_fields(file, manifest)
     return manifest
+
+
+def score_of(path: Path) -> float | None:
+    """A checkpoint's score; None if absent, unreadable or not finite."""
+    try:
+        score = read_manifest(path).get("score")
+    except (UsageError, OSError):  # damaged: kept only as one of the newest; resuming reports it
+        return None
+    return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def check_fields(file: Path, manifest: dict[str, Any]) -> None:

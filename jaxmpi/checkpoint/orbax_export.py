@@ -4,7 +4,7 @@ Orbax is a dependency of Flax. No run is resumed from its folders. A folder hold
 nested dicts of arrays. A trained model needs no more to give the logits of the run's evaluation, in the library in
 which it was written (docs/models.md). `--params` also takes a folder of bare params, as other programs write them.
 
-Orbax keeps no checksums and lets shapes of NumPy leaves differ. So `format` reads and checks a run's checkpoint, and
+Orbax keeps no checksums and lets shapes of NumPy leaves differ. So `leaves` reads and checks a run's checkpoint, and
 every imported leaf is checked here.
 """
 
@@ -22,8 +22,9 @@ import jax
 import numpy as np
 from optax.contrib import schedule_free_eval_params
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint.leaves import described, is_at, is_float, read_leaf
 from jaxmpi.checkpoint.manifests import Damaged, open_regular, read_manifest, undamaged
+from jaxmpi.checkpoint.recut import WholeLeaves
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, mismatches, named_leaves
 
@@ -103,8 +104,8 @@ def whole_average(path: Path, manifest: dict[str, Any], where: str) -> dict[str,
     """The average of params, put together from the workers' shares."""
     with open_regular(path / "common.bin") as file:
         rows = rows_below(manifest["files"]["common.bin"], "params")
-        likes = {row["path"].removeprefix("params"): format.described(path, file, row) for row in rows}
-    leaves = format.WholeLeaves(path, manifest)
+        likes = {row["path"].removeprefix("params"): described(path, file, row) for row in rows}
+    leaves = WholeLeaves(path, manifest)
     return {rest: leaves.read(where + rest, like) for rest, like in likes.items()}
 
 
@@ -134,7 +135,7 @@ def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str,
 
 def rows_below(rows: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     """Entries of an index with leaves in this field of the state."""
-    return [row for row in rows if row["path"] == where or row["path"].startswith(where + SEPARATOR)]
+    return [row for row in rows if is_at(row["path"], where)]
 
 
 def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> dict[str, np.ndarray]:
@@ -144,7 +145,7 @@ def mean_of(path: Path, files: dict[str, list[dict[str, Any]]], where: str) -> d
         return each[0] if each else {}
     mean = dict(each[0])
     for name, leaf in mean.items():
-        if format.is_float(leaf):
+        if is_float(leaf):
             total = sum((other[name] for other in each), np.zeros(leaf.shape))  # float64
             mean[name] = (total / len(each)).astype(leaf.dtype)
     return mean
@@ -158,11 +159,11 @@ def leaves_of(path: Path, name: str, rows: list[dict[str, Any]], where: str) -> 
     """
     rows = rows_below(rows, where)
     with open_regular(path / name) as file:
-        likes = {row["path"]: format.described(path / name, file, row) for row in rows}
+        likes = {row["path"]: described(path / name, file, row) for row in rows}
         size = sum(math.prod(like.shape) * like.dtype.itemsize for like in likes.values())
         is_whole = len(likes) == len(rows) and size <= os.fstat(file.fileno()).st_size
         undamaged(is_whole, f"{path / name}: damaged, leaves lie over each other")
-        read = partial(format.read_leaf, path / name, file)
+        read = partial(read_leaf, path / name, file)
         leaves = {row["path"]: read(row["path"], row, likes[row["path"]]) for row in rows}
     return {path.removeprefix(where): leaf for path, leaf in leaves.items()}
 

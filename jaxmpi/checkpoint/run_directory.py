@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmpi.checkpoint.format import AGAIN
 from jaxmpi.checkpoint.manifests import candidates, found, newest, step_of
+from jaxmpi.checkpoint.restore import AGAIN
 from jaxmpi.checkpoint.run_folder import locked, new, resumed, usable
 from jaxmpi.comm.control import Processes
 from jaxmpi.comm.topology import Workers, transport

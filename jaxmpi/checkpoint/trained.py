@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import format, manifests, orbax_export
+from jaxmpi.checkpoint import manifests, orbax_export
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
@@ -118,7 +118,7 @@ def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
     check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
     check(step is None or not best, f"{run_dir}: got step {step} and best; give one of them")
     if best:
-        scores = {k: score for k, path in kept.items() if (score := format.score_of(path)) is not None}
+        scores = {k: score for k, path in kept.items() if (score := manifests.score_of(path)) is not None}
         check(bool(scores), f"{run_dir}: none of its checkpoints was evaluated; leave best out")
         step = min(scores, key=lambda k: (scores[k], k))
     step = max(kept) if step is None else step

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmpi.checkpoint.format import Retention, commit, make_aside, write_leaves, write_text
 from jaxmpi.checkpoint.manifests import own_file
+from jaxmpi.checkpoint.write import Retention, commit, make_aside, write_leaves, write_text
 from jaxmpi.core.pytrees import PyTree
 
 

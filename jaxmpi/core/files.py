@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from jaxmpi.core.errors import TrainingError, UsageError, check
 
@@ -159,6 +159,12 @@ def write_all(file: io.FileIO, content: Any) -> None:
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Fsync a file, so that what was written to it is on disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_whole(path: Path, raw: bytes) -> None:

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import io
 import json
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import refuse_ways_out, write_all
+from jaxmpi.core.files import refuse_ways_out, sync_file, write_all
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
 from jaxmpi.data.sources.base import Source, pair, where
 from jaxmpi.data.sources.packed import (
@@ -368,7 +367,7 @@ class _Packer(NamedTuple):
             with contextlib.closing(file):
                 rows, skipped, after = self._fill(file, numbered)
                 with self.writing():
-                    os.fsync(file.fileno())
+                    sync_file(file)
             size, raw = sum(length for _, length, _, _ in rows), np.array(rows, ROW).tobytes()
             shard = Shard(after, len(rows), size, skipped, zlib.crc32(raw))
             with self.writing():
@@ -411,7 +410,7 @@ def _put(path: Path, content: bytes) -> None:
     try:
         with aside.open("wb", buffering=0) as file:
             write_all(file, content)
-            os.fsync(file.fileno())
+            sync_file(file)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

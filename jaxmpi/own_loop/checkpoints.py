@@ -15,9 +15,11 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.sharded import ShardedState
-from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import not_finite, of_step
 from jaxmpi.checkpoint.manifests import found, read_manifest
+from jaxmpi.checkpoint.recut import Slicing
+from jaxmpi.checkpoint.restore import restore
+from jaxmpi.checkpoint.write import Files, Retention, files_of, save
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.control import Processes, SoloProcesses
 from jaxmpi.comm.mpi import MpiComm, communicator
@@ -82,19 +84,19 @@ class Checkpoints:
         control.assert_same("jaxmpi.Checkpoints.save", {"step": number})
         cuts = Cuts.of(shared, own, control)
         state = cuts.state(number, shared, own, [share.saved(control.rank) for share in cuts.shares])
-        files = format.files_of({control.rank: state}, replicated=not cuts.shares)
+        files = files_of({control.rank: state}, replicated=not cuts.shares)
         told = control.allgather_object((self._problem(files, number, control), cuts.of_parts))
         if problems := [text for text, _ in told if text]:
             raise AgreedError(problems[0])
         facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **cuts.facts([row for _, row in told])}
-        return format.save(
+        return save(
             self._folder,
             files,
             control,
             step=number,
             workers=control.size,
             extra=facts,
-            keep=format.Retention(self._keep),
+            keep=Retention(self._keep),
             agrees=True,
         )
 
@@ -102,7 +104,7 @@ class Checkpoints:
         comm = communicator(self._comm)
         return comm.processes if isinstance(comm, MpiComm) else SoloProcesses()
 
-    def _problem(self, files: format.Files, step: int, control: Processes) -> str:
+    def _problem(self, files: Files, step: int, control: Processes) -> str:
         """Why this rank cannot write; empty if it can."""
         [rank] = control.in_job([control.rank])
         try:
@@ -155,7 +157,7 @@ class Checkpoints:
         control = self._processes()
         control.assert_same("jaxmpi.Checkpoints.restore", None)
         cuts = Cuts.of(shared, own, control)
-        saved = format.restore(
+        saved = restore(
             self._folder,
             {control.rank: cuts.state(0, shared, own, [packed(share.own) for share in cuts.shares])},
             control,
@@ -269,7 +271,7 @@ class Cuts:
         has_tensors = any(isinstance(share.cut, Leaves) for share in self.shares)
         return said | {CHUNKS: [*self.order], CUT: "leaves" if has_tensors else "entries"}
 
-    def slicing(self) -> format.Slicing:
+    def slicing(self) -> Slicing:
         """How shares are held here."""
         shares, whole = self.shares, {}
         at = lambda i, name: f"{i}/{name}" if name else str(i)  # noqa: E731
@@ -281,7 +283,7 @@ class Cuts:
                 share.restored(self.control.rank, lambda name, i=i: read(at(i, name))) for i, share in enumerate(shares)
             ]
 
-        return format.Slicing(whole, self.order, held)
+        return Slicing(whole, self.order, held)
 
     def check(self, folder: Path, extra: dict[str, Any], workers: int) -> None:
         """Refuse a checkpoint whose states do not fit this run.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import format
+from jaxmpi.checkpoint.recut import RULE_STATE, Slicing, with_rule_state
 from jaxmpi.comm.control import MpiProcesses, Processes
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.core.deals import Leaves
@@ -46,7 +46,7 @@ class Slices(NamedTuple):
         found = {}
         for number, state in self.by_number.items():
             saved = self.layout.cut.saved(state, number)
-            found[number] = {f"{format.RULE_STATE}/{name}": np.asarray(leaf) for name, leaf in named_leaves(saved)}
+            found[number] = {f"{RULE_STATE}/{name}": np.asarray(leaf) for name, leaf in named_leaves(saved)}
         return found
 
 
@@ -93,7 +93,7 @@ def difference_of_copies(slices: Slices, processes: Processes, step: int) -> str
     for worker, pairs in enumerate(processes.allgather_object(mine)):
         for number, sums in pairs:
             rows.setdefault(number, {})[worker] = np.array(sums, np.uint32)
-    names = [f"{format.RULE_STATE}/{name}" for name in next(iter(held.values()))]  # all slices have the same leaves
+    names = [f"{RULE_STATE}/{name}" for name in next(iter(held.values()))]  # all slices have the same leaves
     texts = (
         difference(row, names, step, f"copies of slice {number} of the optimizer's state")
         for number, row in sorted(rows.items())
@@ -102,7 +102,7 @@ def difference_of_copies(slices: Slices, processes: Processes, step: int) -> str
 
 
 def recut(
-    control: MpiProcesses, slices: Slices, state: TrainState, like: PyTree, slicing: format.Slicing, told: str
+    control: MpiProcesses, slices: Slices, state: TrainState, like: PyTree, slicing: Slicing, told: str
 ) -> TrainState:
     """This worker's state, with the rule's part recut from remaining slices.
 
@@ -148,7 +148,7 @@ def recut(
     every = [name for leaves in names.values() for name in leaves]
     for turn in range(control.size):
         if turn == control.rank:
-            state = format.with_rule_state(state, like, slicing, control.rank, every, read)
+            state = with_rule_state(state, like, slicing, control.rank, every, read)
             for other in set(range(control.size)) - {turn}:
                 world.send(None, other, SLICES)
         else:

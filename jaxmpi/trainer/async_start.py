@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.checkpoint import format, manifests
+from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.leaves import read_file
+from jaxmpi.checkpoint.restore import first_whole
 from jaxmpi.comm.topology import Workers
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -89,7 +91,7 @@ def starting(
         say: is called with a line for each damaged one that is passed over.
     """
     read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
-    found = format.first_whole(folder, workers.processes, read, say) if resume else None
+    found = first_whole(folder, workers.processes, read, say) if resume else None
     workers.processes.assert_same("the checkpoint to resume from", {"step": found.step if found else 0})
     return found or Start(Flat.of(state.params).vector(state.params), state, Counters())
 
@@ -100,11 +102,11 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
     On another number of workers weights of gossip begin anew, so that they sum to 1.
     """
     manifest = manifests.read_manifest(path)
-    center = format.read_file(path, manifest, "common.bin", {"center": state.params})["center"]
+    center = read_file(path, manifest, "common.bin", {"center": state.params})["center"]
     mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
     name = manifests.own_file(worker)
     if manifest["files"].get(name):
-        own = format.read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
+        own = read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
         weight = float(own.pop("weight")) * (manifest["workers"] == workers)
         mine = TrainState(**own)
     if rule.starts_at_center:

@@ -13,9 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from jaxmpi.checkpoint.format import Retention
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
+from jaxmpi.checkpoint.write import Retention
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.allreduce import algorithms
-from jaxmpi.checkpoint import format, run_directory, run_folder
+from jaxmpi.checkpoint import run_directory, run_folder
 from jaxmpi.checkpoint.manager import warn
+from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses, processes
 from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers
 from jaxmpi.config import experiment_file
@@ -245,7 +246,7 @@ def run_in(
     with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(job, functions.rule, folder)
     start = saved.step if saved else 0
-    there = saved.step_there if isinstance(saved, format.Saved) else None  # the step in a run that is continued
+    there = saved.step_there if isinstance(saved, Saved) else None  # the step in a run that is continued
     if experiment.resume and is_first:
         cut_record(folder / "record.jsonl", start if there is None else -1)
     hosts = workers.processes.allgather_object(socket.gethostname())
@@ -271,7 +272,7 @@ def run_in(
     if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
         how = f"wire {functions.strategy.partition(':')[2]}"
     recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
-    if isinstance(saved, format.Saved) and there is not None:
+    if isinstance(saved, Saved) and there is not None:
         say_continued(job, recorder, saved)
     if saved and start:
         say_changes(job, recorder, saved.extra, start)
@@ -305,7 +306,7 @@ def run_in(
 # ---------------------------------------------------------------- state in and out
 
 
-def say_continued(job: Job, recorder: Recorder, saved: format.Saved) -> None:
+def say_continued(job: Job, recorder: Recorder, saved: Saved) -> None:
     """Say and record which run is continued, and how steps are counted."""
     was, now = saved.extra["experiment"]["effective batch"], job.plan.clock.effective_batch
     source = job.experiment.continue_from

@@ -17,8 +17,10 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint import format, run_directory
+from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manager import warn
+from jaxmpi.checkpoint.recut import Slicing
+from jaxmpi.checkpoint.restore import Saved, restore
 from jaxmpi.comm.topology import Workers, take
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import named_leaves, tree_digest
@@ -65,7 +67,7 @@ def restored(
     rule: Rule,
     now: dict[str, Any],
     but: Sequence[str] = (),
-) -> format.Saved | None:
+) -> Saved | None:
     """A run directory's newest checkpoint, the same on all ranks, or None.
 
     Args:
@@ -78,7 +80,7 @@ def restored(
     """
     place = rule.sharding and rule.sharding.shards.shared_params
     is_leader = workers.processes.local_rank == 0
-    saved = format.restore(
+    saved = restore(
         folder / "checkpoints",
         states,
         workers.processes,
@@ -100,13 +102,13 @@ def restored(
     return saved
 
 
-def slicing_of(rule: Rule, state: TrainState) -> format.Slicing | None:
+def slicing_of(rule: Rule, state: TrainState) -> Slicing | None:
     """How workers hold the rule's state; None if parts are their own."""
     if rule.sharding:
         held = rule.sharding.shards.cut.for_state_of(rule.sharding.tx).restored
         whole = dict(named_leaves(jax.eval_shape(rule.init, state.params)))
-        return format.Slicing(whole, rule.sharding.chunks, held)
-    return format.Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
+        return Slicing(whole, rule.sharding.chunks, held)
+    return Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
 
 
 def slice_layout(rule: Rule) -> SliceLayout | None:
@@ -117,7 +119,7 @@ def slice_layout(rule: Rule) -> SliceLayout | None:
 
 def continued(
     source: Path, states: dict[int, TrainState], workers: Workers, rule: Rule, plan: TrainingPlan, now: dict[str, Any]
-) -> format.Saved:
+) -> Saved:
     """Another run's newest checkpoint, at this run's step of as many examples.
 
     Weights, moments and model state are taken as they are. The step, and the optimizer's own by which its learning
@@ -157,7 +159,7 @@ def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
 # ---------------------------------------------------------------- state in and out
 
 
-def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, TrainState], format.Saved | Start | None]:
+def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, TrainState], Saved | Start | None]:
     """State 0, or a resumed checkpoint's; asynchronous workers have a start each.
 
     A run that continues another begins with that one's newest checkpoint, until it has one of its own.
@@ -195,7 +197,7 @@ def say_changes(job: Job, recorder: Recorder, extra: dict[str, Any], start: int)
         recorder.write("changed", step=start, changes={k: {"was": a, "is": b} for k, (a, b) in found.items()})
 
 
-def go_on(job: Job, saved: format.Saved | Start | None, at_start: Sequence[Sequence[Any]] = ()) -> None:
+def go_on(job: Job, saved: Saved | Start | None, at_start: Sequence[Sequence[Any]] = ()) -> None:
     """Restore this process's data and callbacks from a checkpoint.
 
     Args:
@@ -204,7 +206,7 @@ def go_on(job: Job, saved: format.Saved | Start | None, at_start: Sequence[Seque
     extra, feed = saved.extra if saved else {}, job.plan.feed
     # Corrupt examples of all workers, as the first rank's own: they are summed.
     feed.skipped = extra.get("skipped", 0) if job.workers.processes.rank == 0 else 0
-    is_other = isinstance(saved, format.Saved) and saved.step_there is not None  # of the run that this one continues
+    is_other = isinstance(saved, Saved) and saved.step_there is not None  # of the run that this one continues
     feed.go_to(saved.step if saved else 0, extra.get("streams", []))
     kept = extra.get("callbacks", [])
     callbacks.restore(job.experiment.callbacks, kept if saved and not is_other else at_start)

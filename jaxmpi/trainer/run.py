@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.manager import Saver, check_disk, total_bytes
+from jaxmpi.checkpoint.write import Retention
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
@@ -42,7 +42,7 @@ def open_saver(job: Job, functions: Functions, home: HeldFolder, states: dict[in
     if workers.processes.rank == 0 and functions.exchanges:
         needed_bytes = total_bytes(states, replicated, workers.size, same_params)
         check_disk(home.path / "checkpoints", needed_bytes, shutil.disk_usage(home.path).free)
-    keep = format.Retention(experiment.keep_checkpoints, experiment.keep_best)
+    keep = Retention(experiment.keep_checkpoints, experiment.keep_best)
     equal = {"replicated": replicated, "same_params": same_params}
     return Saver(home, workers.processes, workers=workers.size, keep=keep, **equal)
 

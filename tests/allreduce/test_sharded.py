@@ -22,8 +22,10 @@ from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.sharded import RowsInColumns, ShardedState, Shards, shards_of, vectors_of
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.checkpoint import format
 from jaxmpi.checkpoint.orbax_export import model_of
+from jaxmpi.checkpoint.recut import Slicing
+from jaxmpi.checkpoint.restore import restore
+from jaxmpi.checkpoint.write import Retention, files_of, save
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses
@@ -955,24 +957,24 @@ def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before
     noise = lambda x: RNG.standard_normal(x.shape).astype(np.float32) if x.dtype == jnp.float32 else x + 7  # noqa: E731
     whole = jax.tree.map(lambda x: np.asarray(noise(x)), whole)
     kept, wanted = states_of(whole, before), states_of(whole, after)
-    format.save(
+    save(
         tmp_path,
-        format.files_of(kept, not before),
+        files_of(kept, not before),
         SoloProcesses(),
         step=0,
         workers=len(kept),
         extra={"chunks": list(before)} if before else {},
-        keep=format.Retention(1),
+        keep=Retention(1),
     )
     like = {worker: jax.tree.map(np.zeros_like, state) for worker, state in wanted.items()}
     shapes = dict(named_leaves(jax.eval_shape(TX.init, PARAMS)))
-    saved = format.restore(
+    saved = restore(
         tmp_path,
         like,
         SoloProcesses(),
         workers=len(wanted),
         replicated=not after,
-        slicing=format.Slicing(shapes, after, Entries(len(after)).restored if after else None),
+        slicing=Slicing(shapes, after, Entries(len(after)).restored if after else None),
         say=pytest.fail,
     )
     assert saved
@@ -989,7 +991,7 @@ LAMB = optax.lamb(1e-2)
 FORMS = ["whole", "entries 2", "entries 8", "leaves 2", "leaves 3", "masters, entries 3", "masters, leaves 8"]
 
 
-def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict[str, Any]]:
+def held_by(form: str, whole: Any) -> tuple[dict[int, Any], Slicing, dict[str, Any]]:
     """States of workers that hold a whole state of LAMB with an average of params in some form, and masters or none."""
     words = form.replace("masters, ", "").split()
     has_masters, workers = form.startswith("masters"), int(words[-1]) if words[1:] else 2
@@ -998,7 +1000,7 @@ def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), whole)
     if form == "whole":
         states = [whole] * workers
-        return made_of(states, whole), format.Slicing(dict(named_leaves(shapes))), {}
+        return made_of(states, whole), Slicing(dict(named_leaves(shapes))), {}
     cut = Leaves(deal(FEW, workers)) if words[0] == "leaves" else Entries(workers)
     cut = cut.for_state_of(LAMB)
     chunks = tuple(range(workers))[::-1]
@@ -1015,7 +1017,7 @@ def held_by(form: str, whole: Any) -> tuple[dict[int, Any], format.Slicing, dict
     states = [cut.restored(like(chunk), chunk, leaves.__getitem__) for chunk in chunks]
     return (
         made_of(states, whole),
-        format.Slicing(dict(named_leaves(shapes)), chunks, cut.restored),
+        Slicing(dict(named_leaves(shapes)), chunks, cut.restored),
         {"chunks": list(chunks), "cut": cut.name, "saved": cut.saved},
     )
 
@@ -1038,8 +1040,8 @@ def test_whole_leaves_and_masters_are_taken_up_in_any_other_form(tmp_path, befor
     if extra:
         saved = extra.pop("saved")
         kept = {w: each._replace(rule_state=saved(each.rule_state, extra["chunks"][w])) for w, each in kept.items()}
-    facts = {"step": 0, "workers": len(kept), "extra": extra, "keep": format.Retention(1)}
-    where = format.save(tmp_path, format.files_of(kept, not extra), SoloProcesses(), **facts)
+    facts = {"step": 0, "workers": len(kept), "extra": extra, "keep": Retention(1)}
+    where = save(tmp_path, files_of(kept, not extra), SoloProcesses(), **facts)
     exported = model_of(where)
     assert is_same([exported[f"params/{name}"] for name in FEW], [whole["average"][name] for name in FEW])
     had = before.startswith("masters")
@@ -1049,7 +1051,7 @@ def test_whole_leaves_and_masters_are_taken_up_in_any_other_form(tmp_path, befor
         truth = whole if had else whole | {"of_rule": whole["of_rule"] | {"masters": FEW}}
         wanted, slicing, _ = held_by(after, truth)
         like = {worker: jax.tree.map(np.zeros_like, state) for worker, state in wanted.items()}
-        found = format.restore(
+        found = restore(
             tmp_path, like, SoloProcesses(), workers=len(wanted), replicated=after == "whole", slicing=slicing
         )
         assert found, (before, after)

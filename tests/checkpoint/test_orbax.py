@@ -13,7 +13,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi.checkpoint import format, manifests, orbax_export, trained, uncoordinated
+from jaxmpi.checkpoint import manifests, orbax_export, trained, uncoordinated
+from jaxmpi.checkpoint.write import Retention, files_of, save
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
@@ -38,12 +39,12 @@ def run_dir(tmp_path):
     for step in (3, 9):
         params = jax.tree.map(lambda x, step=step: x + np.asarray(step, x.dtype), PARAMS)
         state = create(params, STATE, {}, seed=0, worker=0)._replace(step=np.full((), step, np.int32))
-        format.save(
-            *(tmp_path / "run" / "checkpoints", format.files_of({0: state}, True), SoloProcesses()),
+        save(
+            *(tmp_path / "run" / "checkpoints", files_of({0: state}, True), SoloProcesses()),
             step=step,
             workers=1,
             extra={},
-            keep=format.Retention(2),
+            keep=Retention(2),
         )
     return tmp_path / "run"
 
@@ -80,9 +81,9 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
         params = jax.tree.map(lambda x, by=worker: np.asarray(x + np.asarray(2 * by, x.dtype)), PARAMS)
         model_state = {**STATE, "calls": np.full((), worker, np.int32), "var": np.full(2, worker, np.float32)}
         states[worker] = create(params, model_state, {}, seed=0, worker=worker)
-    format.save(
-        *(tmp_path / "checkpoints", format.files_of(states, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 2, "extra": {}, "keep": format.Retention(2)},
+    save(
+        *(tmp_path / "checkpoints", files_of(states, False, same_params=False), SoloProcesses()),
+        **{"step": 0, "workers": 2, "extra": {}, "keep": Retention(2)},
     )
     mean = orbax_export.model_of(manifests.found(tmp_path / "checkpoints")[0])
     for name, leaf in pytrees.named_leaves({"params": PARAMS}):
@@ -102,9 +103,9 @@ def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_tra
         updates, rule_state = tx.update(jax.tree.map(jnp.ones_like, params), rule_state, params)
         params = optax.apply_updates(params, updates)
     states = {worker: create(params, {}, (rule_state,), seed=0, worker=worker) for worker in range(2)}
-    format.save(
-        *(tmp_path / "checkpoints", format.files_of(states, False), SoloProcesses()),
-        **{"step": 3, "workers": 2, "extra": {}, "keep": format.Retention(2)},
+    save(
+        *(tmp_path / "checkpoints", files_of(states, False), SoloProcesses()),
+        **{"step": 3, "workers": 2, "extra": {}, "keep": Retention(2)},
     )
     got = orbax_export.model_of(manifests.found(tmp_path / "checkpoints")[0])
     want = dict(pytrees.named_leaves({"params": params}))
@@ -124,11 +125,11 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
     exchange = base.Exchange(lambda tree: tree, lambda tree: tree)
     rule = easgd.easgd_sync(optax.sgd(0.1), exchange, RuleConfig("easgd_sync", alpha=0.5))
     synchronous = create(PARAMS, {}, rule.init(center), seed=0, worker=0)
-    format.save(
-        *(tmp_path / "sync", format.files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
-        **{"step": 0, "workers": 1, "extra": {}, "keep": format.Retention(2)},
+    save(
+        *(tmp_path / "sync", files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
+        **{"step": 0, "workers": 1, "extra": {}, "keep": Retention(2)},
     )
-    apart = uncoordinated.UncoordinatedCheckpoint(tmp_path / "apart", 1, format.Retention(2))
+    apart = uncoordinated.UncoordinatedCheckpoint(tmp_path / "apart", 1, Retention(2))
     apart.begin(0)
     apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
     apart.end(0, {"center": center}, {}, None)

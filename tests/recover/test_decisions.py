@@ -18,7 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi.checkpoint import format, manager, run_directory
+from jaxmpi.checkpoint import manager, run_directory
+from jaxmpi.checkpoint.restore import restore
+from jaxmpi.checkpoint.write import Retention
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.topology import gather_workers, spread
 from jaxmpi.config import schema
@@ -176,7 +178,7 @@ def test_two_checkpoints_must_fit(tmp_path):
 def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
     state = create({"w": np.ones(3, np.float32)}, {}, {}, seed=0, worker=0)
     folder = tmp_path / "checkpoints"
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(2))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=Retention(2))
     one.save({0: state}, {}, None)
     one.wait()
     one.save(
@@ -194,11 +196,11 @@ def test_what_goes_wrong_in_the_background_is_raised_by_the_next_call(tmp_path):
 
 def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
     state = create({"w": np.ones(1000, np.float32)}, {}, {}, seed=0, worker=0)
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(2))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=Retention(2))
     one.save({0: state}, {}, None)
     state.params["w"][:] = 7  # as a donated buffer is written over
     one.wait()
-    found = format.restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
+    found = restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
     assert found is not None
     assert (found.states[0].params["w"] == 1).all()
 
@@ -206,7 +208,7 @@ def test_what_is_saved_is_the_state_of_that_moment(tmp_path):
 @pytest.mark.parametrize(("is_last", "expected"), [(False, 1), (True, 0)])
 def test_the_last_checkpoint_of_a_run_is_written_without_a_copy(is_last, expected, tmp_path):
     state = create({"w": np.ones((16, 125_000), np.float32)}, {}, {}, seed=0, worker=0)
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(1))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=Retention(1))
     tracemalloc.start()
     try:
         one.save({0: state}, {}, None, is_last=is_last)
@@ -216,7 +218,7 @@ def test_the_last_checkpoint_of_a_run_is_written_without_a_copy(is_last, expecte
         tracemalloc.stop()
     size = state.params["w"].nbytes
     assert expected * size <= taken <= (expected + 0.5) * size  # isfinite of a leaf takes a quarter of it
-    found = format.restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
+    found = restore(tmp_path / "checkpoints", {0: state}, SoloProcesses(), workers=1, replicated=True)
     assert found is not None
     assert (found.states[0].params["w"] == 1).all()
 
@@ -356,7 +358,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
     """Twice the time of the copy is allowed, for memory that is busy; the disk takes several times that."""
     params = {f"layer{i}": np.ones(4_000_000, np.float32) for i in range(20)}  # 320 MB
     state = create(params, {}, {}, seed=0, worker=0)
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=format.Retention(1))
+    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=Retention(1))
     copies, pauses, wholes = [], [], []
     for step in range(4):
         begin = time.perf_counter()

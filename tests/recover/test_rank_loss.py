@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi.checkpoint import format, manifests
+from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.leaves import is_at
+from jaxmpi.checkpoint.recut import RULE_STATE
 from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
@@ -229,7 +231,7 @@ def saved_state(run_dir: Path) -> dict[tuple[str, str], tuple[list[int], int]]:
         (file, row["path"]): (row["shape"], row["crc32"])
         for file, rows in files.items()
         for row in rows
-        if file == "common.bin" or format.is_at(row["path"], format.RULE_STATE)
+        if file == "common.bin" or is_at(row["path"], RULE_STATE)
     }
 
 

@@ -21,9 +21,9 @@ import optax
 import pytest
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.checkpoint.format import Retention
 from jaxmpi.checkpoint.manifests import found
 from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
+from jaxmpi.checkpoint.write import Retention
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.control import SoloProcesses

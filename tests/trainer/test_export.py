@@ -19,7 +19,8 @@ from flax import nnx, traverse_util
 from safetensors.numpy import load_file
 
 import jaxmpi
-from jaxmpi.checkpoint import format, manifests
+from jaxmpi.checkpoint import manifests
+from jaxmpi.checkpoint.leaves import read_leaves
 from jaxmpi.checkpoint.trained import dotted
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
@@ -200,5 +201,5 @@ def trained(model: Model, project: Path) -> tuple[Any, Any]:
         for name, rows in manifest["files"].items():
             index = [row for row in rows if row["path"].startswith(field)]
             if index and jax.tree.leaves(like):
-                held[field] = format.read_leaves(path / name, index, {field: like})[field]
+                held[field] = read_leaves(path / name, index, {field: like})[field]
     return held["params"], held.get("model_state", {})

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import open_plain
+from jaxmpi.core.files import open_plain, sync_file
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source, _split_name, pair, place_in_parts
 from jaxmpi.data.sources.open_files import SPAN_BYTES, OpenFiles, Spans
@@ -321,8 +321,7 @@ def _save(path: Path, array: np.ndarray) -> None:
         with _writing(path), aside.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
             file.write(array.data)  # NumPy's own writing does not say why it failed
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
             aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

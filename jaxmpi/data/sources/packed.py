@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import open_plain, read_plain
+from jaxmpi.core.files import open_plain, read_plain, sync_file
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
 
@@ -65,8 +65,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     aside = folder / f"{MANIFEST}.tmp"
     with aside.open("w") as file:
         json.dump({"format": FORMAT, **manifest._asdict()}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     aside.replace(folder / MANIFEST)
 
 

@@ -1,0 +1,190 @@
+"""Checkpoint format: all state for a bit-exact resume, renamed when whole.
+
+    RUN/checkpoints/step_00000125/
+        manifest.json       step, workers, and for each file its leaves: path, shape, dtype, offset, crc32; a crc32
+        common.bin          state that is equal on all workers
+        worker_00003.bin    worker 3's own state
+
+No pickle: leaves are raw bytes. The newest and the best checkpoints are kept.
+"""
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.checkpoint.leaves import halves
+from jaxmpi.checkpoint.manifests import FORMAT, found, own_file, score_of, sealed, step_of
+from jaxmpi.comm.control import Processes
+from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.files import sync_file
+from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.train_state import TrainState
+from jaxmpi.runtime import fault_injection
+
+Files = dict[str, PyTree]  # contents by file name
+
+
+class Retention(NamedTuple):
+    """Number of checkpoints to keep."""
+
+    newest: int
+    best: int = 0  # of lowest score, beside the newest
+
+
+def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bool = True) -> Files:
+    """The files that this process writes, with the contents of each.
+
+    Args:
+        states: of this process's workers.
+        replicated: the rule's state is equal on all workers, and so is written once.
+        same_params: likewise for params.
+    """
+    files = {}
+    for worker, state in states.items():
+        common, own = halves(state, replicated, same_params)
+        files |= {"common.bin": common} if worker == 0 else {}
+        files[own_file(worker)] = own
+    return files
+
+
+def save(
+    folder: Path,
+    files: Files,
+    processes: Processes,
+    *,
+    step: int,
+    workers: int,
+    extra: Mapping[str, Any],
+    keep: Retention,
+    score: float | None = None,
+    agrees: bool = False,
+) -> Path:
+    """Write a checkpoint and drop those beyond `keep`; all ranks call it.
+
+    Args:
+        folder: RUN/checkpoints, the same for all ranks.
+        files: this process's, of `files_of`.
+        extra: JSON values kept beside.
+        score: checkpoints with the lowest are kept as the best; None if this step was not evaluated.
+        agrees: a rank that cannot write has all ranks raise. Else it raises by itself, and the job ends or goes on
+            without it.
+
+    Communicates: three gathers, of outcomes and of the files' indices.
+
+    Raises:
+        OSError: on the rank that cannot write; with `agrees` an `AgreedError` on all.
+    """
+    final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
+    is_first, index = processes.rank == 0, {}
+
+    def together(act: Callable[[], Any]) -> list[Any]:
+        """Call `act` here, wait for the others, and return all ranks' results."""
+        made, failure = None, ""
+        try:
+            made = act()
+        except OSError as error:
+            if not agrees:
+                raise
+            [rank] = processes.in_job([processes.rank])
+            failure = f"rank {rank}: the checkpoint of step {step} cannot be written: {error}"
+        every = processes.allgather_object((failure, made))
+        if failures := [text for text, _ in every if text]:
+            raise AgreedError(failures[0])
+        return [each for _, each in every]
+
+    together(lambda: make_aside(aside) if is_first else None)
+    written = together(lambda: {name: write_leaves(aside / name, tree, step) for name, tree in files.items()})
+    for each in written:
+        index |= each
+    facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
+    together(lambda: commit(folder, step, facts, keep) if is_first else None)
+    fault_injection.reach("saved", step, final)
+    return final
+
+
+def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
+    """Turn step_N.tmp into a checkpoint, and drop those beyond `keep`."""
+    final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
+    write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
+    sync_folder(aside)
+    put_in_place(aside, final)
+    prune(folder, step, keep)
+
+
+def make_aside(aside: Path) -> None:
+    """Make a checkpoint's temporary folder; a removed run directory stays removed."""
+    aside.parent.mkdir(exist_ok=True)
+    drop_cut_off(aside.parent)
+    aside.mkdir()
+
+
+def drop_cut_off(folder: Path) -> None:
+    """Remove partial checkpoints of an ended run; links are not followed."""
+    for cut_off in folder.glob("step_*.tmp"):
+        if cut_off.is_dir() and not cut_off.is_symlink():
+            shutil.rmtree(cut_off)
+        else:
+            cut_off.unlink()
+
+
+def put_in_place(aside: Path, final: Path) -> None:
+    """Rename a whole checkpoint, then remove an older one of that step."""
+    before = final.with_name(f"{final.name}.old.tmp")
+    if final.exists():
+        final.rename(before)
+    aside.rename(final)
+    sync_folder(final.parent)
+    if before.exists():
+        shutil.rmtree(before)
+
+
+def prune(folder: Path, step: int, keep: Retention) -> None:
+    """Drop checkpoints up to `step` beyond the newest and best of `keep`."""
+    upto = [path for path in found(folder) if step_of(path) <= step]
+    scores = {path: score for path in upto if (score := score_of(path)) is not None}
+    best = sorted(scores, key=lambda path: (scores[path], step_of(path)))[: keep.best]
+    for path in upto[: -keep.newest]:
+        if path not in best:
+            shutil.rmtree(path)
+
+
+def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
+    """Write leaves one after another; return their index."""
+    index, offset = [], 0
+    with path.open("wb") as file:
+        for name, leaf in named_leaves(tree):
+            array = np.asarray(leaf, order="C")  # ascontiguousarray would make f32[] an f32[1]
+            fault_injection.reach("save", step)
+            raw = array.reshape(-1).view(np.uint8).data
+            file.write(raw)
+            index.append(
+                {
+                    "path": name,
+                    "shape": list(array.shape),
+                    "dtype": str(array.dtype),
+                    "offset": offset,
+                    "crc32": zlib.crc32(raw),
+                }
+            )
+            offset += raw.nbytes
+        sync_file(file)
+    return index
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text and fsync it."""
+    with path.open("w") as file:
+        file.write(text)
+        sync_file(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Fsync a folder, so that the names in it are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
