@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import harness
 from papers import ERROR, PYTHON, Job, Values, bench, from_one, medians, on_hosts, script
 
 from jaxmpi.core.errors import check
@@ -187,12 +188,6 @@ def cells_of(text: str, model: str, factor: int) -> dict[str, dict[int, dict[str
     return found
 
 
-def mean_curve(runs: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Top-5 error in percent by epoch, mean over seeds."""
-    points = zip(*(run["top5_curve"] for run in runs), strict=False)
-    return [(at[0][0], statistics.mean(error for _, error in at)) for at in points]
-
-
 def lost_points(narrow: dict[int, dict[str, Any]], wide: dict[int, dict[str, Any]], top: str) -> list[float]:
     """Points of accuracy that 16 bits cost, seed by seed."""
     return [100 * (run[top] - narrow[seed][top]) for seed, run in wide.items() if seed in narrow]
@@ -260,7 +255,8 @@ def curves(printed: list[str], files: list[str]) -> list[Panel]:
     epochs, error = Quantity("epoch", base=None), Quantity("top-5 error, %", base=None)
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
         cells = {name: runs for name, runs in cells_of(text, model, factor).items() if runs}
-        series = {name.removeprefix(f"{model}, "): mean_curve([*runs.values()]) for name, runs in cells.items()}
+        found = {name.removeprefix(f"{model}, "): [*runs.values()] for name, runs in cells.items()}
+        series = {name: harness.mean_curve(run["top5_curve"] for run in runs) for name, runs in found.items()}
         if series:  # else all runs diverged
             panels.append(Lines(f"{model}, ours; images a worker as the paper counts them", epochs, error, series))
     by_workers, whiskers = {}, {}

@@ -41,7 +41,6 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.observe import plots
 from jaxmpi.observe.plots import Bars, Panel, Quantity
 
-TO_END_S = 10.0  # for a line's ranks to end
 JOBS = papers_ma.JOBS | papers_gibiansky.JOBS | papers_kumar.JOBS | papers_stooke.JOBS
 
 
@@ -102,11 +101,7 @@ def output_of(line: list[str], timeout_s: float, shown: str) -> str:
     try:
         printed, _ = job.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):  # none is left
-                os.killpg(job.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                job.communicate(timeout=TO_END_S)
+        harness.end(job)
         raise UsageError(f"took longer than {timeout_s:g} s (--timeout-s): {shown}") from error
     except BaseException:  # as Ctrl-C, which another session does not get
         with contextlib.suppress(ProcessLookupError):
