@@ -68,12 +68,13 @@ def jpegs(images: int) -> Iterator[tuple[int, bytes]]:
         yield i % 2, file.getvalue()
 
 
-def write(folder: Path, images: int, formats: bool) -> None:
-    """Write the files of all contenders."""
+def write(folder: Path, images: int, formats: bool, held_out: int = 0) -> None:
+    """Write the files of all contenders; the first are held out, too."""
     for i, (label, blob) in enumerate(jpegs(images)):
-        path = folder / "train" / ("china", "flower")[label] / f"{i:05}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(blob)
+        for split in ("train", "validation") if i < held_out else ("train",):
+            path = folder / split / ("china", "flower")[label] / f"{i:05}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(blob)
     if formats:
         from jaxmpi.config.data import Data
         from jaxmpi.data import ArraySource, open_source, write_batch_files

@@ -11,7 +11,6 @@ epoch at the median pace of a run's progress lines.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,8 +19,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import bench_data
 import harness
-from bench_data import jpegs
 from harness import ROOT
 
 from jaxmpi.config.data import Data
@@ -52,11 +51,7 @@ experiment = dataclasses.replace(experiment, data=slow)
 
 def write_images(folder: Path, images: int) -> None:
     """The same photographs as files, and packed at 256 px."""
-    for i, (label, blob) in enumerate(jpegs(images)):
-        for split in ("train", "validation") if i < 8 else ("train",):
-            path = folder / "files" / split / ("china", "flower")[label] / f"{i:05}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(blob)
+    bench_data.write(folder / "files", images, formats=False, held_out=8)
     for split in ("train", "validation"):
         files = open_source(Data(source="imagefolder", dir=str(folder / "files")), split)
         packing.pack(files, folder / "packed" / split, packing.PackingOptions(resize=256))
@@ -69,7 +64,7 @@ def epoch_s(launcher: list[str], file: Path, options: argparse.Namespace, *flags
         line += ["--train-for", options.train_for, "--run-dir", folder]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         subprocess.run(line, cwd=ROOT, env=environ, stdout=sys.stderr, check=True, timeout=options.timeout_s)
-        rows = [json.loads(row) for row in (Path(folder) / "record.jsonl").read_text().splitlines()]
+        rows = harness.record(Path(folder))
     return options.images / statistics.median([row["images_per_s"] for row in rows if row["kind"] == "train"][1:])
 
 
@@ -104,7 +99,7 @@ def data(options: argparse.Namespace, folder: Path) -> None:
         "files": partial(run, recipe, options, *none, files, "--data.source", "imagefolder"),
         f"files with {options.latency_ms:g} ms a read": partial(run, folder / "far.py", options),
     }
-    report(harness.take_turns(runs, options.rounds, clock=lambda run: run()))
+    report(harness.take_turns(runs, options.rounds, clock=harness.result))
 
 
 def devices(options: argparse.Namespace, folder: Path) -> None:
@@ -120,7 +115,7 @@ def devices(options: argparse.Namespace, folder: Path) -> None:
             epoch_s, few, folder / "recipe.py", options, *where, "ring:32", "--devices", str(k)
         ),
     }
-    report(harness.take_turns(runs, options.rounds, clock=lambda run: run()))
+    report(harness.take_turns(runs, options.rounds, clock=harness.result))
 
 
 def together(options: argparse.Namespace, folder: Path) -> None:
@@ -132,7 +127,7 @@ def together(options: argparse.Namespace, folder: Path) -> None:
         "memory and four trees": partial(run, "--data.dir", str(folder / "packed")),
         "files and Allreduce": partial(run, *files, "--exchange.strategy", "ar"),
     }
-    report(harness.take_turns(runs, options.rounds, clock=lambda run: run()))
+    report(harness.take_turns(runs, options.rounds, clock=harness.result))
 
 
 def main() -> None:

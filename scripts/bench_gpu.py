@@ -33,6 +33,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -387,14 +388,9 @@ def step_seconds(model: str, dtype: str, batch: int, rounds: int, steps: int) ->
         sides = {
             name: Jaxmpi(dataclasses.replace(config, exchange=form), False, "", workers) for name, form in FORMS.items()
         }
-        seconds: dict[str, list[float]] = {name: [] for name in FORMS}
-        for turn in range(rounds + SETTLE):
-            for name in FORMS if turn % 2 else [*FORMS][::-1]:
-                workers.processes.barrier()
-                begin = time.perf_counter()
-                sides[name].steps(steps)
-                seconds[name].append((time.perf_counter() - begin) / steps)
-    return {name: values[SETTLE:] for name, values in seconds.items()}
+        runs = {name: partial(side.steps, steps) for name, side in sides.items()}
+        found = harness.take_turns(runs, rounds, warm_up=SETTLE, clock=harness.together, swap=True)
+    return {name: [turn_s / steps for turn_s in seconds] for name, seconds in found.items()}
 
 
 def exchange_table(options: argparse.Namespace) -> tuple[str, list[str]]:

@@ -14,7 +14,6 @@ share a way as in the run.
 
 import contextlib
 import dataclasses
-import json
 import os
 import resource
 import tempfile
@@ -168,7 +167,7 @@ def main() -> None:
         with contextlib.suppress(decisions.Preempted):  # asked to leave: what has been measured counts
             trainer_main.train(dataclasses.replace(config, local_batch=options.batch), "bench_seeing")
         if processes().rank == 0:
-            lines = [json.loads(line) for line in (Path(folder) / "record.jsonl").read_text().splitlines()]
+            lines = harness.record(Path(folder))
     if processes().rank == 0:
         took = np.array(Turns.made.took[3:])
         report(took, options.steps)

@@ -103,14 +103,7 @@ def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]
 
 def slowest_rank(runs: dict[str, harness.Run], rounds: int, warm_up: int) -> dict[str, list[float]]:
     """The slowest rank's seconds of each run's rounds; collective over all ranks."""
-
-    def together(run: harness.Run) -> float:
-        processes().barrier()
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    mine = harness.take_turns(runs, rounds, warm_up=warm_up, clock=together, swap=True)
+    mine = harness.take_turns(runs, rounds, warm_up=warm_up, clock=harness.together, swap=True)
     every = processes().allgather_object(mine)
     return {name: np.max([each[name] for each in every], axis=0).tolist() for name in runs}
 

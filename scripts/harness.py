@@ -12,10 +12,13 @@ Contenders take turns, round by round, so that a drift of the machine falls on a
 """
 
 import argparse
+import contextlib
 import importlib
 import inspect
 import json
 import os
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from jaxmpi.comm.control import MpiProcesses
 
 ROOT = Path(__file__).resolve().parent.parent
+TO_END_S = 10.0  # for a job's processes
 NOT_PERMITTED = 77  # exit code of scripts/cluster.py if there can be no cluster; test suites take it for "skipped"
 K = TypeVar("K")
 T = TypeVar("T")
@@ -111,6 +115,15 @@ def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull)
     return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, asked, str(out)]
 
 
+def end(job: subprocess.Popen[str]) -> None:
+    """End a job with a session of its own; kill what is left of it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):  # none is left
+            os.killpg(job.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.communicate(timeout=TO_END_S)
+
+
 def control() -> "MpiProcesses":
     """This rank's control plane of a job of several ranks."""
     from jaxmpi.comm.control import MpiProcesses, processes
@@ -128,6 +141,14 @@ def seconds(work: Run) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
+
+
+def together(work: Run) -> float:
+    """This rank's seconds of a call that all ranks begin together."""
+    from jaxmpi.comm.control import processes
+
+    processes().barrier()
+    return seconds(work)
 
 
 def result(work: Run) -> Any:
@@ -154,6 +175,15 @@ def take_turns(
     return {name: figures[warm_up:] for name, figures in found.items()}
 
 
+def mean_curve(curves: Iterable[Sequence[tuple[float, float | None]]]) -> list[tuple[float, float]]:
+    """The mean over seeds of evaluations that are finite in all.
+
+    Workers that do not wait for each other evaluate a little apart, and may leave one out.
+    """
+    every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
+    return [(statistics.mean(epochs), statistics.mean(values)) for epochs, values in every if None not in values]
+
+
 def interval(values: Any, digits: int, unit: str = "") -> str:
     """Median and its 95 % confidence interval."""
     from jaxmpi.bench.results import middle
@@ -163,6 +193,11 @@ def interval(values: Any, digits: int, unit: str = "") -> str:
 
 
 # ---------------------------------------------------------------- results
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    """Rows of a run directory's record."""
+    return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
 
 
 def row(cells: Iterable[object]) -> str:

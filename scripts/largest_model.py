@@ -13,7 +13,6 @@ processes of the job.
 import dataclasses
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -126,12 +125,7 @@ def seen_bytes(width: int, words: int, word: str, batch: int, ranks: int) -> int
                 is_there = True
                 break
         ended.set()
-        os.killpg(job.pid, signal.SIGTERM)  # mpirun ends its ranks; a single one would save for minutes
-        try:
-            job.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.communicate()
+        harness.end(job)  # mpirun ends its ranks; a single one would save for minutes
         watcher.join()
     if not is_there:
         print("".join(said[-5:]), file=sys.stderr)

@@ -99,7 +99,7 @@ def outcome(code: Path, run: Run, folder: Path) -> Outcome:
 
 def values_of(folder: Path, code: Path) -> dict[str, Values]:
     """Hashes of a run's last checkpoint, by leaf, and its recorded losses."""
-    record = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    record = harness.record(folder)
     program = next(line["command"][0] for line in record if line["kind"] == "run")
     if not Path(program).is_relative_to(code):
         raise SystemExit(f"the run was made by {program}; expected code of {code}")

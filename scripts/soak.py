@@ -199,8 +199,7 @@ def is_saving(folder: Path) -> bool:
 
 def losses(folder: Path) -> list[tuple[int, int, float]]:
     """(step, examples, loss) of the record's steps."""
-    rows = map(json.loads, (folder / "record.jsonl").read_text().splitlines())
-    return [(row["step"], row["examples"], row["loss"]) for row in rows if row["kind"] == "train"]
+    return [(row["step"], row["examples"], row["loss"]) for row in harness.record(folder) if row["kind"] == "train"]
 
 
 def state_files(folder: Path, step: int) -> dict[str, bytes]:

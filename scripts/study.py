@@ -244,7 +244,7 @@ def shared_folder() -> Iterator[Path]:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """Outcome by a run's record: last evaluation and curve, or the failure."""
-    rows = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
+    rows = harness.record(folder)
     evaluations = [row for row in rows if row["kind"] == "eval"]
     steps = [row for row in rows if row["kind"] == "train"]
     if evaluations[-1]["eval_loss"] is None:
@@ -449,21 +449,12 @@ def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]
     for cell in study.cells():
         curves = [row["curve"] for row in finished(rows, study, cell).values()]
         if curves and min(map(len, curves)) > 1:
-            series[title(cell, study)] = mean_curve(curves)
+            series[title(cell, study)] = harness.mean_curve(curves)
     drawn: list[plots.Panel] = [plots.Bars(study.question, plots.Quantity("held out", base=None), bars)]
     if series:
         x, y = plots.Quantity("epoch", base=None), plots.Quantity("loss", base=None)
         drawn.append(plots.Lines("held-out loss", x, y, series))
     return drawn
-
-
-def mean_curve(curves: Sequence[Sequence[tuple[float, float | None]]]) -> list[plots.Point]:
-    """The mean over seeds of evaluations that are finite in all.
-
-    Workers that do not wait for each other evaluate a little apart, and may leave one out.
-    """
-    every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
-    return [(statistics.mean(epochs), statistics.mean(losses)) for epochs, losses in every if None not in losses]
 
 
 def parse() -> argparse.Namespace:

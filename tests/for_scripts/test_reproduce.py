@@ -15,6 +15,7 @@ from jaxmpi.config import experiment_file
 from launching import ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
+papers = importlib.import_module("papers")
 reproduce = importlib.import_module("reproduce")
 language = importlib.import_module("bench_language")
 BENCH = {
@@ -398,7 +399,7 @@ def test_what_runs_on_one_machine_alone_says_so():
 
 def line_of(code: str) -> Any:
     """A job that runs a small program and reads the number that it prints."""
-    return reproduce.Job(
+    return papers.Job(
         "A paper, Table 9",
         lambda o: [[sys.executable, "-c", code]],
         lambda printed, files: {"answer": float(printed[0])},
