@@ -124,16 +124,6 @@ def of_blocks(blocks: jax.Array, n: int) -> jax.Array:
 # ---------------------------------------------------------------- in NumPy
 
 
-def encode_bf16_on_host(x: np.ndarray) -> np.ndarray:
-    """Rounded to nearest, ties to even."""
-    return x.astype(ml_dtypes.bfloat16).view(np.uint8)
-
-
-def decode_bf16_on_host(sent: np.ndarray) -> np.ndarray:
-    """The upper halves of floats."""
-    return sent.view(ml_dtypes.bfloat16).astype(np.float32)
-
-
 def encode_f16_on_host(x: np.ndarray) -> np.ndarray:
     """Inverse powers of two, f32[ceil(n / BLOCK)], then halves, f16[n]; see `encode_f16`."""
     sent = np.empty(size_f16(x.size), np.uint8)
@@ -149,11 +139,6 @@ def encode_f16_on_host(x: np.ndarray) -> np.ndarray:
     else:
         np.multiply(blocks, scaled, out=halves.reshape(blocks.shape), casting="same_kind")
     return sent
-
-
-def decode_f16_on_host(sent: np.ndarray) -> np.ndarray:
-    """The scaled halves times the inverses of their blocks."""
-    return decode_blocks_on_host(*parts(sent, np.float16))
 
 
 def size_f16(n: int) -> int:
@@ -173,11 +158,6 @@ def encode_i8_on_host(x: np.ndarray) -> np.ndarray:
     quotients = blocks * (1 / scales)[:, None]
     multiples[:] = np.rint(quotients, out=quotients).reshape(-1)[: x.size].astype(np.int8)
     return sent
-
-
-def decode_i8_on_host(sent: np.ndarray) -> np.ndarray:
-    """The multiples times their blocks' scales."""
-    return decode_blocks_on_host(*parts(sent, np.int8))
 
 
 def size_i8(n: int) -> int:
@@ -266,11 +246,23 @@ WIRES: dict[str, Wire] = {
         lambda sent: sent,
         HostWire(lambda n: 4 * n, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True),
     ),
-    "16": Wire(encode_f16, decode_blocks, HostWire(size_f16, encode_f16_on_host, decode_f16_on_host)),
+    "16": Wire(
+        encode_f16,
+        decode_blocks,
+        HostWire(size_f16, encode_f16_on_host, lambda sent: decode_blocks_on_host(*parts(sent, np.float16))),
+    ),
     "bf16": Wire(
         lambda x: x.astype(jnp.bfloat16),
         lambda sent: sent.astype(jnp.float32),
-        HostWire(lambda n: 2 * n, encode_bf16_on_host, decode_bf16_on_host),
+        HostWire(
+            lambda n: 2 * n,
+            lambda x: x.astype(ml_dtypes.bfloat16).view(np.uint8),  # rounded to nearest, ties to even
+            lambda sent: sent.view(ml_dtypes.bfloat16).astype(np.float32),  # the upper halves of floats
+        ),
     ),
-    "8": Wire(encode_i8, decode_blocks, HostWire(size_i8, encode_i8_on_host, decode_i8_on_host)),
+    "8": Wire(
+        encode_i8,
+        decode_blocks,
+        HostWire(size_i8, encode_i8_on_host, lambda sent: decode_blocks_on_host(*parts(sent, np.int8))),
+    ),
 }

@@ -164,7 +164,7 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     if options.out:
         check_writable(options.out)
     if options.plot:
-        plots.check_file(options.plot, "--plot")
+        plots.check_file(options.plot)
     models = options.tree or ([experiment] if experiment and options.sizes is None else [])
     named = options.sizes or (BAIDU if options.sizes is not None or not models else ())
     cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]

@@ -257,7 +257,7 @@ def allgatherv(x: PyTree, *, counts: Sequence[int] | None = None, comm: Any = No
     rows = _rows("allgatherv", x)
     given = [int(n) for n in counts] if counts is not None else _known_to_all("allgatherv", chosen, rows)
     check(
-        len(given) == chosen.size and given[_rank(chosen)] == rows,
+        len(given) == chosen.size and given[int(chosen.rank)] == rows,
         f"allgatherv: rank {_number(chosen)}: counts: got {given} with {rows} rows here; expected {chosen.size} "
         "numbers, of which this rank's is the number of its rows",
     )
@@ -285,10 +285,6 @@ def alltoallv(x: PyTree, send_counts: Sequence[int], *, comm: Any = None) -> PyT
         "that add up to the rows",
     )
     return _moved("alltoallv", x, chosen, counts=tuple(map(tuple, _known_to_all("alltoallv", chosen, given))))
-
-
-def _rank(comm: Comm) -> int:
-    return int(comm.rank)
 
 
 def _number(comm: Comm) -> int | jax.Array:
@@ -387,13 +383,10 @@ def recv(
     source = _partner("recv", "source", source, chosen)
     leaves = [_template(leaf) for leaf in jax.tree.leaves(x)]
     if source == NOBODY:
-        messages.fill_in_program(_status(status), NOBODY, None, 0)
+        messages.fill_in_program(messages.status_number(status), NOBODY, None, 0)
         return jax.tree.unflatten(jax.tree.structure(x), leaves)
-    options = {
-        "source": source,
-        "recvtag": tag if tag is None else _tag("recv", "tag", tag, chosen),
-        "status": _status(status),
-    }
+    recvtag, number = _tag("recv", "tag", tag, chosen), messages.status_number(status)
+    options = {"source": source, "recvtag": recvtag, "status": number}
     return jax.tree.unflatten(jax.tree.structure(x), _each("recv", leaves, chosen, {}, **options))
 
 
@@ -425,8 +418,8 @@ def sendrecv(
         "source": _partner("sendrecv", "source", source, chosen),
         "dest": _partner("sendrecv", "dest", dest, chosen),
         "sendtag": _tag("sendrecv", "sendtag", sendtag, chosen),
-        "recvtag": recvtag if recvtag is None else _tag("sendrecv", "recvtag", recvtag, chosen),
-        "status": _status(status),
+        "recvtag": _tag("sendrecv", "recvtag", recvtag, chosen),
+        "status": messages.status_number(status),
     }
     pairs = zip(sent, places, strict=True)
     received = [_one("sendrecv", chosen, jnp.asarray(x), place, **options)[0] for x, place in pairs]
@@ -455,15 +448,15 @@ def _partner(operation: str, name: str, rank: Any, comm: Comm) -> int | None:
     return number
 
 
-def _tag(operation: str, name: str, tag: Any, comm: Comm) -> int:
+def _tag(operation: str, name: str, tag: Any, comm: Comm) -> int | None:
+    """A tag of a message, or None for any that comes."""
+    is_sent = name == "sendtag" or operation == "send"
+    if tag is None and not is_sent:
+        return None
     number, most = _index(operation, name, tag), comm.processes.tags if isinstance(comm, MpiComm) else LEAST_TAGS
-    is_any = "" if name == "sendtag" or operation == "send" else ", or None for any"
+    is_any = "" if is_sent else ", or None for any"
     check(0 <= number < most, f"{operation}: {name}: got {number}; expected a number from 0 to {most - 1}{is_any}")
     return number
-
-
-def _status(status: Any) -> int:
-    return messages.status_number(status) if status else 0
 
 
 # ---------------------------------------------------------------- calls

@@ -82,39 +82,20 @@ def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[...,
     return run
 
 
-@moved
-def _allreduce(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.allreduce(x, mpi_op(call.op), comm=call.comm.mpi)
+def direct(name: str, *fields: str) -> Callable[..., list[jax.Array]]:
+    """Make the `run` of one MPI function, which takes `op`, `root`, or neither."""
+
+    @moved
+    def move(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
+        given = [mpi_op(call.op) if field == "op" else call.root for field in fields]
+        return getattr(mpi, name)(x, *given, comm=in_order(call))
+
+    return move
 
 
-@moved
-def _reduce(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.reduce(x, mpi_op(call.op), call.root, comm=call.comm.mpi)
-
-
-@moved
-def _bcast(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.bcast(x, call.root, comm=call.comm.mpi)
-
-
-@moved
-def _allgather(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.allgather(x, comm=call.comm.mpi)
-
-
-@moved
-def _gather(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.gather(x, call.root, comm=call.comm.mpi)
-
-
-@moved
-def _scatter(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.scatter(x, call.root, comm=call.comm.mpi)
-
-
-@moved
-def _alltoall(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.alltoall(x, comm=call.comm.mpi)
+def in_order(call: MpiCall) -> Any:
+    """The communicator over whose ranks a call goes; a scan may be reversed."""
+    return call.comm.reversed_mpi if call.is_reversed else call.comm.mpi
 
 
 @moved
@@ -122,11 +103,6 @@ def _reduce_scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     rows = mpi4jax.alltoall(x, comm=call.comm.mpi)
     combine = COMBINE[call.op]
     return lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])[0]
-
-
-@moved
-def _scan(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
-    return mpi.scan(x, mpi_op(call.op), comm=in_order(call))
 
 
 @moved
@@ -139,11 +115,6 @@ def _exscan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     if comm.rank == comm.size - 1:
         return mpi4jax.recv(through, comm.rank - 1, comm=comm)
     return mpi4jax.sendrecv(through, through, comm.rank - 1, comm.rank + 1, comm=comm)
-
-
-def in_order(call: MpiCall) -> Any:
-    """The communicator over whose ranks a scan goes."""
-    return call.comm.reversed_mpi if call.is_reversed else call.comm.mpi
 
 
 @moved
@@ -188,9 +159,9 @@ class Operation:
     equation: str
     sends: str  # by each rank
     transpose: str  # in words; empty if there is none
-    results: Callable[..., list[jax.ShapeDtypeStruct]]  # (call, *operands) -> on this rank
+    results: Callable[..., list[jax.ShapeDtypeStruct]] = lambda call, x: [like(x)]  # (call, *operands) -> on this rank
     run: Callable[..., list[jax.Array]]  # (call, *operands) -> in a program, over MPI
-    alone: Callable[..., Any]  # (call, *operands) -> with one worker
+    alone: Callable[..., Any] = lambda call, x: x  # (call, *operands) -> with one worker
     adjoint: Callable[[Bind, MpiCall, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
     shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # what all ranks must give alike, of x
     ops: tuple[str, ...] = ()  # that it may reduce by
@@ -267,10 +238,8 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_0 ⊕ … ⊕ x_(w-1)",
         sends="about 2 n (w-1)/w, as MPI's algorithm does",
         transpose="the identity, as in mpi4jax: the loss is the same on all ranks; transposed again, allreduce",
-        results=lambda call, x: [like(x)],
-        run=_allreduce,
+        run=direct("allreduce", "op"),
         is_one_call=True,
-        alone=lambda call, x: x,
         adjoint=lambda bind, call, ct, x: bind(call.derived("allreduce", is_identity=not call.is_identity), ct)[0],
         ops=REDUCTIONS,
     ),
@@ -278,10 +247,8 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_root = x_0 ⊕ … ⊕ x_(w-1); elsewhere y_r = x_r",
         sends="about n; root receives n log w, or in all n (w-1)",
         transpose="bcast of root's cotangent, and elsewhere the rank's own added",
-        results=lambda call, x: [like(x)],
-        run=_reduce,
+        run=direct("reduce", "op", "root"),
         is_one_call=True,
-        alone=lambda call, x: x,
         adjoint=_reduce_adjoint,
         ops=REDUCTIONS,
         has_root=True,
@@ -290,10 +257,8 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_root",
         sends="about n, from root on",
         transpose="reduce(sum) to root; zeros elsewhere",
-        results=lambda call, x: [like(x)],
-        run=_bcast,
+        run=direct("bcast", "root"),
         is_one_call=True,
-        alone=lambda call, x: x,
         adjoint=_bcast_adjoint,
         has_root=True,
     ),
@@ -302,7 +267,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="n (w-1)",
         transpose="reduce_scatter(sum)",
         results=lambda call, x: [like(x, (call.comm.size, *x.shape))],
-        run=_allgather,
+        run=direct("allgather"),
         is_one_call=True,
         alone=lambda call, x: x[None],
         adjoint=lambda bind, call, ct, x: summed(bind, call.derived("reduce_scatter", op="sum"), ct),
@@ -313,7 +278,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="n, to root",
         transpose="scatter of root's cotangent, and elsewhere the rank's own added",
         results=lambda call, x: [like(x, (call.comm.size, *x.shape) if is_root(call) else x.shape)],
-        run=_gather,
+        run=direct("gather", "root"),
         is_one_call=True,
         alone=lambda call, x: x[None],
         adjoint=_gather_adjoint,
@@ -325,7 +290,7 @@ OPERATIONS: dict[str, Operation] = {
         sends="root sends n (w-1)/w",
         transpose="gather to root; zeros elsewhere",
         results=lambda call, x: [like(x, x.shape[1:] if is_root(call) else x.shape)],
-        run=_scatter,
+        run=direct("scatter", "root"),
         is_one_call=True,
         alone=lambda call, x: x[0],
         adjoint=_scatter_adjoint,
@@ -337,10 +302,8 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r[i] = x_i[r]",
         sends="n (w-1)/w",
         transpose="alltoall",
-        results=lambda call, x: [like(x)],
-        run=_alltoall,
+        run=direct("alltoall"),
         is_one_call=True,
-        alone=lambda call, x: x,
         adjoint=lambda bind, call, ct, x: bind(call.derived("alltoall"), ct)[0],
         is_elementwise=False,
     ),
@@ -350,7 +313,6 @@ OPERATIONS: dict[str, Operation] = {
         transpose="alltoallv of the parts of the cotangent, added",
         results=lambda call, x: [like(x, (sum(rows[0] for rows in call.counts), *x.shape[1:]))],
         run=_allgatherv,
-        alone=lambda call, x: x,
         adjoint=_allgatherv_adjoint,
         shared=lambda call, x: x.shape[1:],
         is_elementwise=False,
@@ -361,7 +323,6 @@ OPERATIONS: dict[str, Operation] = {
         transpose="alltoallv with the counts turned round",
         results=lambda call, x: [like(x, (sum(rows[call.comm.rank] for rows in call.counts), *x.shape[1:]))],
         run=_alltoallv,
-        alone=lambda call, x: x,
         adjoint=_alltoallv_adjoint,
         shared=lambda call, x: x.shape[1:],
         is_elementwise=False,
@@ -381,10 +342,8 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_0 ⊕ … ⊕ x_r",
         sends="about n log w",
         transpose="scan from the last rank to the first, of a sum",
-        results=lambda call, x: [like(x)],
-        run=_scan,
+        run=direct("scan", "op"),
         is_one_call=True,
-        alone=lambda call, x: x,
         adjoint=lambda bind, call, ct, x: bind(call.derived("scan", is_reversed=not call.is_reversed), ct)[0],
         ops=ARITHMETIC,
     ),
@@ -392,7 +351,6 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_0 ⊕ … ⊕ x_(r-1); y_0 is what changes nothing: 0, 1, or the least or largest number",
         sends="about n log w + n",
         transpose="exscan from the last rank to the first, of a sum",
-        results=lambda call, x: [like(x)],
         run=_exscan,
         alone=lambda call, x: jnp.full_like(x, neutral(call.op, x.dtype)),
         adjoint=lambda bind, call, ct, x: bind(call.derived("exscan", is_reversed=not call.is_reversed), ct)[0],
@@ -411,7 +369,6 @@ OPERATIONS: dict[str, Operation] = {
         equation="y = what rank source sends; x says only shape and dtype",
         sends="nothing",
         transpose="",
-        results=lambda call, x: [like(x)],
         run=compiled_messages.run,
         alone=messages.nobody,
         is_message=True,

@@ -66,7 +66,7 @@ class CallComparison:
         self._calls = (
             PythonCalls(comm, self._others, heard, f"{DIFFERS} {_indices[-1]}", self._refuse)
             if any(reasons)
-            else CompiledCalls(comm, self._others, heard, _indices[-1], self)
+            else CompiledCalls(comm, self._others, heard, _indices[-1], self.differs, self.failed)
         )
         first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
         if first == comm.rank:

@@ -7,10 +7,10 @@ calls. A program that calls them holds numbers alone, which are the same on all 
 import ctypes
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,23 +61,17 @@ def setup_type() -> type[ctypes.Structure]:
     return Setup
 
 
-class ErrorCallbacks(Protocol):
-    """Callbacks of the handler, each of which ends the job."""
-
-    def differs(self, mine: int, theirs: dict[int, int]) -> None:
-        """Ranks have come to calls of other numbers, here by rank."""
-        ...
-
-    def failed(self, mine: int, code: int) -> None:
-        """MPI has returned an error in the call of this number."""
-        ...
-
-
 class CompiledCalls:
     """A communicator's calls in C."""
 
     def __init__(
-        self, comm: MpiComm, messages: Any, distances: Sequence[int], index: int, errors: ErrorCallbacks
+        self,
+        comm: MpiComm,
+        messages: Any,
+        distances: Sequence[int],
+        index: int,
+        differs: Callable[[int, dict[int, int]], None],
+        failed: Callable[[int, int], None],
     ) -> None:
         """All ranks come here together; the handlers can be called on each.
 
@@ -87,7 +81,8 @@ class CompiledCalls:
             distances: how far before this rank those are whose numbers it hears; on one host all, since a number has
                 two places in shared memory.
             index: of this object, the same on all ranks.
-            errors: called if ranks differ, or MPI fails.
+            differs: ends the job if ranks have come to calls of other numbers: mine, and theirs by rank.
+            failed: ends the job if MPI has returned an error: number of the call, MPI's code.
         """
         from mpi4py import MPI
 
@@ -100,11 +95,11 @@ class CompiledCalls:
         hears = np.array(self.hears, np.int32)
 
         def on_difference(number: int, theirs: Any) -> None:
-            errors.differs(number, dict(zip(self.hears, theirs[: len(self.hears)], strict=True)))
+            differs(number, dict(zip(self.hears, theirs[: len(self.hears)], strict=True)))
 
         setup = setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
-        setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(errors.failed)
+        setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(failed)
         setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
         setup.tells, setup.hears, setup.others = tells.ctypes.data, hears.ctypes.data, len(hears)
         setup.comm, setup.messages, setup.int32 = map(MPI._handleof, (comm.mpi, messages, MPI.INT32_T))

@@ -183,14 +183,14 @@ def save_both(panels: Sequence[Panel], path: Path) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def check_file(path: Path, flag: str) -> None:
-    """Refuse a path that could not be written later.
+def check_file(path: Path) -> None:
+    """Refuse a path of --plot that could not be written later.
 
     Raises:
         UsageError: an unknown ending, or no file can be there.
     """
     known = path.suffix.lower() in ENDINGS
-    check(known, f"{flag}: got {str(path)!r}; expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    check(known, f"--plot: got {str(path)!r}; expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
     check_writable(path)
 
 

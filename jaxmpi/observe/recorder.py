@@ -26,7 +26,7 @@ from jaxmpi.observe.flops import Work
 from jaxmpi.observe.record_format import KINDS, PARTS, SOURCES
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import Summary, known, own_of, spreads
-from jaxmpi.observe.terminal import Plain, ProgressLine, Silent, Terminal, decimals
+from jaxmpi.observe.terminal import Plain, ProgressLine, Terminal, decimals
 from jaxmpi.runtime.spans import Span
 
 CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
@@ -71,7 +71,7 @@ class Recorder:
         """
         self._unit = unit
         self._file = opened(run_dir / "record.jsonl") if run_dir else None
-        self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Silent()
+        self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Terminal()
         self._sinks, self._hosts = list(sinks) if run_dir else [], hosts
         self._begin = time.monotonic()
         self._start = self._begin - elapsed_s

@@ -1,13 +1,13 @@
 """Output of rank 0: a live panel, lines through pipes, or nothing.
 
-All three implement `Terminal`, so the recorder does not depend on which one shows a run.
+All three are a `Terminal`, so the recorder does not depend on which one shows a run.
 """
 
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -112,50 +112,29 @@ def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, st
     return [(part, f"{part} {marks.get(part, '')}{100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
 
 
-class Terminal(Protocol):
-    """Display of rank 0's output."""
+class Terminal:
+    """Display of a rank's output; this one shows nothing.
+
+    It is that of ranks other than 0, and of --quiet.
+    """
 
     def say(self, text: str) -> None:
         """Show a permanent line."""
-        ...
 
     def progress(self, progress: ProgressLine) -> None:
         """Show the progress of the run."""
-        ...
 
     def classic(self, text: str) -> None:
         """Show the time of 5,120 examples."""
-        ...
 
     def evaluated(self, name: str, text: str, value: float) -> None:
         """Show a figure of an evaluation."""
-        ...
 
     def close(self) -> None:
         """End the display."""
-        ...
 
 
-class Silent:
-    """No output, on ranks other than 0 and with --quiet."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def progress(self, progress: ProgressLine) -> None:
-        """Nothing."""
-
-    def classic(self, text: str) -> None:
-        """Nothing."""
-
-    def evaluated(self, name: str, text: str, value: float) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Plain(Silent):
+class Plain(Terminal):
     """Plain lines, for files and pipes."""
 
     def __init__(self, out: TextIO, line_s: float = LINE_S) -> None:
@@ -185,7 +164,7 @@ class Plain(Silent):
             self.say(text)
 
 
-class Panel(Silent):
+class Panel(Terminal):
     """A panel redrawn in place, below permanent lines."""
 
     def __init__(self, out: TextIO, columns: int) -> None:
@@ -327,7 +306,7 @@ def legend(shares: dict[str, float], estimated: bool, width: int) -> Text:
 def open_terminal(quiet: bool, out: TextIO | None = None) -> Terminal:
     """Choose the display that suits stdout."""
     if quiet:
-        return Silent()
+        return Terminal()
     columns = columns_of(out or sys.stdout)
     if not columns:
         return Plain(out or sys.stdout)

@@ -61,16 +61,17 @@ def mean(metrics: PyTree, count: Any = 1) -> PyTree:
 
     Communicates, raises: as `sum`; `UsageError` if all counts are 0, or one is negative or not finite.
     """
-    return _over_ranks("jaxmpi.metrics.mean", metrics, _weight("jaxmpi.metrics.mean", count), is_mean=True)
+    return _over_ranks("jaxmpi.metrics.mean", metrics, _weight(count), is_mean=True)
 
 
-def _weight(what: str, count: Any) -> float:
+def _weight(count: Any) -> float:
     """A count as a float equal to it."""
-    x = _array(f"{what}: count", count)
+    what = "jaxmpi.metrics.mean: count"
+    x = _array(what, count)
     is_one = x.shape == () and x.dtype.kind != "c" and bool(np.isfinite(x.astype(np.float64)))
     check(
         is_one and 0 <= x.item() and (x.dtype.kind == "f" or x.item() <= 2**53),
-        f"{what}: count: got {count}; expected one finite number from 0 on, if whole up to 2^53",
+        f"{what}: got {count}; expected one finite number from 0 on, if whole up to 2^53",
     )
     return float(x.item())
 

@@ -132,8 +132,10 @@ class NoExchange:
                 return (updates, state) if self.is_on else given(updates, state, params)
 
             own = optax.GradientTransformation(own.init, update)
-        halves = exchange.shards
-        shards = halves and OwnShards(halves, self, exchange.jit(halves.cut.own))
+        shards = exchange.shards
+        if shards is not None:
+            same = {name: getattr(shards, name) for name in OwnShards._fields[3:]}
+            shards = OwnShards(shards, self, exchange.jit(shards.cut.own), **same)
         return exchange._replace(
             mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own, shards=shards
         )
@@ -158,44 +160,19 @@ class OwnShards(NamedTuple):
     switch: NoExchange
     own: Callable[[PyTree, jax.Array], PyTree]  # (tree, number of a slice) -> its slices
 
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """By worker: the number of its slice."""
-        return self.given.chunks
-
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        return self.given.size
-
-    @property
-    def cut(self) -> Entries | Leaves:
-        """How trees are cut over workers."""
-        return self.given.cut
-
-    @property
-    def gives_square(self) -> bool:
-        """Return True if `scatter` gives |g|^2."""
-        return self.given.gives_square
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Return True if changes of params travel."""
-        return self.given.keeps_masters
-
-    @property
-    def gather_wire(self) -> str:
-        """The wire of new params, or of their changes."""
-        return self.given.gather_wire
+    # As those of `given`, by the same names:
+    chunks: tuple[int, ...]
+    size: int
+    cut: Entries | Leaves
+    gives_square: bool
+    keeps_masters: bool
+    gather_wire: str
+    early: bool  # programs do not see the switch
+    shared_params: ParamsInPlace | None
 
     def chunk(self) -> jax.Array:
         """i32[]: the number of this worker's slice."""
         return self.given.chunk()
-
-    @property
-    def early(self) -> bool:
-        """Return True if `scatter` gets slices; programs do not see the switch."""
-        return self.given.early
 
     def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
         """This worker's slices of its own gradients."""
@@ -212,11 +189,6 @@ class OwnShards(NamedTuple):
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
         """Params as they were."""
         return params if self.switch.is_on else self.given.renewed(slices, params)
-
-    @property
-    def shared_params(self) -> ParamsInPlace | None:
-        """The one copy of params that a host's workers share, or None."""
-        return self.given.shared_params
 
 
 class Sharding(NamedTuple):

@@ -280,13 +280,13 @@ def is_no_backend(error: BaseException | None) -> bool:
         return str(error).startswith("Unable to initialize backend")
     if not isinstance(error, AssertionError) or error.args or not os.environ.get("JAX_PLATFORMS"):
         return False
-    return "jax" in sys.modules and is_raised_by("jax", error) and not has_backend()
+    return "jax" in sys.modules and is_raised_by_jax(error) and not has_backend()
 
 
-def is_raised_by(package: str, error: BaseException) -> bool:
-    """Return True if the code of a package raised an error."""
+def is_raised_by_jax(error: BaseException) -> bool:
+    """Return True if JAX's code raised an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] == package
+    return bool(frames) and str(frames[-1].f_globals.get("__name__", "")).split(".")[0] == "jax"
 
 
 def has_backend() -> bool:

@@ -134,7 +134,7 @@ def check_options(options: argparse.Namespace) -> None:
     check(options.cores > 0, f"--cores: got {options.cores}; expected > 0")
     check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
     if options.plot:
-        plots.check_file(options.plot, "--plot")
+        plots.check_file(options.plot)
 
 
 def flag(name: str) -> str:

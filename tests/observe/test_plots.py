@@ -102,7 +102,7 @@ def test_a_bar_says_its_value_with_a_prefix_only_if_it_has_a_unit():
 @pytest.mark.parametrize(("ending", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF-")])
 def test_the_ending_says_the_format(ending, start, tmp_path):
     file = tmp_path / f"plot{ending}"
-    plots.check_file(file, "--plot")
+    plots.check_file(file)
     assert not file.exists()
     plots.save([lines(2), bars(2)], file)
     assert file.read_bytes().startswith(start)
@@ -123,13 +123,13 @@ def test_the_ending_says_the_format(ending, start, tmp_path):
 def test_what_cannot_be_written_is_refused(name, message, tmp_path):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match=message):
-        plots.check_file(tmp_path / name, "--plot")
+        plots.check_file(tmp_path / name)
 
 
 def test_what_is_there_stays_until_it_is_replaced(tmp_path):
     file = tmp_path / "old.svg"
     file.write_text("old")
-    plots.check_file(file, "--plot")
+    plots.check_file(file)
     assert file.read_text() == "old"
 
 

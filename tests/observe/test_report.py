@@ -23,7 +23,7 @@ from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.report import names
 from jaxmpi.observe.report_charts import BINS, MOST_NAMED, table_data
 from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
-from jaxmpi.observe.terminal import Silent
+from jaxmpi.observe.terminal import Terminal
 from jaxmpi.runtime.spans import Span
 
 FACTS = {"workers": 4, "strategy": "ring:16", "experiment": {"rule": {"name": "gradients"}, "optim": {"lr": 0.1}}}
@@ -32,7 +32,7 @@ FACTS = {"workers": 4, "strategy": "ring:16", "experiment": {"rule": {"name": "g
 def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) -> Path:
     """A run as the recorder writes it."""
     folder.mkdir()
-    record = Recorder(folder, terminal=Silent(), hosts=["node"] * ranks)
+    record = Recorder(folder, terminal=Terminal(), hosts=["node"] * ranks)
     experiment = {**FACTS["experiment"], "optim": {"lr": lr}}
     record.write("run", **{**FACTS, "experiment": experiment}, format=FORMAT, versions={"jax": "<0.10>"})
     rng = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def two_runs(tmp_path_factory) -> tuple[Path, str]:
 
 def test_the_page_has_the_newest_samples_and_no_file_from_elsewhere(tmp_path):
     run = write_run(tmp_path / "run", lines=1)
-    with Recorder(run, terminal=Silent()) as record:
+    with Recorder(run, terminal=Terminal()) as record:
         record.sample(1, "words", "old")
         record.sample(2, "words", "<b>new</b>")
         record.sample(2, "eye", np.eye(8, dtype=bool))
@@ -466,7 +466,7 @@ def test_a_report_writes_through_no_link_and_waits_for_no_pipe(name, kind, tmp_p
 
 def test_a_tasks_own_figures_have_a_picture_and_a_row(tmp_path):
     (tmp_path / "run").mkdir()
-    record = Recorder(tmp_path / "run", terminal=Silent(), hosts=["node"])
+    record = Recorder(tmp_path / "run", terminal=Terminal(), hosts=["node"])
     record.write("run", **FACTS, format=FORMAT, versions={})
     for step, mae in ((1, 0.5), (2, 0.25), (3, 0.375)):
         record.evaluation(step=step, epoch=step, examples=64 * step, eval_count=9, eval_loss=1.0, eval_mae=mae)

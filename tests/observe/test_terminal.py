@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from jaxmpi.observe.terminal import Panel, Plain, ProgressLine, Silent, decimals, left, open_terminal, sparkline
+from jaxmpi.observe.terminal import Panel, Plain, ProgressLine, Terminal, decimals, left, open_terminal, sparkline
 from jaxmpi.runtime import job_folder
 from jaxmpi.runtime.screen import columns_of
 from launching import ROOT, mpirun_line
@@ -150,7 +150,7 @@ def test_curves():
 
 def test_where_there_is_no_terminal_lines_come():
     assert isinstance(open_terminal(False, io.StringIO()), Plain)
-    assert type(open_terminal(True, io.StringIO())) is Silent
+    assert type(open_terminal(True, io.StringIO())) is Terminal
     assert columns_of(io.StringIO()) == 0
 
 

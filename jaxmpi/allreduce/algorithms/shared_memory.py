@@ -15,34 +15,16 @@ def shared_memory(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     return comm.sum_on_host([x])[0]
 
 
-def shared_memory_means(leaves: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
-    """Sums of all leaves over a divisor, in one call.
-
-    Nothing is fused, padded or split.
-    """
-    return comm.sum_on_host(leaves, divisor)
-
-
 def summed_slice(x: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """The first half: f32[n] -> f32[n / w], this rank's summed slice."""
     del wire
     return comm.scatter_on_host([x])[0]
 
 
-def mean_slices(vectors: list[jax.Array], comm: Comm, divisor: float) -> list[jax.Array]:
-    """The first half of all vectors in one call, over a divisor."""
-    return comm.scatter_on_host(vectors, divisor)
-
-
 def gathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     """The second half: f32[n / w] -> f32[n], through the same memory."""
     del wire
     return comm.gather_on_host([mine])[0]
-
-
-def all_gathered(chunks: list[jax.Array], comm: Comm) -> list[jax.Array]:
-    """The second half of all vectors in one call."""
-    return comm.gather_on_host(chunks)
 
 
 def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
@@ -59,8 +41,15 @@ def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
 SHARED_MEMORY = StrategySpec(
     shared_memory,
     ("32",),
-    means=shared_memory_means,
-    halves=Halves(summed_slice, gathered, own_chunks, mean_slices, all_gathered, gathers=("32",)),
+    means=lambda leaves, comm, divisor: comm.sum_on_host(leaves, divisor),  # nothing is fused, padded or split
+    halves=Halves(
+        summed_slice,
+        gathered,
+        own_chunks,
+        means=lambda vectors, comm, divisor: comm.scatter_on_host(vectors, divisor),
+        wholes=lambda chunks, comm: comm.gather_on_host(chunks),
+        gathers=("32",),
+    ),
     fits=is_one,
     seconds=shared_memory_seconds,
     is_candidate=lambda net: net.hosts == 1,
