@@ -113,7 +113,8 @@ def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull)
 
 def control() -> "MpiProcesses":
     """This rank's control plane of a job of several ranks."""
-    from jaxmpi.comm.control import MpiProcesses, processes
+    from jaxmpi.comm.control import MpiProcesses
+    from jaxmpi.comm.job import processes
 
     mine = processes()
     assert isinstance(mine, MpiProcesses)

@@ -35,7 +35,7 @@ from jaxmpi.checkpoint.manifests import (
     step_of,
     undamaged,
 )
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import AgreedError, UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.slices import MASTERS, OF_TX, whole_of_slices

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import format, manifests
 from jaxmpi.checkpoint.format import Files, Retention, is_float
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import named_leaves

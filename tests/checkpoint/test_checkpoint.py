@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.checkpoint import format, manifests
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.train_state import TrainState, create

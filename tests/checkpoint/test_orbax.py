@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxmpi.checkpoint import format, manifests, orbax_export, trained, uncoordinated
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
 from jaxmpi.core.errors import UsageError

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmpi.checkpoint import format, manager, run_directory
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import gather_workers, spread
 from jaxmpi.config import schema
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.checkpoint import format, manifests
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState
