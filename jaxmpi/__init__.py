@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxmpi.collectives.started import wait as wait
     from jaxmpi.comm.axis import AxisComm as AxisComm
     from jaxmpi.comm.base import SoloComm as SoloComm
-    from jaxmpi.comm.control import broadcast as broadcast
-    from jaxmpi.comm.control import same_on_all_ranks as same_on_all_ranks
+    from jaxmpi.comm.job import broadcast as broadcast
+    from jaxmpi.comm.job import same_on_all_ranks as same_on_all_ranks
     from jaxmpi.comm.mpi import MpiComm as MpiComm
     from jaxmpi.comm.mpi import world as world
     from jaxmpi.core.errors import TrainingError as TrainingError
@@ -55,13 +55,13 @@ _NAMES = {
     "jaxmpi.collectives.started": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),
+    "jaxmpi.comm.job": (
+        "broadcast",
+        "same_on_all_ranks",
+    ),
     "jaxmpi.comm.mpi": (
         "MpiComm",
         "world",
-    ),
-    "jaxmpi.comm.control": (
-        "broadcast",
-        "same_on_all_ranks",
     ),
     "jaxmpi.core.errors": (
         "TrainingError",

@@ -44,7 +44,7 @@ from harness import ROOT
 from zoo_steps import ALONE, recipe, step_memory
 
 import jaxmpi
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_workers, put
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment

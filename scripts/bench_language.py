@@ -29,7 +29,7 @@ import plan_check
 import jaxmpi
 from jaxmpi.allreduce import autotune, overlap
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.comm import control
+from jaxmpi.comm.job import processes
 from jaxmpi.model.contract import Model
 from jaxmpi.models.lstm import lstm
 
@@ -76,7 +76,7 @@ def times_of_steps(shrink: float, rounds: int) -> dict[str, list[float]]:
         "beside": run(lambda grads, order: overlap.exchange(grads, STRATEGY, order=order)),
         "alone": run(lambda grads, _: grads),
     }
-    return harness.take_turns(steps, rounds, warm_up=1, clock=lambda work: autotune.slowest(control.processes(), work))
+    return harness.take_turns(steps, rounds, warm_up=1, clock=lambda work: autotune.slowest(processes(), work))
 
 
 # ---------------------------------------------------------------- outside

@@ -36,7 +36,7 @@ from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import comm_thread
 from jaxmpi.bench.baselines import connect_jax, connect_torch, installed
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
 CLASSES, PIXELS, LR = 10, 32, 0.01

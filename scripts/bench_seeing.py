@@ -26,7 +26,7 @@ import harness
 import numpy as np
 from bench_step import experiment
 
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.config import Experiment
 from jaxmpi.observe.record_format import PARTS
 from jaxmpi.observe.sinks import base

@@ -38,7 +38,7 @@ import jaxmpi
 from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.bench.options import trees
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.config import Optim
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base

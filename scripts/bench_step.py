@@ -32,7 +32,7 @@ from harness import interval, take_turns
 from jaxmpi import data
 from jaxmpi.allreduce import api
 from jaxmpi.allreduce.call_order import compared, number_of
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import world
 from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data

@@ -31,7 +31,7 @@ from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.bench.options import trees
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import AXIS, spread
 from jaxmpi.comm.xla_mesh import local_mesh
 from jaxmpi.core.deals import deal

@@ -126,7 +126,8 @@ def end(job: subprocess.Popen[str]) -> None:
 
 def control() -> "MpiProcesses":
     """This rank's control plane of a job of several ranks."""
-    from jaxmpi.comm.control import MpiProcesses, processes
+    from jaxmpi.comm.control import MpiProcesses
+    from jaxmpi.comm.job import processes
 
     mine = processes()
     assert isinstance(mine, MpiProcesses)
@@ -145,7 +146,7 @@ def seconds(work: Run) -> float:
 
 def together(work: Run) -> float:
     """This rank's seconds of a call that all ranks begin together."""
-    from jaxmpi.comm.control import processes
+    from jaxmpi.comm.job import processes
 
     processes().barrier()
     return seconds(work)

@@ -23,7 +23,7 @@ from pathlib import Path
 import harness
 
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config import ExchangeConfig, Experiment, Optim
 from jaxmpi.core.shared_memory import available_bytes

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import harness
 from harness import ROOT
 
-from jaxmpi.comm import control as comm_control
+from jaxmpi.comm.job import processes
 from jaxmpi.config import experiment_file
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import NotFinite
@@ -236,7 +236,7 @@ def append(out: Path, row: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
     """A folder for a run, the same for all ranks: rank 0's."""
-    control = comm_control.processes()
+    control = processes()
     with tempfile.TemporaryDirectory() as mine:
         yield Path(control.bcast_object(mine))
         control.barrier()

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers, gather_workers, put
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig

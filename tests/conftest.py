@@ -31,7 +31,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         "--xla_cpu_use_fusion_emitters=false",
     )
 
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.runtime import launchers
 

@@ -17,7 +17,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import functions as jm
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.partitioning import bounds
 from jaxmpi.functions.worker_group import WorkerFailed

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from jaxmpi.checkpoint import manifests, write
 from jaxmpi.checkpoint.restore import restore
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config import durations, experiment_file, flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
@@ -214,7 +214,7 @@ from pathlib import Path
 import numpy as np
 from jaxmpi.checkpoint import manifests, write
 from jaxmpi.checkpoint.restore import restore
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.train_state import create
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])

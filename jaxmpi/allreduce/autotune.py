@@ -31,7 +31,8 @@ from jaxmpi.allreduce.prices import Link, Net, add
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError, check, lookup

@@ -26,7 +26,7 @@ from jaxmpi.bench.memory_limit import fitting, left_out
 from jaxmpi.bench.options import BenchPlan, Case, add_rows, make_plan, parse
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
-from jaxmpi.comm.control import Processes, processes
+from jaxmpi.comm.job import Processes, processes
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import affinity, failures, launchers, prepare, provenance
 

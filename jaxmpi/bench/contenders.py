@@ -16,7 +16,8 @@ from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import exchanges
 from jaxmpi.allreduce.api import Op, check_strategy, exchange, exchange_gradients
 from jaxmpi.allreduce.autotune import choose, is_auto
-from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import world
 from jaxmpi.core.errors import TrainingError
 

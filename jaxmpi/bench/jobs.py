@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxmpi.bench.options import BenchPlan
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import read
 from jaxmpi.launch import command

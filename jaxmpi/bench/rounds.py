@@ -17,7 +17,8 @@ from jaxmpi.bench.baselines import PEERS, peer
 from jaxmpi.bench.contenders import COPY, LINK, Contender, Inputs, Run
 from jaxmpi.bench.options import BenchPlan, Case
 from jaxmpi.bench.results import Json
-from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.shared_memory import read
 from jaxmpi.runtime import failures

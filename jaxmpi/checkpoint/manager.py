@@ -17,7 +17,7 @@ import numpy as np
 from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.leaves import halves, is_float
 from jaxmpi.checkpoint.write import Files, Retention, files_of, save
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import named_leaves

@@ -9,7 +9,7 @@ import jax
 from jaxmpi.checkpoint.leaves import halves, worker_of
 from jaxmpi.checkpoint.manifests import Damaged, candidates, read_manifest
 from jaxmpi.checkpoint.recut import Slicing, cut_anew, has_masters, is_cut_otherwise, without
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.train_state import TrainState
 

@@ -19,7 +19,7 @@ import jax
 from jaxmpi.checkpoint.manifests import candidates, found, newest, step_of
 from jaxmpi.checkpoint.restore import AGAIN
 from jaxmpi.checkpoint.run_folder import locked, new, resumed, usable
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers, transport
 from jaxmpi.config import flags
 from jaxmpi.config.exchange_config import ExchangeConfig

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxmpi.checkpoint.leaves import halves
 from jaxmpi.checkpoint.manifests import FORMAT, found, own_file, score_of, sealed, step_of
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.files import sync_file
 from jaxmpi.core.pytrees import PyTree, named_leaves

@@ -3,26 +3,18 @@
 Before ranks exchange arrays they agree on what they are about to do: configurations, data, shapes, calls. These
 messages are MPI's non-blocking operations on communicators of their own, and waits poll and sleep: a blocking call
 would spin on a core, could not be given up, and could not say who has not come. When a wait has run out, ranks that are
-there say so (`late`), and the error names the others. `SoloProcesses` is the same for one process without MPI.
+there say so (`late`), and the error names the others. Who the ranks are, also after a death, is `Membership`'s part;
+`SoloProcesses` is the same for one process without MPI.
 
 Importing mpi4py starts MPI, so it happens inside functions.
 """
 
-import atexit
 import collections
-import contextlib
 import copy
-import functools
 import json
 import os
-import re
-import select
-import signal
 import socket
-import subprocess
 import sys
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -32,111 +24,23 @@ import numpy as np
 from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
 from jaxmpi.comm.exchange_watch import CONTROL, Roll, watch
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
-from jaxmpi.comm.mpi_info import check_launcher, library_of, thread_level
-from jaxmpi.comm.polling import is_loss, is_mpi_error, lost_ranks_left_out, survives_losses, wait
-from jaxmpi.core.env import building_for_mpicc, getting_mpi, seconds_from
-from jaxmpi.core.errors import AgreedError, TrainingError, UsageError, check
+from jaxmpi.comm.membership import Membership
+from jaxmpi.comm.mpi_info import check_launcher, thread_level
+from jaxmpi.comm.polling import is_loss, lost_ranks_left_out, survives_losses, wait
+from jaxmpi.core.env import seconds_from
+from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.json_tree import differences
-from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, has_ranks_own, named_leaves
-from jaxmpi.core.random_keys import packed, unpacked
-from jaxmpi.runtime import affinity, device_setup, failures, in_flight, job_folder, launchers, mpi_end, prepare
+from jaxmpi.core.pytrees import PyTree, check_arrays, named_leaves
+from jaxmpi.runtime import affinity, device_setup, failures, in_flight, launchers, mpi_end
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 WORD_S = 5.0  # beyond that, for rank 0 to say who did not
 ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
-START_S = 60.0  # for MPI to start in one process
-PINGS = 20  # round trips between two clocks
-TRIPS = 2  # round trips between two ranks whose link is timed
-TURNS = 15  # in which pairs of ranks meet; of more than 16 ranks not all pairs do
 MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
 
 
-class SoloProcesses:
-    """The control plane of a single process."""
-
-    rank, size, local_rank, local_size = 0, 1, 0, 1
-    hosts, may_overlap = (0,), True
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """By rank here: the launcher's number."""
-        return (launchers.my_rank(),)
-
-    def in_job(self, ranks: Sequence[int]) -> list[int]:
-        """The launcher's numbers of these ranks, as error messages give them."""
-        return [self.numbers[rank] for rank in ranks]
-
-    def on_own_communicator(self) -> "SoloProcesses":
-        """The same: nothing is sent."""
-        return self
-
-    def iallreduce_max(self, values: np.ndarray) -> Callable[[], np.ndarray]:
-        """The values themselves, when asked for."""
-        return lambda: values
-
-    def assert_same(self, what: str, value: Any) -> None:
-        """One rank agrees with itself, on what several could compare."""
-        fingerprint(what, value)
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def leave(self, code: int = 0) -> None:
-        """Nobody to wait for."""
-
-    def host_barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
-        """The value that this process makes."""
-        del timeout_s
-        return make()
-
-    def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """The value that this process makes."""
-        return make()
-
-    def allreduce_sum(self, values: np.ndarray) -> np.ndarray:
-        """The values themselves."""
-        return values
-
-    def allgather_array(self, values: np.ndarray) -> np.ndarray:
-        """The values as the one row."""
-        return np.asarray(values, np.float64)[None]
-
-    def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
-        """The tree itself, as NumPy arrays."""
-        check(root == 0, f"broadcast: root: got {root}; expected a rank in [0, 1)")
-        check_arrays(tree)
-        return jax.tree.map(np.asarray, tree)
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        """The one value, as JSON gives it back."""
-        return [json.loads(json.dumps(value))]
-
-    def bcast_object(self, value: Any) -> Any:
-        """The value, as JSON gives it back."""
-        return self.allgather_object(value)[0]
-
-    def mailbox(self) -> "Mailbox":
-        """Nobody to write to."""
-        return Mailbox()
-
-    def clock_offsets(self) -> list[float]:
-        """One clock."""
-        return [0.0]
-
-    def pings(self) -> list[tuple[float, float]]:
-        """Nobody to wait for."""
-        return [(0.0, 0.0)]
-
-    def trips(self, floats: int) -> np.ndarray:
-        """Nobody to visit."""
-        return np.full((1, 1), np.nan)
-
-
-class MpiProcesses:
+class MpiProcesses(Membership):
     """The control plane over MPI, whose time limits name late ranks."""
 
     def __init__(self) -> None:
@@ -146,13 +50,9 @@ class MpiProcesses:
         self.library = MPI.Get_library_version().split(",")[0].strip()
         check_launcher(launchers.launched(), MPI.COMM_WORLD.size, self.library)
         self.may_overlap = thread_level(MPI) == MPI.THREAD_MULTIPLE
-        self._own: list[Any] = []  # communicators
+        super().__init__()
         self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
-        self._others: dict[int, int] = {}  # if ranks are outlived: handles of the others' processes
-        self._max, self._in_place, self._on_host = MPI.MAX, MPI.IN_PLACE, MPI.COMM_TYPE_SHARED
-        self._votes = self.clone(MPI.COMM_WORLD)
-        self._number, self.numbers = self._votes.rank, tuple(range(self._votes.size))  # the launcher's, of all ranks
-        self._meet()
+        self._max, self._in_place = MPI.MAX, MPI.IN_PLACE
         self.roll = self._new_roll()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
@@ -168,118 +68,9 @@ class MpiProcesses:
         places = collections.Counter((host, gpu) for host, _, gpu in here if gpu)
         device_setup.share_gpu(max(places.values(), default=1))
 
-    def _meet(self) -> None:
-        """Make communicators of the ranks that vote; all these call it together."""
-        self.world = self.clone(self._votes)
-        self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
-        self._local = self.world.Split_type(self._on_host, key=self.rank)
-        self._own.append(self._local)
-        self.local_rank, self.local_size = self._local.rank, self._local.size
-
     def _new_roll(self) -> Roll:
         """Make the record of this communicator's waits, on all its ranks together."""
         return Roll(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
-
-    def outlive(self) -> None:
-        """Let a rank that fails by itself end alone; others can `shrink`.
-
-        Raises:
-            UsageError: on all ranks alike: they are on several hosts, or do not see each other's processes.
-        """
-        pids = self.allgather_object([os.getpid(), job_folder.pid_space()])
-        is_one = len(set(self.hosts)) == 1 and len({space for _, space in pids}) == 1 and job_folder.pid_space() != 0
-        check(
-            is_one,
-            "on_rank_loss: got shrink with ranks on several hosts, or in several containers; take --on-rank-loss end",
-        )
-        self._know([pid for pid, _ in pids])
-        failures.outlive(self._kill)
-
-    def _know(self, pids: list[int]) -> None:
-        """The other ranks' processes, by handles that never stand for another process."""
-        for handle in self._others.values():
-            os.close(handle)
-        self._others = {}
-        for rank in set(range(self.size)) - {self.rank}:
-            with contextlib.suppress(ProcessLookupError):  # it has died meanwhile
-                self._others[rank] = os.pidfd_open(pids[rank])
-
-    def _kill(self, ranks: Sequence[int]) -> bool:
-        """Kill these ranks, if `outlive` was called; False if one had ended."""
-        handles = [self._others[rank] for rank in set(ranks) & set(self._others)]
-        ended = select.select(handles, [], [], 0)[0]
-        for handle in set(handles) - set(ended):
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return not ended
-
-    def vote(self, holds: bool) -> bool:
-        """Return True if all ranks are alive and give True (ULFM's agree).
-
-        All that live get the same answer, whoever dies. After False all of them must `shrink`. The launcher must go on
-        without ranks that die.
-        """
-        try:
-            return bool(self._votes.Agree(int(holds)))
-        except Exception as error:
-            if not is_mpi_error(error):
-                raise
-            return False
-
-    def revoke(self) -> None:
-        """Make all messages fail, so that nobody waits for a lost rank."""
-        for comm in list(self._own):
-            if not comm.Is_revoked():
-                comm.Revoke()
-
-    def can_shrink(self) -> bool:
-        """Return True if this MPI and mpi4py have what that takes."""
-        return all(hasattr(self.world, name) for name in ("Agree", "Shrink", "Revoke", "Is_revoked"))
-
-    def shrink(self, why: str) -> list[int]:
-        """Renumber the ranks left; return the launcher's numbers of those gone.
-
-        All that live come here together, once a vote has failed, with no message under way. Copies of before, for other
-        threads, are of no more use.
-
-        Args:
-            why: the error after which this is done; empty on ranks that have seen none.
-
-        Raises:
-            AgreedError: nobody is gone, so something else was wrong.
-        """
-        self.revoke()
-        before = self.numbers
-        while True:
-            self._votes = self._votes.Shrink()
-            self._own = [self._votes]
-            if self._has_met():
-                break
-        gone = sorted(set(before) - set(self.numbers))
-        if not gone:
-            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # of the rank that has seen it
-            raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
-        self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
-        return gone
-
-    def _has_met(self) -> bool:
-        """Make communicators of the ranks left; False if another has died meanwhile.
-
-        All that live return the same.
-        """
-        met = False
-        try:
-            self._meet()
-            rows = np.empty((self.size, 2), np.int64)
-            self.world.Allgather(np.array([self._number, os.getpid()], np.int64), rows)
-            self.numbers, met = tuple(rows[:, 0].tolist()), True
-            self._know(rows[:, 1].tolist())
-        except Exception as error:
-            if not is_mpi_error(error):
-                raise
-            self.revoke()
-        return self.vote(met)
 
     def on_own_communicator(self) -> "MpiProcesses":
         """A copy with its own communicator for another thread; a collective call."""
@@ -348,12 +139,6 @@ class MpiProcesses:
         sys.stdout.flush()
         os._exit(code)
 
-    def clone(self, of: Any = None) -> Any:
-        """Clone a communicator for one thread alone, on all ranks together."""
-        made = (of or self.world).Clone()
-        self._own.append(made)
-        return made
-
     def _abort(self, code: int) -> NoReturn:
         """End every rank of the job.
 
@@ -382,67 +167,6 @@ class MpiProcesses:
     def mailbox(self) -> Mailbox:
         """Over a communicator of its own; all ranks come here together."""
         return MpiMailbox(self.clone())
-
-    def clock_offsets(self) -> list[float]:
-        """Seconds by which clocks are ahead of rank 0's; see `pings`."""
-        return [offset for _, offset in self.pings()]
-
-    def pings(self) -> list[tuple[float, float]]:
-        """Quickest round trip from rank 0 and clock offset of each rank.
-
-        Both are in seconds of `time.perf_counter`, and zeros on ranks other than 0. All ranks call it together.
-        o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most.
-        """
-        self.barrier()
-        found = [(0.0, 0.0)] * self.size
-        for rank in range(1, self.size):
-            if self.rank == 0:
-                found[rank] = self._ping(rank)
-            elif self.rank == rank:
-                self._pong()
-        return found
-
-    def trips(self, floats: int) -> np.ndarray:
-        """f64[size, size]: quickest round trips of f64[floats], s; NaN if none.
-
-        Pairs exchange in turns, as in a round-robin tournament, so a rank has one partner a turn. Turns are not kept in
-        step. All ranks call it together, and all get all.
-        """
-        found, even = np.full(self.size, np.nan), self.size + self.size % 2
-        for turn in range(min(even - 1, TURNS)):
-            other = met(self.rank, turn, even)
-            if other < self.size:
-                found[other] = self._trip(other, np.zeros(floats))
-        return self.allgather_array(found)
-
-    def _trip(self, other: int, message: np.ndarray) -> float:
-        ways = (self.world.Isend, self.world.Irecv)
-        took = []
-        for _ in range(1 + TRIPS):
-            begin_s = time.perf_counter()
-            for begin in ways if self.rank < other else reversed(ways):
-                wait(begin(message, other, tag=4).Test, float("inf"))
-            took.append(time.perf_counter() - begin_s)
-        return min(took[1:])  # the other may come late to the first
-
-    def _ping(self, rank: int) -> tuple[float, float]:
-        trips = []
-        for _ in range(PINGS):
-            theirs, begin = np.zeros(1), time.perf_counter()
-            self.world.Send(theirs, rank, tag=3)
-            self.world.Recv(theirs, rank, tag=3)
-            end = time.perf_counter()
-            trips.append((end - begin, float(theirs[0]) - (begin + end) / 2))
-        return min(trips)
-
-    def _pong(self) -> None:
-        for i in range(PINGS):
-            asked = np.zeros(1)
-            if i == 0:  # the turn may be long in coming
-                wait(self.world.Irecv(asked, 0, tag=3).Test, float("inf"))
-            else:
-                self.world.Recv(asked, 0, tag=3)
-            self.world.Send(np.array([time.perf_counter()]), 0, tag=3)
 
     def _let_exchanges_end(self) -> None:
         """Wait for XLA's exchanges if MPI allows one thread at a time.
@@ -667,18 +391,6 @@ class MpiProcesses:
         return silent()
 
 
-def met(rank: int, turn: int, ranks: int) -> int:
-    """The partner of a rank in a turn of a round-robin tournament.
-
-    `ranks` is even. In `ranks - 1` turns each rank has every other once as its partner.
-    """
-    others = ranks - 1
-    if rank == others:
-        return turn * (others + 1) // 2 % others
-    found = (turn - rank) % others
-    return found if found != rank else others
-
-
 def abort(code: int) -> NoReturn:
     """End every rank of the job, once this one's output is read."""
     from mpi4py import MPI
@@ -687,127 +399,3 @@ def abort(code: int) -> NoReturn:
     if not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # after MPI, or if it does not keep its word
-
-
-def finalize() -> None:
-    """End MPI, unless the script has done so."""
-    from mpi4py import MPI
-
-    if not MPI.Is_finalized():
-        MPI.Finalize()
-
-
-# ---------------------------------------------------------------- this job
-
-
-Processes = SoloProcesses | MpiProcesses
-
-
-def start_mpi() -> None:
-    """Import mpi4py and mpi4jax, which starts MPI; `finalize` ends it.
-
-    Raises:
-        UsageError: one is missing, or they were built for two MPIs.
-    """
-    try:
-        import mpi4py
-
-        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
-            mpi4py.rc.finalize = False
-            import mpi4py.MPI
-
-            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
-    except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
-        raise UsageError(f"mpi4py cannot be imported ({str(error).splitlines()[0]}); {getting_mpi()}") from error
-    try:
-        import mpi4jax  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"{error.name} cannot be imported ({error}); {getting_mpi()}") from error
-    except RuntimeError as error:
-        if not (built := re.search(r"Build-time MPI: *(.*)", str(error))):
-            raise
-        raise UsageError(
-            f"mpi4jax was built for {library_of(built[1])}, and mpi4py runs with "
-            f"{library_of(mpi4py.MPI.Get_library_version())}; build both for the MPI whose mpicc is on PATH: "
-            f"{building_for_mpicc()}"
-        ) from error
-
-
-def start_trouble() -> str:
-    """Return why a child process cannot start MPI; empty if it can."""
-    child = [sys.executable, "-c", f"from {__name__} import start_mpi; start_mpi()"]
-    try:
-        ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
-    except subprocess.TimeoutExpired:
-        return f"MPI has not started within {START_S:.0f} s"
-    last = (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]
-    return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
-
-
-@functools.cache
-def processes() -> Processes:
-    """The control plane of this job; starts MPI for several ranks.
-
-    Raises:
-        UsageError: mpi4py or mpi4jax is missing, they and the launcher are not of one MPI, or MPI has several ranks of
-            a launcher that is not known.
-    """
-    launch = launchers.launched()
-    if launch is None:
-        _check_alone()
-    if launch is None or launch.size == 1:
-        return SoloProcesses()
-    if failures.has_backend() and not prepare._prepared.is_set():
-        warnings.warn(
-            "JAX's device started before jaxmpi.world(), so this rank keeps all cores of its host and its first GPU, "
-            "as all others do; call it before the first JAX array",
-            stacklevel=3,  # `world`'s caller
-        )
-    prepare.prepare()
-    try:
-        start_mpi()
-    except UsageError as error:
-        raise UsageError(f"{launch.launcher} started {launch.size} ranks, but {error}") from error
-    return MpiProcesses()
-
-
-def _check_alone() -> None:
-    """Refuse MPI ranks of an unknown launcher, which would each work alone."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
-    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in launchers.LAUNCHERS.values())
-    way_out = f"expected {known}: set a pair of them for each rank, as in a script that the launcher starts"
-    check(ranks == 1, f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}")
-    if marks := [name for name in launchers.MARKS if name in os.environ]:
-        said = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
-        warnings.warn(said, stacklevel=4)  # the caller of `world`
-
-
-def same_on_all_ranks(what: str, value: Any) -> None:
-    """Check that all ranks give the same JSON value, outside jit.
-
-    Communicates: 32 bytes a rank; the values if they differ.
-
-    Raises:
-        UsageError: on all ranks alike: rank, path, got, expected.
-        TrainingError: who did not answer within the time limit.
-    """
-    in_flight.check_may_send("jaxmpi.same_on_all_ranks")
-    processes().assert_same(what, value)
-
-
-def broadcast(tree: PyTree, root: int = 0) -> PyTree:
-    """Return rank `root`'s tree on every rank; dtypes and shapes as given.
-
-    Arrays of JAX, random keys too, come as such, as in the state of an NNX module; other leaves as NumPy arrays.
-
-    Communicates: one broadcast a leaf over all ranks, after a comparison of structure, shapes and dtypes.
-
-    Raises:
-        UsageError: ranks gave trees of different structure; rank, path, got, expected. A state of `jaxmpi.sharded`.
-    """
-    in_flight.check_may_send("jaxmpi.broadcast")
-    way_out = "leave it out; its init makes it alike from equal params, and jaxmpi.Checkpoints restores it"
-    check(not has_ranks_own(tree), f"broadcast: got a state of jaxmpi.sharded, which is each rank's own; {way_out}")
-    sent = packed(tree)
-    return unpacked(as_given(processes().bcast(sent, root), sent))

@@ -16,7 +16,8 @@ from jax._src import effects
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import add_rows
 from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, Turn, check_has_part, check_one_host, color_of, ring_order
-from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.shared_compile import shared_jit
 from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.core.errors import UsageError, check

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.base import Comm, SoloComm
-from jaxmpi.comm.control import MpiProcesses, Processes, SoloProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes, processes
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.xla_mesh import cpu_collectives, global_mesh, local_mesh
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState

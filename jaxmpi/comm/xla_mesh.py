@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.comm.axis import AxisComm, GlooComm, XlaMpiComm
-from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses, processes
+from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
+from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.runtime import device_setup
 

@@ -16,8 +16,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxmpi.comm.control import broadcast as broadcast
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import broadcast as broadcast
+from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions import shared_array

@@ -23,7 +23,7 @@ import jax.export
 import numpy as np
 
 from jaxmpi.allreduce.api import check_strategy
-from jaxmpi.comm.control import broadcast
+from jaxmpi.comm.job import broadcast
 from jaxmpi.comm.mpi import refusing_world
 from jaxmpi.comm.shared_compile import stablehlo
 from jaxmpi.core.errors import UsageError, check

@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.functions.commands import COMMANDS

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.comm import topology
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data, for_loaders
 from jaxmpi.config.schema import Experiment

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data, shuffle_rhythm

@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
+from jaxmpi.comm.link_times import clock_offsets
 from jaxmpi.core.files import write_whole
 from jaxmpi.runtime.spans import TRACKS, Span
 
@@ -44,7 +45,7 @@ class Tracer:
         self._kept += noted
         if step < self.last and not is_end:
             return ""
-        offsets = self.processes.clock_offsets()
+        offsets = clock_offsets(self.processes)
         every = self.processes.allgather_object(of_steps(self._kept, (self.first, self.last)))
         last = min(self.last, step)
         self._kept, self.last = [], 0
@@ -65,7 +66,7 @@ class UncoordinatedTrace:
         Communicates: if there are steps to trace, ranks compare their clocks, here and not again.
         """
         (self.first, self.last), self.path = steps, path
-        self.offsets = processes.clock_offsets() if self.last else []
+        self.offsets = clock_offsets(processes) if self.last else []
         self.hosts = processes.allgather_object(socket.gethostname()) if self.last else []
         self._kept: list[Span] = []
         self._is_open = bool(self.last)

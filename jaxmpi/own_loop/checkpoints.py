@@ -21,8 +21,9 @@ from jaxmpi.checkpoint.recut import Slicing
 from jaxmpi.checkpoint.restore import restore
 from jaxmpi.checkpoint.write import Files, Retention, files_of, save
 from jaxmpi.comm.base import Comm
-from jaxmpi.comm.control import Processes, SoloProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm, communicator
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import AgreedError, UsageError, check
 from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own, path_name

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.runtime.in_flight import check_may_send

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, mean_of_floats
 from jaxmpi.data.sampler import Sampler

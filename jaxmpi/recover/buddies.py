@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint.recut import RULE_STATE, Slicing, with_rule_state
-from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import AgreedError

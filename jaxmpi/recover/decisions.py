@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import AgreedError, NotFinite
 from jaxmpi.recover.signals import PreemptionNotice
 from jaxmpi.runtime import failures

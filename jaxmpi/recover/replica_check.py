@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers, rows
 from jaxmpi.core.pytrees import PyTree, named_leaves
 

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mailbox import Mailbox
 from jaxmpi.comm.polling import is_mpi_error, survives_losses
 from jaxmpi.config.schema import ON_STALL

@@ -19,7 +19,9 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.comm.control import MpiProcesses, Processes, processes, start_trouble
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes, processes, start_trouble
+from jaxmpi.comm.link_times import pings, trips
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.comm.xla_mesh import mpi_trouble
@@ -360,10 +362,10 @@ def examine() -> None:
         mpi["XLA's collectives over it"] = mpi_trouble() or "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"
     trouble = start_trouble() if control.size == 1 else ""
     ranks = control.allgather_object(mine())
-    trips_s = [trip_s for trip_s, _ in control.pings()]
+    trips_s = [trip_s for trip_s, _ in pings(control)]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
         failures.doing("self-test: messages between pairs of ranks")
-        pairs = pairs_of(control.trips(PAIR_FLOATS), [rank["host"] for rank in ranks])
+        pairs = pairs_of(trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
         results = tested(control)
     if control.rank == 0:
         print("\n".join(shown(ranks, mpi, results, trips_s, pairs, trouble)), flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.checkpoint import run_folder
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.train_state import Batch

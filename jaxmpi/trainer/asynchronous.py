@@ -16,7 +16,7 @@ import numpy as np
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.checkpoint.write import Retention
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.pytrees import named_leaves

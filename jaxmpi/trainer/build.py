@@ -27,7 +27,8 @@ from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded import Shards, shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.checkpoint import orbax_export, trained
-from jaxmpi.comm.control import MpiProcesses, Processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import RankComm
 from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
 from jaxmpi.comm.topology import Workers

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, check, nearest
 from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.core.train_state import Batch, TrainState

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers, rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check

@@ -31,7 +31,7 @@ import jax.export
 import jax.numpy as jnp
 
 from jaxmpi.checkpoint import trained
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
 from jaxmpi.core.pytrees import PyTree, by_path, named_leaves

@@ -29,7 +29,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import trained
 from jaxmpi.checkpoint.manifests import read_manifest
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.schema import Experiment

@@ -20,7 +20,8 @@ from jaxmpi.allreduce import algorithms
 from jaxmpi.checkpoint import run_directory, run_folder
 from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.restore import Saved
-from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range

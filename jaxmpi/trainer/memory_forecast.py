@@ -16,7 +16,7 @@ import numpy as np
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.sharded import Shards
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config import experiment_file
 from jaxmpi.config.schema import Experiment

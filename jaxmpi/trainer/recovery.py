@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint import run_directory, run_folder
-from jaxmpi.comm.control import Processes
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import gather_fault_tolerant, put
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.shared_memory import available_bytes

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmpi
 from jaxmpi.comm.axis import GlooComm
 from jaxmpi.comm.base import ring_order
-from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_compile import loaded_jit
 from jaxmpi.comm.xla_mesh import global_mesh

@@ -19,7 +19,7 @@ from jaxmpi.allreduce import comm_thread, overlap
 from jaxmpi.comm import polling
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig

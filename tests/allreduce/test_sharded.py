@@ -28,7 +28,7 @@ from jaxmpi.checkpoint.restore import restore
 from jaxmpi.checkpoint.write import Retention, files_of, save
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.deals import Deal, Leaves, deal
 from jaxmpi.core.errors import UsageError

@@ -16,7 +16,7 @@ import pytest
 
 import jaxmpi.models.__main__ as report
 from jaxmpi.bench import __main__, baselines, contenders, jobs, memory_limit, options, results
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models import MODELS
 from jaxmpi.runtime import launchers

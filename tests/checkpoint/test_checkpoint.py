@@ -13,7 +13,7 @@ import pytest
 
 from jaxmpi.checkpoint import manifests, write
 from jaxmpi.checkpoint.restore import restore as restore_newest
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.core.train_state import TrainState, create

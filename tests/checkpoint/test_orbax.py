@@ -15,7 +15,7 @@ import pytest
 
 from jaxmpi.checkpoint import manifests, orbax_export, trained, uncoordinated
 from jaxmpi.checkpoint.write import Retention, files_of, save
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
 from jaxmpi.core.errors import UsageError

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.checkpoint import run_directory, run_folder
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.shared_compile import shared_jit
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.runtime import host_callbacks
 
 NAME = "the test of programs"

@@ -23,8 +23,8 @@ import function_checks
 import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.shared_sum import SharedSum
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import check
 from jaxmpi.functions import import_by_name, partitioning, profiling, reductions, shared_array

@@ -344,7 +344,7 @@ def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
         HEAD
         + COMPUTES.replace(
             "    jm.fork",
-            """    from jaxmpi.comm.control import processes
+            """    from jaxmpi.comm.job import processes
     pid = processes().allgather_object(os.getpid())[1]
     jm.fork""",
         )
@@ -444,7 +444,7 @@ def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
     script = (
         HEAD
         + """
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 def dies(x):
     def die(v):
         if processes().rank == WHO: os.kill(os.getpid(), signal.SIGKILL)
@@ -454,7 +454,7 @@ if __name__ == "__main__":
     jm.fork()
     jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
 else:
-    from jaxmpi.comm.control import processes
+    from jaxmpi.comm.job import processes
 """.replace("WHO", who)
     )
     ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
@@ -486,7 +486,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     script = (
         HEAD
         + """
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
 f(x)
 if processes().rank == 1: time.sleep(60)

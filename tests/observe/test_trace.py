@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe.trace import FIRST_BUCKET, Tracer, UncoordinatedTrace, merged, of_steps

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmpi
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from launching import mpirun
 
 LATE = """

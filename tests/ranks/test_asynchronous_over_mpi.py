@@ -9,7 +9,8 @@ import pytest
 
 import jaxmpi
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
 from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.gossip_transport import MOST, GossipThread
 from jaxmpi.rules.parameter_server import (

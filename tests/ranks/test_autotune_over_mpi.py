@@ -14,7 +14,7 @@ import pytest
 import jaxmpi
 from jaxmpi.allreduce import autotune, cost_model, overlap, prices
 from jaxmpi.comm.base import ring_order
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.exchange_config import ExchangeConfig

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import AgreedError, UsageError

@@ -13,7 +13,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi.comm.base import ring_order
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from references import sum_over_workers
 from tolerances import bound

@@ -9,7 +9,8 @@ import function_checks
 import jaxmpi
 from function_checks import f32
 from jaxmpi import functions as jm
-from jaxmpi.comm.control import SoloProcesses, processes
+from jaxmpi.comm.job import processes
+from jaxmpi.comm.solo import SoloProcesses
 
 if isinstance(processes(), SoloProcesses):
     pytest.skip("one rank leads nobody", allow_module_level=True)

@@ -19,7 +19,7 @@ import jaxmpi
 from jaxmpi.checkpoint import write
 from jaxmpi.comm import exchange_watch
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.data.sampler import Sampler
 

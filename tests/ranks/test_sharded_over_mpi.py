@@ -32,7 +32,8 @@ from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm import shared_params, shared_sync
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.control import MpiProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.core.deals import deal

@@ -14,7 +14,9 @@ import pytest
 from jax._src import dispatch
 
 from jaxmpi.comm import shared_sum
-from jaxmpi.comm.control import MpiProcesses, SoloProcesses, processes
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import processes
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core import shared_memory
 
 if isinstance(processes(), SoloProcesses):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jaxmpi.checkpoint import manager, run_directory
 from jaxmpi.checkpoint.restore import restore
 from jaxmpi.checkpoint.write import Retention
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import gather_workers, spread
 from jaxmpi.config import schema
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError

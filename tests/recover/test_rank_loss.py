@@ -19,7 +19,7 @@ import pytest
 from jaxmpi.checkpoint import manifests
 from jaxmpi.checkpoint.leaves import is_at
 from jaxmpi.checkpoint.recut import RULE_STATE
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi.comm.control import SoloProcesses
 from jaxmpi.comm.mailbox import Mailbox
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover import watchdog
 from jaxmpi.recover.watchdog import Watchdog, mine, watching
@@ -194,7 +194,7 @@ def test_it_can_be_off():
         pass
 
 
-STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.control import SoloProcesses\n"
+STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.solo import SoloProcesses\n"
 STUCK += "from jaxmpi.recover.watchdog import watching\nfrom jaxmpi.runtime import failures\nfailures.doing('step 3')\n"
 STUCK += "def spin():\n    time.sleep(60)\n\nwith watching(SoloProcesses(), 1.0, 'abort'):\n    spin()\n"
 

@@ -15,7 +15,7 @@ import pytest
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.comm import mpi_info
-from jaxmpi.comm.control import met
+from jaxmpi.comm.link_times import met
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import doctor

@@ -26,7 +26,7 @@ from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
 from jaxmpi.checkpoint.write import Retention
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import jaxmpi
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.models.cnn import digits_cnn_tiny

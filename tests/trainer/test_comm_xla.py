@@ -142,7 +142,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxmpi
 from jaxmpi.comm.xla_mesh import global_mesh
-from jaxmpi.comm.control import processes
+from jaxmpi.comm.job import processes
 
 rank = processes().rank
 {before}
@@ -217,7 +217,7 @@ def share(x):  # enough work for XLA's own threads, in which it makes no communi
 mean = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P("workers"), out_specs=P("workers"), check_vma=False))(mine)
 for name, row in mean.items():
     assert (np.asarray(row.addressable_data(0)) == 1.5).all(), (name, row.addressable_data(0))
-jaxmpi.comm.control.processes().barrier()
+jaxmpi.comm.job.processes().barrier()
 print("summed", flush=True)
 """
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
@@ -58,7 +58,7 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers, put
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
@@ -179,7 +179,7 @@ import re
 from pathlib import Path
 import jax, numpy as np
 from jaxmpi.comm.base import SoloComm
-from jaxmpi.comm.control import SoloProcesses
+from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers, put
 from jaxmpi.core.train_state import create
 

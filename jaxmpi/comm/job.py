@@ -1,0 +1,145 @@
+"""This job's control plane, made at first use; MPI starts then.
+
+The calls for users that need no more than it are here too: `same_on_all_ranks` and `broadcast`.
+Importing mpi4py starts MPI, so it happens inside functions.
+"""
+
+import atexit
+import functools
+import os
+import re
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.mpi_info import library_of
+from jaxmpi.comm.solo import SoloProcesses
+from jaxmpi.core.env import building_for_mpicc, getting_mpi
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own
+from jaxmpi.core.random_keys import packed, unpacked
+from jaxmpi.runtime import failures, in_flight, launchers, prepare
+
+START_S = 60.0  # for MPI to start in one process
+
+Processes = SoloProcesses | MpiProcesses
+
+
+def finalize() -> None:
+    """End MPI, unless the script has done so."""
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def start_mpi() -> None:
+    """Import mpi4py and mpi4jax, which starts MPI; `finalize` ends it.
+
+    Raises:
+        UsageError: one is missing, or they were built for two MPIs.
+    """
+    try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
+            mpi4py.rc.finalize = False
+            import mpi4py.MPI
+
+            atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
+    except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
+        raise UsageError(f"mpi4py cannot be imported ({str(error).splitlines()[0]}); {getting_mpi()}") from error
+    try:
+        import mpi4jax  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{error.name} cannot be imported ({error}); {getting_mpi()}") from error
+    except RuntimeError as error:
+        if not (built := re.search(r"Build-time MPI: *(.*)", str(error))):
+            raise
+        raise UsageError(
+            f"mpi4jax was built for {library_of(built[1])}, and mpi4py runs with "
+            f"{library_of(mpi4py.MPI.Get_library_version())}; build both for the MPI whose mpicc is on PATH: "
+            f"{building_for_mpicc()}"
+        ) from error
+
+
+def start_trouble() -> str:
+    """Return why a child process cannot start MPI; empty if it can."""
+    child = [sys.executable, "-c", f"from {__name__} import start_mpi; start_mpi()"]
+    try:
+        ended = subprocess.run(child, capture_output=True, text=True, errors="replace", timeout=START_S)
+    except subprocess.TimeoutExpired:
+        return f"MPI has not started within {START_S:.0f} s"
+    last = (ended.stderr.splitlines() or [f"exit code {ended.returncode}"])[-1]
+    return last.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ") if ended.returncode else ""
+
+
+@functools.cache
+def processes() -> Processes:
+    """The control plane of this job; starts MPI for several ranks.
+
+    Raises:
+        UsageError: mpi4py or mpi4jax is missing, they and the launcher are not of one MPI, or MPI has several ranks of
+            a launcher that is not known.
+    """
+    launch = launchers.launched()
+    if launch is None:
+        _check_alone()
+    if launch is None or launch.size == 1:
+        return SoloProcesses()
+    if failures.has_backend() and not prepare._prepared.is_set():
+        warnings.warn(
+            "JAX's device started before jaxmpi.world(), so this rank keeps all cores of its host and its first GPU, "
+            "as all others do; call it before the first JAX array",
+            stacklevel=3,  # `world`'s caller
+        )
+    prepare.prepare()
+    try:
+        start_mpi()
+    except UsageError as error:
+        raise UsageError(f"{launch.launcher} started {launch.size} ranks, but {error}") from error
+    return MpiProcesses()
+
+
+def _check_alone() -> None:
+    """Refuse MPI ranks of an unknown launcher, which would each work alone."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    ranks = mpi.COMM_WORLD.size if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 1
+    known = ", or ".join(f"{rank} and {size}" for rank, size, *_ in launchers.LAUNCHERS.values())
+    way_out = f"expected {known}: set a pair of them for each rank, as in a script that the launcher starts"
+    check(ranks == 1, f"MPI has {ranks} ranks, but their launcher sets no variable by which they are known; {way_out}")
+    if marks := [name for name in launchers.MARKS if name in os.environ]:
+        said = f"got {marks[0]}, as of a rank, but not the size of its job, so this process works alone; {way_out}"
+        warnings.warn(said, stacklevel=4)  # the caller of `world`
+
+
+def same_on_all_ranks(what: str, value: Any) -> None:
+    """Check that all ranks give the same JSON value, outside jit.
+
+    Communicates: 32 bytes a rank; the values if they differ.
+
+    Raises:
+        UsageError: on all ranks alike: rank, path, got, expected.
+        TrainingError: who did not answer within the time limit.
+    """
+    in_flight.check_may_send("jaxmpi.same_on_all_ranks")
+    processes().assert_same(what, value)
+
+
+def broadcast(tree: PyTree, root: int = 0) -> PyTree:
+    """Return rank `root`'s tree on every rank; dtypes and shapes as given.
+
+    Arrays of JAX, random keys too, come as such, as in the state of an NNX module; other leaves as NumPy arrays.
+
+    Communicates: one broadcast a leaf over all ranks, after a comparison of structure, shapes and dtypes.
+
+    Raises:
+        UsageError: ranks gave trees of different structure; rank, path, got, expected. A state of `jaxmpi.sharded`.
+    """
+    in_flight.check_may_send("jaxmpi.broadcast")
+    way_out = "leave it out; its init makes it alike from equal params, and jaxmpi.Checkpoints restores it"
+    check(not has_ranks_own(tree), f"broadcast: got a state of jaxmpi.sharded, which is each rank's own; {way_out}")
+    sent = packed(tree)
+    return unpacked(as_given(processes().bcast(sent, root), sent))
