@@ -24,7 +24,6 @@ from jaxmpi.functions.transport import (
     MpiTransport,
     OutOfStep,
     SocketTransport,
-    Transport,
     WorkerDied,
     in_order,
     pack,
@@ -41,7 +40,9 @@ class SumFailed(OutOfStep):
 class ProcessGroup(WorkerGroup):
     """One worker a process: ranks of MPI, or processes made by fork."""
 
-    def __init__(self, line: Transport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool) -> None:
+    def __init__(
+        self, line: MpiTransport | SocketTransport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool
+    ) -> None:
         """Take the transport of commands, and the communicator of exchanges.
 
         Args:
