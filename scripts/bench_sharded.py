@@ -36,7 +36,7 @@ import optax
 
 import jaxmpi
 from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
-from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.bench.options import trees
 from jaxmpi.comm.job import processes
 from jaxmpi.config import Optim

@@ -28,8 +28,8 @@ import jaxmpi
 from jaxmpi.allreduce import algorithms, compression
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, exchange, exchange_gradients
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
+from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.bench.options import trees
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import AXIS, spread

@@ -20,7 +20,7 @@ from jaxmpi import functions as jm
 from jaxmpi.comm.job import processes
 from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.partitioning import bounds
-from jaxmpi.functions.worker_group import WorkerFailed
+from jaxmpi.functions.worker import WorkerFailed
 
 U = 2.0**-24  # unit roundoff of f32
 

@@ -20,7 +20,6 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import StrategySpec
 from jaxmpi.allreduce.algorithms.table import ALIASES, STRATEGIES, HostSum, parse
 from jaxmpi.allreduce.host_comm import WINDOW, HostComm
 from jaxmpi.allreduce.sum_recorder import CODED, LINE_BYTES, NAMES, RecordedSteps, recorded
@@ -109,16 +108,18 @@ def record_of(strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | N
 
     None if C cannot carry it out.
     """
-    return _record(_row(strategy), strategy, comm, half, n)
+    return _record(_functions(strategy), strategy, comm, half, n)
 
 
-def _row(strategy: str) -> StrategySpec | None:
-    """The row of a strategy, which its owner may replace: a record is that of one row."""
-    return STRATEGIES.get(ALIASES.get(strategy, strategy).partition(":")[0].removeprefix("hier-"))
+def _functions(strategy: str) -> tuple[Any, ...]:
+    """What a strategy's row sums by; its owner may replace the row, and a record is of one."""
+    row = STRATEGIES.get(ALIASES.get(strategy, strategy).partition(":")[0].removeprefix("hier-"))
+    return (row.on_host, row.halves and row.halves.on_host) if row else ()
 
 
 @functools.cache
-def _record(row: StrategySpec | None, strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | None:
+def _record(functions: tuple[Any, ...], strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | None:
+    del functions  # of `strategy`, by which this is kept
     if (why := _why_python(in_programs=False)) or not (steps := recorded(HostSum.named(strategy, comm, half), n)):
         if why.startswith(c_handlers.TROUBLE) and comm.hosts.index(comm.hosts[comm.mpi.rank]) == comm.mpi.rank:
             _say(why)
@@ -162,7 +163,7 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
     """
     if not (is_far(comm) and vectors and parse(strategy).has_sum_on_host(comm.hosts)):
         return None
-    if not (found := _numbers_of(comm, _row(strategy), strategy, half, tuple(x.size for x in vectors))):
+    if not (found := _numbers_of(comm, _functions(strategy), strategy, half, tuple(x.size for x in vectors))):
         return None
     words = len(vectors), min(comm.processes.tags, np.iinfo(np.int32).max), *found
     return _sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=words)
@@ -170,13 +171,13 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
 
 @functools.cache
 def _numbers_of(
-    comm: MpiComm, row: StrategySpec | None, strategy: str, half: str, sizes: tuple[int, ...]
+    comm: MpiComm, functions: tuple[Any, ...], strategy: str, half: str, sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Numbers of the records by which programs sum f32[n]s, then their digests.
 
     None of them unless C can carry out all of them on all ranks, which come here together.
     """
-    del row  # of `strategy`, by which this is kept
+    del functions  # of `strategy`, by which this is kept
     among = _comm_of_programs(comm)
     records = [record for n in sizes if among and (record := record_of(strategy, among, half, n))]
     numbers = tuple(record.numbered() for record in records)

@@ -26,7 +26,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls
 from jaxmpi.allreduce.comm_thread_handlers import COLLECT, LATE, OPEN, SEND
 from jaxmpi.allreduce.early_scatter import run_equation
-from jaxmpi.allreduce.sharded import Shards
+from jaxmpi.allreduce.shards import Shards
 from jaxmpi.allreduce.slice_vectors import cut, joined
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import Entries, shape_of_slice, whole_of

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.allreduce.local_devices import TRAVELS_ALONE, DeviceRows, in_order
-from jaxmpi.allreduce.sharded import Shards, of_leaves, squares, vectors_of
+from jaxmpi.allreduce.shards import Shards, of_leaves, squares, vectors_of
 from jaxmpi.allreduce.slice_vectors import as_part
 from jaxmpi.core.deals import Deal, Leaves
 from jaxmpi.core.pytrees import PyTree, clipped

@@ -358,7 +358,10 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
         TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     chosen = _comm_of("send", comm)
-    options = {"dest": _partner("send", "dest", dest, chosen), "sendtag": _tag("send", "tag", tag, chosen)}
+    options: dict[str, Any] = {
+        "dest": _partner("send", "dest", dest, chosen),
+        "sendtag": _tag("send", "tag", tag, chosen),
+    }
     if dest != NOBODY:
         _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, {}, **options)
 

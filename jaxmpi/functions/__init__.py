@@ -5,9 +5,9 @@ Synkhronos (Stooke and Abbeel 2017) did the same with Theano.
 In reading order: `function`: scatter, compute, reduce; `signature`, arguments of a call; `reductions`, words for inputs
 and outputs; `outputs`, trees of these; `partitioning`, which rows are whose; `variable`, arrays on the workers;
 `shared_array`, arrays of a host; `optimizer`, synchronous descent; `lifecycle`, start and end of the workers;
-`worker_group`, all of them; `commands` to them; `worker_call`, a worker's part of a call; `transport`, messages between
-processes; `fork_comm`, collectives of forked ones; `worker_main`, a forked worker; `import_by_name`, functions in
-another process; `profiling` of calls.
+`worker`, what one holds; `worker_group`, all of them, as a `process_group` or a `device_group`; `commands` to them;
+`worker_call`, a worker's part of a call; `transport`, messages between processes; `fork_comm`, collectives of forked
+ones; `worker_main`, a forked worker; `import_by_name`, functions in another process; `profiling` of calls.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """

@@ -27,8 +27,9 @@ from jaxmpi.functions.partitioning import RowSelection
 from jaxmpi.functions.reductions import combine, travels_as_sum
 from jaxmpi.functions.shared_array import from_ticket
 from jaxmpi.functions.transport import CallReport
+from jaxmpi.functions.worker import Command, Leaf, Leaves, MissingPrograms, WorkerProgram, WorkerSlot
 from jaxmpi.functions.worker_call import as_jax_has, compute, take
-from jaxmpi.functions.worker_group import Command, Leaf, Leaves, MissingPrograms, WorkerGroup, WorkerProgram, WorkerSlot
+from jaxmpi.functions.worker_group import WorkerGroup
 
 
 def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:

@@ -46,8 +46,9 @@ from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_w
 from jaxmpi.functions.shared_array import is_shared
 from jaxmpi.functions.signature import Form, in_order, placed
 from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, where
+from jaxmpi.functions.worker import Command, Leaf, WorkerProgram
 from jaxmpi.functions.worker_call import as_jax_has, canonical, take
-from jaxmpi.functions.worker_group import Command, Leaf, WorkerGroup, WorkerProgram
+from jaxmpi.functions.worker_group import WorkerGroup
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
 OF_OTHERS = "belongs to workers that were closed"

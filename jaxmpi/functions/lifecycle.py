@@ -24,9 +24,12 @@ from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.functions.commands import COMMANDS
+from jaxmpi.functions.device_group import DeviceGroup
 from jaxmpi.functions.fork_comm import ForkComm
+from jaxmpi.functions.process_group import ForkedGroup, ProcessGroup, SumFailed
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
-from jaxmpi.functions.worker_group import Command, DeviceGroup, ForkedGroup, ProcessGroup, SumFailed, WorkerGroup
+from jaxmpi.functions.worker import Command
+from jaxmpi.functions.worker_group import WorkerGroup
 from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,25 +61,6 @@ def from_short(rows: Sequence[bytes]) -> list[CallReport] | None:
     if any(row[40] for row in rows) or len({row[:32] for row in rows}) > 1:
         return None
     return [CallReport("ok", "", int.from_bytes(row[32:40], "little")) for row in rows]
-
-
-class Transport(Protocol):
-    """Messages among `size` processes; rank 0 is the master if one leads."""
-
-    rank: int
-    size: int
-
-    def tell(self, rank: int, header: str, arrays: Arrays) -> None:
-        """Send the master's command to one worker."""
-        ...
-
-    def hear(self) -> tuple[str, list[np.ndarray]]:
-        """The master's next command; waits as long as it takes."""
-        ...
-
-    def reports(self, mine: CallReport) -> list[CallReport]:
-        """Every worker's report, on all, without texts if alike and well."""
-        ...
 
 
 # ---------------------------------------------------------------- arrays as bytes

@@ -24,8 +24,9 @@ from jaxmpi.functions.commands import perform
 from jaxmpi.functions.partitioning import RowSelection, bounds, check_enough, choose, same_length
 from jaxmpi.functions.reductions import Output, check_reducible, combine, named
 from jaxmpi.functions.shared_array import check_jax_takes, check_unmasked, is_shared
+from jaxmpi.functions.worker import Command
 from jaxmpi.functions.worker_call import as_jax_has, take
-from jaxmpi.functions.worker_group import Command, WorkerGroup
+from jaxmpi.functions.worker_group import WorkerGroup
 
 
 class Variable:

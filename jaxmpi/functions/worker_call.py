@@ -22,7 +22,8 @@ from jaxmpi.functions.partitioning import Picked, RowSelection, choose, pieces
 from jaxmpi.functions.reductions import OPS, check_reducible, wide
 from jaxmpi.functions.shared_array import SharedArray, from_ticket
 from jaxmpi.functions.transport import CallReport
-from jaxmpi.functions.worker_group import Command, Leaf, Leaves, WorkerGroup, WorkerProgram, WorkerSlot
+from jaxmpi.functions.worker import Command, Leaf, Leaves, WorkerProgram, WorkerSlot
+from jaxmpi.functions.worker_group import WorkerGroup
 
 
 class RowSource(NamedTuple):

@@ -27,7 +27,7 @@ from jaxmpi.core.slices import Entries
 class ShardedMean(Protocol):
     """The mean of gradients in two halves; workers step slices in between.
 
-    `jaxmpi.allreduce.sharded.Shards` is one.
+    `jaxmpi.allreduce.shards.Shards` is one.
     """
 
     @property

@@ -24,8 +24,8 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread_handlers import exchange_handlers
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded import Shards, shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
+from jaxmpi.allreduce.shards import Shards, shards_of
 from jaxmpi.checkpoint import orbax_export, trained
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi.allreduce import algorithms, comm_thread_calls, overlap, sharded, subgroups
+from jaxmpi.allreduce import algorithms, comm_thread_calls, overlap, shards, subgroups
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm import base
@@ -289,9 +289,9 @@ IN_A_JOB = (
     *shrink.NEEDS,
     base.ONE_HOST,
     subgroups.UNEVEN,
-    sharded.NO_HALVES,
-    sharded.NO_FIT,
-    sharded.NO_WIRE,
+    shards.NO_HALVES,
+    shards.NO_FIT,
+    shards.NO_WIRE,
     separable.MIXED,
     separable.OUTSIDE,
     separable.UNTRACED,

@@ -15,7 +15,7 @@ import jax
 from jaxmpi.allreduce import algorithms
 from jaxmpi.allreduce.algorithms.spec import is_one
 from jaxmpi.allreduce.buckets import assign_buckets
-from jaxmpi.allreduce.sharded import ONE_HOST_BUCKET_BYTES
+from jaxmpi.allreduce.shards import ONE_HOST_BUCKET_BYTES
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.checkpoint.leaves import equal_fields
 from jaxmpi.comm.topology import Workers

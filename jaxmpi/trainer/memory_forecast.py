@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.autotune import is_auto
-from jaxmpi.allreduce.sharded import Shards
+from jaxmpi.allreduce.shards import Shards
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers

@@ -20,7 +20,9 @@ import jaxmpi
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import exchange, exchange_gradients
-from jaxmpi.allreduce.sharded import RowsInColumns, ShardedState, Shards, shards_of, vectors_of
+from jaxmpi.allreduce.sharded import ShardedState
+from jaxmpi.allreduce.shards import Shards, shards_of, vectors_of
+from jaxmpi.allreduce.slice_vectors import RowsInColumns
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.checkpoint.orbax_export import model_of
 from jaxmpi.checkpoint.recut import Slicing

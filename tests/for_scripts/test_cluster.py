@@ -108,7 +108,7 @@ import sys
 import jax, numpy as np
 import jaxmpi
 from jaxmpi.allreduce import comm_thread_calls, comm_thread_handlers, compiled_sums
-from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.comm.job import processes
 from jaxmpi.core.deals import deal
 

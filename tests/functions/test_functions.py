@@ -30,9 +30,10 @@ from jaxmpi.core.errors import check
 from jaxmpi.functions import import_by_name, partitioning, profiling, reductions, shared_array
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.lifecycle import current_group, how_many
+from jaxmpi.functions.process_group import ForkedGroup, ProcessGroup
 from jaxmpi.functions.transport import OutOfStep
 from jaxmpi.functions.variable import Variable
-from jaxmpi.functions.worker_group import Command, ForkedGroup, ProcessGroup
+from jaxmpi.functions.worker import Command
 from jaxmpi.observe import report
 
 QUICK = [(check, 2) for check in function_checks.CHECKS if check is not function_checks.check_strategies]

@@ -15,8 +15,8 @@ import jaxmpi
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.api import Choice, Op
 from jaxmpi.allreduce.local_devices import over_local_devices
-from jaxmpi.allreduce.sharded import shards_of
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
+from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.comm.topology import AXIS
 from jaxmpi.config.optim import Optim
 from jaxmpi.core.deals import deal

@@ -29,7 +29,7 @@ from jaxmpi.allreduce.comm_thread_handlers import COLLECT, DONE, OPEN, START, ex
 from jaxmpi.allreduce.compiled_sums import SOURCE, CompiledSum, record_of
 from jaxmpi.allreduce.host_comm import HostComm
 from jaxmpi.allreduce.late_gather import LateGather, UnderWay
-from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.comm import shared_params, shared_sync
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.control import MpiProcesses

@@ -14,7 +14,7 @@ import numpy as np
 import optax.contrib
 import pytest
 
-from jaxmpi.allreduce.sharded import shards_of
+from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
