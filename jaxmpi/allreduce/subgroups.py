@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxmpi.allreduce.building_blocks import allgather_by_rotation, alltoall_by_rotation, take
 from jaxmpi.comm.agreement import Fingerprint
-from jaxmpi.comm.axis import add_rows
+from jaxmpi.comm.axis import CommDefaults, add_rows
 from jaxmpi.comm.base import Comm, Pairs, Turn
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
 
-class SubComm:
+class SubComm(CommDefaults):
     """Every group of ranks as a Comm of its own, at once."""
 
     def __init__(self, comm: Comm, groups: Sequence[Sequence[int]], hosts: tuple[int, ...]) -> None:
@@ -45,10 +45,6 @@ class SubComm:
         """The rows of all, added in rank order."""
         return add_rows(self.allgather(x))
 
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """Columns of an all-to-all, added in rank order."""
-        return add_rows(self.alltoall(x.reshape(self.size, -1)))
-
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         """Row `root` of an allgather."""
         return take(self.allgather(x), root)
@@ -56,18 +52,6 @@ class SubComm:
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         """Delegate to the whole communicator."""
         return self.comm.loop(turns, turn, carry)
-
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """The rows of all, added in rank order, on any hosts."""
-        return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
-
-    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """Columns of an all-to-all, added one after another."""
-        return [add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor for x in vectors]
-
-    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Rows of an all-gather."""
-        return [self.allgather(x).reshape(-1) for x in vectors]
 
     def assert_same(self, mine: Fingerprint) -> None:
         """Delegate to the whole communicator."""
