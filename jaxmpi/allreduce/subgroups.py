@@ -26,7 +26,6 @@ class SubComm(CommDefaults):
 
     @property
     def rank(self) -> jax.Array:
-        """This worker's number in its group."""
         return jnp.asarray(self.ranks)[self.comm.rank]
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
@@ -34,11 +33,9 @@ class SubComm(CommDefaults):
         return self.comm.permute(x, [(group[source], group[to]) for group in self.groups for source, to in pairs])
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """An all-to-all by rotations."""
         return alltoall_by_rotation(x, self)
 
     def allgather(self, x: PyTree) -> PyTree:
-        """An allgather by rotations by one place."""
         return allgather_by_rotation(x, self)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
@@ -46,19 +43,15 @@ class SubComm(CommDefaults):
         return add_rows(self.allgather(x))
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """Row `root` of an allgather."""
         return take(self.allgather(x), root)
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """Delegate to the whole communicator."""
         return self.comm.loop(turns, turn, carry)
 
     def assert_same(self, mine: Fingerprint) -> None:
-        """Delegate to the whole communicator."""
         self.comm.assert_same(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """Delegate to the whole communicator."""
         return self.comm.jit(function, donate_argnums)
 
 

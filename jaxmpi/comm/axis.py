@@ -82,26 +82,21 @@ class AxisComm(CommDefaults):
 
     @property
     def rank(self) -> jax.Array:
-        """The traced index along the axis."""
         return lax.axis_index(self.axis)
 
     def _each(self, move: Callable[[jax.Array], jax.Array], x: PyTree) -> PyTree:
         return jax.tree.map(move, x)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        """`lax.psum`."""
         return self._each(lambda leaf: lax.psum(leaf, self.axis), x)
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """`lax.psum_scatter`."""
         return self._each(lambda leaf: lax.psum_scatter(leaf, self.axis, tiled=True), x)
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """`lax.all_to_all` over the leading axis."""
         return self._each(lambda leaf: lax.all_to_all(leaf, self.axis, 0, 0), x)
 
     def allgather(self, x: PyTree) -> PyTree:
-        """`lax.all_gather`."""
         return self._each(lambda leaf: lax.all_gather(leaf, self.axis), x)
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
@@ -118,7 +113,6 @@ class AxisComm(CommDefaults):
         return self._each(one, x)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """Row `root` of an all-gather."""
         return self._each(lambda leaf: lax.all_gather(leaf, self.axis)[root], x)
 
     def assert_same(self, mine: Fingerprint) -> None:
@@ -187,7 +181,6 @@ class XlaMpiComm(GlooComm):
     """`GlooComm` over XLA's MPI collectives, which cannot gather short floats."""
 
     def allgather(self, x: PyTree) -> PyTree:
-        """`lax.all_gather`, of the bits of short floats."""
         as_bits = jax.tree.map(lambda leaf: lax.bitcast_convert_type(leaf, travels_as(leaf.dtype)), x)
         return jax.tree.map(
             lambda bits, leaf: lax.bitcast_convert_type(bits, leaf.dtype), super().allgather(as_bits), x

@@ -104,20 +104,17 @@ class MpiComm(RankComm):
         made.append(self)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        """`MPI_Allreduce`, sum."""
         import mpi4jax
         from mpi4py import MPI
 
         return mpi4jax.allreduce(x, op=MPI.SUM, comm=self.mpi)
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """`MPI_Alltoall`."""
         import mpi4jax
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.alltoall(leaf, comm=self.mpi)), x)
 
     def allgather(self, x: PyTree) -> PyTree:
-        """`MPI_Allgather`."""
         import mpi4jax
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.allgather(leaf, comm=self.mpi)), x)
@@ -141,7 +138,6 @@ class MpiComm(RankComm):
         return jax.tree.map(through_bits(move), x)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """`MPI_Bcast`."""
         import mpi4jax
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)

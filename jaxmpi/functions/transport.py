@@ -451,7 +451,6 @@ class SocketTransport:
         return rows
 
     def host_barrier(self) -> None:
-        """Wait for all processes."""
         self._star(None)
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
