@@ -36,7 +36,8 @@ class Widths(NamedTuple):
     pool: int
 
     @property
-    def out(self) -> int:  # noqa: D102
+    def out(self) -> int:
+        """Channels of the four branches together."""
         return self.one + self.three + self.five + self.pool
 
 

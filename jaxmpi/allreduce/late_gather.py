@@ -57,7 +57,6 @@ class SlicedShards(Shards):
         return SlicedEntries(self.comm.size)
 
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
-        """The new slices."""
         return slices
 
 

@@ -55,22 +55,18 @@ class ShardsOfDevices:
 
     @property
     def cut(self) -> Entries | Leaves:
-        """How trees are cut over devices."""
         return Leaves(self.deal) if self.deal else Entries(self.size)
 
     @property
     def gives_square(self) -> bool:
-        """Return True if `scatter` gives |g|^2 of the whole mean gradient g."""
         return self.of.gives_square
 
     @property
     def keeps_masters(self) -> bool:
-        """Return True if devices keep 32-bit slices, and rounded changes travel."""
         return self.of.keeps_masters
 
     @property
     def gather_wire(self) -> str:
-        """The wire of new params, or of their changes."""
         return self.of.gather_wire
 
     @property
@@ -117,7 +113,6 @@ class ShardsOfDevices:
         return run.whole(self._of_all(run.of_slices(slices), wire))
 
     def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
-        """The new params, of all devices' new slices."""
         return self.gather(slices, params)
 
     @property

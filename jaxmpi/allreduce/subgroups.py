@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxmpi.allreduce.building_blocks import allgather_by_rotation, alltoall_by_rotation, take
 from jaxmpi.comm.agreement import Fingerprint
-from jaxmpi.comm.axis import add_rows
+from jaxmpi.comm.axis import CommDefaults, add_rows
 from jaxmpi.comm.base import Comm, Pairs, Turn
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
 
-class SubComm:
+class SubComm(CommDefaults):
     """Every group of ranks as a Comm of its own, at once."""
 
     def __init__(self, comm: Comm, groups: Sequence[Sequence[int]], hosts: tuple[int, ...]) -> None:
@@ -26,7 +26,6 @@ class SubComm:
 
     @property
     def rank(self) -> jax.Array:
-        """This worker's number in its group."""
         return jnp.asarray(self.ranks)[self.comm.rank]
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
@@ -34,47 +33,25 @@ class SubComm:
         return self.comm.permute(x, [(group[source], group[to]) for group in self.groups for source, to in pairs])
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """An all-to-all by rotations."""
         return alltoall_by_rotation(x, self)
 
     def allgather(self, x: PyTree) -> PyTree:
-        """An allgather by rotations by one place."""
         return allgather_by_rotation(x, self)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         """The rows of all, added in rank order."""
         return add_rows(self.allgather(x))
 
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """Columns of an all-to-all, added in rank order."""
-        return add_rows(self.alltoall(x.reshape(self.size, -1)))
-
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """Row `root` of an allgather."""
         return take(self.allgather(x), root)
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """Delegate to the whole communicator."""
         return self.comm.loop(turns, turn, carry)
 
-    def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """The rows of all, added in rank order, on any hosts."""
-        return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
-
-    def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """Columns of an all-to-all, added one after another."""
-        return [add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor for x in vectors]
-
-    def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Rows of an all-gather."""
-        return [self.allgather(x).reshape(-1) for x in vectors]
-
     def assert_same(self, mine: Fingerprint) -> None:
-        """Delegate to the whole communicator."""
         self.comm.assert_same(mine)
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """Delegate to the whole communicator."""
         return self.comm.jit(function, donate_argnums)
 
 

@@ -239,9 +239,7 @@ class RecordedComm(HostComm):
     """A HostComm whose messages and additions a `SumRecorder` records."""
 
     def empty(self, size_bytes: int) -> np.ndarray:
-        """Memory, u8[size_bytes]."""
         return self.mpi.empty(size_bytes)
 
     def add(self, to: np.ndarray, summands: Sequence[np.ndarray], from_zero: bool = False) -> None:
-        """Sum f32[n] arrays from first to last, all on 0 if `from_zero`."""
         self.mpi.add(to, summands, from_zero)

@@ -21,64 +21,35 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 
 
-class AxisComm:
-    """Workers along a named axis of `vmap` or `shard_map`, through `lax` collectives."""
+class CommDefaults:
+    """Base of Comms: what follows from `allgather` and `alltoall`, or sends nothing."""
 
-    def __init__(self, axis: str, size: int, hosts: tuple[int, ...] | None = None) -> None:
-        """Take the axis's name, its size, and workers' hosts (default: one host)."""
-        self.axis, self.size = axis, size
-        self.hosts = hosts or (0,) * size
-        self.order = ring_order(self.hosts)
-
-    @property
-    def rank(self) -> jax.Array:
-        """The traced index along the axis."""
-        return lax.axis_index(self.axis)
-
-    def allreduce(self, x: jax.Array) -> jax.Array:
-        """`lax.psum`."""
-        return lax.psum(x, self.axis)
-
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """`lax.psum_scatter`."""
-        return lax.psum_scatter(x, self.axis, tiled=True)
+    size: int
+    hosts: tuple[int, ...]
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """`lax.all_to_all` over the leading axis."""
-        return jax.tree.map(lambda leaf: lax.all_to_all(leaf, self.axis, 0, 0), x)
+        """Exchange rows of leaves [size, ...], row i with worker i."""
+        raise NotImplementedError
 
     def allgather(self, x: PyTree) -> PyTree:
-        """`lax.all_gather`."""
-        return jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axis), x)
+        """Leaves [...] to [size, ...], row j from worker j."""
+        raise NotImplementedError
 
-    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        """`lax.ppermute`, completed to a permutation (`vmap` refuses a partial one) and masked."""
-        full = complete(pairs, self.size)
-        receives = np.zeros(self.size, bool)
-        receives[[destination for _, destination in pairs]] = True
-        mine = jnp.asarray(receives)[self.rank]
-
-        def one(leaf: jax.Array) -> jax.Array:
-            moved = lax.ppermute(leaf, self.axis, full)
-            return moved if receives.all() else jnp.where(mine, moved, jnp.zeros_like(moved))
-
-        return jax.tree.map(one, x)
-
-    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """Row `root` of an all-gather."""
-        return jax.tree.map(lambda leaf: lax.all_gather(leaf, self.axis)[root], x)
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """Columns of an all-to-all, added in rank order."""
+        return add_rows(self.alltoall(x.reshape(self.size, -1)))
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         """`lax.fori_loop`."""
         return lax.fori_loop(0, turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """Rows of an all-gather, added one after another."""
+        """Rows of an all-gather, added in rank order."""
         check_one_host(self.hosts)
         return [add_rows(rows) / divisor for rows in self.allgather(list(vectors))]
 
     def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """Columns of an all-to-all, added one after another."""
+        """Columns of an all-to-all, added in rank order."""
         check_one_host(self.hosts)
         return [add_rows(self.alltoall(x.reshape(self.size, -1))) / divisor for x in vectors]
 
@@ -86,15 +57,6 @@ class AxisComm:
         """Rows of an all-gather."""
         check_one_host(self.hosts)
         return [self.allgather(x).reshape(-1) for x in vectors]
-
-    def assert_same(self, mine: Fingerprint) -> None:
-        """Check the axis's size: in one program nothing else can differ.
-
-        Raises:
-            UsageError: the axis has another size.
-        """
-        have = lax.axis_size(self.axis)
-        check(have == self.size, f"got {self.size} workers along axis {self.axis!r}, which has {have}; give that size")
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
         """`jax.jit`."""
@@ -107,6 +69,60 @@ def add_rows(rows: jax.Array) -> jax.Array:
     XLA:CPU walks `rows.sum(0)` column by column, a hundred times slower.
     """
     return lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:], unroll=8)[0]
+
+
+class AxisComm(CommDefaults):
+    """Workers along a named axis of `vmap` or `shard_map`, through `lax` collectives."""
+
+    def __init__(self, axis: str, size: int, hosts: tuple[int, ...] | None = None) -> None:
+        """Take the axis's name, its size, and workers' hosts (default: one host)."""
+        self.axis, self.size = axis, size
+        self.hosts = hosts or (0,) * size
+        self.order = ring_order(self.hosts)
+
+    @property
+    def rank(self) -> jax.Array:
+        return lax.axis_index(self.axis)
+
+    def _each(self, move: Callable[[jax.Array], jax.Array], x: PyTree) -> PyTree:
+        return jax.tree.map(move, x)
+
+    def allreduce(self, x: jax.Array) -> jax.Array:
+        return self._each(lambda leaf: lax.psum(leaf, self.axis), x)
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        return self._each(lambda leaf: lax.psum_scatter(leaf, self.axis, tiled=True), x)
+
+    def alltoall(self, x: PyTree) -> PyTree:
+        return self._each(lambda leaf: lax.all_to_all(leaf, self.axis, 0, 0), x)
+
+    def allgather(self, x: PyTree) -> PyTree:
+        return self._each(lambda leaf: lax.all_gather(leaf, self.axis), x)
+
+    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
+        """`lax.ppermute`, completed to a permutation (`vmap` refuses a partial one) and masked."""
+        full = complete(pairs, self.size)
+        receives = np.zeros(self.size, bool)
+        receives[[destination for _, destination in pairs]] = True
+        mine = jnp.asarray(receives)[self.rank]
+
+        def one(leaf: jax.Array) -> jax.Array:
+            moved = lax.ppermute(leaf, self.axis, full)
+            return moved if receives.all() else jnp.where(mine, moved, jnp.zeros_like(moved))
+
+        return self._each(one, x)
+
+    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
+        return self._each(lambda leaf: lax.all_gather(leaf, self.axis)[root], x)
+
+    def assert_same(self, mine: Fingerprint) -> None:
+        """Check the axis's size: in one program nothing else can differ.
+
+        Raises:
+            UsageError: the axis has another size.
+        """
+        have = lax.axis_size(self.axis)
+        check(have == self.size, f"got {self.size} workers along axis {self.axis!r}, which has {have}; give that size")
 
 
 class GlooComm(AxisComm):
@@ -123,38 +139,12 @@ class GlooComm(AxisComm):
         GlooComm._last = (get_opaque_trace_state(), result)
         return result
 
-    def _in_turn(self, move: Callable[[PyTree], PyTree], x: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: self._done(move(self._after_last(leaf))), x)
+    def _each(self, move: Callable[[jax.Array], jax.Array], x: PyTree) -> PyTree:
+        return super()._each(lambda leaf: self._done(move(self._after_last(leaf))), x)
 
     def _after_last(self, x: PyTree) -> PyTree:
         trace, result = self._last
         return after(x, result) if trace == get_opaque_trace_state() else x
-
-    def allreduce(self, x: jax.Array) -> jax.Array:
-        """`lax.psum`."""
-        return self._in_turn(super().allreduce, x)
-
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """`lax.psum_scatter`."""
-        return self._in_turn(super().reduce_scatter, x)
-
-    def alltoall(self, x: PyTree) -> PyTree:
-        """`lax.all_to_all` over the leading axis."""
-        return self._in_turn(super().alltoall, x)
-
-    def allgather(self, x: PyTree) -> PyTree:
-        """`lax.all_gather`."""
-        return self._in_turn(super().allgather, x)
-
-    def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        """`lax.ppermute`."""
-        move = super().permute
-        return self._in_turn(lambda leaf: move(leaf, pairs), x)
-
-    def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """Row `root` of an all-gather."""
-        move = super().bcast
-        return self._in_turn(lambda leaf: move(leaf, root), x)
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         """`lax.fori_loop`, as a whole one collective among the others."""
@@ -191,7 +181,6 @@ class XlaMpiComm(GlooComm):
     """`GlooComm` over XLA's MPI collectives, which cannot gather short floats."""
 
     def allgather(self, x: PyTree) -> PyTree:
-        """`lax.all_gather`, of the bits of short floats."""
         as_bits = jax.tree.map(lambda leaf: lax.bitcast_convert_type(leaf, travels_as(leaf.dtype)), x)
         return jax.tree.map(
             lambda bits, leaf: lax.bitcast_convert_type(bits, leaf.dtype), super().allgather(as_bits), x

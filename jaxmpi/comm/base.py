@@ -156,50 +156,39 @@ class SoloComm:
         return NoPart() if color_of(color) is None else self
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        """X itself."""
         return x
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """X itself."""
         return x
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """X itself."""
         return x
 
     def allgather(self, x: PyTree) -> PyTree:
-        """X as the one row."""
         return jax.tree.map(lambda leaf: leaf[None], x)
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        """X if the pair (0, 0) is given, else zeros."""
         return x if (0, 0) in tuple(pairs) else jax.tree.map(jnp.zeros_like, x)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """X itself."""
         return x
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """`lax.fori_loop`."""
         return lax.fori_loop(0, turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """The vectors over `divisor`."""
         return [vector / divisor for vector in vectors]
 
     def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """The vectors over `divisor`."""
         return self.sum_on_host(vectors, divisor)
 
     def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """The vectors themselves."""
         return [*vectors]
 
     def assert_same(self, mine: Fingerprint) -> None:
         """One rank agrees with itself."""
 
     def jit(self, function: Callable, donate_argnums: tuple[int, ...] = ()) -> Callable:
-        """`jax.jit`."""
         return jax.jit(function, donate_argnums=donate_argnums)
 
 

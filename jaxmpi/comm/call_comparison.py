@@ -111,16 +111,13 @@ class CallComparison:
     # ------------------------------------------------------------ for the thread that names absent ranks
 
     def held(self) -> CallId | None:
-        """The exchange that has the turn."""
         number, count = self._calls.held()
         return CallId(number, count) if number else None
 
     def waits(self) -> int:
-        """Number of an exchange that waits for the turn, or 0."""
         return self._calls.waits()
 
     def begun(self) -> int:
-        """How many exchanges have begun."""
         return self._calls.begun()
 
     # ------------------------------------------------------------ ranks that differ

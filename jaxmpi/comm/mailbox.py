@@ -29,13 +29,11 @@ class MpiMailbox(Mailbox):
         self._sent: dict[int, list[Any]] = collections.defaultdict(list)
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """See `Mailbox`."""
         self._sent[to] = [request for request in self._sent[to] if not request.Test()]
         if len(self._sent[to]) < self.MOST:
             self._sent[to].append(self.comm.isend(message, to))
 
     def received(self) -> list[dict[str, Any]]:
-        """See `Mailbox`."""
         taken = []
         while (message := self.comm.improbe()) is not None:
             taken.append(message.recv())

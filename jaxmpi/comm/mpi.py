@@ -14,8 +14,8 @@ from jax import lax
 from jax._src import effects
 
 from jaxmpi.comm.agreement import Fingerprint
-from jaxmpi.comm.axis import add_rows
-from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, Turn, check_has_part, check_one_host, color_of, ring_order
+from jaxmpi.comm.axis import CommDefaults
+from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, check_has_part, check_one_host, color_of, ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.shared_compile import shared_jit
@@ -25,8 +25,11 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import launchers
 
 
-class RankComm:
-    """Base of Comms whose workers are MPI ranks with a device each."""
+class RankComm(CommDefaults):
+    """Base of Comms whose workers are MPI ranks with a device each.
+
+    Its `reduce_scatter` is the default: mpi4jax has no `MPI_Reduce_scatter_block`.
+    """
 
     def __init__(self, processes: MpiProcesses, mpi: Any) -> None:
         """`mpi` is this Comm's alone; mpi4py and mpi4jax never share it."""
@@ -35,18 +38,6 @@ class RankComm:
         self.size: int = processes.size
         self.hosts = processes.hosts
         self.order = ring_order(self.hosts)
-
-    def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """An all-to-all and a sum in rank order: mpi4jax has no `MPI_Reduce_scatter_block`."""
-        return add_rows(self.alltoall(x.reshape(self.size, -1)))
-
-    def alltoall(self, x: PyTree) -> PyTree:
-        """Exchange rows of leaves [size, ...], row i with worker i."""
-        raise NotImplementedError
-
-    def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
-        """`lax.fori_loop`."""
-        return lax.fori_loop(0, turns, turn, carry)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Through shared memory, all vectors in one call."""
@@ -114,20 +105,17 @@ class MpiComm(RankComm):
         made.append(self)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        """`MPI_Allreduce`, sum."""
         import mpi4jax
         from mpi4py import MPI
 
         return mpi4jax.allreduce(x, op=MPI.SUM, comm=self.mpi)
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """`MPI_Alltoall`."""
         import mpi4jax
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.alltoall(leaf, comm=self.mpi)), x)
 
     def allgather(self, x: PyTree) -> PyTree:
-        """`MPI_Allgather`."""
         import mpi4jax
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.allgather(leaf, comm=self.mpi)), x)
@@ -151,7 +139,6 @@ class MpiComm(RankComm):
         return jax.tree.map(through_bits(move), x)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """`MPI_Bcast`."""
         import mpi4jax
 
         return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)

@@ -61,21 +61,18 @@ class FaultTolerantComm(RankComm):
         return host_callbacks.call(self._called(move), [x], [jax.ShapeDtypeStruct(shape, x.dtype)], **attributes)[0]
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        """`MPI_Allreduce`, sum."""
         return self._call(self._allreduce, x, x.shape)
 
     def _allreduce(self, operands: Buffers, results: Buffers) -> None:
         self.mpi.Allreduce(operands[0], results[0])
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """`MPI_Alltoall`."""
         return jax.tree.map(lambda leaf: self._call(self._alltoall, leaf, leaf.shape), x)
 
     def _alltoall(self, operands: Buffers, results: Buffers) -> None:
         self.mpi.Alltoall(bits(operands[0]), bits(results[0]))
 
     def allgather(self, x: PyTree) -> PyTree:
-        """`MPI_Allgather`."""
         return jax.tree.map(lambda leaf: self._call(self._allgather, leaf, (self.size, *leaf.shape)), x)
 
     def _allgather(self, operands: Buffers, results: Buffers) -> None:
@@ -98,7 +95,6 @@ class FaultTolerantComm(RankComm):
             self.mpi.Recv(received, source)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """`MPI_Bcast`."""
         return jax.tree.map(lambda leaf: self._call(self._bcast, leaf, leaf.shape, root=root), x)
 
     def _bcast(self, operands: Buffers, results: Buffers, root: int) -> None:

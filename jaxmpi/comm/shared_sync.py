@@ -17,6 +17,7 @@ from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.core.futex import fence, sleep_on, wake
+from jaxmpi.core.process_stat import stat_of
 from jaxmpi.core.shared_memory import folder, reserve
 from jaxmpi.runtime import job_folder
 
@@ -167,8 +168,7 @@ class Board:
         if not job_folder.pid_space() or self.words[rank * ROW + PID_SPACE] != job_folder.pid_space():
             return False
         try:
-            with open(f"/proc/{self.words[rank * ROW + PID]}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] in "ZX"  # dead, though nobody has asked how
+            return stat_of(self.words[rank * ROW + PID])[0] in "ZX"  # dead, though nobody has asked how
         except (FileNotFoundError, ProcessLookupError):  # the second if it ends meanwhile
             return True
 

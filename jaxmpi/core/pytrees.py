@@ -79,6 +79,11 @@ def as_given(arrays: PyTree, given: PyTree) -> PyTree:
     return jax.tree.map(lambda x, like: jnp.asarray(x) if isinstance(like, jax.Array) else x, arrays, given)
 
 
+def zeros_for(shapes: PyTree) -> PyTree:
+    """NumPy arrays of these shapes, to be filled."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Leaves with paths such as `params/conv1/kernel`; no two have the same."""
     named: dict[str, Any] = {}

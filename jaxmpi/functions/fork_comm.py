@@ -56,15 +56,12 @@ class ForkComm(SoloComm):
             host_callbacks.register(self.rows_name, self.rows)
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """The sum in rank order, over `divisor`."""
         return self.shared.sum(vectors, divisor) if self.size > 1 else super().sum_on_host(vectors, divisor)
 
     def scatter_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
-        """This worker's slice of each sum."""
         return self.shared.scatter(vectors, divisor) if self.size > 1 else super().scatter_on_host(vectors, divisor)
 
     def gather_on_host(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Every worker's slices."""
         return self.shared.gather(vectors) if self.size > 1 else super().gather_on_host(vectors)
 
     def sum_on_host_now(self, arrays: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
@@ -84,25 +81,20 @@ class ForkComm(SoloComm):
         return host_callbacks.call(self.rows_name, [leaf], [like], effect=self.effect)[0]
 
     def allreduce(self, x: jax.Array) -> jax.Array:
-        """The sum in rank order."""
         return self.sum_on_host([x])[0]
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        """This worker's slice of the sum in rank order."""
         return self.scatter_on_host([x])[0]
 
     def alltoall(self, x: PyTree) -> PyTree:
-        """This worker's column of all rows."""
         return jax.tree.map(lambda rows: rows[:, self.rank], self.allgather(x))
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
-        """The source's row."""
         source = {destination: source for source, destination in pairs}.get(self.rank)
         take = lambda rows: jnp.zeros_like(rows[0]) if source is None else rows[source]  # noqa: E731
         return jax.tree.map(take, self.allgather(x))
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
-        """The root's row."""
         return jax.tree.map(lambda rows: rows[root], self.allgather(x))
 
     def fail(self) -> None:

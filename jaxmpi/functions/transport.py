@@ -28,6 +28,7 @@ from jaxmpi.comm.control import LATE_S, MAX_BYTES, MpiProcesses
 from jaxmpi.comm.polling import POLL_S, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
+from jaxmpi.core.process_stat import stat_of
 from jaxmpi.runtime import job_folder
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
@@ -103,16 +104,15 @@ WATCH_S = 0.5  # between looks at whether workers are stopped
 
 def is_stopped(pid: int) -> bool:
     """Return True if the system shows a process stopped (SIGSTOP or debugger)."""
-    return state_of(pid) in (b"T", b"t")
+    return state_of(pid) in ("T", "t")
 
 
-def state_of(pid: int) -> bytes:
+def state_of(pid: int) -> str:
     """The system's letter for a process's state; empty if not shown."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0]
+        return stat_of(pid)[0]
     except OSError:
-        return b""
+        return ""
 
 
 class Watched(NamedTuple):
@@ -388,7 +388,7 @@ class SocketTransport:
     def check_alive(self) -> None:
         """Raise `WorkerDied` if a worker has gone."""
         for rank, job in self.jobs.items():
-            if job.poll() is not None or state_of(job.pid) in (b"Z", b"X"):  # its other threads may end later
+            if job.poll() is not None or state_of(job.pid) in ("Z", "X"):  # its other threads may end later
                 raise self.died(rank)
 
     def tell(self, rank: int, header: str, arrays: Arrays) -> None:
@@ -432,7 +432,6 @@ class SocketTransport:
         return rows
 
     def host_barrier(self) -> None:
-        """Wait for all processes."""
         self._star(None)
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:

@@ -46,7 +46,6 @@ class LoopSampler(GroupSampler):
         return step // MOST_BATCHES
 
     def indices(self, step: int) -> Share:
-        """Indices that this worker reads."""
         shuffles, batch = divmod(step, MOST_BATCHES)
         again, batch = divmod(batch, self.steps_per_epoch)
         begin = batch * self.effective_batch

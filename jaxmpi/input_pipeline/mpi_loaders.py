@@ -85,7 +85,6 @@ class SpawnedLoaders:
             self.send(number, Hello(number, board))
 
     def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        """Announce a job to all loaders."""
         pickled, message = shared_reader(job, reader)
         self.readers[job] = reader
         for number in range(self.size):
@@ -93,7 +92,6 @@ class SpawnedLoaders:
         return pickled
 
     def send(self, number: int, message: Any) -> None:
-        """Send a message to one loader."""
         if not isinstance(message, Make):
             if isinstance(message, Close):
                 self.readers.pop(message.job, None)
@@ -111,7 +109,6 @@ class SpawnedLoaders:
         self.sent.append((self.comm.Isend([message, self.mpi.BYTE], number, tag), message))
 
     def answers(self, timeout_s: float) -> list[LoaderAnswer]:
-        """Answers so far."""
         wait(partial(self.comm.Iprobe, self.mpi.ANY_SOURCE, self.mpi.ANY_TAG), timeout_s)
         found = self._received()
         ends = {number: words for number, words in found if words.startswith(ENDED)}
@@ -126,7 +123,6 @@ class SpawnedLoaders:
         return found
 
     def ended(self, number: int) -> str:
-        """How a loader has died; empty while it lives."""
         return self.gone.get(number, "")
 
     def stop(self) -> None:

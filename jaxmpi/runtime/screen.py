@@ -1,9 +1,9 @@
 """Width of the terminal that shows a process's output."""
 
 import os
-from pathlib import Path
 from typing import Any
 
+from jaxmpi.core.process_stat import stat_of
 from jaxmpi.runtime import launchers
 
 
@@ -34,7 +34,7 @@ def output_of(process: int) -> str:
 def parent_of(process: int) -> int:
     """The process that started this one; 0 if that cannot be known."""
     try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(stat_of(process)[1])
     except (OSError, ValueError, IndexError):
         return 0
 

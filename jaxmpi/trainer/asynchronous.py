@@ -161,7 +161,6 @@ class AsynchronousWorker:
             yield from self.source
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
-        """A step of this worker's own."""
         return self.step(state, batch)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
@@ -231,7 +230,6 @@ class AsynchronousWorker:
         """Nothing: its params are its own."""
 
     def log(self, step: int, state: TrainState) -> None:
-        """Write a progress line about all workers."""
         assert self.chief is not None
         self.chief.log(step, state)
 

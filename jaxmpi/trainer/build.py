@@ -33,7 +33,7 @@ from jaxmpi.comm.mpi import RankComm
 from jaxmpi.comm.shared_compile import compiled_for, loaded_jit
 from jaxmpi.comm.topology import Workers
 from jaxmpi.core import errors, train_state
-from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest
+from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest, zeros_for
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.observe.flops import StepFlops
 from jaxmpi.observe.step_timing import ComputeOnlyStep
@@ -176,7 +176,12 @@ def split_form(of: StepParts) -> Functions:
         strategy=of.strategy,
         form=f"split form: {jits} are jits of their own{each}; {of.form.why}",
         flops=of.flops,
-        ahead=Ahead(partial(compiled_gradients, differentiated), False),
+        ahead=Ahead(
+            lambda state, batch: compiled_for(
+                differentiated, (state.params, state.model_state, batch, state.key, state.step)
+            ),
+            False,
+        ),
         compute_only=None if of.form.is_early else ComputeOnlyStep(no_exchange.during(step), True),
     )
 
@@ -216,7 +221,7 @@ def fused_form(of: StepParts) -> Functions:
         strategy=of.strategy,
         form=f"fused form: {form}; {of.form.why}",
         flops=of.flops,
-        ahead=Ahead(partial(compiled_step, jitted), True),
+        ahead=Ahead(lambda state, batch: compiled_for(jitted, (state, batch)), True),
         compute_only=compute_only,
     )
 
@@ -245,20 +250,10 @@ def with_late_gather(of: StepParts, made: Functions) -> Functions:
 
     return made._replace(
         train_step=lambda state, batch: jitted(begun(state), batch),
-        ahead=Ahead(lambda state, batch: compiled_step(jitted, begun(state), batch), True),
+        ahead=Ahead(lambda state, batch: compiled_for(jitted, (begun(state), batch)), True),
         settled=settled,
         form=f"{made.form}; new params are gathered behind the next forward pass",
     )
-
-
-def compiled_gradients(gradients: Callable, state: TrainState, batch: train_state.Batch) -> jax.stages.Compiled:
-    """The program of the split form's gradients."""
-    return compiled_for(gradients, (state.params, state.model_state, batch, state.key, state.step))
-
-
-def compiled_step(step: Callable, state: TrainState, batch: train_state.Batch) -> jax.stages.Compiled:
-    """The program of the fused form."""
-    return compiled_for(step, (state, batch))
 
 
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
@@ -439,8 +434,8 @@ def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:
                 text = "bare params, so the model state begins as the model's own"
                 print(f"jaxmpi: --params: {experiment.params}: {text}", file=sys.stderr, flush=True)
     else:
-        params = shapes[0] if place else empty(shapes[0])
-        model_state = empty(shapes[1])
+        params = shapes[0] if place else zeros_for(shapes[0])
+        model_state = zeros_for(shapes[1])
     if place:  # all workers are on one host, and none has a copy
         params, model_state = place.filled(params), workers.processes.bcast(model_state)
     else:
@@ -451,11 +446,6 @@ def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:
         worker: create(params, model_state, states_of[worker], seed=experiment.seed, worker=worker)
         for worker in workers.mine
     }
-
-
-def empty(shapes: PyTree) -> PyTree:
-    """NumPy arrays to be filled."""
-    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
 def rule_states(rule: Rule, workers: Workers, params: PyTree) -> dict[int, PyTree]:

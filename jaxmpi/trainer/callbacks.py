@@ -197,7 +197,6 @@ class Plateau(Callback):
         return {"best": self.best if math.isfinite(self.best) else None, "count": self.count}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
         self.best, self.count = (math.inf if state["best"] is None else state["best"]), state["count"]
 
 
@@ -244,7 +243,6 @@ class ReduceOnPlateau(Plateau):
         return super().state() | {"due": self.due}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on."""
         super().restore(state)
         self.due = state["due"]
 

@@ -35,7 +35,7 @@ from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.json_tree import flatten_json
-from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.pytrees import PyTree, named_leaves, zeros_for
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
@@ -164,7 +164,7 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), feed.example())
     shapes = jax.eval_shape(forward.task.init, jax.random.key(0), zeros)
     found = trained.load(path) if is_first else None
-    held = found.like(*shapes) if found else jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    held = found.like(*shapes) if found else zeros_for(shapes)
     params, model_state = workers.processes.bcast(held)
     at = workers.processes.bcast_object(found.step if found else 0)
     return Finished(workers=workers, feed=feed, forward=forward, params=params, model_state=model_state, step=at or 0)

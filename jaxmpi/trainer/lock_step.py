@@ -145,7 +145,6 @@ class LockStep:
             self._probe.now(self.timer, step, seen.source, state, self._batch)
 
     def evaluate(self, step: int, state: TrainState) -> None:
-        """Evaluate over all workers."""
         (self.result, why), self._evaluated = evaluate(self.run, state, step), step
         if why and step < self.run.plan.clock.total_steps:
             self.is_stopped = True
