@@ -28,7 +28,7 @@ import harness
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.autotune import slowest
+from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.bench.baselines import connect_torch
 from jaxmpi.comm.topology import Workers, gather_workers, put
 from jaxmpi.config.data import Data

@@ -27,7 +27,7 @@ import numpy as np
 import plan_check
 
 import jaxmpi
-from jaxmpi.allreduce import autotune, overlap
+from jaxmpi.allreduce import measuring, overlap, probes
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.comm.job import processes
 from jaxmpi.model.contract import Model
@@ -76,7 +76,7 @@ def times_of_steps(shrink: float, rounds: int) -> dict[str, list[float]]:
         "beside": run(lambda grads, order: overlap.exchange(grads, STRATEGY, order=order)),
         "alone": run(lambda grads, _: grads),
     }
-    return harness.take_turns(steps, rounds, warm_up=1, clock=lambda work: autotune.slowest(processes(), work))
+    return harness.take_turns(steps, rounds, warm_up=1, clock=lambda work: measuring.slowest(processes(), work))
 
 
 # ---------------------------------------------------------------- outside
@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     size = floats(options.shrink)
     print(f"{size:,} params, {BATCH} examples of {WINDOW} words a host, {options.rate}, {options.rounds} rounds")
-    probe = autotune.from_json(
+    probe = probes.from_json(
         harness.on_ranks(
             plan_check.probe_and_measure,
             *([STRATEGY], min(size, 1_000_000), 1),

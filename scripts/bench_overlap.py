@@ -32,9 +32,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmpi
 from jaxmpi.allreduce import overlap
-from jaxmpi.allreduce.autotune import slowest
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import comm_thread
+from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.bench.baselines import connect_jax, connect_torch, installed
 from jaxmpi.comm.job import processes
 

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from bench_data import jpegs
 
-from jaxmpi.allreduce.autotune import slowest
+from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing

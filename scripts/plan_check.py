@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxmpi
-from jaxmpi.allreduce import autotune, cost_model
+from jaxmpi.allreduce import cost_model, measuring
 from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.probes import Probe, as_json, from_json
 from jaxmpi.comm.mpi import MpiComm
 
 STRATEGIES = ["asa32", "ring32", "asa16", "ring16", "tree:32"]
@@ -34,40 +35,40 @@ def probe_and_measure(strategies: list[str], floats: int, rounds: int) -> dict[s
     """Be a rank: probe, then measure; return both."""
     comm = jaxmpi.world()
     assert isinstance(comm, MpiComm)
-    probe = autotune.Probe(autotune.measure_net(comm), {})
+    probe = Probe(measuring.measure_net(comm), {})
     wires = {parse(name).name.partition(":")[2] for name in strategies}
-    codecs = {wire: autotune.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
+    codecs = {wire: measuring.codec_seconds(comm, probe.net, wire) for wire in sorted(wires)}
     probe = probe._replace(net=probe.net._replace(codec_s_per_float=codecs))
     measured = {}
     for name in (parse(spelling).name for spelling in strategies):
-        long = autotune.lengths_for(probe.net, name)[1]
+        long = measuring.lengths_for(probe.net, name)[1]
         short = long // 4 - long // 4 % comm.size  # longer than what a link lets pass at once, unlike the probe's own
-        probe.seconds[name] = {n: autotune.time_strategy(comm, name, n) for n in (short, long)}
+        probe.seconds[name] = {n: measuring.time_strategy(comm, name, n) for n in (short, long)}
         measured[name] = times_of_exchange(comm, name, floats, rounds)
-    return {"probe": autotune.as_json(probe), "measured": measured}
+    return {"probe": as_json(probe), "measured": measured}
 
 
 def times_of_exchange(comm: MpiComm, name: str, floats: int, rounds: int) -> list[float]:
     """The slowest rank's seconds of exchanges, without the first, which compiles."""
     step, x = jax.jit(lambda x: jaxmpi.exchange(x, name)), jax.block_until_ready(jnp.ones(floats, jnp.float32))
-    return [autotune.slowest(comm.processes, lambda: jax.block_until_ready(step(x))) for _ in range(1 + rounds)][1:]
+    return [measuring.slowest(comm.processes, lambda: jax.block_until_ready(step(x))) for _ in range(1 + rounds)][1:]
 
 
 # ---------------------------------------------------------------- outside
 
 
-def predicted(probe: autotune.Probe, hosts: int, options: argparse.Namespace, name: str) -> float:
+def predicted(probe: Probe, hosts: int, options: argparse.Namespace, name: str) -> float:
     """Seconds predicted by a probe for hosts that share this machine's cores."""
     cores = len(os.sched_getaffinity(0))
     at_probe = probe.net._replace(cores=cores / probe.net.hosts)
     fits = {name: cost_model.fit(at_probe, name, probe.seconds[name])}
     net = at_probe._replace(hosts=hosts, cores=cores / hosts)
-    return autotune.step_seconds(net, [options.floats], name, None, fits)
+    return cost_model.step_seconds(net, [options.floats], name, None, fits)
 
 
 def show(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Print a row per number of hosts and strategy."""
-    probes = {hosts: autotune.from_json(result["probe"]) for hosts, result in results.items()}
+    probes = {hosts: from_json(result["probe"]) for hosts, result in results.items()}
     rows = []
     print(f"\n{options.floats:,} floats, {options.slots} ranks a host, {options.rate}, {options.rounds} rounds")
     head = [heading for hosts in probes for heading in (f"from {hosts}", "ratio")]

@@ -8,7 +8,7 @@ NumPy, and `prices`; `sum_recorder`, their steps, and `compiled_sums`, in which 
 `overlap` with the backward pass; `shards`, an exchange in two halves, with `slice_vectors`, in which slices travel;
 `sharded`, the optimizer between the halves; `early_scatter`, the first half in the backward pass; `late_gather`, the
 second behind the next forward pass; `local_devices` and `sharded_local_devices`, several devices a process;
-`cost_model` and `autotune`, choice of a strategy; `working_memory`, measured.
+`cost_model`, `probes` of hosts, `measuring` and `autotune`, choice of a strategy; `working_memory`, measured.
 
 It imports `core`, `runtime`, `config` and `comm`.
 """

@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.autotune import Probe, Verdict, allowed_wires, choose, is_auto, size_class
+from jaxmpi.allreduce.autotune import Verdict, allowed_wires, choose, is_auto
 from jaxmpi.allreduce.buckets import Order, assign_buckets, fuse, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
@@ -29,6 +29,7 @@ from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
+from jaxmpi.allreduce.probes import Probe, size_class
 from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm

@@ -1,14 +1,15 @@
 """Cost model: predicted seconds of strategies, by formula and measured factors."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxmpi.allreduce.algorithms import find
+from jaxmpi.allreduce.algorithms import find, parse
 from jaxmpi.allreduce.algorithms.spec import Cost
 from jaxmpi.allreduce.algorithms.table import spelled
-from jaxmpi.allreduce.prices import Link, Net
+from jaxmpi.allreduce.prices import Link, Net, add
 from jaxmpi.core.errors import UsageError, check
 
 
@@ -82,3 +83,30 @@ def fit(net: Net, strategy: str, measured: Mapping[int, float]) -> Fit:
     longest = float(rows[np.argmax(list(measured))].sum())
     factor = 1 / longest if longest > 0 else 1.0
     return Fit(factor, factor)
+
+
+def step_seconds(
+    net: Net, sizes: Sequence[int], strategy: str, bucket_bytes: int | None, fits: Fits | None = None
+) -> float:
+    """Predicted seconds of one exchange of these leaves, copies for fusing included."""
+    if net.workers == 1:
+        return 0.0
+    if parse(strategy).spec.means:  # takes all leaves at once, where they are
+        return net.call_s + predict(net, sum(sizes), strategy, fits)
+    limit = math.inf if bucket_bytes is None else bucket_bytes
+    small = sum(n for n in sizes if 4 * n < limit)
+    seconds = net.call_s + sum(predict(net, n, strategy, fits) for n in sizes if 4 * n >= limit)
+    if small:
+        count = max(1, math.ceil(4 * small / limit))
+        seconds += count * predict(net, small / count, strategy, fits) + 2 * add(net, small)
+    return seconds
+
+
+def can_overlap(net: Net, n: float, strategy: str) -> bool:
+    """Return True if a program can compute during an exchange.
+
+    It is a sum of n floats. Either cores are to spare, or most of its time is spent waiting for other hosts.
+    """
+    whole = predict(net, n, strategy)
+    free = predict(net._replace(between=Link(0.0, 0.0)), n, strategy)
+    return net.cores >= 2 * net.slots or (net.hosts > 1 and free < whole / 2)

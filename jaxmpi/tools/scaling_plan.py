@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmpi.allreduce import autotune, cost_model
+from jaxmpi.allreduce import autotune, cost_model, probes
+from jaxmpi.allreduce.measuring import AutotuneRequest
 from jaxmpi.allreduce.prices import Link, Net, wire_format
+from jaxmpi.allreduce.probes import Probe
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError, check
@@ -28,7 +30,7 @@ class Question(NamedTuple):
     """Inputs of a forecast."""
 
     net: Net  # its links and prices count, not its size
-    probe: autotune.Probe  # whose measured strategies count
+    probe: Probe  # whose measured strategies count
     source: str  # of the prices, for the heading
     sizes: tuple[int, ...]  # floats of every leaf
     step_s: float  # of one worker, without any exchange
@@ -104,7 +106,7 @@ def ask(options: argparse.Namespace) -> Question | None:
     if options.alpha_s is not None:
         probe, source = given(options), "given prices"
     elif isinstance(comm, MpiComm):
-        probe, source = autotune.probe(comm, autotune.AutotuneRequest(sizes, wires)), "probe of these ranks"
+        probe, source = autotune.probe(comm, AutotuneRequest(sizes, wires)), "probe of these ranks"
     else:
         probe, source = saved_probe()
     if comm is not None and comm.rank != 0:
@@ -153,21 +155,21 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
     return tuple(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def given(options: argparse.Namespace) -> autotune.Probe:
+def given(options: argparse.Namespace) -> Probe:
     """Prices given as options; inside a host, by default those between hosts."""
     between = Link(options.alpha_s, options.beta_s_per_byte)
     alpha, beta = options.alpha_inside_s, options.beta_inside_s_per_byte
     inside = Link(between.alpha_s if alpha is None else alpha, between.beta_s_per_byte if beta is None else beta)
-    return autotune.Probe(Net(MOST, 1, inside, between, options.gamma_s_per_byte, cores=options.cores), {})
+    return Probe(Net(MOST, 1, inside, between, options.gamma_s_per_byte, cores=options.cores), {})
 
 
-def saved_probe() -> tuple[autotune.Probe, str]:
+def saved_probe() -> tuple[Probe, str]:
     """The newest saved probe, and its origin.
 
     Raises:
         UsageError: there is none.
     """
-    found = autotune.newest()
+    found = probes.newest()
     if found is None:
         raise UsageError(
             "no probe is kept on this machine; run it under a launcher, as mpirun -n 8 jaxmpi plan, or give --alpha-s "
@@ -204,7 +206,7 @@ def forecast(question: Question, net: Net) -> ScalingForecast:
     """The best strategy for one layout, and the resulting step."""
     names = cost_model.candidates(net, question.wires)
     fits = question.probe.fits_of_all(names)
-    seconds = {name: autotune.step_seconds(net, question.sizes, name, BUCKET_BYTES, fits) for name in names}
+    seconds = {name: cost_model.step_seconds(net, question.sizes, name, BUCKET_BYTES, fits) for name in names}
     best = min(names, key=seconds.__getitem__)
     hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
     exposed = max(0.0, seconds[best] - hidden)

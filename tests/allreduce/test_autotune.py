@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import launching
-from jaxmpi.allreduce import autotune, cost_model
+from jaxmpi.allreduce import autotune, cost_model, measuring, probes
 from jaxmpi.allreduce.algorithms import ALL, STRATEGIES, StrategySpec, parse
 from jaxmpi.allreduce.algorithms.color_trees import PRICE
 from jaxmpi.allreduce.api import exchange
@@ -169,10 +169,10 @@ def test_every_strategy_has_a_price_and_nothing_is_sent_by_one_worker():
 def test_a_strategy_that_was_not_measured_gets_the_median_factors():
     floats, times = (1 << 20, 1 << 22), {"asa:32": 2.0, "ring:32": 3.0, "tree:32": 7.0}
     seconds = {k: {n: CARDS.call_s + f * cost_model.predict(CARDS, n, k) for n in floats} for k, f in times.items()}
-    fits = autotune.Probe(CARDS, seconds).fits_of_all(["asa:32", "root:32"])
+    fits = probes.Probe(CARDS, seconds).fits_of_all(["asa:32", "root:32"])
     assert [*fits["root:32"]] == pytest.approx([3, 3], rel=1e-4)
     assert [*fits["asa:32"]] == pytest.approx([2, 2], rel=1e-4)
-    assert autotune.Probe(CARDS, {}).fits_of_all(["asa:32"]) == {}  # of prices that were given, formulas count
+    assert probes.Probe(CARDS, {}).fits_of_all(["asa:32"]) == {}  # of prices that were given, formulas count
 
 
 def test_candidates_are_strategies_that_fit():
@@ -240,21 +240,21 @@ def test_times_that_contradict_the_formula_give_one_factor():
 # ---------------------------------------------------------------- the choice
 
 
-def probe(net: Net, factors: dict[str, float]) -> autotune.Probe:
+def probe(net: Net, factors: dict[str, float]) -> probes.Probe:
     """As if strategies had taken so many times what the formulas say."""
     lengths = (1 << 14, 1 << 20)
-    return autotune.Probe(net, {k: {n: f * cost_model.predict(net, n, k) for n in lengths} for k, f in factors.items()})
+    return probes.Probe(net, {k: {n: f * cost_model.predict(net, n, k) for n in lengths} for k, f in factors.items()})
 
 
 def decided(
-    known: autotune.Probe,
+    known: probes.Probe,
     sizes: Sequence[int] = (10**6,),
     asked: str = "auto",
-    buckets: tuple = autotune.BUCKETS,
+    buckets: tuple = measuring.BUCKETS,
     among: tuple[str, ...] = (),
 ) -> autotune.Verdict:
     """The verdict on a probe."""
-    request = autotune.AutotuneRequest(tuple(sizes), autotune.allowed_wires(asked), among)
+    request = measuring.AutotuneRequest(tuple(sizes), autotune.allowed_wires(asked), among)
     return autotune.decide(known, request, asked, buckets, 1.0)
 
 
@@ -294,25 +294,25 @@ def test_bigger_buckets_where_messages_are_dear():
 
 def test_what_is_measured_next():
     """The baseline, then the most promising of every wire, a few in all; at the other length only if there is time."""
-    known = autotune.Probe(CARDS, {})
-    assert autotune.next_to_measure(known, autotune.AutotuneRequest((10**6,)), True) == (
+    known = probes.Probe(CARDS, {})
+    assert measuring.next_to_measure(known, measuring.AutotuneRequest((10**6,)), True) == (
         "asa:32",
-        autotune.lengths_for(CARDS, "asa:32")[1],
+        measuring.lengths_for(CARDS, "asa:32")[1],
     )
-    assert autotune.next_to_measure(known, autotune.AutotuneRequest((10**2,)), True) == (
+    assert measuring.next_to_measure(known, measuring.AutotuneRequest((10**2,)), True) == (
         "asa:32",
-        autotune.lengths_for(CARDS, "asa:32")[0],
+        measuring.lengths_for(CARDS, "asa:32")[0],
     )
     order = all_measured(known, ("32", "16"), False)
     half = len(order) // 2
     assert order[0] == "asa:32"
     assert order[:half] == order[half:]
-    assert 2 <= sum(name.endswith(":16") for name in order[:half]) <= autotune.ENOUGH
+    assert 2 <= sum(name.endswith(":16") for name in order[:half]) <= measuring.ENOUGH
     assert not [name for name in order if name.startswith(("root", "none"))]
 
 
 def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
-    known = autotune.Probe(CARDS, {}, (autotune.size_class([10**6]),))
+    known = probes.Probe(CARDS, {}, (probes.size_class([10**6]),))
     first = all_measured(known, ("32",), True)
     assert first[0] == "asa:32"
     assert len(first) == 2
@@ -324,13 +324,13 @@ def test_without_time_a_saved_probe_gets_only_what_a_new_wire_needs():
 def test_a_probe_for_a_scalar_gets_candidates_of_its_own_for_long_vectors():
     """Only the strategies that were timed for the scalar would be in the choice for 4 MB otherwise."""
     cards = CARDS._replace(between=Link(1e-3, 4e-8))
-    scalar, long = autotune.AutotuneRequest((1,)), autotune.AutotuneRequest((10**6,))
+    scalar, long = measuring.AutotuneRequest((1,)), measuring.AutotuneRequest((10**6,))
     for_scalar = shortlist(cards, scalar)
-    known = autotune.Probe(
-        cards, {each: dict.fromkeys(autotune.lengths_for(cards, each), 1.0) for each in for_scalar}, (1,)
+    known = probes.Probe(
+        cards, {each: dict.fromkeys(measuring.lengths_for(cards, each), 1.0) for each in for_scalar}, (1,)
     )
-    assert autotune.next_to_measure(known, scalar, False) is None
-    name, _ = autotune.next_to_measure(known, long, False) or ("", 0)
+    assert measuring.next_to_measure(known, scalar, False) is None
+    name, _ = measuring.next_to_measure(known, long, False) or ("", 0)
     assert name in shortlist(cards, long)
     assert name not in for_scalar
 
@@ -338,36 +338,36 @@ def test_a_probe_for_a_scalar_gets_candidates_of_its_own_for_long_vectors():
 def test_what_cannot_be_measured_is_left_out():
     """Such as shm, if a container's shared memory is small."""
     host = CARDS._replace(hosts=1, slots=8, gamma_s_per_byte=1e-11)
-    known = autotune.Probe(host, {"shm:32": {}})
-    assert "shm:32" in shortlist(host, autotune.AutotuneRequest((10**6,)))
+    known = probes.Probe(host, {"shm:32": {}})
+    assert "shm:32" in shortlist(host, measuring.AutotuneRequest((10**6,)))
     assert "shm:32" not in all_measured(known, ("32",), False)
     assert decided(known).strategy != "shm:32"
-    assert autotune.from_json(json.loads(json.dumps(autotune.as_json(known)))) == known
+    assert probes.from_json(json.loads(json.dumps(probes.as_json(known)))) == known
 
 
 def test_two_that_are_predicted_to_take_as_long_are_both_measured_whatever_the_time():
     """Links whose rate a probe took for less than it is, as between hosts 5 ms apart: color4 was the faster one."""
     hosts = CARDS._replace(hosts=8, slots=1, between=Link(5.4e-3, 1.8e-7))
-    request = autotune.AutotuneRequest((53_002,))
+    request = measuring.AutotuneRequest((53_002,))
     _, first, second, *_ = shortlist(hosts, request)
     assert {first, second} == {"tree:32", "color4:32"}
-    assert all_measured(autotune.Probe(hosts, {}), ("32",), True, sizes=(53_002,)) == ["asa:32", first, second]
+    assert all_measured(probes.Probe(hosts, {}), ("32",), True, sizes=(53_002,)) == ["asa:32", first, second]
     far = hosts._replace(between=Link(5.4e-3, 2e-8))
-    assert all_measured(autotune.Probe(far, {}), ("32",), True, sizes=(53_002,)) == ["asa:32", "color4:32"]
+    assert all_measured(probes.Probe(far, {}), ("32",), True, sizes=(53_002,)) == ["asa:32", "color4:32"]
 
 
-def shortlist(net: Net, request: autotune.AutotuneRequest) -> list[str]:
+def shortlist(net: Net, request: measuring.AutotuneRequest) -> list[str]:
     """Strategies that a probe with time to spare measures, in its order."""
-    known = autotune.Probe(net, {})
+    known = probes.Probe(net, {})
     return list(dict.fromkeys(all_measured(known, request.wires, False, request.sizes)))
 
 
 def all_measured(
-    known: autotune.Probe, wires: tuple[str, ...], time_is_up: bool, sizes: tuple[int, ...] = (10**6,)
+    known: probes.Probe, wires: tuple[str, ...], time_is_up: bool, sizes: tuple[int, ...] = (10**6,)
 ) -> list[str]:
     """What is measured, one after another, as if every strategy took what its formula says."""
     order = []
-    while following := autotune.next_to_measure(known, autotune.AutotuneRequest(sizes, wires), time_is_up):
+    while following := measuring.next_to_measure(known, measuring.AutotuneRequest(sizes, wires), time_is_up):
         name, n = following
         assert n % known.net.workers == 0
         known.seconds.setdefault(name, {})[n] = cost_model.predict(known.net, n, name)
@@ -406,20 +406,20 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_probe_is_kept_for_its_hosts(cache):
-    autotune.save(KEY, SAVED)
-    assert autotune.read(KEY) == SAVED
-    assert autotune.read({**KEY, "cores": 4.0}) is None
-    assert autotune.newest() == (KEY, SAVED)
-    assert [path.suffix for path in autotune.file_of(KEY).parent.iterdir()] == [".json"]
+    probes.save(KEY, SAVED)
+    assert probes.read(KEY) == SAVED
+    assert probes.read({**KEY, "cores": 4.0}) is None
+    assert probes.newest() == (KEY, SAVED)
+    assert [path.suffix for path in probes.file_of(KEY).parent.iterdir()] == [".json"]
 
 
 def test_a_probe_kept_before_size_classes_can_be_read(cache):
-    autotune.save(KEY, SAVED)
-    path = autotune.file_of(KEY)
+    probes.save(KEY, SAVED)
+    path = probes.file_of(KEY)
     value = json.loads(path.read_text())
     del value["classes"]
     path.write_text(json.dumps(value))
-    assert autotune.read(KEY) == SAVED
+    assert probes.read(KEY) == SAVED
 
 
 @pytest.mark.parametrize("error", [OSError("full"), RuntimeError("no home"), UsageError("not writable")])
@@ -427,13 +427,13 @@ def test_a_probe_that_cannot_be_kept_is_said_and_no_more(error, monkeypatch, cap
     def refuse(name: str) -> Path:
         raise error
 
-    monkeypatch.setattr(autotune.caches, "cache_folder", refuse)
-    autotune.save(KEY, SAVED)
+    monkeypatch.setattr(probes.caches, "cache_folder", refuse)
+    probes.save(KEY, SAVED)
     assert f"the probe is not kept: {error}" in capsys.readouterr().err
 
 
 def changed(**fields: object) -> str:
-    return json.dumps({"format": autotune.FORMAT, "key": KEY, **(autotune.as_json(SAVED) or {}), **fields})
+    return json.dumps({"format": probes.FORMAT, "key": KEY, **(probes.as_json(SAVED) or {}), **fields})
 
 
 DAMAGE = {
@@ -463,30 +463,30 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_counts_as_none(damage, cache, capsys):
-    autotune.save(KEY, SAVED)
-    autotune.file_of(KEY).write_text(DAMAGE[damage])
-    assert autotune.read(KEY) is None
+    probes.save(KEY, SAVED)
+    probes.file_of(KEY).write_text(DAMAGE[damage])
+    assert probes.read(KEY) is None
     assert "the saved probe cannot be used (" in capsys.readouterr().err
     if damage != "of other hosts":
-        assert autotune.newest() is None
+        assert probes.newest() is None
 
 
 def test_what_is_no_plain_file_counts_as_none(cache, capsys):
-    autotune.save(KEY, SAVED)
-    path = autotune.file_of(KEY)
+    probes.save(KEY, SAVED)
+    path = probes.file_of(KEY)
     path.with_name("lost.json").symlink_to("nowhere")
     os.mkfifo(path.with_name("pipe.json"))
-    assert autotune.newest() == (KEY, SAVED)
+    assert probes.newest() == (KEY, SAVED)
     path.unlink()
     os.mkfifo(path)
-    assert autotune.read(KEY) is None
+    assert probes.read(KEY) is None
     assert "got no plain file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("hosts", [{"\x1b]0;title\x07": 8}, {"\ud800": 8}, {"node0": "8"}])
 def test_a_probe_of_hosts_that_have_no_names_is_not_shown(hosts, cache):
-    autotune.save({**KEY, "hosts": hosts}, SAVED)
-    assert autotune.newest() is None
+    probes.save({**KEY, "hosts": hosts}, SAVED)
+    assert probes.newest() is None
 
 
 # ---------------------------------------------------------------- jaxmpi plan
@@ -570,7 +570,7 @@ def test_a_wire_of_the_experiment_file_is_priced(tmp_path, monkeypatch, capsys):
 
 
 def test_it_goes_by_the_newest_probe(cache, capsys):
-    autotune.save(KEY, SAVED)
+    probes.save(KEY, SAVED)
     run("--bytes", "24e6", "--wires", "32", "16")
     out = capsys.readouterr().out
     assert "probe of node0 x 8" in out
@@ -578,7 +578,7 @@ def test_it_goes_by_the_newest_probe(cache, capsys):
 
 
 def test_a_probe_of_one_host_tells_nothing_of_others(cache, capsys):
-    autotune.save({"hosts": {"laptop": 6}}, probe(CARDS._replace(hosts=1, slots=6), {"asa:32": 1.0}))
+    probes.save({"hosts": {"laptop": 6}}, probe(CARDS._replace(hosts=1, slots=6), {"asa:32": 1.0}))
     run("--bytes", "24e6")
     out = capsys.readouterr().out
     assert "probe of laptop x 6, on one host" in out

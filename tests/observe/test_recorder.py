@@ -20,7 +20,7 @@ from jaxmpi.core.files import write_whole
 from jaxmpi.data.sources.arrays import FieldSource
 from jaxmpi.experiments.digits import experiment as digits
 from jaxmpi.models.gpt import gpt_tiny
-from jaxmpi.observe import record_reader, report, report_charts
+from jaxmpi.observe import record_reader, report_charts, report_facts
 from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.record_format import PARTS, SOURCES
@@ -117,7 +117,7 @@ def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_
         if unit.bytes_each:
             assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
         drawn = record_reader.read(folder)
-        [told] = [each.value for each in report.headlines(drawn, []) if each.name == shown]
+        [told] = [each.value for each in report_facts.headlines(drawn, []) if each.name == shown]
         assert re.match(r"\d", told)
         assert speeds_drawn(folder)[0] == f"Speed, {shown}"
 
@@ -384,7 +384,7 @@ def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
     assert isinstance(picture, Areas)
     assert picture.parts["~exchange"] == [0.0, 0.5, 0.5]
     assert "before it is known, an exchange is in compute" in picture.title
-    [told] = [each.value for each in report.headlines(drawn, []) if each.name == "time of exchanges"]
+    [told] = [each.value for each in report_facts.headlines(drawn, []) if each.name == "time of exchanges"]
     assert told == "unknown in 1 of 3 lines, estimated in 2 of 3 lines"
 
 

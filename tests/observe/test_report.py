@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots, record_reader, report, report_charts
+from jaxmpi.observe import plots, record_reader, report, report_charts, report_facts, report_page
 from jaxmpi.observe.record_format import FORMAT
 from jaxmpi.observe.record_reader import MOST_LINES, read, thinned
 from jaxmpi.observe.recorder import Recorder
@@ -112,7 +112,7 @@ def test_the_page_has_the_newest_samples_and_no_file_from_elsewhere(tmp_path):
 def test_the_page_has_all_sections_and_needs_nothing_else(two_runs):
     path, text = two_runs
     page = Page(text)
-    assert page.ids == ["overview", *report.SECTIONS, "differences", "configuration"]
+    assert page.ids == ["overview", *report_page.SECTIONS, "differences", "configuration"]
     assert page.titles == [
         *("Loss", "Accuracy", "Speed, images/s", "Time of a step", "Goodput", "Learning rate"),
         "Norm of a worker's gradients",
@@ -197,7 +197,7 @@ def test_text_of_a_record_that_has_no_tokens_is_shown_in_bytes(tmp_path):
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     old = read(tmp_path)
     assert [chart.title for chart in report_charts.charts([old]) if chart.section == "speed"] == ["Speed, bytes/s"]
-    assert ("bytes/s", "200") in [(each.name, each.value) for each in report.headlines(old, [])]
+    assert ("bytes/s", "200") in [(each.name, each.value) for each in report_facts.headlines(old, [])]
 
 
 def test_a_record_of_a_later_version(tmp_path):
@@ -224,7 +224,7 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
             shown = report_charts.charts([found])
             panels = [*report_charts.pictures([found], shown).values(), *report_charts.of_run(found).values()]
             assert all(isinstance(panel.title, str) for each in panels for panel in each)
-            assert report.page([found], {}).startswith("<!doctype html>")
+            assert report_page.page([found], {}).startswith("<!doctype html>")
 
 
 def test_who_was_waited_for_most_often_is_named(tmp_path):
@@ -233,7 +233,7 @@ def test_who_was_waited_for_most_often_is_named(tmp_path):
     for i, row in enumerate(row for row in rows if row["kind"] == "train"):
         row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
     (run / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [told] = [each for each in report.headlines(read(run), []) if each.name == "waited for most often"]
+    [told] = [each for each in report_facts.headlines(read(run), []) if each.name == "waited for most often"]
     assert (told.value, told.more) == ("rank 2 on node07", "in 4 of 8 lines")  # without the first, which compiled
     ranks = report_charts.run_data(read(run), 1, [])["slowest"]["ranks"]
     assert ranks == [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
@@ -357,7 +357,7 @@ def test_a_long_record_has_the_numbers_of_all_lines(damage, tmp_path, monkeypatc
     for name in ("step", "loss", "step_s", "images_per_s"):
         np.testing.assert_array_equal(cut.train[name], full.train[name])
     assert (cut.notes, cut.facts) == (full.notes, full.facts)
-    assert report.page([cut], {}).encode()
+    assert report_page.page([cut], {}).encode()
 
 
 def test_steps_beyond_32_bits_of_a_float_stay_whole():
@@ -471,7 +471,7 @@ def test_a_tasks_own_figures_have_a_picture_and_a_row(tmp_path):
     for step, mae in ((1, 0.5), (2, 0.25), (3, 0.375)):
         record.evaluation(step=step, epoch=step, examples=64 * step, eval_count=9, eval_loss=1.0, eval_mae=mae)
     record.close()
-    text = report.page([read(tmp_path / "run")], {})
+    text = report_page.page([read(tmp_path / "run")], {})
     assert Page(text).titles == ["Loss", "mae"]
     assert "<dd>0.375</dd><dd class=more>from 0.25 to 0.5</dd>" in text
 
@@ -481,7 +481,7 @@ def test_figures_that_this_version_does_not_know_have_a_chart_each(tmp_path):
     row = {"kind": "train", "step": 1, "tokens_per_s": 500.0, "model_flops_per_s": 2e12, "mfu": 0.42, "queue_s": 0.5}
     lines = [{**row, "step": step} for step in (1, 2, 3)]
     (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    page = Page(text := report.page([read(tmp_path)], {}))
+    page = Page(text := report_page.page([read(tmp_path)], {}))
     speeds = ["Speed, tokens/s", "Model FLOP/s", "Model FLOPs utilisation"]
     assert page.titles == [*speeds, "queue"]
     assert "<dt>tokens/s</dt><dd>500</dd>" in text
@@ -497,9 +497,9 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
         for i, lr in enumerate([1, 1, 2])
     ]
     records = [read(run) for run in runs]
-    assert report.groups(records) == [("optim.lr 1", [0, 1]), ("run2", [2])]
-    assert [group["runs"] for group in Page(report.page(records, {})).data["groups"]] == [[0, 1], [2]]
-    assert Page(report.page(records[1:], {})).data["groups"] == []
+    assert report_page.groups(records) == [("optim.lr 1", [0, 1]), ("run2", [2])]
+    assert [group["runs"] for group in Page(report_page.page(records, {})).data["groups"]] == [[0, 1], [2]]
+    assert Page(report_page.page(records[1:], {})).data["groups"] == []
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_runs_of_one_seed_or_of_different_programs_stay_apart(seed, others, expe
     facts |= {"effective_batch": 64}
     first = forged(tmp_path / "first", "run", experiment={"seed": 0}, **facts)
     second = forged(tmp_path / "second", "run", experiment={"seed": seed}, **(facts | others))
-    assert [group.runs for group in report.groups([read(first), read(second)])] == expected
+    assert [group.runs for group in report_page.groups([read(first), read(second)])] == expected
 
 
 def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):

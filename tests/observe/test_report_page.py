@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxmpi.observe import plots, report, report_charts
+from jaxmpi.observe import plots, report, report_charts, report_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: uv sync")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -52,7 +52,7 @@ def address_of(runs: list[Path], folder: Path) -> str:
     records = report.all_records(runs)
     pictures = report_charts.pictures(records, report_charts.charts(records))
     svg = plots.save_both(pictures["by_step"][:1], folder / "loss.png")
-    (folder / "index.html").write_text(report.page(records, {"learning": [svg]}), encoding="utf-8")
+    (folder / "index.html").write_text(report_page.page(records, {"learning": [svg]}), encoding="utf-8")
     return (folder / "index.html").as_uri()
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jaxmpi
-from jaxmpi.allreduce import autotune, cost_model, overlap, prices
+from jaxmpi.allreduce import autotune, cost_model, measuring, overlap, prices
+from jaxmpi.allreduce.probes import FORMAT
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
@@ -45,7 +46,7 @@ def workers(hosts: int = 1) -> MpiComm:
 @pytest.fixture
 def cache(monkeypatch):
     """A cache of this test's own, and time for two strategies only. Ranks would clean up each other's tmp_path."""
-    monkeypatch.setattr(autotune, "BUDGET_S", 0.0)
+    monkeypatch.setattr(measuring, "BUDGET_S", 0.0)
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         yield Path(folder)
@@ -80,16 +81,16 @@ def test_every_size_class_has_a_choice_of_its_own_and_keeps_it(cache, monkeypatc
     """Messages are said to be dear and additions too, so a scalar and 8 MB want different strategies."""
     comm, timed = workers(), []
     net = prices.Net(1, SIZE, prices.Link(1e-3, 1e-8), prices.Link(0.0, 0.0), 1e-9)
-    monkeypatch.setattr(autotune, "BUDGET_S", 60.0)
-    monkeypatch.setattr(autotune, "HOPELESS", 100.0)  # all are timed, however many the ranks
-    monkeypatch.setattr(autotune, "measure_net", lambda comm: net)
+    monkeypatch.setattr(measuring, "BUDGET_S", 60.0)
+    monkeypatch.setattr(measuring, "HOPELESS", 100.0)  # all are timed, however many the ranks
+    monkeypatch.setattr(measuring, "measure_net", lambda comm: net)
 
     def time(comm, name, n):
         """A root is quick with short vectors, shared memory with long ones."""
         timed.append(name)
         return {"root": 1e-6 + 1e-7 * n, "shm": 1e-4 + 1e-10 * n}.get(name.partition(":")[0], 1e-2 + 1e-8 * n)
 
-    monkeypatch.setattr(autotune, "time_strategy", time)
+    monkeypatch.setattr(measuring, "time_strategy", time)
     monkeypatch.setattr(cost_model, "candidates", lambda net, wires: ["asa:32", "root:32", "shm:32"])
     monkeypatch.setenv("JAXMPI_PROBE", "fresh")
     total = jax.jit(lambda x: jaxmpi.exchange(x, "auto", op="sum", comm=comm))
@@ -144,17 +145,17 @@ def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):
 def test_with_time_several_strategies_are_measured_and_the_fastest_is_taken(cache, monkeypatch):
     if SIZE > 4:
         pytest.skip("8 ranks compile for long")
-    monkeypatch.setattr(autotune, "BUDGET_S", 60.0)
+    monkeypatch.setattr(measuring, "BUDGET_S", 60.0)
     hosts = 2 if SIZE % 2 == 0 else 1
     comm = workers(hosts)
-    got = autotune.probe(comm, autotune.AutotuneRequest((1 << 20,)))
+    got = autotune.probe(comm, measuring.AutotuneRequest((1 << 20,)))
     assert (got.net.hosts, got.net.slots, got.net.even) == (hosts, SIZE // hosts, True)
     assert len(got.seconds) >= 2
     assert all(len(times) == 2 and min(times.values()) > 0 for times in got.seconds.values())
     assert got.net.inside.beta_s_per_byte > 0 or got.net.slots == 1
     assert got.net.between.beta_s_per_byte > 0 or hosts == 1
     verdict = autotune.choose(comm, [1 << 20])
-    seconds = {n: autotune.step_seconds(got.net, [1 << 20], n, 4 << 20, got.fits()) for n in got.seconds}
+    seconds = {n: cost_model.step_seconds(got.net, [1 << 20], n, 4 << 20, got.fits()) for n in got.seconds}
     assert seconds[verdict.strategy] <= min(seconds.values()) / (1 - autotune.MARGIN)
     assert verdict.why.startswith(f"auto: {verdict.strategy}, ")
 
@@ -172,7 +173,7 @@ def test_a_damaged_file_is_measured_again(cache, capsys):
         path.write_text(path.read_text()[:-30])
     assert autotune.choose(workers(), SIZES).why
     assert ("the saved probe cannot be used" in capsys.readouterr().err) == (RANK == 0)
-    assert all(json.loads(path.read_text())["format"] == autotune.FORMAT for path in probes(cache))
+    assert all(json.loads(path.read_text())["format"] == FORMAT for path in probes(cache))
 
 
 def test_a_cache_that_cannot_be_written_is_named_and_does_without(cache, capsys):

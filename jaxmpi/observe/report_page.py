@@ -1,0 +1,308 @@
+"""The page of a report: overview, groups of runs by settings, tables.
+
+The page is one file that needs no network: its style, its scripts and its data are in it. `page/` holds them as files
+of their own, with uPlot, which draws the curves. The content security policy of the page lets no other script run.
+"""
+
+import base64
+import datetime
+import hashlib
+import html
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from string import Template
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmpi.observe import report_charts
+from jaxmpi.observe.record_reader import Record
+from jaxmpi.observe.report_charts import own_figures
+from jaxmpi.observe.report_facts import Headline, fact, flat_facts, headlines, known, title_of
+from jaxmpi.observe.samples import as_url
+
+MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
+MOST_NAMED = 4  # runs in the title
+MOST_WORDS = 60  # letters of a name made of settings
+SECTIONS = {
+    "learning": "Loss and figures",
+    "speed": "Speed and parts of a step",
+    "course": "Learning rate and gradients",
+    "ranks": "Ranks and exchange",
+    "workers": "Asynchronous workers",
+    "more": "More fields of the record",
+}
+DECISIVE = (  # facts that are equal in runs of one group
+    *("experiment", "workers", "strategy", "effective_batch"),
+    *("experiment_file", "commit", "versions", "backend"),
+)
+OF_ONE_RUN = ("seed", "run_dir", "resume", "continue_from")  # settings in which runs of one group may differ
+
+
+# ---------------------------------------------------------------- runs that differ by seed only
+
+
+class Group(NamedTuple):
+    """Runs of equal settings and program but different seeds, or one run."""
+
+    name: str
+    runs: list[int]
+
+
+def groups(records: Sequence[Record]) -> list[Group]:
+    """Runs grouped by settings, named by their differences; apart if seeds repeat."""
+    settings = [settings_of(record) for record in records]
+    members: dict[str, list[int]] = {}
+    for i, record in enumerate(records):
+        seed_alone = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
+        members.setdefault(seed_alone, []).append(i)
+    grouped: list[list[int]] = []
+    for runs in members.values():
+        seeds = {json.dumps(fact(records[i], "experiment", "seed")) for i in runs}
+        grouped += [runs] if len(seeds) == len(runs) else [[i] for i in runs]
+    grouped.sort()
+    firsts = [settings[runs[0]] for runs in grouped]
+    paths = [
+        path for path in dict.fromkeys(k for each in firsts for k in each) if len({e.get(path) for e in firsts}) > 1
+    ]
+    made = []
+    for runs, own in zip(grouped, firsts, strict=True):
+        words = ", ".join(
+            f"{path.removeprefix('experiment.')} {own[path].strip(chr(34))}" for path in paths if path in own
+        )
+        is_short = len(runs) > 1 and 0 < len(words) <= MOST_WORDS
+        made.append(Group(words if is_short else records[runs[0]].name, runs))
+    return made
+
+
+def settings_of(record: Record) -> dict[str, str]:
+    """Settings and program that decide on a run, without seed and place."""
+    left_out = {f"experiment.{name}" for name in OF_ONE_RUN}
+    decisive = {
+        path: value
+        for path, value in flat_facts(record).items()
+        if path not in left_out and path.partition(".")[0] in DECISIVE
+    }
+    # Files that differ from the commit may be a run's own output; the experiment file has a digest.
+    return {path: value.replace('+"', '"') if path == "commit" else value for path, value in decisive.items()}
+
+
+def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
+    """Table of the groups' last evaluations: mean and standard deviation over seeds."""
+    tops = {f"eval_{name}": (f"{label}, %", 100.0) for name, label in report_charts.TOPS.items()}
+    others = {name: (title_of(name), 1.0) for name in own_figures(records)}
+    figures = {
+        name: shown
+        for name, shown in (tops | others | {"eval_loss": ("held-out loss", 1.0)}).items()
+        if any(name in record.evaluations for record in records)
+    }
+    rows = [
+        [
+            group.name,
+            str(len(group.runs)),
+            *(spread([records[i] for i in group.runs], n, f) for n, (_, f) in figures.items()),
+        ]
+        for group in grouped
+    ]
+    head = ["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())]
+    return table(head, rows, "runs")
+
+
+def spread(records: Sequence[Record], name: str, factor: float) -> str:
+    """`0.967 ± 0.004` of last values, and the number of runs without."""
+    ends = [factor * float(values[-1]) for record in records if len(values := known(record.evaluations, name))]
+    missing = f" ({len(records) - len(ends)} without)" * (len(ends) < len(records))
+    if not ends:
+        return missing.strip()
+    return f"{statistics.mean(ends):.4g}" + (f" ± {statistics.stdev(ends):.2g}" if len(ends) > 1 else "") + missing
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str:
+    """The whole page.
+
+    Args:
+        records: of the runs.
+        printed: SVG texts by section, which show in print and without scripts.
+    """
+    grouped, shown = groups(records), report_charts.charts(records)
+    has_seeds = len(grouped) < len(records)
+    named = [each.name for each in (grouped if has_seeds else records)]
+    title = ", ".join(named[:MOST_NAMED]) + f" and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
+    notes = [f"{record.name}: {note}" for record in records for note in record.notes]
+    data = {
+        "sections": SECTIONS,
+        "charts": [report_charts.chart_data(chart) for chart in shown],
+        "runs": [report_charts.run_data(record, len(records), shown) for record in records],
+        "groups": [group._asdict() for group in grouped] if has_seeds else [],
+    }
+    style, script, uplot = text_of("report.css"), text_of("report.js"), text_of("uplot/uPlot.iife.min.js")
+    styles = text_of("uplot/uPlot.min.css") + style
+    return Template(text_of("template.html")).substitute(
+        policy=policy(styles, [uplot, script]),
+        title=escaped(title),
+        made=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
+        styles=styles,
+        notes="".join(f'<p class="note">{escaped(note)}</p>' for note in notes),
+        overview=overview(records, grouped if has_seeds else []),
+        sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
+        functions=functions(records),
+        samples="".join(samples_of(record, len(records)) for record in records if record.samples),
+        differences=differences(records) if len(records) > 1 else "",
+        configuration=configurations(records),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
+        uplot=uplot,
+        script=script,
+    )
+
+
+def text_of(name: str) -> str:
+    """A file of the page."""
+    return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def policy(styles: str, scripts: Sequence[str]) -> str:
+    """Content security policy: these styles and scripts, embedded pictures, and nothing else."""
+    ours = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
+    return f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {ours}; img-src data:"
+
+
+def digest(text: str) -> str:
+    """SHA-256 in base64."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def section(name: str, printed: Sequence[str]) -> str:
+    """A heading, the place of its charts, and its pictures for print."""
+    pictures = "".join(
+        f'<img alt="{SECTIONS[name]}" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+        for svg in printed
+    )
+    kind = "printed" if printed else ""
+    head = f'<h2 id="{name}-title">{SECTIONS[name]}</h2><div class="charts"></div><div class="static">{pictures}</div>'
+    return f'<section id="{name}" class="{kind}" aria-labelledby="{name}-title">{head}</section>'
+
+
+def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
+    """Tiles of one run; tables of several, and of their groups."""
+    figures = own_figures(records)
+    found = [headlines(record, figures) for record in records]
+    if len(records) == 1:
+        tiles = [tile(each) for each in found[0] if each.value]
+        return f'<dl class="tiles">{"".join(tiles)}</dl>'
+    columns = {each.name: each.note for row in found for each in row if each.value}
+    head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
+    rows = []
+    for record, row in zip(records, found, strict=True):
+        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row if each.value}
+        rows.append([record.name, *(shown.get(name, "") for name in columns)])
+    each_run = table(head, rows, "runs")
+    if not grouped:
+        return each_run
+    return over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
+
+
+def tile(each: Headline) -> str:
+    """A headline as a tile."""
+    words = each.more or each.note
+    more = f"<dd class=more>{escaped(words)}</dd>" if words else ""
+    wide = " wide" * (len(each.value) > 24)
+    return f'<div class="tile{wide}"><dt>{escaped(each.name)}</dt><dd>{escaped(each.value)}</dd>{more}</div>'
+
+
+def functions(records: Sequence[Record]) -> str:
+    """Tables of the records' profiles of function calls; empty without any."""
+    tables = [function_table(record) for record in records if record.functions]
+    head = '<section id="functions" class="filled printed"><h2>Calls of functions</h2>'
+    return head + "".join(tables) + "</section>" if tables else ""
+
+
+def function_table(record: Record) -> str:
+    """A row per function, and if there are several, their sum."""
+    figures = [name for name in record.functions[0] if name != "function"]
+    rows = [
+        [str(row["function"]), *(cell(name, row.get(name, math.nan)) for name in figures)] for row in record.functions
+    ]
+    sums = [cell(name, np.sum([row.get(name, math.nan) for row in record.functions])) for name in figures]
+    return table([record.name, *map(column_of, figures)], [*rows, ["all", *sums]] if len(rows) > 1 else rows)
+
+
+def column_of(figure: str) -> str:
+    """`shuffle, s` of `shuffle_s`, and `sent, MB` of `sent_bytes`."""
+    units = {"_s": "s", "_bytes": "MB"}
+    name, unit = next(
+        ((figure.removesuffix(end), unit) for end, unit in units.items() if figure.endswith(end)), (figure, "")
+    )
+    return f"{name}, {unit}" if unit else name
+
+
+def cell(figure: str, value: Any) -> str:
+    """Seconds with three decimals, megabytes with one, whole counts; empty if unknown."""
+    if math.isnan(value):
+        return ""
+    return (
+        f"{value:.3f}"
+        if figure.endswith("_s")
+        else f"{value / 1e6:.1f}"
+        if figure.endswith("_bytes")
+        else f"{value:.0f}"
+    )
+
+
+def samples_of(record: Record, runs: int) -> str:
+    """The newest texts and pictures of a run."""
+    shown = []
+    for sample in record.samples:
+        title = escaped(f"{sample.name}, step {sample.step}")
+        body = f"<pre>{escaped(sample.text)}</pre>"
+        if sample.picture:
+            body = f'<img alt="{title}" src="{as_url(sample.picture)}">'
+        shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
+    of_run = f" of {escaped(record.name)}" * (runs > 1)
+    return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
+
+
+def differences(records: Sequence[Record]) -> str:
+    """Facts that differ between runs."""
+    facts = [flat_facts(record) for record in records]
+    paths = dict.fromkeys(path for each in facts for path in each)
+    rows = [[path, *(each.get(path, "") for each in facts)] for path in paths]
+    odd = [row for row in rows if len(set(row[1:])) > 1]
+    head = '<section id="differences"><h2>Settings that differ</h2>'
+    return head + table(["", *(record.name for record in records)], odd) + "</section>"
+
+
+def configurations(records: Sequence[Record]) -> str:
+    """All facts of all runs, folded; many runs in one fold."""
+    each = "".join(configuration(record) for record in records)
+    is_long = len(records) > MOST_PRINTED
+    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if is_long else each
+
+
+def configuration(record: Record) -> str:
+    """All facts of a run, folded."""
+    rows = [[path, value] for path, value in flat_facts(record).items()]
+    title = f"{escaped(record.name)}: configuration and versions"
+    return f"<details><summary>{title}</summary>{table(['setting', 'value'], rows)}</details>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Rows as HTML, named by the first column; a wide table scrolls."""
+    cells = [
+        f"<th scope=row>{escaped(row[0])}</th>" + "".join(f"<td>{escaped(c)}</td>" for c in row[1:]) for row in rows
+    ]
+    top = "".join(f"<th scope=col>{escaped(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return (
+        f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def escaped(text: Any) -> str:
+    """Escape a text for HTML."""
+    return html.escape(str(text))
