@@ -116,7 +116,7 @@ def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull)
 
 
 def end(job: subprocess.Popen[str]) -> None:
-    """End a job with a session of its own; kill what is left of it."""
+    """End a job that has its own session; kill the rest."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):  # none is left
             os.killpg(job.pid, number)

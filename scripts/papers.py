@@ -1,4 +1,4 @@
-"""What tables of papers have in common: their kind, commands, readers of results.
+"""Common to tables of papers: their kind, commands, readers.
 
 `papers_ma.py`, `papers_gibiansky.py`, `papers_kumar.py` and `papers_stooke.py` have the tables and figures of a source
 each: `JOBS`, by name. `reproduce.py` runs them.

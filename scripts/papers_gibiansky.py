@@ -1,4 +1,4 @@
-"""Gibiansky 2017: sums over a ring, and a language model trained over it."""
+"""Gibiansky 2017: sums over a ring, and a language model."""
 
 import argparse
 import json

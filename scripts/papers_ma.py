@@ -1,4 +1,4 @@
-"""Ma et al. 2016, Theano-MPI: tables 1 to 3, figures 3 to 5."""
+"""Ma et al. 2016: tables 1 to 3, figures 3 to 5."""
 
 import argparse
 import json

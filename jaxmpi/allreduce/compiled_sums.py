@@ -63,7 +63,7 @@ class SumRecord:
     """The steps of a sum of f32[n] on this rank, for C."""
 
     def __init__(self, made: RecordedSteps, mpi: Any, what: Any) -> None:
-        """Take what was recorded, the communicator of its messages, and names that tell it from others."""
+        """Take steps, their communicator, and names that tell it from others."""
         from mpi4py import MPI
 
         self.digest = zlib.crc32(repr(what).encode()) >> 1
@@ -112,7 +112,10 @@ def record_of(strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | N
 
 
 def _functions(strategy: str) -> tuple[Any, ...]:
-    """What a strategy's row sums by; its owner may replace the row, and a record is of one."""
+    """Functions by which a strategy's row sums.
+
+    Its owner may replace the row, and a record is of one.
+    """
     row = STRATEGIES.get(ALIASES.get(strategy, strategy).partition(":")[0].removeprefix("hier-"))
     return (row.on_host, row.halves and row.halves.on_host) if row else ()
 

@@ -59,7 +59,7 @@ def recorded(total: HostSum, n: int) -> RecordedSteps | None:
 
 
 def _is_ours(function: Any) -> bool:
-    """Return True if a function, and those that it is given, are the package's."""
+    """Return True if a function and its functions are the package's."""
     if isinstance(function, functools.partial):
         return all(_is_ours(each) for each in (function.func, *function.keywords.values()) if callable(each))
     return function.__module__.startswith(f"{__package__}.")

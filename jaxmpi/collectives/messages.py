@@ -142,7 +142,7 @@ _status_numbers = itertools.count(1)
 
 
 def status_number(status: Any) -> int:
-    """Number of a status that programs fill, which is kept; 0 for none."""
+    """Number of a status that programs fill; 0 for none."""
     if not status:
         return 0
     for number, known in _statuses.items():

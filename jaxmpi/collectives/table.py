@@ -83,7 +83,7 @@ def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[...,
 
 
 def direct(name: str, *fields: str) -> Callable[..., list[jax.Array]]:
-    """Make the `run` of one MPI function, which takes `op`, `root`, or neither."""
+    """Make the `run` of an MPI function of `op`, `root`, or neither."""
 
     @moved
     def move(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def direct(name: str, *fields: str) -> Callable[..., list[jax.Array]]:
 
 
 def in_order(call: MpiCall) -> Any:
-    """The communicator over whose ranks a call goes; a scan may be reversed."""
+    """The communicator of a call; a scan may be reversed."""
     return call.comm.reversed_mpi if call.is_reversed else call.comm.mpi
 
 

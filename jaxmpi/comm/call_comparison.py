@@ -142,7 +142,7 @@ class CallComparison:
         failures.fail(TrainingError(f"{self.text(mine)}: MPI: {MPI.Get_error_string(code)}"), None)
 
     def name_error(self, code: int) -> None:
-        """End the job if MPI's error in an exchange is that ranks are at different ones.
+        """End the job if MPI's error is that exchanges differ.
 
         It is called as MPI's error handler, before mpi4jax ends the job.
         """

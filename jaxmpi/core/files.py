@@ -162,7 +162,7 @@ def write_all(file: io.FileIO, content: Any) -> None:
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Fsync a file, so that what was written to it is on disk."""
+    """Have the disk hold what was written to a file."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -1,4 +1,4 @@
-"""The workers of a function, and how they carry out a command together.
+"""Workers of a function, which carry out commands together.
 
 Every call is a command that all workers carry out: a part of each worker's own, then reports, then what travels.
 Nothing is changed and nothing travels before all have reported well; so a failure leaves all workers as they were.

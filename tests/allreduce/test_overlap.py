@@ -40,7 +40,8 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
     control.roll = SimpleNamespace(where=lambda ranks: "")
     pending = comm_thread.PendingExchange("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
-    thread._begun = {pending: None}
+    later = comm_thread.PendingExchange("bucket 4", np.zeros(1, np.float32), iter(()), control=control, turn=1)
+    thread._begun, thread._turn = {later: None, pending: None}, 0  # the later one waits for this rank's
     for _ in range(2):
         now_s += 2 * comm_thread.TIMEOUT_S
         thread._check_time()
