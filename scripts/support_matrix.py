@@ -92,6 +92,7 @@ CELLS = (
 RANK_TESTS = " or ".join(
     [
         "control_plane_sums",
+        "sum_between_hosts",
         "dtypes_and_shapes_are_kept",
         "compiled_by_one_rank",
         "calls_back_into_python",
