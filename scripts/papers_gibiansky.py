@@ -108,7 +108,7 @@ JOBS = {
         samples,
         lambda o: {"samples/s of a worker, most / 1": OF_40},
         "Theirs are 300 million params, 40 GPUs on 5 nodes, 370 ms a step alone and 650 to 700 ms with all, and they "
-        "overlap; ours 75 million, half of all sizes, without overlap: of the whole size two hosts fit into 20 GB. "
+        "overlap; ours 75 million, half of all sizes, with overlap and without: of the whole size two hosts fit. "
         "Emulated hosts share one machine's cores; with own cores: one host's computing time for all. Predicted by a "
         "probe on two hosts.",
         over_hosts=False,
