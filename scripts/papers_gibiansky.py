@@ -108,9 +108,8 @@ JOBS = {
         samples,
         lambda o: {"samples/s of a worker, most / 1": OF_40},
         "Theirs are 300 million params, 40 GPUs on 5 nodes, 370 ms a step alone and 650 to 700 ms with all, and they "
-        "overlap; ours 103 million, all sizes divided by 1.7, with overlap and without: of the whole size two hosts fit. "
-        "Emulated hosts share one machine's cores; with own cores: one host's computing time for all. Predicted by a "
-        "probe on two hosts.",
+        "overlap; ours 103 million, all sizes over 1.7: of the whole size two hosts fit. Emulated hosts share one "
+        "machine's cores; with own cores: one host's computing time for all. Predicted by a probe on two hosts.",
         over_hosts=False,
         panels=scaling_of_samples,
     ),
