@@ -20,10 +20,10 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.table import ALIASES, STRATEGIES, HostSum, parse
+from jaxmpi.allreduce.algorithms.table import STRATEGIES, HostSum, parse, rows_of
 from jaxmpi.allreduce.host_comm import WINDOW, HostComm
 from jaxmpi.allreduce.sum_recorder import CODED, LINE_BYTES, NAMES, RecordedSteps, recorded
-from jaxmpi.allreduce.wires import BLOCK
+from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
@@ -57,6 +57,9 @@ FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
 ODD = 0x5A17  # in MPI_ERROR, to see where it is
 _numbers = itertools.count()  # of programs' records
 _programs = dict[int, MpiComm]()  # by number, whose ranks sum
+_seen = dict[int, Any]()  # rows of strategies and wires, by their identities, which thus stay theirs
+_seen.update({id(row): row for row in (*STRATEGIES.values(), *WIRES.values())})
+_ours = frozenset(_seen)  # the package's
 
 
 class SumRecord:
@@ -108,22 +111,21 @@ def record_of(strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | N
 
     None if C cannot carry it out.
     """
-    return _record(_functions(strategy), strategy, comm, half, n)
+    return _record(_rows(strategy), strategy, comm, half, n)
 
 
-def _functions(strategy: str) -> tuple[Any, ...]:
-    """Functions by which a strategy's row sums.
-
-    Its owner may replace the row, and a record is of one.
-    """
-    row = STRATEGIES.get(ALIASES.get(strategy, strategy).partition(":")[0].removeprefix("hier-"))
-    return (row.on_host, row.halves and row.halves.on_host) if row else ()
+def _rows(strategy: str) -> tuple[int, ...]:
+    """Identities of a strategy's rows and its wire; their owners may replace them."""
+    parsed = parse(strategy)
+    found = *rows_of(parsed.name.partition(":")[0]), parsed.wire
+    _seen.update({id(row): row for row in found})
+    return tuple(map(id, found))
 
 
 @functools.cache
-def _record(functions: tuple[Any, ...], strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | None:
-    del functions  # of `strategy`, by which this is kept
-    if (why := _why_python(in_programs=False)) or not (steps := recorded(HostSum.named(strategy, comm, half), n)):
+def _record(rows: tuple[int, ...], strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | None:
+    is_ours, total = _ours.issuperset(rows), HostSum.named(strategy, comm, half)
+    if (why := _why_python(in_programs=False)) or not (steps := recorded(total, n, is_ours)):
         if why.startswith(c_handlers.TROUBLE) and comm.hosts.index(comm.hosts[comm.mpi.rank]) == comm.mpi.rank:
             _say(why)
         return None
@@ -166,7 +168,7 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
     """
     if not (is_far(comm) and vectors and parse(strategy).has_sum_on_host(comm.hosts)):
         return None
-    if not (found := _numbers_of(comm, _functions(strategy), strategy, half, tuple(x.size for x in vectors))):
+    if not (found := _numbers_of(comm, _rows(strategy), strategy, half, tuple(x.size for x in vectors))):
         return None
     words = len(vectors), min(comm.processes.tags, np.iinfo(np.int32).max), *found
     return _sums_p.bind(*vectors, results=c_handlers.shaped(*vectors), effect=comm.effect, words=words)
@@ -174,13 +176,13 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
 
 @functools.cache
 def _numbers_of(
-    comm: MpiComm, functions: tuple[Any, ...], strategy: str, half: str, sizes: tuple[int, ...]
+    comm: MpiComm, rows: tuple[int, ...], strategy: str, half: str, sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
     """Numbers of the records by which programs sum f32[n]s, then their digests.
 
     None of them unless C can carry out all of them on all ranks, which come here together.
     """
-    del functions  # of `strategy`, by which this is kept
+    del rows  # of `strategy`, by which this is kept
     among = _comm_of_programs(comm)
     records = [record for n in sizes if among and (record := record_of(strategy, among, half, n))]
     numbers = tuple(record.numbered() for record in records)
@@ -236,10 +238,12 @@ def _failed(number: int, code: int) -> None:
     """End the job: no memory, or MPI's error in a program."""
     from mpi4py import MPI
 
-    if code != NO_MEMORY:
-        comparison_of(_programs[number]).name_error(code)  # not every MPI calls the communicator's handler
     why = NO_MEMORY_LINE if code == NO_MEMORY else f"MPI: {MPI.Get_error_string(code)}"
-    failures.fail(TrainingError(f"an exchange between hosts: {why}"), None)
+    try:
+        if code != NO_MEMORY:
+            comparison_of(_programs[number]).name_error(code)  # not every MPI calls the communicator's handler
+    finally:
+        failures.fail(TrainingError(f"an exchange between hosts: {why}"), None)
 
 
 # ---------------------------------------------------------------- on the communication thread

@@ -1,8 +1,8 @@
 """Records the steps of a sum on the host, for C.
 
 A strategy has one form outside programs, a generator for each part of a vector, which sends, receives, waits and adds
-(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros; one of a user's own once
-more on a vector of NaN, and the steps must be the same. Its arrays are only places: in the vector, or in the memory
+(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros; one of a user's own also
+on NaN and on noise, and the steps must be the same. Its arrays are only places: in the vector, or in the memory
 that a part uses, of which what nobody holds any more is used again.
 
 Only what computes by `HostComm.add`, by wires that C has, and on memory of `HostComm.empty`, is recorded. Whatever else
@@ -11,9 +11,8 @@ is left to Python.
 """
 
 import bisect
-import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,6 +24,7 @@ from jaxmpi.allreduce.wires import WIRES, HostWire
 NAMES = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # of steps, in the source
 SEND, RECEIVE, WAIT, ADD, ENCODE, DECODE, END = range(len(NAMES))
 CODED = {"16": "F16", "bf16": "BF16", "8": "I8"}  # wires, and their names in the source
+OUR_WIRES = [WIRES[name].on_host for name in CODED]  # a user may put others in their places
 LINE_BYTES, MOST_BYTES = 64, np.iinfo(np.int32).max
 TAG = 0  # of a recorded message; a part has one tag
 
@@ -46,11 +46,14 @@ class RecordedSteps(NamedTuple):
         return self.steps.ctypes.data, self.parts.ctypes.data, len(self.parts), self.memory_bytes, self.floats
 
 
-def recorded(total: HostSum, n: int) -> RecordedSteps | None:
-    """The steps of a sum; None if C lacks one of them."""
+def recorded(total: HostSum, n: int, is_ours: bool = False) -> RecordedSteps | None:
+    """The steps of a sum; None if C lacks one of them, or numbers decide.
+
+    One that is not the package's is run on several numbers, and its steps must be the same.
+    """
     try:
-        recorder = _run(total, n, 0.0)
-        if not _is_ours(total.parts) and _run(total, n, np.nan).steps != recorder.steps:
+        recorder = _run(total, n, zeros)
+        if any(_run(total, n, numbers).steps != recorder.steps for numbers in (() if is_ours else NUMBERS)):
             return None  # it has looked at numbers, in a way in which a `Place` does not see it
     except Exception:  # Unrecordable, no memory, or whatever a strategy of one's own runs into on read-only numbers
         return None
@@ -58,17 +61,28 @@ def recorded(total: HostSum, n: int) -> RecordedSteps | None:
     return RecordedSteps(steps, parts, in_lines(recorder.memory_bytes), n)
 
 
-def _is_ours(function: Any) -> bool:
-    """Return True if a function and its functions are the package's."""
-    if isinstance(function, functools.partial):
-        return all(_is_ours(each) for each in (function.func, *function.keywords.values()) if callable(each))
-    return function.__module__.startswith(f"{__package__}.")
+def zeros(size_bytes: int) -> np.ndarray:
+    """Memory of zeros, which takes none as long as nobody writes to it."""
+    return np.zeros(size_bytes, np.uint8)
 
 
-def _run(total: HostSum, n: int, number: float) -> "SumRecorder":
-    """Run a sum on n times that number; return what was recorded."""
+def nans(size_bytes: int) -> np.ndarray:
+    """Memory of NaN, as floats of any type."""
+    return np.full(size_bytes, 0xFF, np.uint8)
+
+
+def noise(size_bytes: int) -> np.ndarray:
+    """Memory of numbers of all magnitudes and both signs."""
+    return np.random.default_rng(size_bytes).integers(0, 256, size_bytes, np.uint8)
+
+
+NUMBERS = nans, noise
+
+
+def _run(total: HostSum, n: int, numbers: Callable[[int], np.ndarray]) -> "SumRecorder":
+    """Run a sum on memory of such numbers; return what was recorded."""
     of = total.comm
-    recorder = SumRecorder(of.mpi.rank, n, number)
+    recorder = SumRecorder(of.mpi.rank, n, numbers)
     comm, wire = RecordedComm(recorder, of.order, of.hosts, of.numbers), recorder.wire(total.wire)
     for part in total.parts(n, comm, wire):
         recorder.begin_part()
@@ -112,16 +126,11 @@ class Place(np.ndarray):
 class SumRecorder:
     """Records steps, in the place of a communicator of mpi4py."""
 
-    def __init__(self, rank: int, n: int, number: float) -> None:
-        """Nothing is recorded yet.
-
-        A vector f32[n] of zeros takes no memory, since nobody writes to it.
-        """
-        self.rank, self._vector = rank, np.zeros(n, np.float32)
-        if number:
-            self._vector[:] = number
+    def __init__(self, rank: int, n: int, numbers: Callable[[int], np.ndarray]) -> None:
+        """Nothing is recorded yet; `numbers` makes memory of a size in bytes."""
+        self.rank, self._numbers, self._vector = rank, numbers, numbers(4 * n)
         self._vector.flags.writeable = False
-        self.x = self._vector.view(Place)
+        self.x = self._vector.view(np.float32).view(Place)
         self.steps, self.parts, self.memory_bytes = list[int](), list[int](), 0
         self._under_way = list[np.ndarray]()  # of messages
         self._places = list[tuple[int, int]]()  # (begin, end) of the part's memory in use, in order
@@ -163,7 +172,7 @@ class SumRecorder:
 
     def empty(self, size_bytes: int) -> np.ndarray:
         """Memory, u8[size_bytes]."""
-        made = np.zeros(size_bytes, np.uint8)
+        made = self._numbers(size_bytes)
         made.flags.writeable = False
         place, lines_bytes = 0, in_lines(max(1, size_bytes))
         for begin, end in self._places:  # the first gap that is wide enough
@@ -192,7 +201,7 @@ class SumRecorder:
 
     def wire(self, wire: HostWire) -> HostWire:
         """A wire whose encodings and decodings are recorded."""
-        number = next((i for i, name in enumerate(CODED) if WIRES[name].on_host is wire), None)
+        number = next((i for i, ours in enumerate(OUR_WIRES) if ours is wire), None)
         if wire.is_exact:
             return wire
         if number is None:

@@ -10,7 +10,7 @@
 
 typedef HANDLE handle; /* of MPI: an int in MPICH, a pointer in Open MPI and in MPI's own binary interface */
 
-typedef int64_t status[32]; /* room for any MPI's MPI_Status, of which nothing is read */
+typedef int64_t status[32]; /* room for any MPI's MPI_Status */
 
 /* XLA calls a handler for other things than work: at its registration, to ask for the version of the header. */
 static int is_work(XLA_FFI_CallFrame *frame) {

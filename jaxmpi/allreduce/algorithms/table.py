@@ -87,6 +87,15 @@ def exchanges(spelling: str) -> bool:
     return row is None or row.exchanges
 
 
+def rows_of(algorithm: str) -> tuple[StrategySpec, ...]:
+    """The rows that `find` takes, as they stand in the table."""
+    if re.fullmatch(r"color\d+", algorithm):
+        return (STRATEGIES["color<k>"],)
+    if algorithm.startswith("hier-"):
+        return STRATEGIES["hier-<cross>"], *rows_of(algorithm.removeprefix("hier-"))
+    return (STRATEGIES[algorithm],)
+
+
 def find(algorithm: str) -> StrategySpec:
     """The row of an algorithm such as `hier-ring`, its blanks filled in."""
     if colours := re.fullmatch(r"color(\d+)", algorithm):
