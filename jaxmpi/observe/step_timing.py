@@ -185,7 +185,7 @@ def taken_apart(
     pieces = [
         # Its own step has ended, too, if the end of that is known to lie before the row's.
         pieces_of(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if after_s <= row.end_s else 0.0)
-        for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0], strict=True)
+        for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0][: len(ends)], strict=True)
     ]
     durations = durations_of(rows, pieces)
     for row, ended_s, own, device_s in zip(rows, ends, pieces, durations, strict=True):

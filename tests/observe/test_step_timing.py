@@ -120,6 +120,8 @@ def test_without_callbacks_a_step_without_exchange_tells():
     assert window.exposed.tolist() == [1.0, 2.0, 2.0, 2.0]  # of 5, 6, 6 and 6 s
     assert SOURCES[window.source] == "estimated"
     assert window.durations_s == (5.0, 6.0, 6.0, 6.0)
+    nothing = taken_apart([], None, None, True, [])  # of a window without steps, as after a death in an evaluation
+    assert (nothing.steps, nothing.parts.sum()) == (0, 0.0)
     unknown = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, True, [])
     assert (unknown.exposed.tolist(), SOURCES[unknown.source]) == ([0.0], "unknown")
     alone = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, False, [])
