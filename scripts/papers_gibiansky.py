@@ -65,7 +65,7 @@ def samples(printed: list[str], files: list[str]) -> Values:
             ours[f"{hosts} hosts / 1, {name} cores"] = behind / one[kind or "behind"]
             ours[f"{hosts} hosts / 1, {name} cores, overlap"] = beside / one[kind or "behind"]
             ours[f"{hosts} hosts, predicted / measured, {name} cores"] = predicted / behind
-    most = others[-1]
+    most = [one, *others][-1]
     of_one = most["hosts"] * one["own cores"]
     ours["samples/s of a worker, most / 1"] = most["own cores, beside"] / of_one
     ours["samples/s of a worker, most / 1, without overlap"] = most["own cores"] / of_one

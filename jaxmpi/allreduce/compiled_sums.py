@@ -20,10 +20,10 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.table import STRATEGIES, HostSum, parse, rows_of
+from jaxmpi.allreduce.algorithms.table import PACKAGED_STRATEGIES, HostSum, parse, rows_of
 from jaxmpi.allreduce.host_comm import WINDOW, HostComm
 from jaxmpi.allreduce.sum_recorder import CODED, LINE_BYTES, NAMES, RecordedSteps, recorded
-from jaxmpi.allreduce.wires import BLOCK, WIRES
+from jaxmpi.allreduce.wires import BLOCK, PACKAGED_WIRES
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
@@ -58,7 +58,7 @@ ODD = 0x5A17  # in MPI_ERROR, to see where it is
 _numbers = itertools.count()  # of programs' records
 _programs = dict[int, MpiComm]()  # by number, whose ranks sum
 _seen = dict[int, Any]()  # rows of strategies and wires, by their identities, which thus stay theirs
-_seen.update({id(row): row for row in (*STRATEGIES.values(), *WIRES.values())})
+_seen.update({id(row): row for row in (*PACKAGED_STRATEGIES.values(), *PACKAGED_WIRES.values())})
 _ours = frozenset(_seen)  # the package's
 
 

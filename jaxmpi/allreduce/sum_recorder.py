@@ -19,12 +19,12 @@ import numpy as np
 
 from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.host_comm import HostComm, Requests
-from jaxmpi.allreduce.wires import WIRES, HostWire
+from jaxmpi.allreduce.wires import PACKAGED_WIRES, HostWire
 
 NAMES = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # of steps, in the source
 SEND, RECEIVE, WAIT, ADD, ENCODE, DECODE, END = range(len(NAMES))
 CODED = {"16": "F16", "bf16": "BF16", "8": "I8"}  # wires, and their names in the source
-OUR_WIRES = [WIRES[name].on_host for name in CODED]  # a user may put others in their places
+OUR_WIRES = [PACKAGED_WIRES[name].on_host for name in CODED]
 LINE_BYTES, MOST_BYTES = 64, np.iinfo(np.int32).max
 TAG = 0  # of a recorded message; a part has one tag
 

@@ -266,3 +266,4 @@ WIRES: dict[str, Wire] = {
         HostWire(size_i8, encode_i8_on_host, lambda sent: decode_blocks_on_host(*parts(sent, np.int8))),
     ),
 }
+PACKAGED_WIRES = dict(WIRES)  # before a user adds or replaces rows

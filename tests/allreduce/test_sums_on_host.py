@@ -2,6 +2,8 @@
 
 import collections
 import ctypes
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_void_p
@@ -434,6 +436,19 @@ def test_a_wire_of_ones_own_is_left_to_python():
     ring = HostSum.named("ring:32", HostComm(Rank(Network(0), 0), (0, 1), (0, 1)))
     assert recorded(ring, 8)
     assert not recorded(ring._replace(wire=wire), 8)
+
+
+def test_rows_of_a_script_that_are_there_first_are_not_the_packages():
+    """A script may replace rows before anything is exchanged."""
+    script = (
+        "from jaxmpi.allreduce.algorithms.table import STRATEGIES\n"
+        "from jaxmpi.allreduce.wires import WIRES\n"
+        "STRATEGIES['tree'], WIRES['8'] = STRATEGIES['tree']._replace(), WIRES['8']._replace()\n"
+        "from jaxmpi.allreduce import compiled_sums as sums\n"
+        "print([sums._ours.issuperset(sums._rows(name)) for name in ('ring:16', 'tree:32', 'ring:8')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[True, False, False]\n"
 
 
 @pytest.mark.parametrize("name", ["color<k>", "hier-<cross>", "ring"])

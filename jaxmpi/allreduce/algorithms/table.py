@@ -38,6 +38,7 @@ STRATEGIES: dict[str, StrategySpec] = {
     "shm": SHARED_MEMORY,
     "none": NONE,
 }
+PACKAGED_STRATEGIES = dict(STRATEGIES)  # before a user adds or replaces rows
 ALIASES = {
     "asa32": "asa:32",
     "asa16": "asa:16",
