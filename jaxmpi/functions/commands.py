@@ -53,7 +53,7 @@ def performed(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> 
     try:
         while True:
             with profiling.part("shuffle"):
-                group.tell(command)
+                group.send(command)
             try:
                 result = COMMANDS[command.kind](group, command)
                 group.is_exchanging = False
@@ -169,7 +169,7 @@ def send_programs(group: WorkerGroup, missing: list[str]) -> None:
         )
         data = np.frombuffer(body, np.uint8)
         command = Command("program", {"key": text, **header}, arrays_for=lambda rank, data=data: [data])
-        group.tell(command)
+        group.send(command)
         program(group, command)
         group.is_exchanging = False  # the next one may be refused where it is made
 

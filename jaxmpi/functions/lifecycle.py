@@ -99,7 +99,7 @@ def chosen(n: int | None, kind: str) -> WorkerGroup:
     if launched() > 1:
         check(n in (None, launched()), f"fork: got {n} workers; the launcher started {launched()} ranks: fork()")
         made = led_ranks()
-        if made.line.rank != 0:
+        if made.transport.rank != 0:
             serve(made)
             sys.exit(0)
         return made
@@ -177,11 +177,11 @@ def led_ranks() -> ProcessGroup:
     global _led
     if _led is None:
         _led = ranks(is_serial=True)
-        if _led.line.rank == 0:
+        if _led.transport.rank == 0:
             before_mpi_ends(functools.partial(end_ranks, _led))
         return _led
     check(not _lost, f"fork: {_lost}; start the job anew")
-    return ProcessGroup(_led.line, _led.comm, _led.default_strategy, is_serial=True)
+    return ProcessGroup(_led.transport, _led.comm, _led.default_strategy, is_serial=True)
 
 
 def end_ranks(led: ProcessGroup) -> None:
@@ -189,7 +189,7 @@ def end_ranks(led: ProcessGroup) -> None:
     close()
     if _lost:
         failures.end_job(1)
-    ProcessGroup(led.line, led.comm, led.default_strategy, is_serial=True).tell(Command("end", {}))
+    ProcessGroup(led.transport, led.comm, led.default_strategy, is_serial=True).send(Command("end", {}))
 
 
 # ---------------------------------------------------------------- processes on this host
@@ -210,21 +210,21 @@ def processes_on_this_host(n: int) -> WorkerGroup:
     number = next(_forks)
     pipes = {rank: Pipe() for rank in range(1, n)}
     jobs = {rank: start({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
-    line = SocketTransport(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
+    transport = SocketTransport(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
     try:
-        for rank, end in line.ends.items():
+        for rank, end in transport.ends.items():
             if not end.poll(START_TIMEOUT_S):
                 raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
         before = affinity.core_mask()
         affinity.pin_cores(0, n)  # now that the others have started, which would inherit it
-        made = forked_group(line, number)
+        made = forked_group(transport, number)
         made.cores = before
         return made
     except BaseException:
         for job in jobs.values():
             job.kill()
             job.wait()
-        line.stop_watching()
+        transport.stop_watching()
         raise
 
 
@@ -247,10 +247,10 @@ def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subproc
     return job
 
 
-def forked_group(line: SocketTransport, number: int) -> ForkedGroup:
+def forked_group(transport: SocketTransport, number: int) -> ForkedGroup:
     """Make the worker group; the master and all workers call this together."""
-    line.host_barrier()
-    return ForkedGroup(line, ForkComm(line, number), "shm", is_serial=True)
+    transport.host_barrier()
+    return ForkedGroup(transport, ForkComm(transport, number), "shm", is_serial=True)
 
 
 # ---------------------------------------------------------------- waiting for commands
@@ -264,7 +264,7 @@ def serve(waiting: ProcessGroup) -> None:
     global _is_worker
     _is_worker = True
     while True:
-        command = waiting.hear()
+        command = waiting.receive()
         if command.kind == "end":
             return
         try:

@@ -41,7 +41,7 @@ class ProcessGroup(WorkerGroup):
     """One worker a process: ranks of MPI, or processes made by fork."""
 
     def __init__(
-        self, line: MpiTransport | SocketTransport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool
+        self, transport: MpiTransport | SocketTransport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool
     ) -> None:
         """Take the transport of commands, and the communicator of exchanges.
 
@@ -50,14 +50,14 @@ class ProcessGroup(WorkerGroup):
             is_serial: whether rank 0 leads; else all run the same script.
         """
         super().__init__()
-        self.line, self.comm, self.size, self.is_serial = line, comm, line.size, is_serial
-        self.slots = [WorkerSlot(line.rank, jax.local_devices()[0])]
-        self.leads, self.is_the_world = not is_serial or line.rank == 0, not is_serial
+        self.transport, self.comm, self.size, self.is_serial = transport, comm, transport.size, is_serial
+        self.slots = [WorkerSlot(transport.rank, jax.local_devices()[0])]
+        self.leads, self.is_the_world = not is_serial or transport.rank == 0, not is_serial
         self.default_strategy = strategy
 
     def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report, by the transport."""
-        return self.line.reports(mine[0])
+        return self.transport.reports(mine[0])
 
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` outside jit; f32 through shared memory needs no program."""
@@ -79,15 +79,15 @@ class ProcessGroup(WorkerGroup):
 
     def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """Every worker's arrays, of any lengths, packed into one message."""
-        rows = self.gather_bytes(pack(mine[self.line.rank]), everywhere or not self.is_serial)
+        rows = self.gather_bytes(pack(mine[self.transport.rank]), everywhere or not self.is_serial)
         return None if rows is None else [unpack(row) for row in rows]
 
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """A gather of bytes over MPI."""
-        assert isinstance(self.line, MpiTransport)
-        return self.line.gather(data, everywhere)
+        assert isinstance(self.transport, MpiTransport)
+        return self.transport.gather(data, everywhere)
 
-    def tell(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         """Send a command, to each worker its own arrays.
 
         All are made before one is sent: a failure does no harm.
@@ -104,11 +104,11 @@ class ProcessGroup(WorkerGroup):
             for rank in range(1, self.size):
                 arrays = of_workers.pop(0)
                 profiling.sent(header, arrays)
-                self.line.tell(rank, header, arrays)
+                self.transport.send(rank, header, arrays)
 
-    def hear(self) -> Command:
+    def receive(self) -> Command:
         """The master's next command."""
-        header, arrays = self.line.hear()
+        header, arrays = self.transport.receive()
         kind, fields, dropped, freed = json.loads(header)
         self.forget(dropped)
         for key in freed:
@@ -118,13 +118,13 @@ class ProcessGroup(WorkerGroup):
     def end(self) -> None:
         """Make waiting workers drop what they hold, and wait for another fork."""
         if self.is_serial and not self.gone:
-            self.tell(Command("close", {}))
+            self.send(Command("close", {}))
 
 
 class ForkedGroup(ProcessGroup):
     """Processes made by fork: the master knows when one ends."""
 
-    line: SocketTransport
+    transport: SocketTransport
     comm: ForkComm
     cores: Sequence[int] = ()  # that this process had before the fork
     way_out = "jaxmpi.close(), then fork again"
@@ -146,25 +146,25 @@ class ForkedGroup(ProcessGroup):
             yield
         except Exception as error:
             self.comm.fail()
-            self.line.check_alive()
+            self.transport.check_alive()
             raise SumFailed(f"{what} failed: {named(error)}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""
         try:
             if not self.gone:
-                self.tell(Command("end", {}))
+                self.send(Command("end", {}))
         except WorkerDied:  # as it was to
             pass
-        for connection in self.line.ends.values():
+        for connection in self.transport.ends.values():
             connection.close()
-        for job in self.line.jobs.values():
+        for job in self.transport.jobs.values():
             try:
                 job.wait(5)
             except subprocess.TimeoutExpired:
                 job.kill()
                 job.wait()
-        self.line.stop_watching()
+        self.transport.stop_watching()
         self.comm.close()
         if self.cores:
             os.sched_setaffinity(0, self.cores)

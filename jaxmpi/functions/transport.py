@@ -240,7 +240,7 @@ class MpiTransport:
             return
         before_mpi_ends(every(WATCH_S, task))
 
-    def tell(self, rank: int, header: str, arrays: Arrays) -> None:
+    def send(self, rank: int, header: str, arrays: Arrays) -> None:
         """Length of the header, header with the arrays' shapes, then their bytes."""
         arrays = [in_order(array) for array in arrays]
         shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
@@ -249,7 +249,7 @@ class MpiTransport:
         for request in [self.comm.Isend(part, rank, tag=3) for part in parts]:
             patient(request, float("inf"))
 
-    def hear(self) -> tuple[str, list[np.ndarray]]:
+    def receive(self) -> tuple[str, list[np.ndarray]]:
         """Receive by polling, often at first: a loop's next call comes soon."""
         length = np.empty(1, np.int64)
         patient(self.comm.Irecv(length, 0, 3), float("inf"))
@@ -391,7 +391,7 @@ class SocketTransport:
             if job.poll() is not None or state_of(job.pid) in ("Z", "X"):  # its other threads may end later
                 raise self.died(rank)
 
-    def tell(self, rank: int, header: str, arrays: Arrays) -> None:
+    def send(self, rank: int, header: str, arrays: Arrays) -> None:
         """Header with the arrays' shapes, then each array."""
         arrays = [in_order(array) for array in arrays]
         shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
@@ -399,7 +399,7 @@ class SocketTransport:
         for array in arrays:
             self._send(rank, as_bytes(array))
 
-    def hear(self) -> tuple[str, list[np.ndarray]]:
+    def receive(self) -> tuple[str, list[np.ndarray]]:
         """Block: the kernel wakes this process."""
         header, shapes = json.loads(self._receive(0))
         arrays = []

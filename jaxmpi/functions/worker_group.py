@@ -67,7 +67,7 @@ class WorkerGroup:
         """Every worker's arrays by rank, on the leading process or on all."""
         raise NotImplementedError
 
-    def tell(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         """Send a command to the workers that wait, if any do."""
         self.forget(self.newly_dropped())
 

@@ -252,11 +252,11 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
         code, text = runner.run(line(asked.workers, asked.launcher_args, asked.train_args))
         if runner.asked:
             code = runner.code_of(code)
-            return code if runner.asked > 1 else tell(code, text)
+            return code if runner.asked > 1 else name_culprit(code, text)
         if code in FINAL or folder is None or home is None:
             drop_if_empty(folder)
-            return tell(code, text)
-        tell(code, text)
+            return name_culprit(code, text)
+        name_culprit(code, text)
         if fate := home.fate():
             return give_up(code, f"run directory {str(folder)!r} {fate}")
         step = newest_step(folder)
@@ -283,7 +283,7 @@ def drop_if_empty(folder: Path | None) -> None:
             folder.rmdir()
 
 
-def tell(code: int, text: str) -> int:
+def name_culprit(code: int, text: str) -> int:
     """Name a failed job's culprit in the last line; return the code."""
     who = culprit(text) if code not in FINAL else None
     if who:

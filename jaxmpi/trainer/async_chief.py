@@ -212,7 +212,7 @@ class ChiefWorker:
     def wait(self, state: TrainState) -> None:
         """Report, write the checkpoint part asked for, and complete what is whole."""
         time.sleep(LOOK_S)
-        answer = self.worker.tell(self.asks())
+        answer = self.worker.report(self.asks())
         self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
         self.progress(state, answer)
 

@@ -59,7 +59,7 @@ class SharedEvaluation:
         self.step, self.is_open, self._subject = step, True, subject_of(self.run, state)
         self._number = step + 1 + self.worker.is_done / 2  # that of the end may be of the same step
         self.worker.post(packed(self._subject))
-        self.worker.tell(self.asks())
+        self.worker.report(self.asks())
         self._sums = self._judge(self._subject, step, self.worker.number)
         self.worker.evaluated = self._number
 

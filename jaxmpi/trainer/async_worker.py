@@ -86,7 +86,7 @@ class Worker:
         self._answer(self._server_exchange(PUSH, None, self._report({})))
         spans.drain()  # it is no part of a step
 
-    def tell(self, asks: Mapping[str, float]) -> ServerAnswer:
+    def report(self, asks: Mapping[str, float]) -> ServerAnswer:
         """A report without an exchange."""
         begin = time.perf_counter()
         exchange = self._server_exchange(PUSH, None, self._report(asks))
@@ -138,7 +138,7 @@ class Worker:
         In gossip: take what is under way, then lay alpha w and alpha down at the center.
         """
         if self.connections.gossiper is not None:
-            self.connections.gossiper.end(lambda: self.tell({}))  # not late, though others may be long in coming
+            self.connections.gossiper.end(lambda: self.report({}))  # not late, though others may be long in coming
         self.is_done = True
         if self.connections.gossiper is None:
             return self.exchange(state, {})[0] if self.clock % self.tau else state
@@ -180,7 +180,7 @@ class Worker:
 
     def close(self, is_left: bool) -> None:
         """Worker 0: end the run, or leave it to be resumed."""
-        self.tell({"closing": 1.0})
+        self.report({"closing": 1.0})
         self._server_exchange(LEAVE if is_left else END, None, None)
 
     def _server_exchange(

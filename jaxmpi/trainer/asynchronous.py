@@ -182,7 +182,7 @@ class AsynchronousWorker:
         worker.spend(window)
         worker.tracer.add(window.spans, worker.number, step)
         asks = (self.chief.asks() if self.chief else {}) | {"leave": float(run.notice.given)}
-        state, answer = worker.exchange(state, asks) if meets else (state, worker.tell(asks))
+        state, answer = worker.exchange(state, asks) if meets else (state, worker.report(asks))
         self._do_parts(state, answer)
         self.answer = answer
         progress = RunProgress(step, is_over=bool(answer.status.stop))
@@ -270,11 +270,11 @@ class AsynchronousWorker:
             if self.server:
                 self.server.join()
         else:
-            answer = worker.tell({})
+            answer = worker.report({})
             while not answer.status.closing:
                 time.sleep(LOOK_S)
                 self._do_parts(state, answer)
-                answer = worker.tell({})
+                answer = worker.report({})
         if is_left:
             raise decisions.Preempted
         return self.chief.result if self.chief else {}

@@ -108,8 +108,8 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
     """
     timer, first = coordinator.timer, position.step + 1
     state = coordinator.begin(position)
-    tell = partial(each, callbacks, is_asynchronous=coordinator.is_asynchronous)
-    tell("at_start", position.step, state)
+    call_each = partial(each, callbacks, is_asynchronous=coordinator.is_asynchronous)
+    call_each("at_start", position.step, state)
     do_due(coordinator, position.step, position.overdue, state)
     with contextlib.closing(coordinator.batches()) as batches, contextlib.ExitStack() as at:
         at.enter_context(phases.phase("waiting for the first batch"))
@@ -121,7 +121,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
             failures.doing(f"step {step}", failures.LONG if step == first else 1.0)
             state, batch = before_step(callbacks, step, state, batch, coordinator.is_asynchronous)
             state, metrics = coordinator.update(step, state, batch)
-            tell("after_dispatch", step, state)
+            call_each("after_dispatch", step, state)
             timer.started(next(iter(jax.tree.leaves(state.params)), state.step), compiled=step == first)
             state, progress = coordinator.after_step(step, state, metrics)
             do_due(coordinator, progress.step, progress.due, state)
@@ -129,7 +129,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
             if progress.is_over or coordinator.is_stopped:
                 break
     figures = coordinator.finish(state)
-    tell("at_end", figures)
+    call_each("at_end", figures)
     return figures
 
 

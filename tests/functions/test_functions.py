@@ -168,7 +168,7 @@ class Unanswered:
     def __init__(self, cannot_send: int = 3):
         self.told, self.cannot_send = [], cannot_send
 
-    def tell(self, rank, header, arrays):
+    def send(self, rank, header, arrays):
         if rank == self.cannot_send:
             raise ValueError(f"cannot send to worker {rank}")
         self.told.append((rank, [array.tolist() for array in arrays]))

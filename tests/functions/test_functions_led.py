@@ -95,7 +95,7 @@ def counted(line, rank, data):
     send(line, rank, data)
 
 def held_mb():
-    pages = int(open(f"/proc/{current_group().line.jobs[1].pid}/statm").read().split()[1])
+    pages = int(open(f"/proc/{current_group().transport.jobs[1].pid}/statm").read().split()[1])
     return pages * resource.getpagesize() >> 20
 
 if __name__ == "__main__":
@@ -247,8 +247,8 @@ if __name__ == "__main__":
     jm.close()
     tell(lambda: f(x))
     print("workers", jm.fork(2), flush=True)
-    os.kill(current_group().line.jobs[1].pid, signal.SIGSTOP)
-    os.kill(current_group().line.jobs[1].pid, signal.SIGKILL)
+    os.kill(current_group().transport.jobs[1].pid, signal.SIGSTOP)
+    os.kill(current_group().transport.jobs[1].pid, signal.SIGKILL)
     tell(lambda: jm.variable(np.float32(1)).all_reduce())
     jm.close()
     jm.fork(2)
@@ -313,7 +313,7 @@ STOPPED = (
     HEAD
     + COMPUTES
     + """
-    os.kill(current_group().line.jobs[1].pid, signal.SIGSTOP)
+    os.kill(current_group().transport.jobs[1].pid, signal.SIGSTOP)
     try:
         jm.variable(np.zeros(1 << 22, np.float32))  # more than a socket holds
     except jaxmpi.TrainingError as error:

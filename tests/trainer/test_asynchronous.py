@@ -284,7 +284,7 @@ class LoneWorker(Worker):
         self.rule = SimpleNamespace(is_gossip=False)
         self.progress = GlobalProgress(1, target=100, bound=0)
 
-    def tell(self, asks, examples=0.0):
+    def report(self, asks, examples=0.0):
         self.progress.report(0, WorkerReport(1, self.saved, self.is_done, **asks), Counters(examples=examples))
         [(_, answer)] = self.progress.answers()
         return answer
@@ -329,13 +329,13 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
     evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
     chief = async_chief.ChiefWorker(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
-    assert chief.progress(state, worker.tell({}, examples=10)) == RunProgress(1, DueEvents(log=True, save=True))
+    assert chief.progress(state, worker.report({}, examples=10)) == RunProgress(1, DueEvents(log=True, save=True))
     chief.log(1, state)
     chief.save(1, state)
     while chief.is_writing:
         chief.wait(state)
     worker.is_done = True
-    assert chief.progress(state, worker.tell({"leave": 1.0}, examples=5)) == RunProgress(1, is_over=True)
+    assert chief.progress(state, worker.report({"leave": 1.0}, examples=5)) == RunProgress(1, is_over=True)
     chief.finish(state)
     [saved] = found(checkpoints)
     assert saves.whole == ((1, True), (1, True))  # the second takes the place of the first
@@ -356,7 +356,7 @@ class JudgingWorker(Worker):
         self.saved = self.evaluated = 0.0
         self.new, self.spent = Counters(), TimeSpent()
 
-    def tell(self, asks):
+    def report(self, asks):
         answer = self._server_exchange(parameter_server.PUSH, None, self._report(asks)).answer
         assert answer is not None
         return answer
@@ -415,13 +415,13 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
     for _ in progress.answers():
         pass
     evaluations[0].begin(40, states[0])
-    assert evaluations[0].conclude_if_whole(workers[0].tell(evaluations[0].asks())) is None
+    assert evaluations[0].conclude_if_whole(workers[0].report(evaluations[0].asks())) is None
     for number in (1,) if dies == "before" else (1, 2):
-        evaluations[number].take_part(workers[number].tell({}))
-        evaluations[number].take_part(workers[number].tell({}))  # which says that it has, and is not asked again
+        evaluations[number].take_part(workers[number].report({}))
+        evaluations[number].take_part(workers[number].report({}))  # which says that it has, and is not asked again
     if dies:
         server.lose(2)
-    outcome = evaluations[0].conclude_if_whole(workers[0].tell({}))
+    outcome = evaluations[0].conclude_if_whole(workers[0].report({}))
     assert outcome is not None
     assert sorted(itertools.chain(*made)) == data.tolist()
     assert outcome.figures["eval_count"] == batches
@@ -429,7 +429,7 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
         assert outcome.figures["eval_loss"] == pytest.approx(float(3 * data.mean()) + 70_000, rel=1e-7)
         assert outcome.figures["eval_far"] == pytest.approx(float(data.mean()) / 2)
         assert max(map(len, made)) <= -(-batches // 3) * (2 if dies == "before" else 1)
-    assert evaluations[0].conclude_if_whole(workers[0].tell(evaluations[0].asks())) is None  # it is over
+    assert evaluations[0].conclude_if_whole(workers[0].report(evaluations[0].asks())) is None  # it is over
 
 
 # ---------------------------------------------------------------- who dies

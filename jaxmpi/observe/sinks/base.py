@@ -142,7 +142,7 @@ def send(sinks: list[Sink], row: Row) -> None:
                 sink(dict(row))
         except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
             sinks.remove(sink)
-            tell(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
+            say_failed(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
 
 
 def end(sink: Sink, has_failed: bool) -> None:
@@ -161,7 +161,7 @@ def close(sinks: list[Sink], has_failed: bool) -> None:
             with own_threads(name_of(sink)):
                 end(sink, has_failed)
         except (Exception, SystemExit) as error:
-            tell(name_of(sink), "failed while it was closed, and may lack its last lines", error)
+            say_failed(name_of(sink), "failed while it was closed, and may lack its last lines", error)
 
 
 def name_of(sink: Sink) -> str:
@@ -178,12 +178,12 @@ def own_threads(name: str) -> AbstractContextManager[None]:
     def report(error: BaseException) -> None:
         if (name, repr(error)) not in _told:
             _told.add((name, repr(error)))
-            tell(name, "failed in a thread of its own, and may lack lines", error)
+            say_failed(name, "failed in a thread of its own, and may lack lines", error)
 
     return sparing(report)
 
 
-def tell(name: str, what: str, error: BaseException) -> None:
+def say_failed(name: str, what: str, error: BaseException) -> None:
     """Report on standard error that a sink failed."""
     print(
         f"jaxmpi: sink {name} {what}; the run goes on, and its record has all of them: {type(error).__name__}: {error}",
