@@ -115,7 +115,7 @@ def record_of(strategy: str, comm: HostComm, half: str, n: int) -> SumRecord | N
 
 
 def _rows(strategy: str) -> tuple[int, ...]:
-    """Identities of a strategy's rows and its wire; their owners may replace them."""
+    """Identities of a strategy's rows and wire, which may be replaced."""
     parsed = parse(strategy)
     found = *rows_of(parsed.name.partition(":")[0]), parsed.wire
     _seen.update({id(row): row for row in found})

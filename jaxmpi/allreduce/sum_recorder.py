@@ -47,9 +47,10 @@ class RecordedSteps(NamedTuple):
 
 
 def recorded(total: HostSum, n: int, is_ours: bool = False) -> RecordedSteps | None:
-    """The steps of a sum; None if C lacks one of them, or numbers decide.
+    """The steps of a sum; None if C lacks one.
 
-    One that is not the package's is run on several numbers, and its steps must be the same.
+    Also None if they depend on numbers: one that is not the package's is run on several, and its steps must be the
+    same.
     """
     try:
         recorder = _run(total, n, zeros)
@@ -62,7 +63,7 @@ def recorded(total: HostSum, n: int, is_ours: bool = False) -> RecordedSteps | N
 
 
 def zeros(size_bytes: int) -> np.ndarray:
-    """Memory of zeros, which takes none as long as nobody writes to it."""
+    """Memory of zeros, which takes none until somebody writes."""
     return np.zeros(size_bytes, np.uint8)
 
 
