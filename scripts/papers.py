@@ -22,7 +22,7 @@ ERROR = ", standard error"  # end of the name of what a page shows behind the me
 Values = dict[str, float]  # by quantity
 
 
-class Job(NamedTuple):
+class PaperTable(NamedTuple):
     """A table or figure of a paper."""
 
     source: str

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from papers import FAST, Job, Values, bench, counted, from_one, medians, script, up_to
+from papers import FAST, PaperTable, Values, bench, counted, from_one, medians, script, up_to
 
 from jaxmpi.observe.plots import Lines, Panel, Quantity
 
@@ -93,7 +93,7 @@ def scaling_of_samples(printed: list[str], files: list[str]) -> list[Panel]:
 
 
 JOBS = {
-    "ring": Job(
+    "ring": PaperTable(
         "Gibiansky 2017: everything through one rank over the ring, by its formula N / 2",
         rings,
         over_ring,
@@ -102,7 +102,7 @@ JOBS = {
         "Inside one host links are memory, which ranks share.",
         panels=ring_by_ranks,
     ),
-    "baidu": Job(
+    "baidu": PaperTable(
         "Gibiansky 2017: samples/s of a language model over a ring, measured and predicted",
         language,
         samples,

@@ -4,7 +4,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from papers import SLOW, Job, Values, bench, over, script, tables
+from papers import SLOW, PaperTable, Values, bench, over, script, tables
 
 from jaxmpi.observe.plots import Lines, Panel, Quantity
 
@@ -127,14 +127,14 @@ def epoch_ratios(names: dict[str, tuple[str, str]], printed: list[str], files: l
 
 
 JOBS = {
-    "multicolor": Job(
+    "multicolor": PaperTable(
         "Kumar et al. 2018: multi-colour trees over Open MPI's Allreduce, GoogLeNetBN",
         lambda o: [bench(o, "--tree", "googlenetbn", "--strategies", "ar", "color4:32", "--peers", "none")],
         over("color4:32", "ar"),
         lambda o: {"googlenetbn, color4:32 / ar": 0.45},
         "Theirs took 50 to 60 % less time on 16 nodes with RDMA; a tree inside one host only adds copies.",
     ),
-    "dimd": Job(
+    "dimd": PaperTable(
         "Kumar et al. 2018: data in memory, and its shuffle",
         shuffles,
         memory,
@@ -142,7 +142,7 @@ JOBS = {
         "Theirs is the whole epoch of GoogLeNetBN on a cluster's file system (ResNet-50: 0.75); ours reading and "
         "decoding alone, files in the page cache. Their shuffle of 220 GB took 4.2 s on 32 nodes and less with more.",
     ),
-    "groups": Job(
+    "groups": PaperTable(
         "Kumar et al. 2018, Figs. 7 to 9: time and memory of the shuffle, by workers and groups",
         group_shuffles,
         by_groups,
@@ -151,7 +151,7 @@ JOBS = {
         "nodes), and about as long with groups, since all its links are alike.",
         panels=figures7_to_9,
     ),
-    "epoch": Job(
+    "epoch": PaperTable(
         "Kumar et al. 2018, Figs. 10 and 11: an epoch with and without data in memory",
         functools.partial(epochs, "data"),
         functools.partial(
@@ -166,7 +166,7 @@ JOBS = {
         "Theirs read ImageNet-1k from a cluster's file system; ours are small models of the kind, so that cores have "
         "time for data, and files in the page cache.",
     ),
-    "devices": Job(
+    "devices": PaperTable(
         "Kumar et al. 2018, Fig. 12: an epoch with a better use of a node's devices",
         functools.partial(epochs, "devices"),
         functools.partial(
@@ -179,7 +179,7 @@ JOBS = {
         "Theirs improved one layout, Torch's data-parallel table; ours compares algorithm 1, one process a node, with "
         "one process a device. Our devices are CPU devices that share cores.",
     ),
-    "together": Job(
+    "together": PaperTable(
         "Kumar et al. 2018, Table 1: an epoch with data in memory and trees over one with neither",
         functools.partial(epochs, "together"),
         functools.partial(epoch_ratios, {"an epoch, both / neither": ("memory and", "files and")}),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import harness
-from papers import ERROR, PYTHON, Job, Values, bench, from_one, medians, on_hosts, script
+from papers import ERROR, PYTHON, PaperTable, Values, bench, from_one, medians, on_hosts, script
 
 from jaxmpi.core.errors import check
 from jaxmpi.observe.plots import Bars, Lines, Panel, Quantity
@@ -329,7 +329,7 @@ def figure3(printed: list[str], files: list[str]) -> list[Panel]:
 
 
 JOBS = {
-    "table1": Job(
+    "table1": PaperTable(
         "Ma et al. 2016, Table 1, Figs. 4 and 5: top-5 error by workers, and with 16 bits",
         accuracies,
         errors_by_cell,
@@ -340,7 +340,7 @@ JOBS = {
         over_hosts=False,
         panels=curves,
     ),
-    "table2": Job(
+    "table2": PaperTable(
         "Ma et al. 2016, Table 2: parameters of the models",
         lambda o: [[PYTHON, "-m", "jaxmpi.models"]],
         parameters,
@@ -352,7 +352,7 @@ JOBS = {
         "Counts must be the same: the layers are those of the papers.",
         over_hosts=False,
     ),
-    "table3": Job(
+    "table3": PaperTable(
         "Ma et al. 2016, Table 3, Fig. 3: training and exchange of 5,120 images, 8 workers",
         costs,
         costs_of,
@@ -363,7 +363,7 @@ JOBS = {
         "another number of workers the paper has no seconds and no speed-ups.",
         panels=figure3,
     ),
-    "speedup": Job(
+    "speedup": PaperTable(
         "Ma et al. 2016, Table 1: speed-up of AlexNet and GoogLeNet, and with 16 bits",
         trainings,
         speedups,

@@ -2,7 +2,7 @@
 
 import argparse
 
-from papers import Job, Values, from_one, script, tables
+from papers import PaperTable, Values, from_one, script, tables
 
 from jaxmpi.observe.plots import Bars, Lines, Panel, Quantity
 
@@ -57,7 +57,7 @@ def functions_by_workers(printed: list[str], files: list[str]) -> list[Panel]:
 
 
 JOBS = {
-    "synkhronos": Job(
+    "synkhronos": PaperTable(
         "Stooke and Abbeel 2017, Figs. 2 and 3, Table 1",
         functions,
         scaling,

@@ -35,7 +35,7 @@ import papers_kumar
 import papers_ma
 import papers_stooke
 from harness import ROOT
-from papers import ERROR, FAST, PYTHON, SLOW, Job, Values
+from papers import ERROR, FAST, PYTHON, SLOW, PaperTable, Values
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.observe import plots
@@ -47,7 +47,7 @@ JOBS = papers_ma.JOBS | papers_gibiansky.JOBS | papers_kumar.JOBS | papers_stook
 # ---------------------------------------------------------------- running, writing
 
 
-def run(job: Job, options: argparse.Namespace, folder: Path) -> tuple[Values, list[Panel], list[str], str]:
+def run(job: PaperTable, options: argparse.Namespace, folder: Path) -> tuple[Values, list[Panel], list[str], str]:
     """Run the lines; return our values, panels, the lines, and when.
 
     Raises:
@@ -128,7 +128,7 @@ def rows_of(theirs: Values, ours: Values) -> list[dict[str, Any]]:
 
 def write(
     name: str,
-    job: Job,
+    job: PaperTable,
     rows: Sequence[dict[str, Any]],
     panels: Sequence[Panel],
     lines: Sequence[str],
@@ -147,7 +147,7 @@ def write(
     (folder / f"{name}.md").write_text(page(name, job, rows, lines, when))
 
 
-def page(name: str, job: Job, rows: Sequence[dict[str, Any]], lines: Sequence[str], when: str) -> str:
+def page(name: str, job: PaperTable, rows: Sequence[dict[str, Any]], lines: Sequence[str], when: str) -> str:
     """A section of docs/papers.md; standard errors stand behind what they are of."""
     errors = {row["quantity"].removesuffix(ERROR): row["ours"] for row in rows if row["quantity"].endswith(ERROR)}
     shown = []

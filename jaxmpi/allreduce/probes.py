@@ -134,7 +134,7 @@ def check_hosts(hosts: Any) -> None:
     )
 
 
-# What reading can raise.
+# Errors that reading can raise.
 DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
 
 

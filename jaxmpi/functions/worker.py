@@ -1,4 +1,4 @@
-"""What one worker of a function holds, and its part's report.
+"""One worker of a function: what it holds, and its report.
 
 `judged` has what follows from the reports of all workers: which error, if any, all of them raise.
 """

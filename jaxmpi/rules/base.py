@@ -160,7 +160,7 @@ class OwnShards(NamedTuple):
     switch: NoExchange
     own: Callable[[PyTree, jax.Array], PyTree]  # (tree, number of a slice) -> its slices
 
-    # As those of `given`, by the same names:
+    # Facts of `given`, under its names:
     chunks: tuple[int, ...]
     size: int
     cut: Entries | Leaves

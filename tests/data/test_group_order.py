@@ -23,7 +23,7 @@ def sampler(n: int, parts: int, groups: int = 1, period: int = 1, rank: int = 0,
 
 
 def one_epoch(n: int, parts: int, groups: int, period: int, epoch: int) -> list[np.ndarray]:
-    """What each worker reads in an epoch."""
+    """Examples that each worker reads in an epoch."""
     read = []
     for rank in range(parts * groups):
         mine = sampler(n, parts, groups, period, rank, batch=2)

@@ -38,7 +38,7 @@ class TestAvailable:
 
     @pytest.fixture
     def files(self, monkeypatch):
-        """What the kernel says: 8 GB of the machine are available, and the task's own group has no limit."""
+        """Files of the kernel: 8 GB of the machine are available, and the task's own group has no limit."""
         files = {"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable:   8000000 kB\n"}
         files |= {"/proc/self/cgroup": "4:memory:/x\n0::/job_7/task_0\n", f"{self.OWN}/memory.max": "max\n"}
         monkeypatch.setattr(shared_memory, "read", lambda path: files.get(str(path), ""), raising=False)

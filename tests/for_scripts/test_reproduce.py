@@ -399,7 +399,7 @@ def test_what_runs_on_one_machine_alone_says_so():
 
 def line_of(code: str) -> Any:
     """A job that runs a small program and reads the number that it prints."""
-    return papers.Job(
+    return papers.PaperTable(
         "A paper, Table 9",
         lambda o: [[sys.executable, "-c", code]],
         lambda printed, files: {"answer": float(printed[0])},
