@@ -265,6 +265,8 @@ CONTENDERS: dict[str, Callable[[int], Timed]] = {
     "ring32": with_jaxmpi("ring32", beside=True),
     "asa32": with_jaxmpi("asa32", beside=True),
     "ring16": with_jaxmpi("ring16", beside=True),
+    "color4": with_jaxmpi("color4", beside=True),
+    "color4, no overlap": with_jaxmpi("color4", beside=False),
     "ring32, one step late": with_jaxmpi("ring32", beside=True, late=True),
     "ring32, no overlap": with_jaxmpi("ring32", beside=False),
     "JAX psum": with_psum,

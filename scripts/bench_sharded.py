@@ -3,8 +3,8 @@
     python scripts/bench_sharded.py --ranks 8 --trees alexnet googlenet
     python scripts/bench_sharded.py --ranks 4 --rate 200mbit --trees googlenet
 
-Each rank has a tree's params and gradients, and Adam's moments: whole, and a slice, by `--exchange.shard-update on`. A
-turn is the rule's update as the trainer calls it between jits: exchange, Adam, new params. A round counts as long as
+Each rank has a tree's params and gradients, and the optimizer's state: whole, and a slice, by `--exchange.shard-update
+on`. With `--optimizer muon` whole matrices are dealt to ranks, and so are the multiplications of Newton-Schulz. A turn is the rule's update as the trainer calls it between jits: exchange, Adam, new params. A round counts as long as
 its slowest rank takes. Ratios are round by round, with 95 % intervals. A job has two contenders at a time: four of
 AlexNet's tree do not fit into 24 GB on 8 ranks.
 
@@ -22,9 +22,11 @@ The optimizer's program alone, in this process: of whole trees, without an excha
 import argparse
 import dataclasses
 import itertools
-import math
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import bench_step
@@ -32,7 +34,6 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxmpi
 from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
@@ -40,7 +41,8 @@ from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.bench.options import trees
 from jaxmpi.comm.job import processes
 from jaxmpi.config import Optim
-from jaxmpi.optim.optimizers import optimizer
+from jaxmpi.core.deals import deal
+from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.runtime import prepare
@@ -55,20 +57,23 @@ WAYS = {  # of the exchange, in the trainer's step
     "sharded, overlap on": {"overlap": "on", "shard_update": "on"},
     "sharded, overlap on, gather late": {"overlap": "on", "shard_update": "on", "gather": "late"},
 }
-STATE_BYTES = 4 * 2  # a parameter's, of Adam
 
 
 class Contender:
     """A rule with params and state; each turn is an update."""
 
-    def __init__(self, name: str, shapes: list[tuple[int, ...]], grads: list[jax.Array]) -> None:
+    def __init__(self, name: str, tx_name: str, shapes: list[tuple[int, ...]], grads: list[jax.Array]) -> None:
         """Make state 0 of `asa32`, `shm`, or one of them behind `sharded`."""
         comm, strategy = jaxmpi.world(), name.rpartition(" ")[2]
         mean = partial(exchange, strategy=strategy, comm=comm)
-        host = processes() if strategy == "shm" else None
-        shards = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=host) if name.startswith(SHARDED) else None
-        self.rule = gradients(optax.adam(1e-3), base.Exchange(mean, mean, comm.jit, shards=shards))
         self.params: Any = [jnp.ones(shape) for shape in shapes]
+        shards, row = None, OPTIMIZERS[tx_name]
+        if name.startswith(SHARDED):
+            dealt = deal(self.params, comm.size, row.cost) if row.cut == "leaves" else None
+            host = processes() if strategy == "shm" else None
+            shards = shards_of(strategy, "mean", comm, BUCKET_BYTES, host=host, deal=dealt)
+        tx = optimizer(Optim(tx_name), lambda step: 1e-3)
+        self.rule = gradients(tx, base.Exchange(mean, mean, comm.jit, shards=shards))
         self.grads, sharding = grads, self.rule.sharding
         if sharding and sharding.shards.shared_params:
             self.params = sharding.shards.shared_params.filled(self.params)
@@ -86,7 +91,7 @@ class Contender:
         self.params, self.state = jax.block_until_ready(self.rule.update(self.grads, self.state, self.params))
 
 
-def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+def measured(tree: str, tx_name: str, names: list[str], rounds: int) -> dict[str, list[float]]:
     """Be a rank: return each contender's seconds and state bytes.
 
     Seconds are the slowest rank's, round by round; the last entry is the bytes of this rank's state.
@@ -94,7 +99,7 @@ def measured(tree: str, names: list[str], rounds: int) -> dict[str, list[float]]
     jaxmpi.world()
     shapes = list(trees([tree])[tree].values())
     grads = [jnp.full(shape, 1e-3) for shape in shapes]
-    contenders = {name: Contender(name, shapes, grads) for name in names}
+    contenders = {name: Contender(name, tx_name, shapes, grads) for name in names}
 
     runs = {name: contender.turn for name, contender in contenders.items()}
     slowest = slowest_rank(runs, rounds, warm_up=3)
@@ -108,15 +113,38 @@ def slowest_rank(runs: dict[str, harness.Run], rounds: int, warm_up: int) -> dic
     return {name: np.max([each[name] for each in every], axis=0).tolist() for name in runs}
 
 
-def measured_steps(model: str, strategy: str, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Be a rank: seconds of a step, by way of the exchange."""
+class Counted:
+    """A turn of a training loop, and the host's bytes of it."""
+
+    def __init__(self, loop: Callable[[int], Any]) -> None:
+        """No turn yet."""
+        self.loop, self.sent_bytes = loop, list[int]()
+
+    def __call__(self) -> None:
+        before = sent_bytes()
+        self.loop(STEPS)
+        self.sent_bytes.append(sent_bytes() - before)
+
+
+def sent_bytes() -> int:
+    """Bytes that this host has sent to others, headers included."""
+    rows = [row.partition(":") for row in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
+    return sum(int(counters.split()[8]) for name, _, counters in rows if name.strip() != "lo")
+
+
+def measured_steps(model: str, strategy: str, names: list[str], rounds: int) -> dict[str, Any]:
+    """Be a rank: seconds and bytes of a step, by way of the exchange."""
     prepare.prepare()
     given = bench_step.experiment(model)
     with jax.numpy_dtype_promotion("standard"):
         exchanges = {name: dataclasses.replace(given.exchange, strategy=strategy, **WAYS[name]) for name in names}
-        loops = {k: bench_step.trainer(dataclasses.replace(given, exchange=each)) for k, each in exchanges.items()}
-        found = slowest_rank({name: partial(loop, STEPS) for name, loop in loops.items()}, rounds, warm_up=1)
-    return {name: [turn_s / STEPS for turn_s in seconds] for name, seconds in found.items()}
+        each = {name: dataclasses.replace(given, exchange=exchange) for name, exchange in exchanges.items()}
+        turns = {name: Counted(bench_step.trainer(experiment)) for name, experiment in each.items()}
+        found = slowest_rank(turns, rounds, warm_up=1)
+    return {
+        name: {"step_s": [turn_s / STEPS for turn_s in seconds], "sent_bytes": median(turns[name].sent_bytes) / STEPS}
+        for name, seconds in found.items()
+    }
 
 
 def print_steps(options: argparse.Namespace, env: dict[str, str]) -> None:
@@ -124,10 +152,12 @@ def print_steps(options: argparse.Namespace, env: dict[str, str]) -> None:
     arguments = (options.model, options.strategy, list(WAYS), options.rounds)
     where = {"ranks": options.ranks, "rate": options.rate, "slots": options.slots}
     found = harness.on_ranks(measured_steps, *arguments, **where, env=env)
-    print(harness.table(("exchange", "s a step", "/ whole, overlap on")))
-    for name, seconds in found.items():
-        ratios = [a / b for a, b in zip(seconds, found["whole, overlap on"], strict=True)]
-        print(harness.row([name, harness.interval(seconds, 3), harness.interval(ratios, 2)]), flush=True)
+    print(harness.table(("exchange", "s a step", "/ whole, overlap on", "MB that a host sends", "/ whole, overlap on")))
+    whole = found["whole, overlap on"]
+    for name, row in found.items():
+        ratios = [a / b for a, b in zip(row["step_s"], whole["step_s"], strict=True)]
+        sent = [f"{row['sent_bytes'] / 1e6:.2f}", f"{row['sent_bytes'] / (whole['sent_bytes'] or 1):.4f}"]
+        print(harness.row([name, harness.interval(row["step_s"], 3), harness.interval(ratios, 2), *sent]), flush=True)
 
 
 def print_updates(names: list[str], rounds: int) -> None:
@@ -155,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rate", default="", help="of each emulated host's link, as 200mbit; default: one host")
     parser.add_argument("--slots", type=int, default=1, help="ranks of an emulated host, with --step")
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
+    parser.add_argument("--optimizer", default="adam", choices=[name for name, row in OPTIMIZERS.items() if row.cut])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--step", action="store_true", help="the trainer's whole step, in place of trees")
     parser.add_argument("--strategy", default="asa32", help="with --step")
@@ -167,18 +198,17 @@ def main() -> None:
         parser.error("--slots: expected --step and --rate beside it")
     strategies = ["asa32", *([] if options.rate else ["shm"])]
     where = f" over {options.rate}, {options.slots} a host" * bool(options.rate)
-    strategy = f", {options.strategy}" * options.step
-    print(f"{options.ranks} ranks{where}{strategy}, Adam; {options.rounds} rounds\n")
+    how = f", {options.strategy}, adam" if options.step else f", {options.optimizer}"
+    print(f"{options.ranks} ranks{where}{how}; {options.rounds} rounds\n")
     env = {"JAX_PLATFORMS": "cpu", "OMPI_MCA_mpi_yield_when_idle": "1"}
     if options.step:
         return print_steps(options, env)
-    print(harness.table(("tree", "strategy", "s whole", "s sharded", "ratio", "MB of moments", "of the whole")))
+    print(harness.table(("tree", "strategy", "s whole", "s sharded", "ratio", "MB of state", "of the whole")))
     for tree, strategy in itertools.product(options.trees, strategies):
         names = [strategy, SHARDED + strategy]
-        arguments = (tree, names, options.rounds)
+        arguments = (tree, options.optimizer, names, options.rounds)
         found = harness.on_ranks(measured, *arguments, ranks=options.ranks, rate=options.rate, env=env)
-        (*whole, _), (*own, held_bytes) = found.values()
-        whole_bytes = STATE_BYTES * sum(map(math.prod, trees([tree])[tree].values()))
+        (*whole, whole_bytes), (*own, held_bytes) = found.values()
         ratios = [a / b for a, b in zip(own, whole, strict=True)]
         times = [harness.interval(seconds, 4) for seconds in (whole, own)]
         shares = [f"{held_bytes / 1e6:.1f}", f"{held_bytes / whole_bytes:.4f}"]

@@ -19,9 +19,9 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
-from jaxmpi.collectives.call import NOBODY, MpiCall, like
+from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall, like
 from jaxmpi.collectives.table import OPERATIONS, Operation
-from jaxmpi.comm.agreement import Fingerprint, fingerprint
+from jaxmpi.comm.agreement import Fingerprint, fingerprint, here
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
@@ -87,7 +87,10 @@ def _abstract(*operands: Any, call: MpiCall) -> tuple[list, set]:
 
 
 def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprint:
-    """Facts of a call that ranks compare, with its lines if traced."""
+    """Facts of a call that ranks compare.
+
+    Its place is among them, unless lines may differ.
+    """
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
     options |= shared | {"dtypes": dtypes_of(call, operands), "counts": call.counts}
@@ -100,10 +103,11 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
     if is_tree(call):
         options["leaf"] = {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in call.given.items()}
     if not is_traced:
-        return fingerprint(call.operation, options)
+        mine = fingerprint(call.operation, options)
+        return mine if MAY_DIFFER.get() else here(mine)
     if not call.lines:
         return fingerprint(f"{call.operation} in a program", options)
-    return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
+    return here(fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines}))
 
 
 def is_tree(call: MpiCall) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.frames import PLACE_BYTES, calling_place
 
 
 class Fingerprint(NamedTuple):
@@ -14,6 +15,7 @@ class Fingerprint(NamedTuple):
     what: str
     value: Any
     digest: bytes
+    place: bytes = bytes(PLACE_BYTES)  # of the call in the user's code, which may differ between ranks, but not swap
 
 
 def different_calls(calls: Mapping[int, str]) -> str:
@@ -23,6 +25,11 @@ def different_calls(calls: Mapping[int, str]) -> str:
     others = ", ".join(f"rank {rank} to {calls[rank]!r}" for rank in odd[:8])
     order = "all must make the same calls in the same order"
     return f"ranks came to different calls: rank {first} to {calls[first]!r}, {others}; {order}"
+
+
+def here(mine: Fingerprint) -> Fingerprint:
+    """A fingerprint with the place in the user's code that runs."""
+    return mine._replace(place=calling_place())
 
 
 def fingerprint(what: str, value: Any) -> Fingerprint:

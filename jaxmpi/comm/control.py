@@ -11,6 +11,7 @@ Importing mpi4py starts MPI, so it happens inside functions.
 
 import collections
 import copy
+import itertools
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
+from jaxmpi.comm.call_places import CallPlaces, another_order
 from jaxmpi.comm.exchange_watch import CONTROL, Roll, watch
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.membership import Membership
@@ -29,6 +31,7 @@ from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import is_loss, lost_ranks_left_out, survives_losses, wait
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.frames import calling_frames, line_of
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, check_arrays, named_leaves
 from jaxmpi.runtime import affinity, device_setup, failures, in_flight, launchers, mpi_end
@@ -53,7 +56,7 @@ class MpiProcesses(Membership):
         super().__init__()
         self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
         self._max, self._in_place = MPI.MAX, MPI.IN_PLACE
-        self.roll = self._new_roll()
+        self.roll, self._places = self._new_roll(), CallPlaces()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
@@ -76,7 +79,7 @@ class MpiProcesses(Membership):
         """A copy with its own communicator for another thread; a collective call."""
         other = copy.copy(self)
         other.world = self.clone()
-        other.roll = other._new_roll()
+        other.roll, other._places = other._new_roll(), CallPlaces()
         return other
 
     def over(self, world: Any) -> "MpiProcesses":
@@ -100,7 +103,7 @@ class MpiProcesses(Membership):
         other._local = other.world.Split_type(self._on_host, key=other.rank)
         self._own.append(other._local)
         other.local_rank, other.local_size = other._local.rank, other._local.size
-        other.roll = other._new_roll()
+        other.roll, other._places = other._new_roll(), CallPlaces()
         return other
 
     def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
@@ -335,13 +338,14 @@ class MpiProcesses(Membership):
     def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
         """`assert_same` for a fingerprint made before; cheap enough for every step.
 
-        The digest is 32 bytes a rank. The value itself travels only if digests differ.
+        Digest and place are 40 bytes a rank. The value itself travels only if digests differ.
         """
         self._let_exchanges_end()
-        digest = np.frombuffer(mine.digest, np.uint8)
-        rows = np.empty((self.size, digest.size), np.uint8)
-        self._arrive(self.world.Iallgather(digest, rows), mine.what, timeout_s)
-        odd = np.flatnonzero((rows != rows[0]).any(axis=1)).tolist()
+        sent = np.frombuffer(mine.digest + mine.place, np.uint8)
+        rows = np.empty((self.size, sent.size), np.uint8)
+        self._arrive(self.world.Iallgather(sent, rows), mine.what, timeout_s)
+        digests = rows[:, : len(mine.digest)]
+        odd = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
         if odd:
             places = self.allgather_object(mine.what)
             numbers = self.numbers
@@ -350,6 +354,16 @@ class MpiProcesses(Membership):
             pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in odd[:8]]
             lines = [line for pair in pairs for line in differences(*pair)]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
+        if any(mine.place):
+            self._check_order(mine.what, [row.tobytes() for row in rows])
+
+    def _check_order(self, what: str, calls: Sequence[bytes]) -> None:
+        """Refuse equal calls in another order, as far as places tell."""
+        if len(set(calls)) > 1:
+            self._places.said.append(", ".join([what, *map(line_of, itertools.islice(calling_frames(), 2))]))
+        if permuted := self._places.permuted(calls):
+            said = self.allgather_object(list(self._places.said))
+            raise UsageError(another_order({self.numbers[r]: said[r] for r in (permuted[0] - 1, permuted[0])}))
 
     def in_job(self, ranks: Sequence[int]) -> list[int]:
         """The launcher's numbers of these ranks, as error messages give them."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi.comm.agreement import fingerprint
+from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.mailbox import Mailbox
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, check_arrays
@@ -40,6 +40,9 @@ class SoloProcesses:
     def assert_same(self, what: str, value: Any) -> None:
         """One rank agrees with itself, on what several could compare."""
         fingerprint(what, value)
+
+    def compare(self, mine: Fingerprint) -> None:
+        """As `assert_same`, of a fingerprint made before."""
 
     def barrier(self) -> None:
         """Nobody to wait for."""

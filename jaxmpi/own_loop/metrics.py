@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxmpi.comm.agreement import fingerprint, here
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -82,7 +83,8 @@ def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTr
     kinds = [f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}" for x in given]
     arrays = [_real(x) for x in given]
     control = processes()
-    control.assert_same(what, dict(zip((path for path, _ in named_leaves(metrics)), kinds, strict=True)))
+    named = dict(zip((path for path, _ in named_leaves(metrics)), kinds, strict=True))
+    control.compare(here(fingerprint(what, named)))
     columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
     rows = control.allgather_array(np.concatenate([[count], *columns]))
     counts = rows[:, 0]

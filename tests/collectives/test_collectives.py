@@ -57,6 +57,21 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         "(f, g)[rank](x).block_until_ready()",
         r"rank 0 to 'exchange 1 of the job \(allreduce\(float32\[3\], op=max\), <string>:6.*rank 1 to 'exchange 2",
     ),
+    "another order outside jit": (
+        "loss = lambda: mpi.allreduce(x)\nnorm = lambda: mpi.allreduce(2 * x)\n"
+        "for each in (loss, norm)[:: 1 - 2 * rank]: each()",
+        r"rank 0: allreduce, <string>:11 .*, then allreduce, <string>:12 .*; rank 1: allreduce, <string>:12 .*, then",
+    ),
+    "another order of first calls of one factory's functions": (
+        "make = lambda n: jax.jit(lambda x: mpi.allreduce(x) + n)\nf, g = make(1), make(2)\n"
+        "one = lambda: f(x)\ntwo = lambda: g(x)\nfor each in (one, two)[:: 1 - 2 * rank]: each()",
+        r"rank 0: allreduce, .* <string>:13 in .*, then allreduce.* <string>:14 .*; rank 1: .*, then",
+    ),
+    "another order of exchanges outside jit": (
+        "loss = lambda: jaxmpi.exchange(x)\nnorm = lambda: jaxmpi.exchange(2 * x)\n"
+        "for each in (loss, norm)[:: 1 - 2 * rank]: each()",
+        r"rank 0: exchange, <string>:11 in .*, then exchange, <string>:12 .*; rank 1: exchange, <string>:12 .*, then",
+    ),
     "a branch that one rank takes": (
         "h = jax.jit(lambda x, b: mpi.bcast(jax.lax.cond(b, mpi.allreduce, lambda x: x, x)))\n"
         "h(x, True).block_until_ready(), h(x, rank == 0).block_until_ready()",

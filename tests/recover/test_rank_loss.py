@@ -268,6 +268,8 @@ ROWS = {
     "shm": Row((*inject("kill:rank=1,step=25"), "--exchange.strategy", "shm"), [1]),
     "sharded": Row((*inject("kill:rank=2,step=25", "kill:rank=0,step=33"), *COPIED), [2, 0]),
     "sharded_two_at_once": Row((*inject("kill:rank=0,step=25", "kill:rank=2,step=25"), *COPIED), [0, 2]),
+    "sharded_in_evaluation": Row((*inject("kill:rank=1,step=20,at=eval"), *COPIED), [1]),
+    "sharded_saving": Row((*inject("kill:rank=0,step=20,at=save"), *COPIED), [0]),
     "sharded_to_one": Row((*inject("kill:rank=0,step=25"), *COPIED), [0], ranks=2),
 }
 
