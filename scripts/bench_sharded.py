@@ -4,8 +4,9 @@
     python scripts/bench_sharded.py --ranks 4 --rate 200mbit --trees googlenet
 
 Each rank has a tree's params and gradients, and the optimizer's state: whole, and a slice, by `--exchange.shard-update
-on`. With `--optimizer muon` whole matrices are dealt to ranks, and so are the multiplications of Newton-Schulz. A turn is the rule's update as the trainer calls it between jits: exchange, Adam, new params. A round counts as long as
-its slowest rank takes. Ratios are round by round, with 95 % intervals. A job has two contenders at a time: four of
+on`. With `--optimizer muon` whole matrices are dealt to ranks, and so are the multiplications of Newton-Schulz. A turn
+is the rule's update as the trainer calls it between jits: exchange, Adam, new params. A round counts as long as its
+slowest rank takes. Ratios are round by round, with 95 % intervals. A job has two contenders at a time: four of
 AlexNet's tree do not fit into 24 GB on 8 ranks.
 
     python scripts/bench_sharded.py --ranks 4 --rate 200mbit --step --rounds 10
@@ -133,7 +134,7 @@ def sent_bytes() -> int:
 
 
 def measured_steps(model: str, strategy: str, names: list[str], rounds: int) -> dict[str, Any]:
-    """Be a rank: seconds and bytes of a step, by way of the exchange."""
+    """Be a rank: seconds and bytes of a step, by exchange."""
     prepare.prepare()
     given = bench_step.experiment(model)
     with jax.numpy_dtype_promotion("standard"):
