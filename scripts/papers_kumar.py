@@ -33,10 +33,15 @@ def layout(options: argparse.Namespace, workers: Sequence[str]) -> list[str]:
 
 
 def group_shuffles(options: argparse.Namespace) -> list[list[str]]:
-    """Time the shuffle with half the workers and all, by group size."""
+    """Time the shuffle by workers and size of a group."""
+    workers = map(str, workers_of(options))
+    return [script("bench_shuffle", "shuffle", *layout(options, list(workers)), "--rounds", str(options.rounds))]
+
+
+def workers_of(options: argparse.Namespace) -> list[int]:
+    """Numbers of workers by which Figs. 7 and 8 go."""
     many = options.hosts or options.n
-    workers = [str(n) for n in dict.fromkeys((max(many // 2, 2), many))]
-    return [script("bench_shuffle", "shuffle", *layout(options, workers), "--rounds", str(options.rounds))]
+    return sorted({max(many // part, 2) for part in (4, 2, 1)})
 
 
 def epochs(what: str, options: argparse.Namespace) -> list[list[str]]:
@@ -89,27 +94,33 @@ def rows_by_groups(printed: list[str]) -> tuple[dict[int, list[float]], dict[int
 
 
 def figures7_to_9(printed: list[str], files: list[str]) -> list[Panel]:
-    """Memory and shuffle by groups over those of one group.
+    """Memory and shuffle by workers and by groups, over the fewest.
 
     The paper's figures have no numbers. Beside ours are the arithmetic of its layout, and its words on time.
     """
     whole, groups = rows_by_groups(printed)
-    workers = max(whole)
-    rows = {1: whole[workers]} | dict(sorted(groups.items()))
-    at, panels = Quantity("groups", base=None), list[Panel]()
-    layout = [(float(n), float(n)) for n in rows]
-    words = [(n, 1.0) for n, _ in layout]
-    theirs = ("memory of a worker", "by the layout", layout), ("time of a shuffle", "the paper: not much better", words)
-    for i, (what, name, line) in enumerate(theirs):
-        series = {name: line, "ours": [(float(n), row[i] / rows[1][i]) for n, row in rows.items()]}
-        panels.append(Lines(f"{workers} workers", at, Quantity(f"{what} over one group's", base=None), series))
+    few, many = min(whole), max(whole)
+    rows = {1: whole[many]} | groups
+    layout = "by the layout"
+    leaving = {n: (n - 1) / n**2 * few**2 / (few - 1) for n in whole}  # of a share 1 / n, 1 / n stays
+    by_workers = (layout, {n: few / n for n in whole}), ("bytes that leave a worker", leaving)
+    by_groups = (layout, {n: float(n) for n in rows}), ("the paper: not much better", dict.fromkeys(rows, 1.0))
+    panels = list[Panel]()
+    for title, at, base, found, theirs in (
+        ("in one group", "workers", f"{few} workers'", whole, by_workers),
+        (f"{many} workers", "groups", "one group's", rows, by_groups),
+    ):
+        for i, what in enumerate(("memory of a worker", "time of a shuffle")):
+            name, line = theirs[i]
+            ours = [(float(n), row[i] / found[min(found)][i]) for n, row in sorted(found.items())]
+            series = {name: [(float(n), ratio) for n, ratio in sorted(line.items())], "ours": ours}
+            panels.append(Lines(title, Quantity(at, base=None), Quantity(f"{what} over {base}", base=None), series))
     return panels
 
 
 def held(options: argparse.Namespace) -> Values:
     """Bytes of each worker: one copy over the workers of a group."""
-    many = options.hosts or options.n
-    few = max(many // 2, 2)
+    many, few = options.hosts or options.n, min(workers_of(options))
     groups = [n for n in range(2, many // 2 + 1) if many % n == 0]
     by_workers = {f"{many} workers / {few}, MB a worker": few / many} if many > few else {}
     return by_workers | {f"{many} workers, {n} groups / 1, MB a worker": float(n) for n in groups}

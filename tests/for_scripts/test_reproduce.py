@@ -278,8 +278,10 @@ def test_groups_of_a_shuffle():
         "8 workers, 4 groups / 1, shuffle": 2.5,
     }
     assert theirs("groups")["8 workers, 4 groups / 1, MB a worker"] == 4.0
-    assert theirs("groups")["8 workers / 4, MB a worker"] == 0.5
-    held, time = reproduce.JOBS["groups"].panels([SHUFFLE], [])
+    assert theirs("groups")["8 workers / 2, MB a worker"] == 0.25
+    by_workers, sent, held, time = reproduce.JOBS["groups"].panels([SHUFFLE], [])
+    assert by_workers.series == {"by the layout": [(2.0, 1.0), (8.0, 0.25)], "ours": [(2.0, 1.0), (8.0, 0.25)]}
+    assert sent.series["bytes that leave a worker"] == [(2.0, 1.0), (8.0, 4 * 7 / 64)]
     assert held.series == {"by the layout": [(1.0, 1.0), (4.0, 4.0)], "ours": [(1.0, 1.0), (4.0, 4.0)]}
     assert time.series["ours"] == [(1.0, 1.0), (4.0, 2.5)]
 
