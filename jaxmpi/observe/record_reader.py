@@ -12,9 +12,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,8 @@ NO_FIGURES = {*XS, "kind", "examples", "own_ranks", "eval_count"}  # numbers of 
 Table = dict[str, np.ndarray]  # f64[lines] each, NaN if a line has none
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Record:
     """A run's record, parsed."""
 
     name: str

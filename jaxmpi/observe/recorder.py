@@ -4,6 +4,7 @@ The file is unbuffered, so a killed run loses at most the line being written. A 
 its checkpoint.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -175,9 +176,15 @@ class Recorder:
         told |= {"gradient_norm": gradient_norm, **flops, **more}
         speed = examples_per_s * self._unit.each
         shown = ProgressLine(
-            step, total_steps, epoch, loss, speed, lr, told["elapsed_s"], skipped, unit=self._unit.name
-        )
-        shown = shown._replace(
+            step=step,
+            total_steps=total_steps,
+            epoch=epoch,
+            loss=loss,
+            per_s=speed,
+            lr=lr,
+            elapsed_s=told["elapsed_s"],
+            skipped=skipped,
+            unit=self._unit.name,
             worker_steps=tuple(worker_steps),
             shuffles=tuple(shuffles),
             flops_per_s=flops.get("model_flops_per_s"),
@@ -188,7 +195,7 @@ class Recorder:
             slowest = self._slowest(anatomy.own_s)
             told |= self._of_anatomy(anatomy, now) | {"slowest": slowest}
             self._buckets.add(noted, anatomy.steps)
-            shown = shown._replace(slowest=slowest, **shares(anatomy))
+            shown = dataclasses.replace(shown, slowest=slowest, **shares(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
         # The steps of the first line after a start include compilation, so they do not count.

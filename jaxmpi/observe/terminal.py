@@ -7,7 +7,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TextIO
+from dataclasses import dataclass, field
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -33,7 +34,8 @@ COLOURS = {
 }
 
 
-class ProgressLine(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ProgressLine:
     """Contents of a progress line."""
 
     step: int
@@ -44,7 +46,7 @@ class ProgressLine(NamedTuple):
     lr: float | None  # None: not known
     elapsed_s: float
     skipped: int = 0
-    shares: dict[str, float] = {}  # noqa: RUF012 of a step's time, by part; never changed
+    shares: Mapping[str, float] = field(default_factory=dict)  # of a step's time, by part
     slowest: str = ""  # the rank that the others wait for
     estimated: bool = False
     unit: str = "images"

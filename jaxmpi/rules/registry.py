@@ -8,7 +8,8 @@ launcher and the checks here read them. A user's own rule is a row that is added
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import optax
 
@@ -28,10 +29,12 @@ from jaxmpi.rules.subgd import subgd
 Build = Callable[[optax.GradientTransformation, Exchange, RuleConfig], Rule]
 
 
-class RuleSpec(NamedTuple):
+@dataclass(frozen=True)
+class RuleSpec:
     """A rule, its learning-rate contract, and facts for trainer and launcher."""
 
     build: Build
+    _: KW_ONLY
     lr_scaling: str  # the default
     sums_updates: bool  # scaling lr linearly as well would count the workers twice
     any_optimizer: bool  # else only optimizers linear in the gradient: with others it equals no single worker
@@ -56,20 +59,59 @@ SPRING, OUTER = ("alpha", "server_alpha", "momentum"), ("outer_lr", "outer_momen
 AVERAGE, NOISE = ("average_momentum",), ("noise_scale",)
 RULES: dict[str, RuleSpec] = {
     "gradients": RuleSpec(
-        lambda tx, x, c: gradients(tx, x, c.noise_scale), "linear", False, True, settings=NOISE, takes_compressors=True
+        lambda tx, x, c: gradients(tx, x, c.noise_scale),
+        lr_scaling="linear",
+        sums_updates=False,
+        any_optimizer=True,
+        settings=NOISE,
+        takes_compressors=True,
     ),
-    "subgd": RuleSpec(lambda tx, x, c: subgd(tx, x), "none", True, False, settings=()),
+    "subgd": RuleSpec(
+        lambda tx, x, c: subgd(tx, x), lr_scaling="none", sums_updates=True, any_optimizer=False, settings=()
+    ),
     "awagd": RuleSpec(
-        lambda tx, x, c: awagd(tx, x, c.average_momentum), "linear", False, False, settings=AVERAGE, sends_params=True
+        lambda tx, x, c: awagd(tx, x, c.average_momentum),
+        lr_scaling="linear",
+        sums_updates=False,
+        any_optimizer=False,
+        settings=AVERAGE,
+        sends_params=True,
     ),
-    "local_sgd": RuleSpec(local_sgd, "linear", False, True, is_periodic=True, settings=LOCAL),
-    "diloco": RuleSpec(diloco, "none", False, True, is_periodic=True, settings=LOCAL + OUTER),
-    "easgd": RuleSpec(easgd, "none", False, False, is_asynchronous=True, settings=SPRING + CENTER),
+    "local_sgd": RuleSpec(
+        local_sgd, lr_scaling="linear", sums_updates=False, any_optimizer=True, is_periodic=True, settings=LOCAL
+    ),
+    "diloco": RuleSpec(
+        diloco, lr_scaling="none", sums_updates=False, any_optimizer=True, is_periodic=True, settings=LOCAL + OUTER
+    ),
+    "easgd": RuleSpec(
+        easgd,
+        lr_scaling="none",
+        sums_updates=False,
+        any_optimizer=False,
+        is_asynchronous=True,
+        settings=SPRING + CENTER,
+    ),
     "easgd_sync": RuleSpec(
-        easgd_sync, "none", False, False, is_periodic=True, settings=("alpha", "tau"), check=check_stable
+        easgd_sync,
+        lr_scaling="none",
+        sums_updates=False,
+        any_optimizer=False,
+        is_periodic=True,
+        settings=("alpha", "tau"),
+        check=check_stable,
     ),
-    "asgd": RuleSpec(asgd, "none", True, False, is_asynchronous=True, settings=CENTER),
-    "gosgd": RuleSpec(gosgd, "none", False, False, is_asynchronous=True, settings=("p",), check=check_gossip),
+    "asgd": RuleSpec(
+        asgd, lr_scaling="none", sums_updates=True, any_optimizer=False, is_asynchronous=True, settings=CENTER
+    ),
+    "gosgd": RuleSpec(
+        gosgd,
+        lr_scaling="none",
+        sums_updates=False,
+        any_optimizer=False,
+        is_asynchronous=True,
+        settings=("p",),
+        check=check_gossip,
+    ),
 }
 
 

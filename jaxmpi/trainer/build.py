@@ -57,7 +57,8 @@ class Ahead(NamedTuple):
     is_whole: bool  # of the whole step; else of its gradients
 
 
-class Functions(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Functions:
     """The compiled pieces of a run."""
 
     rule: Rule
@@ -248,7 +249,8 @@ def with_late_gather(of: StepParts, made: Functions) -> Functions:
     def settled(state: TrainState) -> TrainState:
         return state._replace(params=settle(state.params)) if isinstance(state.params, UnderWay) else state
 
-    return made._replace(
+    return dataclasses.replace(
+        made,
         train_step=lambda state, batch: jitted(begun(state), batch),
         ahead=Ahead(lambda state, batch: compiled_for(jitted, (begun(state), batch)), True),
         settled=settled,

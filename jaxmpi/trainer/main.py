@@ -164,7 +164,7 @@ def train_until(
         job, why_shards = settle_shards(job)
     experiment = job.experiment
     with phases.phase("building the step"):
-        functions = build_functions(job)._replace(asked=asked)
+        functions = dataclasses.replace(build_functions(job), asked=asked)
     registry.check_wire(experiment.rule, functions.strategy)
     starting = contextlib.ExitStack()
     starting.enter_context(phases.phase("starting the loaders of the data"))
@@ -179,7 +179,9 @@ def train_until(
         starting.close()
         # It has begun: a rollback resumes it.
         job = job.with_fields(from_start=False)
-        functions = functions._replace(why="\n".join(filter(None, (why_overlap, why, why_shards, unwatched))))
+        functions = dataclasses.replace(
+            functions, why="\n".join(filter(None, (why_overlap, why, why_shards, unwatched)))
+        )
         fault_injection.request(experiment.inject, max(begun, workers.size), workers.mine, home.path)
         result = run_in(home, job, functions, notice, root, digest)
         for text in fault_injection.missed():

@@ -130,7 +130,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     )
     job = job_of(experiment, workers, begun, before=run.plan)
     plan = job.plan
-    functions = build_functions(job)._replace(asked=run.functions.asked)
+    functions = dataclasses.replace(build_functions(job), asked=run.functions.asked)
     held = memory_of_fewer(run, job, functions)
     worker = workers.mine[0]
     state = jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))

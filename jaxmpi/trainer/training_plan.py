@@ -8,7 +8,8 @@ run are made for it.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer.timetable import Timetable
 
 
-class TrainingPlan(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
     """An experiment's durations and rates in numbers."""
 
     task: Task

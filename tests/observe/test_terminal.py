@@ -1,5 +1,6 @@
 """Lines through a pipe, a panel on a terminal however narrow, nothing if nothing is asked for."""
 
+import dataclasses
 import fcntl
 import io
 import os
@@ -20,12 +21,21 @@ from launching import ROOT, mpirun_line
 
 SHARES = {"data": 0.1, "transfer": 0.0, "compute": 0.6, "exchange": 0.2, "sync": 0.07, "other": 0.03}
 NOW = ProgressLine(
-    30, 120, 1.25, 0.4321, 1234.5, 0.02, 60.0, 0, SHARES, "rank 3 on a-host-with-a-rather-long-name", True
+    step=30,
+    total_steps=120,
+    epoch=1.25,
+    loss=0.4321,
+    per_s=1234.5,
+    lr=0.02,
+    elapsed_s=60.0,
+    shares=SHARES,
+    slowest="rank 3 on a-host-with-a-rather-long-name",
+    estimated=True,
 )
 
 
 def test_a_line_has_all_of_it():
-    assert NOW._replace(skipped=2).line == (
+    assert dataclasses.replace(NOW, skipped=2).line == (
         "step 30/120  epoch 1.25  loss 0.4321  1234.5 images/s  lr 0.02  60.0 s  skipped 2  "
         "data 10 % compute ~60 % exchange ~20 % sync ~7 % other 3 %  "
         "slowest rank 3 on a-host-with-a-rather-long-name"
@@ -33,24 +43,27 @@ def test_a_line_has_all_of_it():
 
 
 def test_model_flops_and_mfu_are_shown_where_they_are_known_and_a_measured_peak_is_marked():
-    assert NOW._replace(flops_per_s=2.345e12).speed == "1234.5 images/s  2.35 TFLOP/s  lr 0.02"
-    assert NOW._replace(flops_per_s=45.6e9, mfu=0.412).speed == "1234.5 images/s  45.6 GFLOP/s (mfu 41 %)  lr 0.02"
-    assert NOW._replace(flops_per_s=512.0).speed == "1234.5 images/s  512 FLOP/s  lr 0.02"
-    assert "(mfu ~41 %)" in NOW._replace(flops_per_s=1e7, mfu=0.412, peak_is_measured=True).line
+    assert dataclasses.replace(NOW, flops_per_s=2.345e12).speed == "1234.5 images/s  2.35 TFLOP/s  lr 0.02"
+    assert (
+        dataclasses.replace(NOW, flops_per_s=45.6e9, mfu=0.412).speed
+        == "1234.5 images/s  45.6 GFLOP/s (mfu 41 %)  lr 0.02"
+    )
+    assert dataclasses.replace(NOW, flops_per_s=512.0).speed == "1234.5 images/s  512 FLOP/s  lr 0.02"
+    assert "(mfu ~41 %)" in dataclasses.replace(NOW, flops_per_s=1e7, mfu=0.412, peak_is_measured=True).line
 
 
 def test_a_small_loss_keeps_its_digits():
     assert [decimals(value) for value in (12.34567, 0.4321, -0.001, 0.0, 0.00098765, -2.5e-7)] == [
         *("12.3457", "0.4321", "-0.0010", "0.0000", "0.000988", "-2.5e-07")
     ]
-    assert "loss 2.5e-07  " in NOW._replace(loss=2.5e-7).line
+    assert "loss 2.5e-07  " in dataclasses.replace(NOW, loss=2.5e-7).line
 
 
 def test_lines_come_every_few_seconds_and_at_the_end():
     out = io.StringIO()
     plain = Plain(out, line_s=3600)
     for step in (1, 2, 119, 120):
-        plain.progress(NOW._replace(step=step))
+        plain.progress(dataclasses.replace(NOW, step=step))
     assert re.findall(r"^step (\d+)", out.getvalue(), re.M) == ["1", "120"]
 
 
@@ -71,7 +84,7 @@ def test_a_panel_fits_its_terminal(columns):
     panel.evaluated("top-1", "50.00 %", 0.5)
     panel.evaluated("top-1", "75.00 %", 0.75)
     panel.classic("time per 5120 images: 12.34 (train 9.99 sync 1.11 comm 1.22 wait 0.02)")
-    panel._first = NOW._replace(step=10, elapsed_s=20.0)
+    panel._first = dataclasses.replace(NOW, step=10, elapsed_s=20.0)
     panel.console.print(panel.drawn(NOW))
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines()
     assert all(len(line) <= columns for line in lines), lines
@@ -94,7 +107,7 @@ def test_a_panel_draws_in_place_and_leaves_lines_above():
     # A job that is killed says no good-bye: the cursor must not be hidden then.
     assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l")
     panel.say("step 30  evaluation")
-    panel.progress(NOW._replace(step=31))
+    panel.progress(dataclasses.replace(NOW, step=31))
     panel.close()
     assert "run directory [x]" in out.getvalue()  # no markup
     assert "\x1b[" in out.getvalue()
@@ -131,7 +144,7 @@ def read_all(end: int) -> bytes:
 def test_an_evaluation_is_drawn_at_once_and_parts_stay_with_their_shares():
     out = io.StringIO()
     panel = Panel(out, 40)
-    panel.progress(NOW._replace(step=120, slowest=""))
+    panel.progress(dataclasses.replace(NOW, step=120, slowest=""))
     panel.evaluated("top-1", "98.61 %", 0.9861)
     panel.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())

@@ -324,13 +324,18 @@ class Mine(RuleConfig):
 
 
 def test_a_user_s_rule_goes_by_the_fields_that_its_class_adds_or_by_those_it_names(monkeypatch):
-    row = registry.RuleSpec(lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config), "none", True, False)
+    row = registry.RuleSpec(
+        lambda tx, x, config: registry.RULES["subgd"].build(tx, x, config),
+        lr_scaling="none",
+        sums_updates=True,
+        any_optimizer=False,
+    )
     monkeypatch.setitem(registry.RULES, "mine", row)
     registry.check_ranks(Mine(quorum=2), 4)
     message = "rule.tau: got 3 with rule mine.*, or use easgd .*, or add tau to `settings` of its RuleSpec"
     with pytest.raises(UsageError, match=message):
         registry.check_ranks(Mine(tau=3), 4)
-    monkeypatch.setitem(registry.RULES, "mine", row._replace(settings=("tau",)))
+    monkeypatch.setitem(registry.RULES, "mine", dataclasses.replace(row, settings=("tau",)))
     registry.check_ranks(Mine(tau=3), 4)
     with pytest.raises(UsageError, match=r"rule\.quorum: got 2 with rule mine, which does not go by it; leave it out$"):
         registry.check_ranks(Mine(quorum=2), 4)
