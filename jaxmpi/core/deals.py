@@ -1,8 +1,8 @@
 """Whole leaves dealt to workers, for optimizers that mix a leaf's entries.
 
 LARS, LAMB, Adafactor and Muon take leaves one by one, but not entries: a slice has another norm than its leaf, and
-Newton-Schulz needs a whole matrix. So a deal gives each leaf to one of w workers, the costliest first, each to the
-worker with the least to do (Graham 1969). Then Newton-Schulz is divided by w as well.
+Newton-Schulz needs a whole matrix. So a deal gives each leaf to one of w workers, the largest first, each where there is
+least (Graham 1969), of work and of entries. Then Newton-Schulz is divided by w as well.
 
 One program serves all workers, as with slices. Therefore what a worker holds has one shape on all of them: a row, its
 leaves one after another, filled up with zeros to the longest row. Which leaves these are is a branch of the program.
@@ -109,7 +109,9 @@ class Deal(NamedTuple):
 
 
 def deal(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = math.prod) -> Deal:
-    """Deal leaves, costliest first, to the worker with least cost, then entries.
+    """Deal leaves, largest share first, each where it makes the least load.
+
+    A share is that of all cost, or of all entries if that is more: rows are filled up to the longest.
 
     Args:
         params: arrays or their shapes.
@@ -117,10 +119,18 @@ def deal(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = 
     """
     leaves, structure = jax.tree.flatten(params)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    owners, loads = [0] * len(shapes), [(0.0, 0, row) for row in range(workers)]
-    for i in sorted(range(len(shapes)), key=lambda i: -cost(shapes[i])):
-        load, entries, row = min(loads)
-        owners[i], loads[row] = row, (load + cost(shapes[i]), entries + math.prod(shapes[i]), row)
+    costs, sizes = [cost(shape) for shape in shapes], [math.prod(shape) for shape in shapes]
+    shares = [(a / max(sum(costs), 1), b / max(sum(sizes), 1)) for a, b in zip(costs, sizes, strict=True)]
+    owners, loads = [0] * len(shapes), [(0.0, 0.0)] * workers
+
+    def load(row: int, share: tuple[float, float]) -> tuple[float, float]:
+        """The larger of a row's two loads with one leaf more, and their sum."""
+        each = [had + more for had, more in zip(loads[row], share, strict=True)]
+        return max(each), sum(each)
+
+    for i in sorted(range(len(shapes)), key=lambda i: -max(shares[i])):
+        owners[i] = min(range(workers), key=lambda row: load(row, shares[i]))
+        loads[owners[i]] = loads[owners[i]][0] + shares[i][0], loads[owners[i]][1] + shares[i][1]
     return Deal(structure, shapes, tuple(owners), workers)
 
 
