@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.call_comparison import comparison_of
+from jaxmpi.comm.control import MpiProcesses
+from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.frames import LIBRARIES, is_users, line_of, module_of
@@ -129,7 +131,7 @@ def in_turn(program: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
 
 
 @contextmanager
-def one_thread(comm: Comm, call: str = "exchange") -> Iterator[bool]:
+def one_thread(comm: Comm | Processes, call: str = "exchange") -> Iterator[bool]:
     """Refuse an exchange while another thread exchanges with other ranks.
 
     Inside another exchange of this thread it yields True. To let the second thread wait would not do: which of two
@@ -139,7 +141,7 @@ def one_thread(comm: Comm, call: str = "exchange") -> Iterator[bool]:
     Raises:
         UsageError: both threads' names.
     """
-    if not isinstance(comm, MpiComm) or comm.size == 1:
+    if not isinstance(comm, (MpiComm, MpiProcesses)) or comm.size == 1:
         yield False
         return
     mine = threading.current_thread().name

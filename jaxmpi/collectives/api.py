@@ -535,9 +535,9 @@ def _one(operation: str, comm: Comm, *operands: jax.Array, **options: Any) -> li
         result = OPERATIONS[operation].alone(MpiCall(operation=operation, comm=comm, **options), *operands)  # pyright: ignore[reportArgumentType]
         return [] if result is None else [result]
     assert isinstance(comm, MpiComm)
-    lines: dict[str, Any] = {}
+    lines: dict[str, Any] = {"may_differ": MAY_DIFFER.get()}
     if OPERATIONS[operation].is_message or is_traced(operands):
-        lines = {"line": caller()}
-    if is_traced(operands) and not MAY_DIFFER.get():
+        lines["line"] = caller()
+    if is_traced(operands) and not lines["may_differ"]:
         lines["lines"] = (callers(), *columns())
     return bind(MpiCall(operation=operation, comm=comm, **options, **lines), *operands)

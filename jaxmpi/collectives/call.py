@@ -36,8 +36,9 @@ class MpiCall:
     is_identity: bool = False  # the transpose of an allreduce
     is_differentiated: bool = False  # beside it there is a call of tangents, or a transposed one
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # to the first call of a tree: `given_by`
+    may_differ: bool = False  # in its line, from rank to rank
     line: str = ""  # of the user's
-    lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare; empty: they may differ
+    lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare
 
     def what(self, *operands: Any) -> str:
         """Describe the call with these arrays, for messages."""

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
-from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall, like
+from jaxmpi.collectives.call import NOBODY, MpiCall, like
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint, here
 from jaxmpi.comm.call_comparison import comparison_of
@@ -102,11 +102,11 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
         options["differentiated"] = "yes" if call.is_differentiated else f"no: {out}"
     if is_tree(call):
         options["leaf"] = {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in call.given.items()}
+    what = f"{call.operation} in a program" if is_traced else call.operation
+    if call.may_differ:
+        return fingerprint(what, options)
     if not is_traced:
-        mine = fingerprint(call.operation, options)
-        return mine if MAY_DIFFER.get() else here(mine)
-    if not call.lines:
-        return fingerprint(f"{call.operation} in a program", options)
+        return here(fingerprint(what, options))
     return here(fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines}))
 
 

@@ -2,62 +2,59 @@
 
 Two sums of equal shapes have nothing by which ranks could tell them apart but the lines at which they are made. Ranks
 may make one call at different lines: `if rank == 0: allreduce(x) else: allreduce(y)`, or a loop that has ended on one
-rank, which gives zeros meanwhile. So other lines alone are no mistake. Lines in another order are: of two ranks, one
-has been at `a` while the other was at `b`, and then the other way round. By then numbers of `a` have gone into `b`, so
-the last of these calls ends the job.
+rank, which gives zeros meanwhile. So other lines alone are no mistake, and mostly none is another order of lines: ranks
+may take turns. It is said once, with the lines, and the program goes on. Refused were, when it was tried: workers whose
+leader changes, a `continue` that ranks take at different steps, an epoch in which one rank has no batch.
+
+Two ranks have come to lines in another order if their meetings go round: one was at `a` while the other was at `b`,
+then at `b` while it was at `c`, and so on back to `a`. Any permutation of calls does that.
 """
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-MOST_CALLS = 1024  # in which two ranks differ; then they start anew
-SAID = 4  # of the last calls at other places, in a message
+MOST_MEETINGS = 1024  # of two ranks at different places; then no more are noted
 
 
 class CallPlaces:
-    """Calls in which each rank differs from the rank before it."""
+    """Places at which ranks have met while each was at another."""
 
     def __init__(self) -> None:
         """All ranks have been at the same places."""
-        self._ranks = 0
-        self._more: dict[int, Counter[bytes]] = {}  # by rank; what it has made less often has a negative number
-        self.said: deque[str] = deque(maxlen=SAID)  # this rank's calls while others were elsewhere
+        self._ranks, self._is_said = 0, False
+        self._met: dict[tuple[int, int], dict[bytes, set[bytes]]] = {}  # by two ranks: places of one by the other's
 
-    def permuted(self, calls: Sequence[bytes]) -> list[int]:
-        """Ranks that have permuted the calls of the rank before them.
+    def round_trip(self, calls: Sequence[bytes]) -> tuple[int, int] | None:
+        """Two ranks whose meetings have just gone round, once in a job.
 
-        Two ranks that meet again at one of the places at which they differ start anew: it was a loop of uneven length.
+        Each rank is compared with rank 0 and with the one before it.
 
         Args:
             calls: what each rank calls and where, the same sequence on all ranks.
         """
         if len(calls) != self._ranks:  # at first, and after a death
-            self._ranks, self._more = len(calls), {}
-        found = []
-        for rank in range(1, len(calls)):
-            mine, before = calls[rank], calls[rank - 1]
-            more = self._more.get(rank)
-            if mine == before:
-                if more and mine in more:
-                    del self._more[rank]
+            self._ranks, self._met = len(calls), {}
+        if self._is_said or len(set(calls)) == 1:
+            return None
+        for pair in [(a, b) for b in range(1, len(calls)) for a in {0, b - 1}]:
+            here, there = (calls[rank] for rank in pair)
+            met = self._met.setdefault(pair, {})
+            if here == there or there in met.get(here, ()) or sum(map(len, met.values())) >= MOST_MEETINGS:
                 continue
-            more = self._more.setdefault(rank, Counter())
-            more[mine] += 1
-            more[before] -= 1
-            for call in {mine, before}:
-                if not more[call]:
-                    del more[call]
-            if not more:
-                found.append(rank)
-            if not more or len(more) > MOST_CALLS:
-                del self._more[rank]
-        return found
+            met.setdefault(here, set()).add(there)
+            if leads(met, there, here):
+                self._is_said = True
+                return pair
+        return None
 
 
-def another_order(calls: Mapping[int, Sequence[str]]) -> str:
-    """Describe, by rank in the job, calls made in another order."""
-    each = "; ".join(f"rank {rank}: {', then '.join(texts)}" for rank, texts in calls.items())
-    return (
-        f"ranks made the same calls in another order, so each got the other's numbers: {each}; all must make the same "
-        "calls in the same order; ranks that take turns make one call, as allreduce(x if mine else y)"
-    )
+def leads(met: dict[bytes, set[bytes]], start: bytes, goal: bytes) -> bool:
+    """Return True if meetings lead from one place to another."""
+    seen, ahead = {start}, [start]
+    while ahead:
+        place = ahead.pop()
+        if place == goal:
+            return True
+        more = met.get(place, set()) - seen
+        seen |= more
+        ahead.extend(more)
+    return False

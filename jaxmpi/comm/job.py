@@ -118,7 +118,7 @@ def _check_alone() -> None:
 def same_on_all_ranks(what: str, value: Any) -> None:
     """Check that all ranks give the same JSON value, outside jit.
 
-    Communicates: 32 bytes a rank; the values if they differ.
+    Communicates: 40 bytes a rank; the values if they differ.
 
     Raises:
         UsageError: on all ranks alike: rank, path, got, expected.

@@ -1,8 +1,8 @@
 """Whole leaves dealt to workers, for optimizers that mix a leaf's entries.
 
 LARS, LAMB, Adafactor and Muon take leaves one by one, but not entries: a slice has another norm than its leaf, and
-Newton-Schulz needs a whole matrix. So a deal gives each leaf to one of w workers, the largest first, each where there is
-least (Graham 1969), of work and of entries. Then Newton-Schulz is divided by w as well.
+Newton-Schulz needs a whole matrix. So a deal gives each leaf to one of w workers, the largest first, each where there
+is least (Graham 1969), of work and of entries. Then Newton-Schulz is divided by w as well.
 
 One program serves all workers, as with slices. Therefore what a worker holds has one shape on all of them: a row, its
 leaves one after another, filled up with zeros to the longest row. Which leaves these are is a branch of the program.

@@ -5,7 +5,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 PLACE_BYTES = 8
@@ -19,15 +19,20 @@ def module_of(frame: FrameType) -> str:
 
 def is_users(frame: FrameType) -> bool:
     """Return True if a frame runs neither library nor generated code."""
-    return _is_users(frame.f_code, module_of(frame))
+    name = frame.f_code.co_filename
+    return not _is_made_or_installed(name)[1] and is_callers(frame)
+
+
+def is_callers(frame: FrameType) -> bool:
+    """Return True if a frame runs the user's code, or a package that calls us."""
+    made = _is_made_or_installed(frame.f_code.co_filename)[0]
+    return not (made or module_of(frame).partition(".")[0] in LIBRARIES)
 
 
 @functools.lru_cache(4096)  # paths take microseconds, in each call outside jit
-def _is_users(code: CodeType, module: str) -> bool:
-    name = code.co_filename
-    is_made = name.startswith("<") and not name.startswith(("<string>", "<stdin>", "<ipython"))
-    is_installed = bool({"site-packages", "dist-packages"} & set(Path(name).parts))
-    return not (is_made or is_installed or module.partition(".")[0] in LIBRARIES)
+def _is_made_or_installed(file: str) -> tuple[bool, bool]:
+    is_made = file.startswith("<") and not file.startswith(("<string>", "<stdin>", "<ipython", "<python-input"))
+    return is_made, bool({"site-packages", "dist-packages"} & set(Path(file).parts))
 
 
 def line_of(frame: FrameType) -> str:
@@ -36,21 +41,23 @@ def line_of(frame: FrameType) -> str:
 
 
 def calling_frames() -> Iterator[FrameType]:
-    """The user's frames from this call outwards."""
+    """Frames of users, and of packages that call us, from here outwards."""
     frame: Any = sys._getframe(1)
     while frame:
-        if is_users(frame):
+        if is_callers(frame):
             yield frame
         frame = frame.f_back
 
 
 def calling_place() -> bytes:
-    """Digest of the user's instructions that have led to this call."""
-    steps = [_named(frame.f_code) + frame.f_lasti.to_bytes(4) for frame in calling_frames()]
-    return hashlib.blake2b(b"".join(steps), digest_size=PLACE_BYTES).digest()
+    """Digest of the lines that have led to this call.
+
+    Lines, not instructions: the compiler copies a `finally` to each way that leads to it.
+    """
+    steps = [f"{_file_name(f.f_code.co_filename)}:{f.f_code.co_name}:{f.f_lineno}" for f in calling_frames()]
+    return hashlib.blake2b("\n".join(steps).encode(), digest_size=PLACE_BYTES).digest()
 
 
 @functools.lru_cache(4096)
-def _named(code: CodeType) -> bytes:
-    """A function's file, without its folder, name and first line."""
-    return f"{Path(code.co_filename).name}:{code.co_name}:{code.co_firstlineno}\0".encode()
+def _file_name(file: str) -> str:
+    return Path(file).name

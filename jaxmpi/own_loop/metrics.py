@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxmpi.allreduce.call_order import one_thread
 from jaxmpi.comm.agreement import fingerprint, here
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
@@ -84,9 +85,10 @@ def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTr
     arrays = [_real(x) for x in given]
     control = processes()
     named = dict(zip((path for path, _ in named_leaves(metrics)), kinds, strict=True))
-    control.compare(here(fingerprint(what, named)))
     columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
-    rows = control.allgather_array(np.concatenate([[count], *columns]))
+    with one_thread(control, what):
+        control.compare(here(fingerprint(what, named)))
+        rows = control.allgather_array(np.concatenate([[count], *columns]))
     counts = rows[:, 0]
     check(bool(counts.any()), f"{what}: got a count of 0 on every rank; expected examples on one of them")
     present, counts = rows[counts > 0, 1:], counts[counts > 0]

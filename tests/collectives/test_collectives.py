@@ -57,21 +57,6 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         "(f, g)[rank](x).block_until_ready()",
         r"rank 0 to 'exchange 1 of the job \(allreduce\(float32\[3\], op=max\), <string>:6.*rank 1 to 'exchange 2",
     ),
-    "another order outside jit": (
-        "loss = lambda: mpi.allreduce(x)\nnorm = lambda: mpi.allreduce(2 * x)\n"
-        "for each in (loss, norm)[:: 1 - 2 * rank]: each()",
-        r"rank 0: allreduce, <string>:11 .*, then allreduce, <string>:12 .*; rank 1: allreduce, <string>:12 .*, then",
-    ),
-    "another order of first calls of one factory's functions": (
-        "make = lambda n: jax.jit(lambda x: mpi.allreduce(x) + n)\nf, g = make(1), make(2)\n"
-        "one = lambda: f(x)\ntwo = lambda: g(x)\nfor each in (one, two)[:: 1 - 2 * rank]: each()",
-        r"rank 0: allreduce, .* <string>:13 in .*, then allreduce.* <string>:14 .*; rank 1: .*, then",
-    ),
-    "another order of exchanges outside jit": (
-        "loss = lambda: jaxmpi.exchange(x)\nnorm = lambda: jaxmpi.exchange(2 * x)\n"
-        "for each in (loss, norm)[:: 1 - 2 * rank]: each()",
-        r"rank 0: exchange, <string>:11 in .*, then exchange, <string>:12 .*; rank 1: exchange, <string>:12 .*, then",
-    ),
     "a branch that one rank takes": (
         "h = jax.jit(lambda x, b: mpi.bcast(jax.lax.cond(b, mpi.allreduce, lambda x: x, x)))\n"
         "h(x, True).block_until_ready(), h(x, rank == 0).block_until_ready()",
@@ -231,6 +216,33 @@ def test_a_mistake_ends_the_job_with_rank_and_call(mistake):
     assert re.search(message, ended.out), ended.out[-3000:]
     begun_s = max(float(found) for found in re.findall(r"begun ([\d.]+)", ended.out))
     assert end_s - begun_s < LIMIT_S + 15  # to ask who is late takes up to 10; programs of the mistake, mpirun's end
+
+
+PAIRS = {  # of equal calls: one, the other
+    "allreduce": ("mpi.allreduce(x)", "mpi.allreduce(2 * x)"),
+    "exchange": ("jaxmpi.exchange(x)", "jaxmpi.exchange(2 * x)"),
+    "metrics": ("jaxmpi.metrics.mean(1.0)", "jaxmpi.metrics.mean(2.0)"),
+    "first calls of one factory's functions": ("f(x)", "g(x)"),
+    "started operations": ("s(x)", "t(x)"),
+}
+
+
+@pytest.mark.parametrize("pair", [pytest.param(k, marks=[] if k == "allreduce" else pytest.mark.slow) for k in PAIRS])
+@pytest.mark.e2e
+def test_equal_calls_that_ranks_make_in_another_order_are_said_once_with_their_lines(pair):
+    one, other = PAIRS[pair]
+    script = (
+        "make = lambda n: jax.jit(lambda x: mpi.allreduce(x) + n)\nf, g = make(1), make(2)\n"
+        "start = lambda n: jax.jit(lambda x: n + jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)))\n"
+        "s, t = start(1), start(2)\n"
+        f"loss = lambda: {one}\nnorm = lambda: {other}\n"
+        "for each in (loss, norm, loss, norm)[:: 1 - 2 * rank]: each()\nprint('went on')"
+    )
+    ended = mpirun(2, "-c", f"{HEAD}\n{script}", timeout_s=90, env=LIMITS)
+    assert ended.code == 0, ended.out[-3000:]
+    assert ended.out.count("went on") == 2
+    [line] = re.findall(".*another order.*", ended.out)
+    assert re.search(r"rank 0 is at '.*<string>:16 in <lambda>.*' and rank 1 is at '.*<string>:15 in <lambda>.*'", line)
 
 
 @pytest.mark.slow  # longer than the limit of a wait
