@@ -357,7 +357,7 @@ class MpiProcesses(Membership):
         self._check_order(mine.what, [row.tobytes() for row in rows])
 
     def _check_order(self, what: str, calls: Sequence[bytes]) -> None:
-        """Print a line, once, if two ranks make equal calls in another order."""
+        """Print a line if two ranks make equal calls in another order."""
         if not (pair := self._places.round_trip(calls)):
             return
         where = ", ".join([what, *map(line_of, itertools.islice(filter(is_users, calling_frames()), 2))])

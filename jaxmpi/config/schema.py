@@ -69,11 +69,6 @@ REFUSALS = (
     *not_with(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
     *not_with(lambda x: x.params, "params", ("continue_from", "any", GIVE_ONE), form=PAIR),
     *not_with(
-        lambda x: x.devices > 1,
-        "{devices} devices",
-        ("step_mode", "split", "several devices of one process share one jit"),
-    ),
-    *not_with(
         lambda x: x.comm == "xla",
         "comm xla",
         ("step_mode", "split", "all workers share one jit there: use auto or fused"),

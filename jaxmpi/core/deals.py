@@ -124,7 +124,7 @@ def deal(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = 
     owners, loads = [0] * len(shapes), [(0.0, 0.0)] * workers
 
     def load(row: int, share: tuple[float, float]) -> tuple[float, float]:
-        """The larger of a row's two loads with one leaf more, and their sum."""
+        """A row's larger load with one leaf more, and the sum."""
         each = [had + more for had, more in zip(loads[row], share, strict=True)]
         return max(each), sum(each)
 

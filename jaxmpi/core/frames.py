@@ -24,7 +24,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def is_callers(frame: FrameType) -> bool:
-    """Return True if a frame runs the user's code, or a package that calls us."""
+    """Return True for the user's code, or a package that calls us."""
     made = _is_made_or_installed(frame.f_code.co_filename)[0]
     return not (made or module_of(frame).partition(".")[0] in LIBRARIES)
 

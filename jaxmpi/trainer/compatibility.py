@@ -76,6 +76,11 @@ def drives_several(experiment: Experiment) -> bool:
     return experiment.devices > 1 and experiment.comm == "mpi" and launched_workers() > 1
 
 
+def drives_all(experiment: Experiment) -> bool:
+    """Return True if one process drives all of several devices."""
+    return experiment.devices > 1 and not drives_several(experiment)
+
+
 SHARDED, SHRINK, END = "exchange.shard_update on", "--on-rank-loss shrink", "or --on-rank-loss end"
 ASYNCHRONOUS = "an asynchronous rule, whose workers do not meet"
 OWN_RATE = "leave it out, or give optim.transform a function of the schedule"
@@ -153,9 +158,15 @@ AT_START = (
         ("on_nonfinite", "skip", "use stop or rollback"),
     ),
     *not_with(
+        drives_all,
+        "{devices} devices of one process, which share one jit",
+        ("step_mode", "split", "use auto or fused"),
+    ),
+    *not_with(
         drives_several,
         "several ranks of several devices each, which exchange between programs",
         ("batch_statistics", "synchronised", "it exchanges inside one: take averaged or local, or --comm xla"),
+        ("step_mode", "fused", "the step is always split there: use auto"),
         (
             "exchange.strategy",
             "compressors",

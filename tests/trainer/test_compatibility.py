@@ -73,6 +73,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "batch_statistics: got synchronised with several ranks of several devices.*comm xla",
         {"batch_statistics": "synchronised", **SEVERAL},
     ),
+    ("step_mode: got fused with several ranks of .*always split there: use auto", {"step_mode": "fused", **SEVERAL}),
     ("exchange.strategy: got topk1 with several ranks of sev", {"exchange": ExchangeConfig("topk1"), **SEVERAL}),
     ("task: got token-classification with --on-rank-loss", {"task": "token-classification", **SHRINK}),
     ("optim.lr: got 0.5 with an optimizer of one's own.*; leave it out, or", {"optim": replace(MADE, lr=0.5)}),
@@ -121,9 +122,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("got local_batch 8 and effective_batch 16; give one of them", {"local_batch": 8, "effective_batch": 16}),
     ("got resume and from_start; give one of them", {"resume": True, "from_start": True}),
     ("got continue_from and params; give one of them", {"continue_from": "a", "params": "b"}),
-    ("step_mode: got split with 2 devices; several", {"step_mode": "split", "devices": 2}),
     ("step_mode: got split with comm xla; all workers", {"step_mode": "split", "comm": "xla"}),
 ]
+
+
+ONE_JIT: dict[str, Any] = {"step_mode": "split", "devices": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -159,15 +162,29 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
         {**BUDDY, **SHRINK},
         {"batch_statistics": "synchronised", "comm": "xla", **SEVERAL},
         {"exchange": ExchangeConfig(overlap="delayed"), "on_nonfinite": "rollback"},
+        {"step_mode": "split", **SEVERAL},
     ],
 )
 def test_others_go_together(options):
     check_compatible(Experiment(**options))
 
 
-def test_each_row_of_the_table_is_tried_with_all_its_words():
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+
+
+def test_one_process_with_several_devices_has_one_jit(monkeypatch):
+    alone(monkeypatch)
+    with pytest.raises(UsageError, match=r"step_mode: got split with 2 devices of one process, .*; use auto or fused"):
+        check_compatible(made(ONE_JIT))
+    check_compatible(Experiment(devices=2, step_mode="fused"))
+
+
+def test_each_row_of_the_table_is_tried_with_all_its_words(monkeypatch):
     said = []
-    for _, options in REFUSED:
+    for options in [*(options for _, options in REFUSED), ONE_JIT]:
+        if options is ONE_JIT:
+            alone(monkeypatch)
         with pytest.raises(UsageError) as refusal:
             check_compatible(made(options))
         said.append(str(refusal.value))
