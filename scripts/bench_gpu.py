@@ -98,7 +98,7 @@ class Jaxmpi:
         self.state = put(build.initial_states(job, self.functions.rule), workers)
         batches = host_batches(config, workers)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
-        local_gradients, *_ = build.pieces(job)
+        local_gradients, *_ = build.local_functions(job)
         self.gradients = jax.jit(local_gradients)
 
         def forward(*args: Any) -> tuple[Any, jax.Array]:

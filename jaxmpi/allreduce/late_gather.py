@@ -3,9 +3,9 @@
     step t:  slices <- slices + tx(reduce-scatter of gradients) ;  each bucket of slices is sent
     step t + 1:  each bucket of params is collected just before the forward pass first uses one of them
 
-This is exact: every step is taken at the params of the step before, with the bits that a gather at the end of the step
-gives. Between two steps a worker has its slices (`UnderWay`), and whole params travel. Whoever looks at params between
-steps takes `settled` ones. A checkpoint has those, so it is that of any other run.
+This is exact: every step is taken at the params of the step before. A gather at the end of the step gives the same bits
+if XLA fuses the two programs alike. Between two steps a worker has its slices (`UnderWay`), and whole params travel.
+Whoever looks at params between steps takes `settled` ones. A checkpoint has those, so it is that of any other run.
 
 XLA runs an operation once its operands are there. A call that waits for params and has no other operands would run
 first, for all params. So the program of the gradients is traced, and written again equation by equation: before the

@@ -98,8 +98,8 @@ def sharded(
 
     u <- allgather(tx(slice of (1/w) sum_i g_i)), in place of `optax.chain(exchange_gradients(strategy), tx)`. Each of w
     workers holds a w-th of tx's state. Updates are whole and the same bits on all workers; those of the chain if the
-    wires are 32 (`jaxmpi.allreduce.shards`). With one worker it is tx itself, with 32-bit params of its own if
-    `gather_wire` is below 32.
+    wires are 32, each leaf travels alone and XLA fuses alike (`jaxmpi.allreduce.shards`). With one worker it is tx
+    itself, with 32-bit params of its own if `gather_wire` is below 32.
 
     Args:
         tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do, and may go by the
@@ -114,8 +114,8 @@ def sharded(
             before tx; 0: any.
         gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
             updates bring params to within a rounding of it. Params must then be changed by these updates alone.
-        cost: of the update of a whole tensor, by its shape; workers get tensors of about equal cost in all. Muon's is
-            `jaxmpi.optim.optimizers.muon_cost`.
+        cost: of the update of a whole tensor, by its shape, >= 0, the same on all ranks. Workers get tensors of about
+            equal cost and as many entries. Muon's is `jaxmpi.optim.optimizers.muon_cost`.
 
     Outside jit an update of whole tensors is a program that is traced once. A Python variable that a schedule reads is
     fixed then, so keep a rate that changes in the state, by `optax.inject_hyperparams`.

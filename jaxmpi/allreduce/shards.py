@@ -10,6 +10,7 @@ ends are padded. asa and hier-asa keep the bits here, too.
 """
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -189,7 +190,8 @@ class Shards(NamedTuple):
     def _named(self, half: str) -> Choice:
         """The exchange as ranks compare it, and as messages name it."""
         clips = f", clip_norm {float(self.clip_norm)!r}" if self.clip_norm else ""
-        return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}")
+        dealt = f", dealt {zlib.crc32(bytes(str(self.deal.owners), 'ascii')):08x}" if self.deal else ""
+        return self.choice._replace(strategy=f"{self.choice.strategy}, {half}{clips}{dealt}")
 
     def _half(self, half: str, like: list[jax.ShapeDtypeStruct], jit: Jit, exchanging: Jit) -> Callable[[Any], Any]:
         """A half for lists of leaves, or `DealtLeaves`, of these shapes.

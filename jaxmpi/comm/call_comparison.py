@@ -7,11 +7,12 @@ received behind its last. Unequal numbers show in one of three ways:
 
 - Both exchanges have messages of equal lengths: they end, and then the numbers differ, before a program returns.
 - A message is longer than what is expected: MPI reports it to a handler, which reads the others' numbers.
-- A rank waits for messages that never come: a thread of each rank looks now and then, and tells the others.
+- A rank waits for messages that never come: a thread of each rank looks now and then, and sends the others what it
+  waits in.
 
-Ranks of one host hear each other. Between hosts, of ALL_BELOW ranks and more each one hears only those 1, 2, 4, ...
-before it. Equal numbers are equal then, too; of unequal ones some ranks hear at once, while others have a wrong result
-for the seconds in which the job ends.
+Ranks of one host receive the numbers of all. Between hosts, of ALL_BELOW ranks and more each one receives only those of
+the ranks 1, 2, 4, ... before it. Equal numbers are equal then, too; of unequal ones some ranks know at once, while
+others have a wrong result for the seconds in which the job ends.
 
 A callback in the program may have its sum before that: it waits for its operands, not for the comparison.
 
@@ -45,7 +46,7 @@ from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
-ALL_BELOW = 17  # ranks: of so many and more, each hears those at distances 1, 2, 4, ...
+ALL_BELOW = 17  # ranks: of so many and more, each receives from those at distances 1, 2, 4, ...
 _indices = [-1]  # of comparisons; a communicator's is the same on all its ranks
 
 
@@ -151,7 +152,7 @@ class CallComparison:
         kinds = MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS  # of one message, or of one among several
         if MPI.Get_error_class(code) not in kinds or not (held := self.held()):
             return
-        theirs = {rank: number for rank in self._calls.hears if (number := self._number_of(rank, held.count))}
+        theirs = {rank: number for rank in self._calls.receives_from if (number := self._number_of(rank, held.count))}
         if set(theirs.values()) - {held.number}:
             self.differs(held.number, theirs)
         if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE:
@@ -179,7 +180,7 @@ class PythonCalls:
         """Nobody has the turn."""
         self._comm, self._others, self._differs = comm, others, differs
         self._to = [(comm.rank + distance) % comm.size for distance in distances]
-        self.hears = [(comm.rank - distance) % comm.size for distance in distances]
+        self.receives_from = [(comm.rank - distance) % comm.size for distance in distances]
         self._turn, self._held, self._waits = threading.Condition(), (0, 0), 0
         self._ticket = self._served = 0  # the next one for the turn, and the one that has the turn
         self._names = f"{name}, begun", f"{name}, ended"
@@ -219,11 +220,11 @@ class PythonCalls:
             self._others.Send(np.array([number], np.int32), rank)
 
     def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        theirs = np.zeros((len(self.hears), 1), np.int32)
-        for message, rank in zip(theirs, self.hears, strict=True):
+        theirs = np.zeros((len(self.receives_from), 1), np.int32)
+        for message, rank in zip(theirs, self.receives_from, strict=True):
             self._others.Recv(message, rank)
         if (theirs != number).any():
-            self._differs(number, dict(zip(self.hears, theirs[:, 0].tolist(), strict=True)))
+            self._differs(number, dict(zip(self.receives_from, theirs[:, 0].tolist(), strict=True)))
         with self._turn:
             self._held, self._served = (0, 0), self._served + 1
             self._turn.notify_all()
@@ -243,7 +244,7 @@ def _let_programs_end() -> None:
 
 
 def distances(ranks: int) -> list[int]:
-    """How far before this rank those are whose numbers it hears."""
+    """How far before this rank those are whose numbers it receives."""
     return [*range(1, ranks)] if ranks < ALL_BELOW else [1 << i for i in range((ranks - 1).bit_length())]
 
 

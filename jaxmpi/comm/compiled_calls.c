@@ -38,7 +38,7 @@ struct setup {
   void (*differs)(int32_t number, const int32_t *theirs); /* it ends the job */
   void (*failed)(int32_t number, int32_t code);           /* likewise */
   _Atomic int64_t *board;                                 /* NULL: numbers are messages */
-  const int32_t *tells, *hears;                           /* ranks, `others` of each */
+  const int32_t *sends_to, *receives_from;                /* ranks, `others` of each */
   handle comm, messages, int32; /* of the operations, of the comparison's messages; its dtype */
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
   int32_t rank, size, others;
@@ -116,7 +116,7 @@ static int begin(struct comparison *c, int32_t number) {
   }
   int code = 0;
   for (int i = 0; !code && i < mpi->others; i++)
-    code = mpi->send(&number, 1, mpi->int32, mpi->tells[i], 0, mpi->messages);
+    code = mpi->send(&number, 1, mpi->int32, mpi->sends_to[i], 0, mpi->messages);
   return code;
 }
 
@@ -141,8 +141,8 @@ static int end(struct comparison *c, int32_t number) {
   int code = 0, is_same = 1;
   for (int i = 0; !code && i < mpi->others; i++) {
     status ignored;
-    code = mpi->board ? read_board(c, mpi->hears[i], c->begun, &c->theirs[i])
-                      : mpi->recv(&c->theirs[i], 1, mpi->int32, mpi->hears[i], 0, mpi->messages, ignored);
+    code = mpi->board ? read_board(c, mpi->receives_from[i], c->begun, &c->theirs[i])
+                      : mpi->recv(&c->theirs[i], 1, mpi->int32, mpi->receives_from[i], 0, mpi->messages, ignored);
     is_same = is_same && c->theirs[i] == number;
   }
   if (code) return code;

@@ -50,7 +50,7 @@ def setup_type() -> type[ctypes.Structure]:
             ("functions", c_void_p * len(FUNCTIONS)),
             ("differs", Differs),
             ("failed", c_handlers.Failed),
-            *((name, c_void_p) for name in ("board", "tells", "hears")),
+            *((name, c_void_p) for name in ("board", "sends_to", "receives_from")),
             *((name, handle) for name in ("comm", "messages", "int32")),
             ("types", handle * TYPES),
             ("ops", handle * len(OPS)),
@@ -78,7 +78,7 @@ class CompiledCalls:
         Args:
             comm: of the operations.
             messages: a communicator of mpi4py for the comparison.
-            distances: how far before this rank those are whose numbers it hears; on one host all, since a number has
+            distances: how far before this rank those are whose numbers it receives; on one host all, since a number has
                 two places in shared memory.
             index: of this object, the same on all ranks.
             differs: ends the job if ranks have come to calls of other numbers: mine, and theirs by rank.
@@ -90,18 +90,19 @@ class CompiledCalls:
         self._library.jaxmpi_held.restype = c_int64
         self._board = _board(comm)
         self._words = np.frombuffer(self._board, np.int64).reshape(-1, LINE_WORDS) if self._board else None
-        self.hears = [(comm.rank - distance) % comm.size for distance in distances]
-        tells = np.array([(comm.rank + distance) % comm.size for distance in distances], np.int32)
-        hears = np.array(self.hears, np.int32)
+        self.receives_from = [(comm.rank - distance) % comm.size for distance in distances]
+        sends_to = np.array([(comm.rank + distance) % comm.size for distance in distances], np.int32)
+        receives_from = np.array(self.receives_from, np.int32)
 
         def on_difference(number: int, theirs: Any) -> None:
-            differs(number, dict(zip(self.hears, theirs[: len(self.hears)], strict=True)))
+            differs(number, dict(zip(self.receives_from, theirs[: len(self.receives_from)], strict=True)))
 
         setup = setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
         setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(failed)
         setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
-        setup.tells, setup.hears, setup.others = tells.ctypes.data, hears.ctypes.data, len(hears)
+        setup.sends_to, setup.receives_from = sends_to.ctypes.data, receives_from.ctypes.data
+        setup.others = len(receives_from)
         setup.comm, setup.messages, setup.int32 = map(MPI._handleof, (comm.mpi, messages, MPI.INT32_T))
         for number, dtype in DTYPES.items():
             if dtype.isbuiltin == 1 and dtype != np.float16:  # others travel as integers
@@ -109,7 +110,7 @@ class CompiledCalls:
         for number, op in enumerate(OPS):
             setup.ops[number] = MPI._handleof(getattr(MPI, op))
         setup.rank, setup.size = comm.rank, comm.size
-        self._kept = setup, tells, hears  # what the handler has addresses of
+        self._kept = setup, sends_to, receives_from  # what the handler has addresses of
         self._library.jaxmpi_open(index, ctypes.byref(setup))
 
     # ------------------------------------------------------------ in a program

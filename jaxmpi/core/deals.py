@@ -120,7 +120,9 @@ def deal(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = 
     leaves, structure = jax.tree.flatten(params)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     costs, sizes = [cost(shape) for shape in shapes], [math.prod(shape) for shape in shapes]
-    shares = [(a / max(sum(costs), 1), b / max(sum(sizes), 1)) for a, b in zip(costs, sizes, strict=True)]
+    if bad := [each for each in costs if not 0 <= each < math.inf]:
+        raise UsageError(f"cost: got {bad[0]}; expected a finite number from 0 on for each shape")
+    shares = [(a / (sum(costs) or 1), b / (sum(sizes) or 1)) for a, b in zip(costs, sizes, strict=True)]
     owners, loads = [0] * len(shapes), [(0.0, 0.0)] * workers
 
     def load(row: int, share: tuple[float, float]) -> tuple[float, float]:

@@ -55,11 +55,11 @@ def check_arrays(tree: PyTree) -> None:
         )
 
 
-def mean_of_floats(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
-    """Floating-point leaves by `share`, their mean over workers; others as they are."""
+def mean_of_floats(tree: PyTree, mean: Callable[[PyTree], PyTree]) -> PyTree:
+    """Floating-point leaves by `mean`, their mean over workers; others as they are."""
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating)]
-    for i, leaf in zip(floats, share([leaves[i] for i in floats]), strict=True):
+    for i, leaf in zip(floats, mean([leaves[i] for i in floats]), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
 

@@ -291,7 +291,7 @@ def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:
     return drawn
 
 
-def legend(shares: dict[str, float], estimated: bool, width: int) -> Text:
+def legend(shares: Mapping[str, float], estimated: bool, width: int) -> Text:
     """Names of the bar's parts."""
     words = [(text, COLOURS.get(part, "white")) for part, text in percents(shares, estimated)]
     drawn, column = Text(overflow="crop"), 0

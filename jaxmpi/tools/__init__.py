@@ -1,4 +1,4 @@
-"""Commands besides training, and the table of all.
+"""The table of commands, and those that belong to no other room.
 
 In reading order: `cli`, the table, which imports a command by its name when it is called; `doctor`, machine, MPI and
 JAX; `scaling_plan`, speed with more workers; `experiments` that come with jaxmpi.

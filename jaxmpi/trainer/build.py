@@ -115,14 +115,14 @@ class StepParts:
 def build_functions(job: Job) -> Functions:
     """The step in the form that suits these workers."""
     experiment, workers = job.experiment, job.workers
-    gradients, evaluate, predict = pieces(job)
+    gradients, evaluate, predict = local_functions(job)
     skips = experiment.on_nonfinite == "skip"
     over = partial(over_mesh, mesh=workers.mesh, control=workers.processes) if workers.mesh else jax.jit
     once = over if workers.devices > 1 else workers.comm.jit
     spelling = experiment.exchange.strategy
     strategy = spelling if compression.is_compressor(spelling) else algorithms.parse(spelling).name
     form = form_of(job, strategy)
-    share = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
+    mean = exchange_of_devices("asa:32", "mean", workers) or partial(exchange, strategy="asa32", comm=workers.comm)
     of = StepParts(
         job=job,
         strategy=strategy,
@@ -130,7 +130,7 @@ def build_functions(job: Job) -> Functions:
         gradients=steps.marked(gradients) if skips else gradients,
         evaluate=evaluate,
         predict=predict,
-        mean_state=partial(mean_of_floats, share=share) if experiment.batch_statistics != "local" else own_state,
+        mean_state=partial(mean_of_floats, mean=mean) if experiment.batch_statistics != "local" else own_state,
         skips=skips,
         once=once,
         to_share=jax.jit if experiment.batch_statistics == "synchronised" else once,
@@ -304,7 +304,7 @@ def exchange_for(job: Job, strategy: str, order: Order, is_beside: bool) -> base
         return base.Exchange(refused, refused, gradients=exchange_gradients(**options))
     options["order"] = order
     alone: dict[str, Any] = {"portable": experiment.batch_statistics != "synchronised"}
-    share = partial(overlap.exchange, **alone) if is_beside else exchange
+    exchange_tree = partial(overlap.exchange, **alone) if is_beside else exchange
     is_late = experiment.exchange.overlap == "delayed"
     mean, sum_up = (exchange_of_devices(strategy, op, workers, size_bytes, order) for op in ("mean", "sum"))
     if mean and sum_up:
@@ -312,8 +312,8 @@ def exchange_for(job: Job, strategy: str, order: Order, is_beside: bool) -> base
     if is_beside:
         exchange_handlers()  # all ranks make them together; programs that come from another rank find it
     return base.Exchange(
-        partial(share, op="mean", **options),
-        partial(share, op="sum", **options),
+        partial(exchange_tree, op="mean", **options),
+        partial(exchange_tree, op="sum", **options),
         gradients=overlap.delayed_gradients(**options, **alone) if is_late else None,
     )
 
@@ -340,7 +340,7 @@ def own_params(params: PyTree, rule_state: PyTree) -> PyTree:
     return params
 
 
-def pieces(job: Job) -> tuple[Callable, Callable, Callable]:
+def local_functions(job: Job) -> tuple[Callable, Callable, Callable]:
     """The local gradients and evaluation step, uncompiled; predictions as a jit."""
     is_synchronised = job.experiment.batch_statistics == "synchronised"
     forward = steps.Forward(
@@ -358,6 +358,13 @@ def sees_noise(job: Job) -> bool:
     return job.experiment.rule.noise_scale and workers > 1 and job.plan.clock.effective_batch % workers == 0
 
 
+def mask_of(decay_mask: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """A mask of params of these shapes, which it sees traced, as in an optimizer."""
+    found: list[PyTree] = []
+    jax.eval_shape(lambda tree: found.append(decay_mask(tree)), params)
+    return found[0]
+
+
 def build_rule(job: Job, exchange: base.Exchange) -> Rule:
     """The rule over this run's optimizer and exchange.
 
@@ -366,7 +373,7 @@ def build_rule(job: Job, exchange: base.Exchange) -> Rule:
     experiment, plan = job.experiment, job.plan
     asked, optim, params = experiment.rule, experiment.optim, plan.params()
     if exchange.shards and optim.decay_mask:
-        of_whole = optim.decay_mask(params)  # by shapes that slices have not
+        of_whole = mask_of(optim.decay_mask, params)  # by shapes that slices have not
         optim = dataclasses.replace(optim, decay_mask=lambda _: of_whole)
     tx = optimizers.optimizer(optim, plan.lr, clips=not exchange.shards)
     optimizers.check_takes_gradients(experiment.optim, tx, params)

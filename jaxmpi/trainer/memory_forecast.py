@@ -28,7 +28,7 @@ from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.optim.optimizers import arrays_of
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
-from jaxmpi.trainer.build import pieces, rule_in_program
+from jaxmpi.trainer.build import local_functions, rule_in_program
 from jaxmpi.trainer.memory import SHARDED, WorkerMemory, check_fits, held, mb, measured, parts
 from jaxmpi.trainer.resolve_auto import settle_shards, why_whole, with_shards
 from jaxmpi.trainer.step_form import shares_params
@@ -136,7 +136,7 @@ def forecast_of(job: Job, batch: PyTree, eval_activations: int | None) -> Worker
     experiment, workers, plan = job.experiment, job.workers, job.plan
     rule = rule_in_program(job)
     found = held(job, rule, experiment.exchange.strategy, is_whole=False)
-    gradients = pieces(job)[0]
+    gradients = local_functions(job)[0]
     if found.is_early:
         assert rule.sharding
         assert isinstance(rule.sharding.shards, Shards)
@@ -166,7 +166,7 @@ def eval_bytes(job: Job) -> int | None:
     if batch is None:
         return None
     state = jax.eval_shape(job.plan.init, jax.random.key(0))
-    analysis = jax.jit(pieces(job)[1]).lower(*state, batch).compile().memory_analysis()
+    analysis = jax.jit(local_functions(job)[1]).lower(*state, batch).compile().memory_analysis()
     return analysis and analysis.temp_size_in_bytes
 
 

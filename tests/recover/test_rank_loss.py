@@ -242,6 +242,7 @@ class Row(NamedTuple):
     gone: list[int]
     ranks: int = RANKS
     within_s: float = NOTICED_S
+    flags: tuple[str, ...] = ()  # of the run that it equals, too
 
 
 SHARDED = ("--exchange.shard-update", "on")
@@ -270,6 +271,12 @@ ROWS = {
     "sharded_two_at_once": Row((*inject("kill:rank=0,step=25", "kill:rank=2,step=25"), *COPIED), [0, 2]),
     "sharded_in_evaluation": Row((*inject("kill:rank=1,step=20,at=eval"), *COPIED), [1]),
     "sharded_saving": Row((*inject("kill:rank=0,step=20,at=save"), *COPIED), [0]),
+    "sharded_two_neighbours": Row(
+        (*inject("kill:rank=1,step=25", "kill:rank=2,step=25"), *SHARDED, "--exchange.buddy", "2"), [1, 2]
+    ),
+    "sharded_masters": Row((*inject("kill:rank=2,step=25"), *COPIED), [2], flags=("--exchange.gather-wire", "16")),
+    "sharded_whole_tensors": Row((*inject("kill:rank=2,step=25"), *COPIED), [2], flags=("--optim.name", "lamb")),
+    "sharded_average": Row((*inject("kill:rank=2,step=25"), *COPIED), [2], flags=("--optim.ema", "0.9")),
     "sharded_to_one": Row((*inject("kill:rank=0,step=25"), *COPIED), [0], ranks=2),
 }
 
@@ -355,7 +362,7 @@ def test_a_run_ends_once_a_copy_is_not_its_slice_any_more(tmp_path):
 @pytest.mark.parametrize("name", ROWS)
 def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path):
     row, folder, before = ROWS[name], tmp_path / "run", shared_memory()
-    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *row.args, ranks=row.ranks))
+    job = start(trainer(model, folder, "--on-rank-loss", "shrink", *row.args, *row.flags, ranks=row.ranks))
     code = job.end()
     assert code == 0, job.out
     lost = lines(folder, "lost")
@@ -370,7 +377,7 @@ def test_the_others_do_the_step_again_and_go_on(name, model, reference, tmp_path
     told_times(job, row, lost)
     # 64 examples do not divide by 3 when a run begins, and shared memory adds in another order than the ring.
     if lost[0]["after"] and "shm" not in name:
-        args = SHARDED if name.startswith("sharded") else ()
+        args = (*(SHARDED if name.startswith("sharded") else ()), *row.flags)
         assert saved_state(folder) == reference(*parts_of(row.ranks, lost), args=args)
 
 

@@ -98,7 +98,7 @@ REAL = """
 workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
 said = memory_forecast.forecast(asked, workers).off
 job = job_of(asked, workers)
-gradients = jax.jit(build.pieces(job)[0])
+gradients = jax.jit(build.local_functions(job)[0])
 batch = {"image": np.zeros((256, 8, 8, 1), np.uint8), "label": np.zeros(256, np.int32), "weight": np.ones(256, "f4")}
 batch = jax.block_until_ready(jax.device_put(batch))
 seen, start = {}, now()
@@ -135,7 +135,7 @@ asked = dataclasses.replace(asked, effective_batch=512, exchange=exchange)
 said = memory_forecast.forecast(asked, two).on
 job = job_of(asked, two)
 shards = build.exchange_for(job, "shm:32", Order(), False).shards
-early = shards.scattering(build.pieces(job)[0], memory_forecast.NO_SUM)
+early = shards.scattering(build.local_functions(job)[0], memory_forecast.NO_SUM)
 host_callbacks.register(memory_forecast.NO_SUM, halve)
 jitted = jax.jit(early)  # a compiled program that is called by itself lacks the tokens of ordered calls
 jitted.lower(*args).compile()
@@ -551,6 +551,20 @@ def test_a_mask_that_decays_nothing_decays_nothing_of_slices():
     zeros = jax.tree.map(np.zeros_like, ones)
     update, _ = tx.update(zeros, tx.init(ones), ones)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(update))
+
+
+def test_a_mask_by_size_decays_slices_of_large_tensors_and_sees_arrays_as_optimizers_show_them():
+    """A slice of the largest bias is smaller than the limit, and the largest kernel's is not the whole."""
+    large = lambda params: jax.tree.map(lambda x: x.reshape(-1).size > 4096, params)  # noqa: E731
+    rule = rule_of("on", Optim("sgd", lr=1.0, weight_decay=0.5, decay_mask=large))
+    assert rule.sharding
+    shapes = job_of(DIGITS, workers(4)).plan.params()
+    slices = jax.tree.map(lambda leaf: np.ones(-(-leaf.size // 4), np.float32), shapes)
+    zeros = jax.tree.map(np.zeros_like, slices)
+    update, _ = rule.sharding.tx.update(zeros, rule.sharding.tx.init(slices), slices)
+    decayed = {name: bool(np.any(leaf)) for name, leaf in named_leaves(update)}
+    assert decayed == {name: leaf.size > 4096 for name, leaf in named_leaves(shapes)}
+    assert 0 < sum(decayed.values()) < len(decayed)
 
 
 def test_a_schedule_free_optimizer_of_one_s_own_is_not_sharded():
