@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,12 +59,29 @@ hypothesis.settings.load_profile("jaxmpi")
 THREE_TAKE_BYTES = 8 << 30
 
 
+QUICK_S = 300  # that the quick tier may take on two cores
+BEGAN_S = time.monotonic()
+
+
+def is_whole_tier(config: pytest.Config) -> bool:
+    """Return True unless files are named, or slow tests asked for."""
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return not (is_named or UNDER_MPI) and config.option.markexpr.startswith("not ")
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two for the quick tier, three with jobs; none, which is this process itself, for what must not be disturbed."""
-    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    if not is_whole or UNDER_MPI or not config.option.markexpr.startswith("not "):
+    if not is_whole_tier(config):
         return 0
     return 3 if "e2e" not in config.option.markexpr and available_bytes() >= THREE_TAKE_BYTES else 2
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Seconds of the quick tier beside those that it may take."""
+    if is_whole_tier(config) and "e2e" in config.option.markexpr:
+        took_s = time.monotonic() - BEGAN_S
+        over = "; --durations 30 shows where they go" if took_s > QUICK_S else ""
+        terminalreporter.write_line(f"quick tests: {took_s:.0f} s of {QUICK_S}{over}")
 
 
 # A file's tests stay in one process. If a long file began last, a core would wait for minutes. By itself xdist begins

@@ -66,7 +66,7 @@ class Shards(NamedTuple):
 
     @property
     def comm(self) -> Comm:
-        """Who exchanges."""
+        """The workers' Comm."""
         return self.choice.comm
 
     @property

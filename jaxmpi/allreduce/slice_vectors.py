@@ -53,7 +53,7 @@ class SlicesInBuckets(NamedTuple):
         return rows_of(vector, self.workers).reshape(-1)
 
     def scattered(self, chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """What `unpacking` takes, of f32[m] each."""
+        """Arguments of `unpacking`, of f32[m] each."""
         each = zip(self.buckets, chunks, strict=True)
         return [x.reshape(self._slice(bucket[0])) if len(bucket) == 1 else x for bucket, x in each]
 
@@ -66,7 +66,7 @@ class SlicesInBuckets(NamedTuple):
         return self._joining(jit, lambda part: part.reshape(-1))
 
     def gathered(self, rows: Sequence[jax.Array]) -> list[jax.Array]:
-        """What `splitting` takes, of f32[w, m] each."""
+        """Arguments of `splitting`, of f32[w, m] each."""
         each = zip(self.buckets, rows, strict=True)
         return [whole_of(x, self.leaves[bucket[0]]) if len(bucket) == 1 else x for bucket, x in each]
 
@@ -139,7 +139,7 @@ class RowsInColumns(NamedTuple):
         return vector
 
     def scattered(self, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """What `unpacking` takes, of f32[m] each."""
+        """Arguments of `unpacking`, of f32[m] each."""
         return chunks
 
     def unpacking(self, jit: Jit) -> Callable[[Sequence[jax.Array]], DealtLeaves]:
@@ -159,7 +159,7 @@ class RowsInColumns(NamedTuple):
         return jit(pack)
 
     def gathered(self, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """What `splitting` takes, of f32[w, m] each."""
+        """Arguments of `splitting`, of f32[w, m] each."""
         return rows
 
     def splitting(self, jit: Jit) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:

@@ -111,11 +111,11 @@ class Place(np.ndarray):
         return part
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Of NumPy's operations."""
+        """Refuse NumPy's operations."""
         self._refuse()
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> NoReturn:
-        """Of NumPy's functions."""
+        """Refuse NumPy's functions."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -39,7 +39,7 @@ def handle_type() -> Any:
 
 @functools.cache
 def _scopes() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Where MPI's functions are, in the linker's order."""
+    """Places of MPI's functions, in the linker's order."""
     bridge = importlib.import_module("mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu")
     return ctypes.CDLL(None), ctypes.CDLL(bridge.__file__)
 

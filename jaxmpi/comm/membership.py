@@ -1,4 +1,4 @@
-"""Who the ranks are, and their communicators; also after a death.
+"""The ranks and their communicators, also after a death.
 
 Ranks of a job that may lose some agree that one is gone, and become a smaller job (ULFM; Bland et al. 2013).
 """

@@ -1,4 +1,4 @@
-"""Who exchanges with whom: collectives over all workers, inside jit.
+"""Collectives over all workers, inside jit.
 
 Importing mpi4jax starts MPI, so it happens inside functions.
 """
@@ -234,7 +234,7 @@ refusing_world = jax.make_user_context(default_value="")
 
 
 def workers_of(comm: Comm | None) -> Comm:
-    """Who exchanges: the caller's choice, else the world.
+    """The workers that exchange: the caller's choice, else the world.
 
     Raises:
         UsageError: it is the world, in a function whose workers are others; this rank has no part in it.

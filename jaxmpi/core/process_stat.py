@@ -1,4 +1,4 @@
-"""What Linux shows of a process."""
+"""Facts of a process that Linux shows."""
 
 
 def stat_of(process: int) -> list[str]:

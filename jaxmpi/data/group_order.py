@@ -1,4 +1,4 @@
-"""Who holds which record when, and which records move in a shuffle.
+"""Holders of records, and the records that move in a shuffle.
 
 A data set lies in the memory of groups of workers. Each group of S workers holds one full copy, each worker 1/S of it.
 In every group member m holds the records at those places of the epoch's order that are m modulo S within their step.

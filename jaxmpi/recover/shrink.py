@@ -105,7 +105,7 @@ class ShrinkCoordinator:
             self.copies = Copies(self.comm, layout, count)
 
     def told(self) -> str:
-        """Who is gone, for messages."""
+        """The ranks that are gone, for messages."""
         return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
 
 

@@ -253,7 +253,7 @@ class Gossip(Protocol):
 
 
 class Asynchronous(NamedTuple):
-    """How a worker exchanges with a center, in NumPy on f32[n].
+    """How workers meet a center or each other, in NumPy on f32[n].
 
     `sent` and `seen` are what travelled, as both ends know it. `outward(params, state)` is the tree that travels,
     `inward(tree, state)` the params for what came of it.

@@ -359,7 +359,7 @@ def sees_noise(job: Job) -> bool:
 
 
 def mask_of(decay_mask: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """A mask of params of these shapes, which it sees traced, as in an optimizer."""
+    """A mask of params, which it sees traced, as in an optimizer."""
     found: list[PyTree] = []
     jax.eval_shape(lambda tree: found.append(decay_mask(tree)), params)
     return found[0]
