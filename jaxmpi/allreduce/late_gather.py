@@ -5,7 +5,7 @@
 
 This is exact: every step is taken at the params of the step before. A gather at the end of the step gives the same bits
 if XLA fuses the two programs alike. Between two steps a worker has its slices (`UnderWay`), and whole params travel.
-Whoever looks at params between steps takes `settled` ones. A checkpoint has those, so it is that of any other run.
+Whoever looks at params between steps takes `whole_params`. A checkpoint has those, so it is that of any other run.
 
 XLA runs an operation once its operands are there. A call that waits for params and has no other operands would run
 first, for all params. So the program of the gradients is traced, and written again equation by equation: before the
@@ -82,7 +82,7 @@ class LateGather:
         """Params of which nothing travels; no communication. The next step sends them."""
         return UnderWay(self.shards.own(params), jnp.zeros(TICKET.shape, TICKET.dtype))
 
-    def settled(self, params: UnderWay) -> PyTree:
+    def whole_params(self, params: UnderWay) -> PyTree:
         """Whole params, the same bits on all workers.
 
         Communicates: waits for what travels, or sends it if nothing does.
@@ -92,7 +92,7 @@ class LateGather:
     def gradients(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """`function(params, *others)` of params under way, waited for at first use.
 
-        Communicates: as `settled`.
+        Communicates: as `whole_params`.
         """
 
         def of_under_way(params: UnderWay, *others: PyTree) -> PyTree:

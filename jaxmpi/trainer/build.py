@@ -77,7 +77,9 @@ class Functions:
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # what `auto` came to, for the log
     compute_only: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
-    settled: Callable[[TrainState], TrainState] = lambda state: state  # whose params are whole, for those who look
+    with_whole_params: Callable[[TrainState], TrainState] = lambda state: (
+        state
+    )  # whose params are whole, for those who look
 
     @property
     def exchanges(self) -> bool:
@@ -241,19 +243,19 @@ def with_late_gather(of: StepParts, made: Functions) -> Functions:
     rule = inner._replace(update=gather.update(inner.update), measured=measured)
     gradients = gather.gradients(of.order.of(of.gradients, of.flops.count))
     step, jit = partial(steps.train_step, gradients=gradients, rule=rule), of.to_share
-    jitted, begin, settle = jit(step, donate_argnums=(0,)), jit(gather.begun), jit(gather.settled)
+    jitted, begin, gathered = jit(step, donate_argnums=(0,)), jit(gather.begun), jit(gather.whole_params)
 
     def begun(state: TrainState) -> TrainState:
         return state if isinstance(state.params, UnderWay) else state._replace(params=begin(state.params))
 
-    def settled(state: TrainState) -> TrainState:
-        return state._replace(params=settle(state.params)) if isinstance(state.params, UnderWay) else state
+    def with_whole_params(state: TrainState) -> TrainState:
+        return state._replace(params=gathered(state.params)) if isinstance(state.params, UnderWay) else state
 
     return dataclasses.replace(
         made,
         train_step=lambda state, batch: jitted(begun(state), batch),
         ahead=Ahead(lambda state, batch: compiled_for(jitted, (begun(state), batch)), True),
-        settled=settled,
+        with_whole_params=with_whole_params,
         form=f"{made.form}; new params are gathered behind the next forward pass",
     )
 

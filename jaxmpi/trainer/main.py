@@ -50,7 +50,7 @@ from jaxmpi.trainer.build import Functions, build_functions
 from jaxmpi.trainer.compatibility import check_compatible
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
-from jaxmpi.trainer.resolve_auto import settle_exchange, settle_overlap, settle_shards
+from jaxmpi.trainer.resolve_auto import resolve_exchange, resolve_overlap, resolve_shards
 from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
@@ -159,9 +159,9 @@ def train_until(
         fault_injection.parse(text, max(begun, workers.size), last_step)
     asked = experiment.exchange.strategy
     with phases.phase("choosing the exchange"):
-        job, why_overlap = settle_overlap(job)
-        job, why = settle_exchange(job, kept)
-        job, why_shards = settle_shards(job)
+        job, why_overlap = resolve_overlap(job)
+        job, why = resolve_exchange(job, kept)
+        job, why_shards = resolve_shards(job)
     experiment = job.experiment
     with phases.phase("building the step"):
         functions = dataclasses.replace(build_functions(job), asked=asked)

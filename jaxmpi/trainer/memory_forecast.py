@@ -30,7 +30,7 @@ from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer.build import local_functions, rule_in_program
 from jaxmpi.trainer.memory import SHARDED, WorkerMemory, check_fits, held, mb, measured, parts
-from jaxmpi.trainer.resolve_auto import settle_shards, why_whole, with_shards
+from jaxmpi.trainer.resolve_auto import resolve_shards, why_whole, with_shards
 from jaxmpi.trainer.step_form import shares_params
 from jaxmpi.trainer.training_plan import Job, TrainingPlan, job_of, with_exchange
 
@@ -116,13 +116,13 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
     off, on = (with_shards(job, word) for word in ("off", "on"))
     if why := why_whole(on):
         notes.append(f"no sharded updates: {why}")
-    settled, said = settle_shards(job)
+    resolved, said = resolve_shards(job)
     notes += [said] if said and not why else []
     batch = shapes_of_batch(plan.feed)
     evaluating = eval_bytes(on) if experiment.optim.ema and not why else None  # else no average is gathered
     each = [forecast_of(of, batch, evaluating) for of in ([off] if why else [off, on])]
     sharded = each[1] if len(each) > 1 else None
-    is_sharded = settled.experiment.exchange.shard_update == "on"
+    is_sharded = resolved.experiment.exchange.shard_update == "on"
     return Forecast(plan.feed.samplers[0].local_batch, each[0], sharded, notes, is_sharded)
 
 

@@ -1,6 +1,6 @@
 """Choices that an experiment leaves open: the strategy `auto`, and `--exchange.shard-update auto`.
 
-They are settled before the step is built: its form, the rule's state and what a checkpoint holds depend on them. Each
+They are resolved before the step is built: its form, the rule's state and what a checkpoint holds depend on them. Each
 choice comes with a line for the log that says why. The exchange is that of the run that is resumed, so that it goes on
 bit for bit. A new run has a probe of these ranks choose (`allreduce/autotune.py`). Updates are sharded if they can be
 and a worker saves enough. To find out, rule and exchange are built once with sharded updates, in shapes alone; their
@@ -38,7 +38,7 @@ from jaxmpi.trainer.training_plan import Job, with_exchange
 # ---------------------------------------------------------------- the exchange
 
 
-def settle_overlap(job: Job) -> tuple[Job, str]:
+def resolve_overlap(job: Job) -> tuple[Job, str]:
     """Drop overlap and late gathers if fewer workers need micro-batches; return why.
 
     Options for the workers that began the run must not end it on fewer, of which each has more examples. Micro-batches
@@ -58,7 +58,7 @@ def settle_overlap(job: Job) -> tuple[Job, str]:
     return with_exchange(job, overlap="off", gather="in-step"), why
 
 
-def settle_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tuple[Job, str]:
+def resolve_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tuple[Job, str]:
     """Settle `auto` as strategy, bucket size and overlap, and return why.
 
     The line is empty if nothing was left open. The choice is that of the run that is resumed, so that the run goes on
@@ -72,10 +72,10 @@ def settle_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tupl
     stored = run_directory.settled_exchange(kept, asked)
     unfit = partial(unfit_slices_of, job) if asked.shard_update == "on" else None
     if stored and can_go_on(stored["strategy"], asked, comm, unfit):
-        settled = with_exchange(job, **stored)
-        exchange = settled.experiment.exchange
+        resolved = with_exchange(job, **stored)
+        exchange = resolved.experiment.exchange
         off = ", overlap off" if exchange.overlap != asked.overlap else ""
-        return settled, f"{asked.strategy}: {exchange.strategy}{off}, as before"
+        return resolved, f"{asked.strategy}: {exchange.strategy}{off}, as before"
     sizes = [leaf.size for leaf in jax.tree.leaves(job.plan.params())]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", comm, unfit_for_overlap(job))
     alone = with_halves(comm.hosts, asked.gather_wire) if unfit else ()
@@ -132,7 +132,7 @@ def to_center(asked: exchange_config.ExchangeConfig) -> str:
 # ---------------------------------------------------------------- sharded updates
 
 
-def settle_shards(job: Job) -> tuple[Job, str]:
+def resolve_shards(job: Job) -> tuple[Job, str]:
     """Settle `--exchange.shard-update auto` as on or off, and return why.
 
     The line is empty if nothing was left open. Updates are sharded if they can be, each worker holds at least

@@ -21,7 +21,7 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.trainer.compatibility import NothingLate, UnfitForOverlap
-from jaxmpi.trainer.resolve_auto import settle_exchange
+from jaxmpi.trainer.resolve_auto import resolve_exchange
 from jaxmpi.trainer.step_form import form_of, unfit_slices_of
 from jaxmpi.trainer.training_plan import job_of
 
@@ -126,7 +126,7 @@ def test_auto_with_late_gathers_is_a_strategy_whose_halves_can_travel(cache):
         "shm": NothingLate.SHARED,
         "ar": UnfitForOverlap.HALVES.format(algorithm="ar", able=", ".join(able)),
     }
-    settled, why = settle_exchange(job, None)
+    settled, why = resolve_exchange(job, None)
     strategy = settled.experiment.exchange.strategy
     assert strategy.removesuffix(":32") in able, why
     assert form_of(settled, strategy).is_late

@@ -361,13 +361,13 @@ def test_params_that_travel_behind_the_next_forward_pass_have_the_bits_of_those_
     for is_late in (False, True):
         step, state, gather = step_of("ring16", is_late)
         run, params, rng = jax.jit(step), net_params(), np.random.default_rng(RANK)
-        begun, settled = (jax.jit(gather.begun), jax.jit(gather.settled)) if gather else (lambda p: p, lambda p: p)
+        begun, whole = (jax.jit(gather.begun), jax.jit(gather.whole_params)) if gather else (lambda p: p, lambda p: p)
         params, seen = begun(params), list[str]()
         for i in range(1, 7):
             params, state = run(params, state, rng.standard_normal((3, 24), np.float32))
             assert isinstance(params, UnderWay) == is_late
             if i % 2 == 0:
-                whole = settled(params)
+                whole = whole(params)
                 seen.append(tree_digest(jax.device_get(whole)))
                 params = begun(jax.tree.map(np.array, whole)) if i == 4 else params
         looked.append(seen)
@@ -392,7 +392,7 @@ def test_params_under_way_are_forgotten_if_their_run_begins_anew():
         jax.block_until_ready(params)
         kept.append(len(comm_thread().unclaimed) - before)
     assert kept == [len(gather.calls().buckets)] * 3
-    jax.block_until_ready(jax.jit(gather.settled)(params))
+    jax.block_until_ready(jax.jit(gather.whole_params)(params))
     assert len(comm_thread().unclaimed) == before
 
 

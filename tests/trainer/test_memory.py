@@ -704,7 +704,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
 )
 def test_options_for_more_workers_do_not_end_a_run_on_fewer(exchange, micro_batch, overlap, gather):
     asked = dataclasses.replace(DIGITS, effective_batch=32, micro_batch=micro_batch, exchange=exchange)
-    job, why = resolve_auto.settle_overlap(job_of(asked, workers(2), scaled_for=4))
+    job, why = resolve_auto.resolve_overlap(job_of(asked, workers(2), scaled_for=4))
     settled = job.experiment.exchange
     assert (settled.overlap, settled.gather) == (overlap, gather)
     gathered = ", new params gathered in the step" * (exchange.gather == "late")
@@ -748,7 +748,7 @@ def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, chang
     asked = dataclasses.replace(asked, **change)
     asked = dataclasses.replace(asked, exchange=dataclasses.replace(asked.exchange, shard_update="auto"))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
-        settled, why = resolve_auto.settle_shards(job_of(asked, workers(size)))
+        settled, why = resolve_auto.resolve_shards(job_of(asked, workers(size)))
     assert why.startswith(f"exchange.shard_update auto: {expected}"), why
     assert settled.experiment.exchange.shard_update == expected[: expected.index(",")]
 
@@ -759,7 +759,7 @@ def test_auto_leaves_updates_whole_if_slices_could_not_stay_beside_the_backward_
     exchange = ExchangeConfig("hier-asa", shard_update="auto")
     asked = dataclasses.replace(DIGITS, optim=Optim("adam"), exchange=exchange, batch_statistics="synchronised")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
-        settled, why = resolve_auto.settle_shards(job_of(asked, workers(4)))
+        settled, why = resolve_auto.resolve_shards(job_of(asked, workers(4)))
     assert settled.experiment.exchange.shard_update == "off"
     assert why.endswith(f"sharded it could not: {UnfitForOverlap.SLICES}")
 
