@@ -204,8 +204,8 @@ def reason_of(text: str) -> str:
 def shown(place: Place, text: str) -> str:
     """A text without paths of this machine and addresses of registries."""
     known = {UV: "uv", str(place.env): "ENV", str(place.folder): "CELL", str(ROOT): ".", str(Path.home()): "~"}
-    for path, word in known.items():
-        text = text.replace(path, word)
+    for path in sorted(known, key=len, reverse=True):  # the home may be below the root, or begin like it
+        text = text.replace(path, known[path])
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return re.sub(r"\w+://\S+", "URL", text)
 

@@ -4,6 +4,7 @@ uv run pytest -m faults tests/recover/test_rank_loss.py
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
@@ -69,12 +70,13 @@ def test_a_launcher_that_ends_the_job_with_its_first_rank_is_refused(tmp_path):
 # ---------------------------------------------------------------- after a loss
 
 
-class Built(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Built:
     """Of the functions of a run, those that go over to the next."""
 
     asked: str = ""
     form: str = ""
-    rule: Any = SimpleNamespace(sharding=None)
+    rule: Any = dataclasses.field(default_factory=lambda: SimpleNamespace(sharding=None))
 
 
 STATE = TrainState(np.int32(7), (), (), (), np.zeros(2, np.uint32))

@@ -269,7 +269,7 @@ BAD = {
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
     "split devices": (
         [DIGITS, "--devices", "2", "--step-mode", "split"],
-        "several devices of one process share one jit",
+        "2 devices of one process, which share one jit; use auto or fused",
     ),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
 }
