@@ -5,7 +5,7 @@
 
 Each rank has a tree's params and gradients, and the optimizer's state: whole, and a slice, by `--exchange.shard-update
 on`. With `--optimizer muon` whole matrices are dealt to ranks, and so are the multiplications of Newton-Schulz. A turn
-is the rule's update as the trainer calls it between jits: exchange, Adam, new params. A round counts as long as its
+is the rule's update as the trainer calls it between jits: exchange, update, new params. A round counts as long as its
 slowest rank takes. Ratios are round by round, with 95 % intervals. A job has two contenders at a time: four of
 AlexNet's tree do not fit into 24 GB on 8 ranks.
 

@@ -24,7 +24,7 @@ class CallPlaces:
         self._met: dict[tuple[int, int], dict[bytes, set[bytes]]] = {}  # by two ranks: places of one by the other's
 
     def round_trip(self, calls: Sequence[bytes]) -> tuple[int, int] | None:
-        """Two ranks whose meetings have just gone round, once in a job.
+        """Two ranks whose meetings have just gone round, said once.
 
         Each rank is compared with rank 0 and with the one before it.
 

@@ -365,8 +365,8 @@ class MpiProcesses(Membership):
         if self.rank == 0:
             each = " and ".join(f"rank {self.numbers[rank]} is at {places[rank]!r}" for rank in pair)
             print(
-                f"jaxmpi: {failures.who()}: equal calls in another order: {each}, and they were at these lines the "
-                "other way round; numbers of one went into the other's, unless these ranks take turns",
+                f"jaxmpi: {failures.who()}: equal calls in another order: {each}; with the calls before, both have now "
+                "come to the same lines; numbers of one went into the other's, unless these ranks take turns",
                 file=sys.stderr,
                 flush=True,
             )

@@ -76,11 +76,6 @@ def drives_several(experiment: Experiment) -> bool:
     return experiment.devices > 1 and experiment.comm == "mpi" and launched_workers() > 1
 
 
-def drives_all(experiment: Experiment) -> bool:
-    """Return True if one process drives all of several devices."""
-    return experiment.devices > 1 and not drives_several(experiment)
-
-
 SHARDED, SHRINK, END = "exchange.shard_update on", "--on-rank-loss shrink", "or --on-rank-loss end"
 ASYNCHRONOUS = "an asynchronous rule, whose workers do not meet"
 OWN_RATE = "leave it out, or give optim.transform a function of the schedule"
@@ -158,15 +153,9 @@ AT_START = (
         ("on_nonfinite", "skip", "use stop or rollback"),
     ),
     *not_with(
-        drives_all,
-        "{devices} devices of one process, which share one jit",
-        ("step_mode", "split", "use auto or fused"),
-    ),
-    *not_with(
         drives_several,
         "several ranks of several devices each, which exchange between programs",
         ("batch_statistics", "synchronised", "it exchanges inside one: take averaged or local, or --comm xla"),
-        ("step_mode", "fused", "the step is always split there: use auto"),
         (
             "exchange.strategy",
             "compressors",
@@ -293,7 +282,14 @@ WHOLE_AVERAGES = (
     "exchange.shard_update: got on with optimizer {optimizer}, which is schedule-free: it evaluates an average of its "
     "own, of whole params; use off"
 )
+ONE_JIT = "step_mode: got split with {devices} devices of one process, which share one jit; use auto or fused"
+ALWAYS_SPLIT = (
+    "step_mode: got fused with {devices} devices of each of {ranks} processes, between whose programs sums travel; the "
+    "step is split there: use auto"
+)
 IN_A_JOB = (
+    ONE_JIT,
+    ALWAYS_SPLIT,
     *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_calls.UnfitForThread, *UnfitForOverlap)),
     *(LATE.format(reason=why) for why in NothingLate),
     BACKEND,
@@ -322,6 +318,14 @@ IN_A_JOB = (
     mixture.STREAM,
 )
 REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_START)
+
+
+def check_step_mode(experiment: Experiment, ranks: int) -> None:
+    """Refuse a form that several devices of so many processes cannot have."""
+    mode, devices = experiment.step_mode, experiment.devices
+    if devices > 1 and experiment.comm == "mpi":
+        check(ranks > 1 or mode != "split", ONE_JIT.format(devices=devices))
+        check(ranks == 1 or mode != "fused", ALWAYS_SPLIT.format(devices=devices, ranks=ranks))
 
 
 def check_compatible(experiment: Experiment) -> None:

@@ -47,7 +47,7 @@ from jaxmpi.trainer import callbacks, memory
 from jaxmpi.trainer.async_start import Start
 from jaxmpi.trainer.asynchronous import run_asynchronously
 from jaxmpi.trainer.build import Functions, build_functions
-from jaxmpi.trainer.compatibility import check_compatible
+from jaxmpi.trainer.compatibility import check_compatible, check_step_mode
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
 from jaxmpi.trainer.resolve_auto import resolve_exchange, resolve_overlap, resolve_shards
@@ -214,6 +214,7 @@ def gather_all(experiment: Experiment) -> Workers:
     control = processes()
     control.assert_same("what becomes of workers if one dies", {"on_rank_loss": experiment.on_rank_loss})
     check_compatible(experiment)
+    check_step_mode(experiment, control.size)
     if experiment.on_rank_loss == "shrink" and isinstance(control, MpiProcesses):
         shrink.check_mpi(control)
         control.outlive()

@@ -29,6 +29,7 @@ from jaxmpi.optim.optimizers import arrays_of
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer.build import local_functions, rule_in_program
+from jaxmpi.trainer.compatibility import check_step_mode
 from jaxmpi.trainer.memory import SHARDED, WorkerMemory, check_fits, held, mb, measured, parts
 from jaxmpi.trainer.resolve_auto import resolve_shards, why_whole, with_shards
 from jaxmpi.trainer.step_form import shares_params
@@ -72,6 +73,7 @@ def main(argv: Sequence[str]) -> None:
         not registry.is_asynchronous(experiment.rule),
         f"rule: got {experiment.rule.name}, whose workers are not alike; expected a synchronous rule",
     )
+    check_step_mode(experiment, options.n)
     each, here = experiment.devices, slots * experiment.devices  # workers of a rank, and of a host
     hosts = tuple(worker // here for worker in range(options.n * each))
     workers = Workers(AxisComm("workers", len(hosts), hosts), SoloProcesses(), (0,), None)

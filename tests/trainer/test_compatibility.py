@@ -20,7 +20,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.averaged import averaged, schedule_free
 from jaxmpi.trainer.callbacks import EarlyStop, ReduceOnPlateau
-from jaxmpi.trainer.compatibility import IN_A_JOB, REFUSALS, check_compatible
+from jaxmpi.trainer.compatibility import IN_A_JOB, REFUSALS, check_compatible, check_step_mode
 from launching import ROOT
 
 EASGD, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
@@ -73,7 +73,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "batch_statistics: got synchronised with several ranks of several devices.*comm xla",
         {"batch_statistics": "synchronised", **SEVERAL},
     ),
-    ("step_mode: got fused with several ranks of .*always split there: use auto", {"step_mode": "fused", **SEVERAL}),
     ("exchange.strategy: got topk1 with several ranks of sev", {"exchange": ExchangeConfig("topk1"), **SEVERAL}),
     ("task: got token-classification with --on-rank-loss", {"task": "token-classification", **SHRINK}),
     ("optim.lr: got 0.5 with an optimizer of one's own.*; leave it out, or", {"optim": replace(MADE, lr=0.5)}),
@@ -126,9 +125,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-ONE_JIT: dict[str, Any] = {"step_mode": "split", "devices": 2}
-
-
 @pytest.fixture(autouse=True)
 def two_ranks(no_launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's word for it."""
@@ -162,29 +158,25 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
         {**BUDDY, **SHRINK},
         {"batch_statistics": "synchronised", "comm": "xla", **SEVERAL},
         {"exchange": ExchangeConfig(overlap="delayed"), "on_nonfinite": "rollback"},
-        {"step_mode": "split", **SEVERAL},
     ],
 )
 def test_others_go_together(options):
     check_compatible(Experiment(**options))
 
 
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-
-
-def test_one_process_with_several_devices_has_one_jit(monkeypatch):
-    alone(monkeypatch)
+def test_several_devices_have_one_jit_in_one_process_and_a_split_step_in_several():
+    split, fused = (Experiment(devices=2, step_mode=mode) for mode in ("split", "fused"))
     with pytest.raises(UsageError, match=r"step_mode: got split with 2 devices of one process, .*; use auto or fused"):
-        check_compatible(made(ONE_JIT))
-    check_compatible(Experiment(devices=2, step_mode="fused"))
+        check_step_mode(split, 1)
+    with pytest.raises(UsageError, match=r"step_mode: got fused with 2 devices of each of 3 .* split there: use auto"):
+        check_step_mode(fused, 3)
+    check_step_mode(split, 3)
+    check_step_mode(fused, 1)
 
 
-def test_each_row_of_the_table_is_tried_with_all_its_words(monkeypatch):
+def test_each_row_of_the_table_is_tried_with_all_its_words():
     said = []
-    for options in [*(options for _, options in REFUSED), ONE_JIT]:
-        if options is ONE_JIT:
-            alone(monkeypatch)
+    for _, options in REFUSED:
         with pytest.raises(UsageError) as refusal:
             check_compatible(made(options))
         said.append(str(refusal.value))
