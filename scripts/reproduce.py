@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,10 @@ def write(
     of = {f"{row['quantity']}, {who}": row[who] for row in rows if row["ours / paper"] for who in ("paper", "ours")}
     if panels or of:
         bars = [(text, value, value, value) for text, value in of.items()]
-        plots.save(panels or [Bars(job.source, Quantity("", base=None), bars, colours=2)], folder / f"{name}.png")
+        plots.save(
+            panels or [Bars(textwrap.fill(job.source, 60), Quantity("", base=None), bars, colours=2)],
+            folder / f"{name}.png",
+        )
     (folder / f"{name}.md").write_text(page(name, job, rows, lines, when))
 
 

@@ -128,8 +128,9 @@ class Profile:
         self._key = self._key[0], number
 
     def sent(self, size_bytes: int) -> None:
-        """Count bytes that left for workers in other processes."""
-        self._call["sent_bytes"] += size_bytes
+        """Count bytes that left for workers in other processes, if in a call."""
+        if self.is_in_call:  # the command that ends workers is in none
+            self._call["sent_bytes"] += size_bytes
 
     def save(self, folder: str | Path) -> None:
         """Append the table to a folder's record, for `jaxmpi report`.

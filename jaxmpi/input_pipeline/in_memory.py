@@ -70,8 +70,9 @@ class InMemory:
         data: where the examples are, and their way to the model (crop, mirror, mean_image, augment); or the folder of a
             packed data set; or any object with `__len__` and `__getitem__(i) -> (image, label)`. `mean` and `std` are
             not applied: batches travel as bytes, and the trainer applies both on the device, as the loop's own step
-            may. `memory`, `shuffle_by` and `shuffle_period` have no effect: the loop says when records move. Nor has
-            `max_skipped`: the loop sees `skipped`.
+            may. With `mean_image` they are floats, (x - mean image) / 255 / std. `memory`, `shuffle_by` and
+            `shuffle_period` have no effect: the loop says when records move. Nor has `max_skipped`: the loop sees
+            `skipped`.
         local_batch: examples of a worker's batch.
         group_size: workers of a group; 0: all; auto: the fewest whose parts fit in half of each host's free memory.
             Left out: the data's if it is not 0, else the state's, else auto.

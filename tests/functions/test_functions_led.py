@@ -70,6 +70,23 @@ def test_a_script_without_a_device_ends_with_one_sentence(tmp_path):
     assert re.fullmatch(r"jaxmpi: error: JAX finds no device: .*; JAX_PLATFORMS is 'nosuch': unset it, .*\n", ended.out)
 
 
+PROFILED = """
+import jaxmpi.functions as jm
+
+with jm.profile() as profile:
+    jm.fork({n}, kind="processes")
+    jm.close()
+print("closed", profile.rows)
+"""
+
+
+@pytest.mark.e2e
+def test_workers_end_in_a_profile_of_no_call(tmp_path):
+    ended = lead(tmp_path, PROFILED, 2)
+    assert ended.code == 0, ended.out
+    assert "closed []" in ended.out
+
+
 @pytest.mark.e2e
 def test_a_script_without_shared_memory_ends_with_one_sentence(tmp_path):
     enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
