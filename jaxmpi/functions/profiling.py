@@ -128,7 +128,7 @@ class Profile:
         self._key = self._key[0], number
 
     def sent(self, size_bytes: int) -> None:
-        """Count bytes that left for workers in other processes, if in a call."""
+        """Count bytes that left for other processes, if in a call."""
         if self.is_in_call:  # the command that ends workers is in none
             self._call["sent_bytes"] += size_bytes
 
