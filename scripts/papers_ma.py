@@ -214,24 +214,33 @@ def over_one(error: Values, base: str) -> Values:
     return ratios
 
 
+def learned(runs: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Runs by seed that are 2 points above chance, a tenth."""
+    return {seed: run for seed, run in runs.items() if run["eval_top1"] > 0.12}
+
+
 def errors_by_cell(printed: list[str], files: list[str]) -> Values:
     """Top-5 and top-1 error by cell, and points that 16 bits cost.
 
-    Errors are means over seeds; top-5 errors also come as ratios to one worker's.
+    Errors are means over seeds; top-5 errors also come as ratios to one worker's. If a seed has stayed at chance, the
+    others have rows of their own.
     """
     ours: Values = {}
     for (model, factor), text in zip(FIGURES.values(), files, strict=True):
         cells = {name: runs for name, runs in cells_of(text, model, factor).items() if runs}
         error: Values = {}
-        for name, runs in cells.items():
-            error |= over_seeds(f"{name}{TOP5_ERROR}", [run["top5_curve"][-1][1] for run in runs.values()])
-            error |= over_seeds(f"{name}, top-1 error %", [100 * (1 - run["eval_top1"]) for run in runs.values()])
+        for cell, every in cells.items():
+            able = learned(every)
+            of_some = {f"{cell}, seeds that learned": able} if 0 < len(able) < len(every) else {}
+            for name, runs in {cell: every, **of_some}.items():
+                error |= over_seeds(f"{name}{TOP5_ERROR}", [run["top5_curve"][-1][1] for run in runs.values()])
+                error |= over_seeds(f"{name}, top-1 error %", [100 * (1 - run["eval_top1"]) for run in runs.values()])
         base = next((name for name in cells if "1 worker " in name), "")
         ours |= error | (over_one(error, base) if base else {})
         narrow = next((name for name in cells if name.endswith("16 bits")), "")
         wide = cells.get(narrow.removesuffix(", 16 bits"), {})
         for top in ("top5", "top1") if narrow else ():
-            lost = lost_points(cells[narrow], wide, f"eval_{top}")
+            lost = lost_points(learned(cells[narrow]), learned(wide), f"eval_{top}")
             name = f"{model}, points of {top.replace('p', 'p-')} lost by 16 bits"
             ours |= over_seeds(name, lost) if lost else {}
     return ours

@@ -202,6 +202,20 @@ def test_errors_by_workers_and_points_lost():
     assert by_workers.series["AlexNet, the paper"][3] == (8.0, pytest.approx(20.7 / 19.8))
 
 
+def test_a_seed_that_stayed_at_chance_counts_and_the_others_have_rows_of_their_own():
+    """Top-1 errors are ten times these, and 90 % is chance: the second seed of 32 bits."""
+    alexnet = runs_of("16", {("1", "asa32"): [2.0, 4.0]})
+    googlenet = runs_of("8", {("1", "asa32"): [2.0, 2.0], ("8", "asa32"): [3.0, 9.0], ("8", "asa16"): [4.0, 5.0]})
+    ours = reproduce.JOBS["table1"].read([], [alexnet, googlenet])
+    cell = "GoogLeNet, 8 workers of 32 at 0.01"
+    assert ours[f"{cell}, top-5 error %"] == 6.0
+    assert ours[f"{cell}, seeds that learned, top-5 error %"] == 3.0
+    assert ours[f"{cell}, seeds that learned, top-1 error %"] == pytest.approx(30.0)
+    assert ours[f"{cell}, seeds that learned, over 1 worker"] == 1.5
+    assert not [name for name in ours if "learned" in name and ("AlexNet" in name or "1 worker of" in name)]
+    assert ours["GoogLeNet, points of top-5 lost by 16 bits"] == pytest.approx(1.0)  # of the first seed
+
+
 def test_samples_of_a_language_model():
     """A step of 1 s alone; 2 hosts take 2 s each, an exchange 2 s more, 1 s more beside it, and 1 s as predicted."""
     steps = {
