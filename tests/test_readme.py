@@ -44,6 +44,7 @@ RUN = (
     "models",
     "functions",
     "seeing",
+    "strategies",
     "collectives",
 )
 BLOCKS = [
@@ -141,8 +142,9 @@ SCENARIOS = [
     Scenario(("functions.py",), ("finite: True",)),
     Scenario(
         ("model_state.py",),
-        ("straggler  reduce", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000"),
+        ("straggler  reduce", "errors (1000,) mean (1, 5)", "only ['total']", "rows 1000", "on each worker {1000}"),
     ),
+    Scenario(("colors.py", "colors"), ("color4 1.5", "pipering 1.5"), TWO_RANKS),
     Scenario(("gather.py",), ("[[3. 4.]\n [3. 4.]\n [3. 4.]\n [3. 4.]]",)),
     Scenario(("wire24.py",), ("[[1.       1.3333",)),
 ]

@@ -118,14 +118,16 @@ def deal(params: PyTree, workers: int, cost: Callable[[Sequence[int]], float] = 
         cost: of the update of a leaf, by its shape.
     """
     leaves, structure = jax.tree.flatten(params)
-    return _dealt(structure, tuple(tuple(leaf.shape) for leaf in leaves), workers, cost)
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    costs = tuple(float(cost(shape)) for shape in shapes)
+    if bad := [each for each in costs if not 0 <= each < math.inf]:
+        raise UsageError(f"cost: got {bad[0]}; expected a finite number from 0 on for each shape")
+    return _dealt(structure, shapes, costs, workers)
 
 
 @functools.lru_cache(64)  # an update outside jit asks each time
-def _dealt(structure: Any, shapes: tuple[tuple[int, ...], ...], workers: int, cost: Callable) -> Deal:
-    costs, sizes = [cost(shape) for shape in shapes], [math.prod(shape) for shape in shapes]
-    if bad := [each for each in costs if not 0 <= each < math.inf]:
-        raise UsageError(f"cost: got {bad[0]}; expected a finite number from 0 on for each shape")
+def _dealt(structure: Any, shapes: tuple[tuple[int, ...], ...], costs: tuple[float, ...], workers: int) -> Deal:
+    sizes = [math.prod(shape) for shape in shapes]
     all_costs, all_sizes = sum(costs) or 1, sum(sizes) or 1
     shares = [(a / all_costs, b / all_sizes) for a, b in zip(costs, sizes, strict=True)]
     owners, loads = [0] * len(shapes), [(0.0, 0.0)] * workers
