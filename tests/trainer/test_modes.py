@@ -214,8 +214,8 @@ def test_a_run_with_masters_goes_on_with_another_number_of_workers_and_without_m
             shutil.rmtree(last)
     at_12 = jaxmpi.load(folder, step=12).params
     largest = lambda a, b: max(map(np.max, jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(x - y), a, b))))  # noqa: E731
-    # Two changes at step 13 and one at step 12, at most twice as large, are rounded: step 13's has 0.9 of it. The last term is
-    # the order in which gradients of 16 examples, below 1, are added.
+    # Two changes at step 13 and one at step 12, at most twice as large, are rounded: step 13's has 0.9 of it. The last
+    # term is the order in which gradients of 16 examples, below 1, are added.
     off = 2.0**-11 * 4 * largest(ends[0], at_12) + 2.0**-20
     assert largest(ends[0], at_12) > 100 * off
     assert max(largest(end, ends[0]) for end in ends[1:]) <= off
