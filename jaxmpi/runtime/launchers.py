@@ -81,17 +81,25 @@ def ranks_below(pid: int) -> dict[int, int]:
     found: dict[int, int] = {}
     waiting = [pid]
     while waiting:
-        parent = waiting.pop()
-        with contextlib.suppress(OSError):  # it has ended
-            for children in Path(f"/proc/{parent}/task").glob("*/children"):
-                for child in map(int, children.read_text().split()):
-                    environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                    ranks = [int(line.partition(b"=")[2]) for line in environ if line.startswith(variables)]
-                    is_spawned = any(line.startswith(jobs) and not line.endswith(b"@1") for line in environ)
-                    if not ranks:
-                        waiting.append(child)
-                    elif not is_spawned:
-                        found[ranks[0]] = child
+        for child in children_of(waiting.pop()):
+            with contextlib.suppress(OSError):  # it has ended
+                environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                ranks = [int(line.partition(b"=")[2]) for line in environ if line.startswith(variables)]
+                is_spawned = any(line.startswith(jobs) and not line.endswith(b"@1") for line in environ)
+                if not ranks:
+                    waiting.append(child)
+                elif not is_spawned:
+                    found[ranks[0]] = child
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that any thread of a process has started (Linux)."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
 
 

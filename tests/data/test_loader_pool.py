@@ -31,6 +31,7 @@ from jaxmpi.data.ring_buffer import SharedPickle
 from jaxmpi.input_pipeline import mpi_loaders
 from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.model.contract import Model
+from jaxmpi.runtime.launchers import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
 from loader_sources import PX, Numbered, TwoArguments, Unpicklable
 
@@ -73,10 +74,7 @@ def loader(source, batch=4, data=PROCESSES, rank=0, size=1, train=True, **kwargs
 
 def children() -> list[int]:
     """Loader processes of this one."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if "jaxmpi.data.loader_worker" in command(pid)]
+    return [pid for pid in children_of(os.getpid()) if "jaxmpi.data.loader_worker" in command(pid)]
 
 
 def command(pid: int) -> str:

@@ -462,7 +462,7 @@ def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
         while not (record.exists() and '"kind": "checkpoint"' in record.read_text()):
             assert job.poll() is None
             time.sleep(0.1)
-        [launcher] = [pid for pid in children_of(job.pid) if launchers.ranks_below(pid)]
+        [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_below(pid)]
         os.kill(launcher, signal.SIGSTOP)
         os.kill(launchers.ranks_below(launcher)[1], signal.SIGKILL)
         out, _ = job.communicate(timeout=120)
@@ -470,11 +470,6 @@ def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
         job.kill()
     assert job.returncode == 0, out
     assert "after rank [1] had left it" in out
-
-
-def children_of(pid):
-    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for text in texts for child in text.split()]
 
 
 def read_until(job, words, timeout_s=60):

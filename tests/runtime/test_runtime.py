@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import IO
@@ -493,6 +494,30 @@ def test_each_local_rank_takes_as_many_gpus_as_it_drives(local_rank, mine, no_la
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
     device_setup.take_devices(2)
     assert chosen == {"jax_cuda_visible_devices": mine, "jax_num_cpu_devices": 2}
+
+
+def test_children_are_found_while_threads_end():
+    """A thread that ends between its name and its file must hide no child of another."""
+    is_over = threading.Event()
+
+    def begin_and_end_threads():
+        while not is_over.is_set():
+            shortlived = [threading.Thread(target=int) for _ in range(4)]
+            for thread in shortlived:
+                thread.start()
+            for thread in shortlived:
+                thread.join()
+
+    churn = threading.Thread(target=begin_and_end_threads)
+    child = subprocess.Popen(["sleep", "60"])
+    churn.start()
+    try:
+        assert all(child.pid in launchers.children_of(os.getpid()) for _ in range(500))
+    finally:
+        is_over.set()
+        churn.join()
+        child.kill()
+        child.wait()
 
 
 HOLDS = """
