@@ -26,7 +26,7 @@ LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
 CALLS_MOST = 64  # of a program in one measurement
 
 
-OPERATIONS = "allreduce", "sendrecv", "allgather", "messages"
+OPERATIONS = "allreduce", "sendrecv", "allgather", "messages", "reduce", "scan", "bcast", "alltoall"
 
 
 def looped(call: Any, repeats: int) -> Any:
@@ -52,6 +52,31 @@ def ways(operation: str) -> dict[str, Any]:
             "jaxmpi": lambda x: mpi.allreduce(x, "max"),
             "mpi4jax": lambda x: mpi4jax.allreduce(x, op=MPI.MAX, comm=theirs),
             "mpi4py": lambda x, out: bare.Allreduce(x, out, MPI.MAX),
+        }
+    if operation in ("reduce", "scan"):
+        root = {"root": 0} if operation == "reduce" else {}
+        return {
+            "jaxmpi": lambda x: getattr(mpi, operation)(x, "max", **root),
+            "mpi4jax": lambda x: getattr(mpi4jax, operation)(x, op=MPI.MAX, comm=theirs, **root),
+            "mpi4py": lambda x, out: getattr(bare, operation.capitalize())(x, out, MPI.MAX, **root),
+        }
+    if operation == "bcast":
+        return {
+            "jaxmpi": mpi.bcast,
+            "mpi4jax": lambda x: mpi4jax.bcast(x, root=0, comm=theirs),
+            "mpi4py": lambda x, out: bare.Bcast(x),
+        }
+    if operation == "alltoall":  # an array of fewer numbers than ranks cannot be divided: each rank gets a whole one
+        rows = np.ones((bare.size, 1), np.float32)
+
+        def exchanged(alltoall: Any, x: Any, **options: Any) -> Any:
+            whole = x.reshape(bare.size, -1) if x.size >= bare.size else x[None] * rows
+            return alltoall(whole, **options).reshape(-1)[: x.size]
+
+        return {
+            "jaxmpi": lambda x: exchanged(mpi.alltoall, x),
+            "mpi4jax": lambda x: exchanged(mpi4jax.alltoall, x, comm=theirs),
+            "mpi4py": lambda x, out: bare.Alltoall(*(np.resize(y, max(y.size, bare.size)) for y in (x, out))),
         }
     if operation == "sendrecv":
         return {

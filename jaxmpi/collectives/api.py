@@ -352,7 +352,7 @@ def _moved(operation: str, x: PyTree, comm: Any, root: Any = None, **options: An
 def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
     """Send each leaf in a message, which rank `dest` must `recv`.
 
-    Communicates: a header of 256 bytes and n; returns as soon as x may change. `NOBODY` as dest sends nothing.
+    Communicates: a header of 64 bytes and n; returns as soon as x may change. `NOBODY` as dest sends nothing.
 
     Raises:
         TrainingError: nobody has received it within `JAXMPI_EXCHANGE_TIMEOUT_S`.

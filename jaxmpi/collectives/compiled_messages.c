@@ -103,8 +103,8 @@ int jaxmpi_unreceived(int32_t call) {
 
 static _Atomic uint32_t numbered; /* arrays behind their headers; Python's numbers are even, these are odd */
 
-static int64_t next_number(const struct call *call) {
-  return (2 * (int64_t)numbered++ + 1) % (call->tags & ~1);
+static int32_t next_number(const struct call *call) {
+  return (int32_t)((2 * (int64_t)numbered++ + 1) % (call->tags & ~1));
 }
 
 /* What a call has begun and must wait for. */
@@ -119,7 +119,7 @@ static int send(const struct call *call, const void *x, int64_t n, struct begun 
   look_at(LOOKED_AT);
   int is_inline = n <= call->most_inline_bytes && ahead < call->most_ahead;
   pthread_mutex_unlock(&lock);
-  int64_t number = is_inline ? INLINE : next_number(call);
+  int32_t number = is_inline ? INLINE : next_number(call);
   int behind = is_inline ? (int)n : 0;
   struct sent *sent = malloc(sizeof *sent + HEADER_BYTES + behind);
   sent->call = call;
@@ -138,12 +138,13 @@ static int send(const struct call *call, const void *x, int64_t n, struct begun 
     begun->header = sent;
   }
   begun->has_array = !is_inline;
-  return is_inline ? 0 : call->isend(x, (int)n, call->byte, call->dest, (int)number, call->arrays, &begun->array);
+  return is_inline ? 0 : call->isend(x, (int)n, call->byte, call->dest, number, call->arrays, &begun->array);
 }
 
 /* Take the array of a header that has come; return MPI's error, or 0; -1 if it announces another array. */
 static int unpack(const struct call *call, const char *message, void *y, int64_t n) {
-  int64_t number, sender, size;
+  int64_t size;
+  int32_t number, sender;
   memcpy(&size, message + SIZE_AT, sizeof size);
   if (size != n || memcmp(message + TYPE_AT, call->type, TYPE_BYTES)) return -1;
   memcpy(&number, message + NUMBER_AT, sizeof number);
@@ -154,7 +155,7 @@ static int unpack(const struct call *call, const char *message, void *y, int64_t
   }
   handle array;
   status ignored;
-  int code = call->irecv(y, (int)n, call->byte, (int)sender, (int)number, call->arrays, &array);
+  int code = call->irecv(y, (int)n, call->byte, sender, number, call->arrays, &array);
   return code ? code : call->wait(&array, ignored);
 }
 

@@ -132,9 +132,10 @@ def _open(call: MpiCall, what: str, sent: Any, received: Any) -> int:
     made.most_ahead, made.tags = messages.MOST_AHEAD, min(comm.processes.tags, np.iinfo(np.int32).max)
     sent_type, received_type = ("" if x is None else type_of(x) for x in (sent, received))
     sent_bytes, received_bytes = (0 if x is None else x.nbytes for x in (sent, received))
-    header = messages.header_of(comm.rank, call.sendtag, messages.INLINE, sent_bytes, sent_type, what)
+    place = messages.place_of(call)
+    header = messages.header_of(comm.rank, call.sendtag, messages.INLINE, sent_bytes, sent_type, place)
     _fill(made, "header", header)
-    _fill(made, "type", received_type.encode()[: messages.TYPE_BYTES])
+    _fill(made, "type", messages.packed_type(received_type))
     is_waited_for = sent is not None and (received is None or messages.HEADER.size + sent.nbytes > EAGER_BYTES)
     sources = set() if received is None else set(comm.processes.roll.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}

@@ -5,7 +5,8 @@ receiver's array undefined, or is read as numbers that it is not. And a rank tha
 waits for ever. So a header goes before each message, with its dtype, shape and the sender's line; whoever waits looks
 for messages, has a time limit, and names the call.
 
-A small array travels in its header's message. Else headers and arrays have communicators of their own, and a header has
+A header has 64 bytes, so one with a few numbers behind it is still short for MPI. A small array travels in its header's
+message. Else headers and arrays have communicators of their own, and a header has
 a number of its sender's, which is the tag of the array behind it. So receives that wait at once for headers of one
 source and tag, as of started messages, get each its own header in the order in which they began, as MPI has it, and
 then that header's array.
@@ -23,6 +24,7 @@ import itertools
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,10 +43,10 @@ from jaxmpi.runtime import failures, host_callbacks
 from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
 
 MESSAGE = "jaxmpi: a message between two ranks"
-TYPE_BYTES = 80
-# Sender's rank, tag, tag of the array, its bytes, dtype and shape, the sender's call.
-HEADER = struct.Struct(f"qqqq{TYPE_BYTES}s144s")
-SENDER_AT, NUMBER_AT, SIZE_AT, TYPE_AT = 0, 16, 24, 32  # in a header, for C
+TYPE_BYTES, PLACE_BYTES = 24, 20
+# Bytes of the array, sender's rank, tag, tag of the array, its dtype and shape, the sender's file and line.
+HEADER = struct.Struct(f"qiii{TYPE_BYTES}s{PLACE_BYTES}s")
+SIZE_AT, SENDER_AT, NUMBER_AT, TYPE_AT = 0, 8, 16, 20  # in a header, for C
 ANY = -2  # source or tag
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
 MOST_AHEAD = 1024  # messages of that kind that nobody has received: they are copies, and their sender goes on
@@ -87,7 +89,12 @@ def options_of(call: MpiCall, what: str) -> dict[str, Any]:
     """Arguments of `steps`, which are numbers and a text."""
     places = {"source": ANY if call.source is None else call.source, "dest": call.dest}
     tags = {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
-    return {**places, **tags, "status": call.status, "line": what}
+    return {**places, **tags, "status": call.status, "line": what, "place": place_of(call)}
+
+
+def place_of(call: MpiCall) -> str:
+    """File and line of a call, of a long name the end."""
+    return call.line.partition(" ")[0][-PLACE_BYTES:]
 
 
 def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
@@ -232,12 +239,11 @@ def check_nothing_left() -> None:
         if found := comm.headers.Improbe():
             message = np.zeros(HEADER.size + INLINE_BYTES, np.uint8)
             found.Recv(message)
-            sender, tag, *_, call = HEADER.unpack_from(message.data)
+            _, sender, tag, *_ = HEADER.unpack_from(message.data)
             receiver, partner = comm.processes.in_job([comm.rank, sender])
+            what = f"rank {partner}: a message of {said_of(message.data)}: rank {receiver} has not received it"
             expected = f"expected a recv or sendrecv there, of that rank and tag {tag}"
-            failures.fail(
-                TrainingError(f"rank {partner}: {_text(call)}: rank {receiver} has not received it; {expected}"), None
-            )
+            failures.fail(TrainingError(f"{what}; {expected}"), None)
 
 
 when_all_have_ended(check_nothing_left)
@@ -268,9 +274,10 @@ def steps(
     recvtag: int,
     status: int,
     line: str,
+    place: str,
 ) -> Iterator[Requests]:
     """Send the first operand, fill the result; yield requests to wait for."""
-    sending = _sent(comm, operands[0], dest, sendtag, line) if dest != NOBODY else []
+    sending = _sent(comm, operands[0], dest, sendtag, line, place) if dest != NOBODY else []
     if results and source == NOBODY:
         np.copyto(results[0], operands[-1])
         fill(status, NOBODY, ANY, 0)
@@ -281,11 +288,11 @@ def steps(
             yield sending
 
 
-def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Requests:
+def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str, place: str) -> Requests:
     """Begin to send header and array; x is free after these requests."""
     is_small = x.nbytes <= INLINE_BYTES and len(_unreceived) < MOST_AHEAD
     number = INLINE if is_small else 2 * next(_sent_numbers) % (comm.processes.tags & ~1)  # C's are odd
-    header = header_of(comm.rank, tag, number, x.nbytes, type_of(x), line)
+    header = header_of(comm.rank, tag, number, x.nbytes, type_of(x), place)
     message = np.frombuffer(header + x.tobytes() if is_small else header, np.uint8)
     with _lock:
         for sent in [_unreceived.popleft() for _ in range(min(LOOKED_AT, len(_unreceived)))]:
@@ -296,9 +303,22 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str) -> Reque
 
 
 @functools.lru_cache(1024)  # small messages of a program have the same one at each run
-def header_of(rank: int, tag: int, number: int, size_bytes: int, type_text: str, line: str) -> bytes:
+def header_of(rank: int, tag: int, number: int, size_bytes: int, type_text: str, place: str) -> bytes:
     """The bytes of a header."""
-    return HEADER.pack(rank, tag, number, size_bytes, type_text.encode(), line.encode())
+    return HEADER.pack(size_bytes, rank, tag, number, packed_type(type_text), place.encode())
+
+
+def packed_type(text: str) -> bytes:
+    """Dtype and shape in a header; of a long text the end is a digest."""
+    if len(text) <= TYPE_BYTES:
+        return text.encode()
+    return f"{text[: TYPE_BYTES - 9]}~{zlib.crc32(text.encode()):08x}".encode()
+
+
+def said_of(message: Any) -> str:
+    """Describe a message by its header: its type, and where it was sent."""
+    *_, type_text, place = HEADER.unpack_from(message)
+    return f"{_text(type_text)}, sent at {_text(place) or 'no line of a script'}"
 
 
 def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
@@ -328,12 +348,12 @@ def check_type(comm: MpiComm, message: Any, size_bytes: int, expected: str, line
     Raises:
         UsageError: the array has another shape or dtype: both ranks' calls.
     """
-    rank, tag, number, its_bytes, *texts = HEADER.unpack_from(message)
-    if its_bytes != size_bytes or texts[0].rstrip(b"\0") != expected.encode()[:TYPE_BYTES]:
-        numbers, (theirs, call) = comm.processes.numbers, map(_text, texts)
+    its_bytes, rank, tag, number, type_text, _ = HEADER.unpack_from(message)
+    if its_bytes != size_bytes or type_text.rstrip(b"\0") != packed_type(expected):
+        numbers = comm.processes.numbers
         raise UsageError(
-            f"{line}: rank {numbers[comm.rank]} expects {expected}, but got {theirs} from rank {numbers[rank]}'s "
-            f"{call}; give both the same shape and dtype, or tell the messages apart by tags"
+            f"{line}: rank {numbers[comm.rank]} expects {expected}, but got a message of rank {numbers[rank]}: "
+            f"{said_of(message)}; give both the same shape and dtype, or tell the messages apart by tags"
         )
     return rank, tag, number
 

@@ -167,12 +167,13 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
             if call.is_reversed:
                 call.comm.meet_in_reverse()
             number = None if is_part else number_of(call.comm, what_of(call, ctx.avals_in))
+            if number is not None and row_of(call).is_one_call:
+                comparison_of(call.comm).share_slots()
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         if number is not None and row_of(call).is_one_call and not call.is_reversed:
-            comparison = comparison_of(call.comm)
-            if compiled := comparison.compiled(number):
-                comparison.begin(number)
+            if compiled := comparison_of(call.comm).compiled(number):
+                compiled.begin(has_array=bool(arrays))
                 return row_of(call).run(call, *arrays, mpi=compiled)
         with compared(call.comm, number):
             return row_of(call).run(call, *arrays)

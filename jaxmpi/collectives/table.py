@@ -358,7 +358,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "send": Operation(
         equation="x goes to rank dest",
-        sends="n, and a header of 256 bytes",
+        sends="n, and a header of 64 bytes",
         transpose="",
         results=lambda call, x: [],
         run=compiled_messages.run,
@@ -375,7 +375,7 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "sendrecv": Operation(
         equation="x goes to rank dest, y = what rank source sends; recvbuf says its shape and dtype",
-        sends="n, and a header of 256 bytes",
+        sends="n, and a header of 64 bytes",
         transpose="sendrecv the other way",
         results=lambda call, x, place: [like(place)],
         run=compiled_messages.run,

@@ -91,6 +91,14 @@ class CallComparison:
         """Describe an exchange, which this rank may not have traced yet."""
         return self._texts.get(number, f"exchange {number} of {self._of}")
 
+    def share_slots(self) -> None:
+        """Have operations go through shared memory, if they can.
+
+        All ranks come here together.
+        """
+        if isinstance(self._calls, CompiledCalls):
+            self._calls.share_slots()
+
     def begin(self, number: int) -> None:
         """Wait for the turn and send the number.
 

@@ -7,9 +7,10 @@
    - an operation of MPI's, and then the same as END;
    - END: compare the numbers that the other ranks have published, and give the turn away.
 
-   On one host numbers are published in shared memory, a cache line for each rank. It has two places, for even and for
-   odd calls. No more are needed: a rank leaves END only when all others have begun the call, so all have read the
-   numbers of the call before. Between hosts a number is a message of 4 bytes, of which MPI keeps as many as there are;
+   On one host numbers are published in shared memory. Each rank has two places, for even and for odd calls. No more are
+   needed: a rank leaves END only when all others have begun the call, so all have read the numbers of the call before.
+   There operations go through shared memory, too (`compiled_slots.h`), and publish the number with the array: ranks
+   compare before they read it. Between hosts a number is a message of 4 bytes, of which MPI keeps as many as there are;
    there a rank may hear only some of the others.
 
    Nothing here needs Python unless ranks differ or MPI fails. */
@@ -19,8 +20,8 @@
 #include "c_handlers.h"
 
 enum kind { KINDS };
-enum word { COMPARISON, NUMBER, KIND, OP, ROOT }; /* of a call's attribute */
-enum { SPINS = 64 };
+enum word { COMPARISON, NUMBER, KIND, OP, ROOT }; /* of a call's attribute; OP of BEGIN: its operation publishes */
+enum { SPINS = 64, LOOKS_WITHOUT_MPI = 4 };
 
 struct setup {
   int (*send)(const void *, int, handle, int, int, handle);
@@ -35,12 +36,15 @@ struct setup {
   int (*gather)(const void *, int, handle, void *, int, handle, int, handle);
   int (*scatter)(const void *, int, handle, void *, int, handle, int, handle);
   int (*alltoall)(const void *, int, handle, void *, int, handle, handle);
+  int (*reduce_local)(const void *, void *, int, handle, handle);
   void (*differs)(int32_t number, const int32_t *theirs); /* it ends the job */
   void (*failed)(int32_t number, int32_t code);           /* likewise */
   _Atomic int64_t *board;                                 /* NULL: numbers are messages */
+  char *slots;                                            /* NULL: operations are MPI's */
   const int32_t *sends_to, *receives_from;                /* ranks, `others` of each */
   handle comm, messages, int32; /* of the operations, of the comparison's messages; its dtype */
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
+  int64_t item_bytes[TYPES], slot_bytes, part_bytes;
   int32_t rank, size, others;
 };
 
@@ -51,6 +55,7 @@ struct comparison {
   _Atomic uint32_t ticket, served; /* the next ticket for the turn, and the one that has the turn */
   _Atomic int64_t held;            /* number << 32 | how many have begun; 0 if nobody has the turn */
   _Atomic int32_t begun, waits;    /* waits: the number of a call that waits for the turn, or 0 */
+  int64_t rounds, chunks;          /* through slots, so far */
   int32_t theirs[];
 };
 
@@ -66,6 +71,11 @@ void jaxmpi_open(int32_t index, const struct setup *mpi) {
   pthread_mutex_init(&made->lock, NULL);
   pthread_cond_init(&made->given, NULL);
   comparisons[index] = made;
+}
+
+void jaxmpi_share(int32_t index, char *slots, int64_t slot_bytes, int64_t part_bytes) {
+  struct setup *mpi = &comparisons[index]->mpi;
+  mpi->slots = slots, mpi->slot_bytes = slot_bytes, mpi->part_bytes = part_bytes;
 }
 
 int64_t jaxmpi_held(int32_t index) { return comparisons[index]->held; }
@@ -99,11 +109,16 @@ static void give(struct comparison *c) {
 
 /* ---------------------------------------------------------------- the comparison */
 
+/* Where a rank publishes the number of its call of this count; INLINE_BYTES of an array may be behind it. */
 static _Atomic int64_t *place(struct comparison *c, int rank, int32_t count) {
-  return c->mpi.board + rank * LINE_WORDS + count % 2;
+  return c->mpi.board + rank * BOARD_WORDS + count % 2 * (BOARD_WORDS / 2);
 }
 
-static int begin(struct comparison *c, int32_t number) {
+static void publish(struct comparison *c) {
+  atomic_store_explicit(place(c, c->mpi.rank, c->begun), c->held, memory_order_release);
+}
+
+static int begin(struct comparison *c, int32_t number, int is_published_later) {
   struct setup *mpi = &c->mpi;
   take(c, number);
   int32_t count = (c->begun + 1u) & INT32_MAX; /* loops of hours come to 2^31 */
@@ -111,7 +126,7 @@ static int begin(struct comparison *c, int32_t number) {
   c->begun = count;
   atomic_store_explicit(&c->held, held, memory_order_release);
   if (mpi->board) {
-    atomic_store_explicit(place(c, mpi->rank, count), held, memory_order_release);
+    if (!is_published_later) publish(c);
     return 0;
   }
   int code = 0;
@@ -120,23 +135,30 @@ static int begin(struct comparison *c, int32_t number) {
   return code;
 }
 
-/* Wait for the number of a rank. MPI goes on meanwhile: what this rank has sent may not have left yet. */
+/* Between two looks at a rank's word: let MPI go on, as what this rank has sent may not have left yet, and others run. */
+static int between_looks(struct comparison *c, int rank, int looks) {
+  if (looks < SPINS) return 0;
+  int flag, code = 0;
+  status ignored;
+  if (looks % LOOKS_WITHOUT_MPI == 0) code = c->mpi.iprobe(rank, 0, c->mpi.messages, &flag, ignored);
+  sched_yield();
+  return code;
+}
+
+/* Wait for the number of a rank. */
 static int read_board(struct comparison *c, int rank, int32_t count, int32_t *number) {
   _Atomic int64_t *at = place(c, rank, count);
   int64_t found;
-  for (int i = 0; (int32_t)(found = atomic_load_explicit(at, memory_order_acquire)) != count; i++) {
-    if (i < SPINS) continue;
-    int flag, code;
-    status ignored;
-    if ((code = c->mpi.iprobe(rank, 0, c->mpi.messages, &flag, ignored))) return code;
-    sched_yield();
+  for (int looks = 0; (int32_t)(found = atomic_load_explicit(at, memory_order_acquire)) != count; looks++) {
+    int code = between_looks(c, rank, looks);
+    if (code) return code;
   }
   *number = (int32_t)(found >> 32);
   return 0;
 }
 
 /* Return MPI's error, or 0; -1 if ranks differ. */
-static int end(struct comparison *c, int32_t number) {
+static int compare(struct comparison *c, int32_t number) {
   struct setup *mpi = &c->mpi;
   int code = 0, is_same = 1;
   for (int i = 0; !code && i < mpi->others; i++) {
@@ -145,15 +167,14 @@ static int end(struct comparison *c, int32_t number) {
                       : mpi->recv(&c->theirs[i], 1, mpi->int32, mpi->receives_from[i], 0, mpi->messages, ignored);
     is_same = is_same && c->theirs[i] == number;
   }
-  if (code) return code;
-  if (is_same) give(c);
-  return is_same ? 0 : -1;
+  return code || is_same ? code : -1;
 }
 
 /* ---------------------------------------------------------------- a call */
 
+#include "compiled_slots.h"
+
 static int operation(struct setup *mpi, const int32_t *words, const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *y) {
-  if (words[KIND] == BARRIER) return mpi->barrier(mpi->comm);
   handle type = mpi->types[x->dtype], op = mpi->ops[words[OP]], comm = mpi->comm;
   int n = (int)numbers_in(x); /* Python has refused more than an int holds */
   int root = words[ROOT], is_root = root == mpi->rank;
@@ -178,11 +199,19 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   struct comparison *c = comparisons[words[COMPARISON]];
   if (!c) return error(frame, "jaxmpi: a program of another process; compile it in this one");
   int code = 0;
-  if (words[KIND] == BEGIN)
-    code = begin(c, words[NUMBER]);
-  else if (words[KIND] != END)
-    code = operation(&c->mpi, words, frame->args.args[0], frame->rets.size ? frame->rets.rets[0] : NULL);
-  if (!code && words[KIND] != BEGIN) code = end(c, words[NUMBER]);
+  int kind = words[KIND], has_array = kind != BEGIN && kind != END && kind != BARRIER;
+  const XLA_FFI_Buffer *x = has_array ? frame->args.args[0] : NULL, *y = has_array ? frame->rets.rets[0] : NULL;
+  if (kind == BEGIN) {
+    code = begin(c, words[NUMBER], words[OP] && c->mpi.slots);
+  } else if (has_array && fits_slots(c, kind, x)) {
+    code = through_slots(c, words, x, y);
+  } else {
+    if (has_array && c->mpi.slots) publish(c);
+    if (has_array) code = operation(&c->mpi, words, x, y);
+    if (kind == BARRIER && !c->mpi.board) code = c->mpi.barrier(c->mpi.comm); /* else to compare is a barrier */
+    if (!code) code = compare(c, words[NUMBER]);
+  }
+  if (!code && kind != BEGIN) give(c);
   if (!code) return NULL;
   if (code < 0)
     c->mpi.differs(words[NUMBER], c->theirs);

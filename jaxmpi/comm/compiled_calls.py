@@ -25,16 +25,24 @@ KINDS = BEGIN, END, *OPERATIONS = (
     *("begin", "end", "barrier", "allreduce", "reduce", "scan", "bcast", "allgather", "gather", "scatter", "alltoall"),
 )
 OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
-FUNCTIONS = ("Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS))  # in the order of `struct setup`
-MOST_COMPARISONS, TYPES, LINE_WORDS = 1 << 16, 64, 8
-HERE = 2  # the word of a rank's line that says that it is there
+# In the order of `struct setup`.
+FUNCTIONS = "Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS), "Reduce_local"
+MOST_COMPARISONS, TYPES = 1 << 16, 64
+BOARD_WORDS = 128  # of a rank: two places of a number and a short array behind it, and at the end
+ROUNDS_WORDS = 8  # a cache line for the count of rounds through slots
+SLOT_BYTES = 256 << 10  # of a chunk: a core's second-level cache holds it with what is made of it
+SLOTS_BYTES = 4 << 20  # of all ranks' slots, about: of many ranks each has less
+LEAST_BYTES = 16 << 10  # of a slot
+MOST_SHARED = 64  # communicators with slots: who splits a thousand times has room for them
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
+    [Path(__file__).with_name("compiled_slots.h")],
     KINDS=",".join(map(str.upper, KINDS)),
     OPS=len(OPS),
     MOST_COMPARISONS=MOST_COMPARISONS,
     TYPES=TYPES,
-    LINE_WORDS=LINE_WORDS,
+    BOARD_WORDS=BOARD_WORDS,
+    ROUNDS_WORDS=ROUNDS_WORDS,
 )
 _call_p = SOURCE.primitive()
 Differs = ctypes.CFUNCTYPE(None, c_int32, POINTER(c_int32))
@@ -50,10 +58,12 @@ def setup_type() -> type[ctypes.Structure]:
             ("functions", c_void_p * len(FUNCTIONS)),
             ("differs", Differs),
             ("failed", c_handlers.Failed),
-            *((name, c_void_p) for name in ("board", "sends_to", "receives_from")),
+            *((name, c_void_p) for name in ("board", "slots", "sends_to", "receives_from")),
             *((name, handle) for name in ("comm", "messages", "int32")),
             ("types", handle * TYPES),
             ("ops", handle * len(OPS)),
+            ("item_bytes", c_int64 * TYPES),
+            *((name, c_int64) for name in ("slot_bytes", "part_bytes")),
             *((name, c_int32) for name in ("rank", "size", "others")),
         )
 
@@ -88,8 +98,11 @@ class CompiledCalls:
 
         self.comm, self._index, self._library = comm, index, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
-        self._board = _board(comm)
-        self._words = np.frombuffer(self._board, np.int64).reshape(-1, LINE_WORDS) if self._board else None
+        self._board, self._slots, self._has_asked = board(comm), None, False
+        self._words = None
+        if self._board:
+            words = np.frombuffer(self._board, np.int64, comm.size * BOARD_WORDS)
+            self._words = words.reshape(comm.size, 2, BOARD_WORDS // 2)
         self.receives_from = [(comm.rank - distance) % comm.size for distance in distances]
         sends_to = np.array([(comm.rank + distance) % comm.size for distance in distances], np.int32)
         receives_from = np.array(self.receives_from, np.int32)
@@ -105,6 +118,7 @@ class CompiledCalls:
         setup.others = len(receives_from)
         setup.comm, setup.messages, setup.int32 = map(MPI._handleof, (comm.mpi, messages, MPI.INT32_T))
         for number, dtype in DTYPES.items():
+            setup.item_bytes[number] = dtype.itemsize
             if dtype.isbuiltin == 1 and dtype != np.float16:  # others travel as integers
                 setup.types[number] = MPI._handleof(MPI.Datatype.fromcode(dtype.char))
         for number, op in enumerate(OPS):
@@ -113,23 +127,39 @@ class CompiledCalls:
         self._kept = setup, sends_to, receives_from  # what the handler has addresses of
         self._library.jaxmpi_open(index, ctypes.byref(setup))
 
+    def share_slots(self) -> None:
+        """Map the memory for arrays, once; all ranks come here together."""
+        if self._board is None or self._has_asked or self._index >= MOST_SHARED:
+            return
+        size = self.comm.size
+        slot_bytes = max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))) // mmap.PAGESIZE * mmap.PAGESIZE
+        part_bytes = -(-slot_bytes // (size * mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._slots = shared_by_all(self.comm, size * (2 * slot_bytes + part_bytes))
+        self._has_asked = True
+        if self._slots:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._slots))
+            self._library.jaxmpi_share(self._index, c_void_p(address), c_int64(slot_bytes), c_int64(part_bytes))
+
     # ------------------------------------------------------------ in a program
 
-    def begin(self, number: int) -> None:
-        """Take the turn and publish the number."""
-        self.call(BEGIN, number)
+    def begin(self, number: int, is_published_later: bool = False) -> None:
+        """Take the turn and publish the number, unless its operation does."""
+        self._bind(BEGIN, number, int(is_published_later))
 
     def end(self, number: int) -> None:
         """Compare with the others' numbers, and give the turn away."""
-        self.call(END, number)
+        self._bind(END, number)
 
     def call(self, kind: str, number: int, x: Any = None, y: Any = None, op: Any = None, root: int = 0) -> Any:
-        """Trace a call, which compares at its end unless it is BEGIN."""
+        """Trace an operation, which compares at its end."""
         from mpi4py import MPI
 
         ops = [getattr(MPI, name) for name in OPS]
-        words = (self._index, number, KINDS.index(kind), 0 if op is None else ops.index(op), root)
+        return self._bind(kind, number, 0 if op is None else ops.index(op), root, x, y)
+
+    def _bind(self, kind: str, number: int, op: int = 0, root: int = 0, x: Any = None, y: Any = None) -> Any:
         operands, results = [] if x is None else [x], () if y is None else c_handlers.shaped(y)
+        words = (self._index, number, KINDS.index(kind), op, root)
         return _call_p.bind(*operands, results=results, effect=self.comm.effect, words=words)
 
     # ------------------------------------------------------------ outside, of the program that runs
@@ -154,16 +184,20 @@ class CompiledCalls:
         """
         if self._words is None:
             return None
-        published = int(self._words[rank, count % 2])
+        published = int(self._words[rank, count % 2, 0])
         return published >> 32 if published & 0xFFFFFFFF == count else 0
 
 
 class NumberedCalls:
-    """mpi4jax's functions with a number, each of which compares at its end."""
+    """mpi4jax's functions with a number, each of which compares."""
 
     def __init__(self, calls: CompiledCalls, number: int) -> None:
         """Nothing is traced yet."""
         self._calls, self._number = calls, number
+
+    def begin(self, has_array: bool) -> None:
+        """Take the turn; what has an array publishes the number with it."""
+        self._calls.begin(self._number, is_published_later=has_array)
 
     def _call(self, kind: str, x: jax.Array, shape: Sequence[int] | None = None, **options: Any) -> jax.Array:
         like = jax.ShapeDtypeStruct(x.shape if shape is None else tuple(shape), x.dtype)
@@ -212,17 +246,20 @@ class NumberedCalls:
         self._calls.call("barrier", self._number)
 
 
-def _board(comm: MpiComm) -> mmap.mmap | None:
-    """Memory that all ranks share, if they do; all come together."""
-    if len(set(comm.hosts)) > 1:
-        return None
-    size_bytes = -(-comm.size * LINE_WORDS * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+def board(comm: MpiComm) -> mmap.mmap | None:
+    """Memory of BOARD_WORDS a rank, if they share memory; all come together."""
+    return shared_by_all(comm, comm.size * BOARD_WORDS * 8) if len(set(comm.hosts)) == 1 else None
+
+
+def shared_by_all(comm: MpiComm, size_bytes: int) -> mmap.mmap | None:
+    """Zeros that all ranks have mapped, or None if one cannot; all come together."""
+    start, marks_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, -(-comm.size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        memory, _ = map_together(comm.processes, lambda: reserved_anywhere(size_bytes))
+        memory, _ = map_together(comm.processes, lambda: reserved_anywhere(start + marks_bytes))
     except UsageError:  # no room, of which all ranks hear
         return None
-    lines = np.frombuffer(memory, np.int64).reshape(-1, LINE_WORDS)
-    lines[comm.rank, HERE] = 1
+    marks = np.frombuffer(memory, np.uint8, comm.size, start)
+    marks[comm.rank] = 1
     comm.processes.allreduce_sum(np.zeros(1))
-    are_here = bool(lines[: comm.size, HERE].all())
+    are_here = bool(marks.all())
     return memory if comm.processes.allreduce_sum(np.array([are_here]))[0] == comm.size else None

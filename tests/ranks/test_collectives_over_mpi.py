@@ -12,9 +12,11 @@ import jaxmpi
 from jaxmpi import collectives as mpi
 from jaxmpi.collectives import compiled_messages, messages
 from jaxmpi.collectives.call import like
+from jaxmpi.comm import compiled_calls
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.compiled_calls import CompiledCalls
 from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.shared_sync import SharedMemoryFile
 from jaxmpi.runtime import host_callbacks
 
 COMM = jaxmpi.world()
@@ -130,6 +132,72 @@ def moved(dtype: str, way: Any) -> None:
     ]
     for a, b in zip(got, expected, strict=True):
         same(a, b)
+
+
+# ---------------------------------------------------------------- through shared memory
+
+# Floats around those at which another way is taken: behind the number of the call, in a slot, by parts, in chunks.
+IN_A_SLOT = compiled_calls.SLOT_BYTES // 4
+LENGTHS = (0, 1, 110, 111, 2048, 2049, IN_A_SLOT, IN_A_SLOT + 1, 3 * IN_A_SLOT - 5)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_arrays_of_every_length_arrive_whole(length):
+    rows = [np.random.default_rng(rank).integers(-99, 99, (SIZE, length)).astype(np.float32) for rank in range(SIZE)]
+    firsts, at_end = np.stack([x[0] for x in rows]), SIZE - 1
+
+    @jax.jit
+    def every(x: jax.Array) -> list:
+        return [
+            *(mpi.allreduce(x[0]), mpi.reduce(x[0], "max", at_end), mpi.scan(x[0], "min"), mpi.bcast(x[0], at_end)),
+            *(mpi.allgather(x[0]), mpi.gather(x[0], at_end), mpi.alltoall(x)),
+            mpi.scatter(x if RANK == at_end else x[0], at_end),
+        ]
+
+    mine, is_root = firsts[RANK], RANK == at_end
+    expected = [
+        *(firsts.sum(0), firsts.max(0) if is_root else mine, firsts[: RANK + 1].min(0), firsts[at_end]),
+        *(firsts, firsts if is_root else mine, np.stack([x[RANK] for x in rows]), rows[at_end][RANK]),
+    ]
+    for got, numpys in zip(every(jnp.asarray(rows[RANK])), expected, strict=True):
+        same(got, numpys)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_calls_that_follow_each_other_meet_no_number_of_the_one_before():
+    """Places are written again two calls later, while a rank may be slow."""
+    long = jnp.arange(2.0 * IN_A_SLOT)
+
+    def body(i: int, carry: tuple) -> tuple:
+        short, long = carry
+        return mpi.bcast(short + 1, SIZE - 1), mpi.allreduce(mpi.allreduce(short, "max")[0] + long, "min") + 1
+
+    short, long_after = jax.jit(lambda carry: jax.lax.fori_loop(0, 50, body, carry))((jnp.zeros(3), long))
+    same(short, np.full(3, 50, np.float32))
+    same(long_after, np.arange(2 * IN_A_SLOT, dtype=np.float32) + sum(range(50)) + 50)
+
+
+@pytest.mark.parametrize("length", [7, 4000])
+def test_sums_are_added_in_rank_order(length):
+    rows = [np.random.default_rng(rank).normal(size=length).astype(np.float32) for rank in range(SIZE)]
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    same(jax.jit(mpi.allreduce)(jnp.asarray(rows[RANK])), total)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_without_room_for_slots_operations_are_mpis(monkeypatch):
+    part = COMM.split(0)
+    comparison_of(part)
+    monkeypatch.setattr(compiled_calls, "reserved_anywhere", lambda _: SharedMemoryFile("", trouble="no room"))
+    assert jax.jit(lambda x: mpi.allreduce(x, comm=part))(jnp.ones(3)).tolist() == [SIZE] * 3
+    calls = comparison_of(part)._calls
+    assert isinstance(calls, CompiledCalls)
+    assert calls._slots is None
+
+
+# ---------------------------------------------------------------- trees
 
 
 def test_trees_keep_their_structure_and_wider_sums_their_dtype():
@@ -294,7 +362,7 @@ def test_messages_between_two_ranks():
         assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.INT16_T)) == (other, 7, 3)
     before, after = RANK - 1 if RANK else mpi.NOBODY, RANK + 1 if RANK + 1 < SIZE else mpi.NOBODY
     shifted = jax.jit(lambda x: mpi.sendrecv(x, x, before, after, status=status))(x[:3].astype(jnp.int4))
-    assert shifted.tolist() == [(n + max(RANK - 1, 0) + 8) % 16 - 8 for n in range(3)]
+    assert shifted.tolist() == [min(n + max(RANK - 1, 0), 7) for n in range(3)]
     assert (status.Get_source(), status.Get_count(MPI.BYTE)) == ((before, 3) if RANK else (MPI.PROC_NULL, 0))
     mpi.recv(x, mpi.NOBODY, status=status)
     assert (status.Get_source(), status.Get_tag()) == (MPI.PROC_NULL, MPI.ANY_TAG)
