@@ -6,7 +6,8 @@ mpirun -n 8 python -m jaxmpi.train experiments/alexnet.py
 Batch 128 a worker; rate 0.01 with up to 4 workers, 0.005 with 8, divided by 10 every 20 of 70 epochs, biases at twice
 the rate and without decay. SUBGD sums the workers' updates, so the rate is not scaled. With --devices 8
 give --optim.lr 0.005; --local-batch 32 is table 1's other row of 8 workers. Not run on ImageNet here.
-It differs from the paper in taking a mean per channel and not a mean image, and the shorter side, aspect kept.
+It differs from the paper in taking a mean per channel and not a mean image. It also differs in resizing the shorter
+side, aspect kept.
 
 The second line trains a tiny model on digits, with 2 workers: 97 % top-1 (docs/results.md).
 """

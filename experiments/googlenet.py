@@ -7,7 +7,8 @@ Batch 32 a worker; rate 0.01 with one worker, 0.007 with two, 0.005 with more, u
 in epoch e times (1 - e / 240)^0.5; biases at twice the rate and without decay. With --devices give --optim.lr.
 
 The second line: 94 % top-1 in 73 to 147 s on 2 cores (docs/results.md). The first has not been run on ImageNet here.
-It differs from the paper in taking a mean per channel and not a mean image, and the shorter side, aspect kept.
+It differs from the paper in taking a mean per channel and not a mean image. It also differs in resizing the shorter
+side, aspect kept.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

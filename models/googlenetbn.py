@@ -158,9 +158,9 @@ def googlenetbn(classes: int = 1000, image_size: int = 224, channels: int = 3) -
     loss; in evaluation the main ones. At other sizes than 224 px the average pools adapt, so that all but the class
     layers keep their shape.
 
-    Depth 36: three convolutions in the stem, three in each of ten blocks (1x1, 3x3, 3x3), two that halve the image, and
-    the logits. IBM's payload of 93 MB matches no count of this network that we found: 76.6 MB with the head, 66.9
-    without.
+    Depth 36: three convolutions in the stem and three in each of ten blocks (1x1, 3x3, 3x3). Two more convolutions
+    halve the image, and the logits are one layer. IBM's payload of 93 MB matches no count of this network that we
+    found: 76.6 MB with the head, 66.9 without.
 
     Args:
         classes: number of logits.

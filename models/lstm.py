@@ -28,7 +28,7 @@ class Lstm(nnx.Module):
 
     i, f, g, o = x W + r U + b ;  c <- s(f) c + s(i) tanh(g) ;  r <- (s(o) tanh(c)) P, s the logistic function.
     Params: input f32[in, 4 cells] (W), state f32[width, 4 cells] (U), bias f32[4 cells], project f32[cells, width] (P).
-    c and r are 0 at the start of a window.
+    At the start of a window c and r are 0.
     """
 
     def __init__(self, inner: int, widths: Widths, rngs: nnx.Rngs):
@@ -100,8 +100,8 @@ def lstm_tiny(classes: int = 256, window: int = 16) -> Model:
 def lm300m(classes: int = 72_000, window: int = 20) -> Model:
     """The ring-allreduce article's size: 298,588,480 params, two layers, 72,000 words.
 
-    Gibiansky 2017 gives 300 million params and no more; widths and window are those of Jozefowicz et al. 2016, section
-    5.5 (LSTM-8192-1024, unrolled 20 steps), and the number of words follows from the size.
+    Gibiansky 2017 gives 300 million params and no more. Widths and window are those of Jozefowicz et al. 2016, section
+    5.5 (LSTM-8192-1024, unrolled 20 steps). The number of words follows from the size.
     """
     return _model("lm300m", classes, window, 2, Widths(1024, 8192))
 

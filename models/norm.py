@@ -13,16 +13,16 @@ class BatchNorm(nnx.Module):
     """Batch normalisation (Ioffe & Szegedy 2015, arXiv:1502.03167, alg. 1).
 
     y = scale (x - m) / sqrt(v + eps) + bias, channel by channel.
-    In training m = E[x] and v = E[x^2] - m^2 over examples, height and width of the local batch, or of each
-    micro-batch if gradients are accumulated. They are in f32 even if x is a 16-bit float. Evaluation uses running
+    In training m = E[x] and v = E[x^2] - m^2 over examples, height and width of the local batch. If gradients are
+    accumulated, m and v are of each micro-batch. They are in f32 even if x is a 16-bit float. Evaluation uses running
     ones, which every training step moves: mean <- momentum mean + (1 - momentum) m, var alike. v divides by n, the
-    running variance too; PyTorch's running variance divides by n - 1. If |m| is k standard deviations, v has a
-    relative error of about k^2 2^-24.
+    running variance too; PyTorch's running variance divides by n - 1. If |m| is k standard deviations, v has a relative
+    error of about k^2 2^-24.
 
     Batches. m and v are `jaxmpi.model.batch_mean`s: of one worker's examples, or of all workers' if the run
-    synchronises batch statistics. In an epoch's short last step the trainer marks the examples that only fill the
-    batch up, and these are left out; a worker with nothing but fillers takes theirs. Outside of the trainer, the
-    layer counts all examples.
+    synchronises batch statistics. In an epoch's short last step the trainer marks the examples that only fill the batch
+    up. These are left out; a worker with nothing but fillers takes theirs. Outside of the trainer, the layer counts all
+    examples.
 
     Params: scale, bias f32[channels]. State: mean, var f32[channels].
     Communicates: as `batch_mean`, 2 channels + 1 floats.

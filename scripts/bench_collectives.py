@@ -1,14 +1,14 @@
 """Cost of collectives in jit beside mpi4jax and mpi4py, and their overlap.
 
-    python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather messages] [--ranks 2 4 8]
+    python scripts/bench_collectives.py calls [--operations allreduce sendrecv allgather messages ...] [--ranks 2 4 8]
         [--rounds 20] [--png calls.png]
     python scripts/bench_collectives.py overlap [--ms 500] [--rate 200mbit]
 
-`calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. An allreduce is of a maximum,
-a sendrecv goes to the next rank, an allgather gives each rank the arrays of all, `messages` are a send and a recv
-between two ranks. `overlap`: a computation and
-an exchange that take equally long, in sequence, and with start and wait; on one host, or between two emulated ones.
-Run it on a quiet machine.
+`calls`: medians of the ratio to mpi4jax's call, of rounds in which all three take turns. All ranks begin a round
+together, and its time is the slowest rank's: the root of a bcast may be far ahead. Reductions are of a maximum. A
+`sendrecv` goes to the next rank. An `allgather` gives each rank the arrays of all. `messages` are a send and a recv
+between two ranks. `overlap`: a computation and an exchange that take equally long, in sequence, and with start and
+wait; on one host, or between two emulated ones. Run it on a quiet machine.
 """
 
 import argparse
@@ -114,10 +114,16 @@ def ways(operation: str) -> dict[str, Any]:
 def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Be a rank: return seconds of a call by size and library."""
     import jax.numpy as jnp
+    from mpi4py import MPI
 
     import jaxmpi
 
-    workers, by = jaxmpi.world().size, ways(operation)
+    workers, by, together = jaxmpi.world().size, ways(operation), MPI.COMM_WORLD.Clone()
+
+    def of_the_slowest(run: harness.Run) -> float:
+        together.Barrier()
+        return together.allreduce(harness.seconds(run), MPI.MAX)
+
     found = {}
     for size in SIZES:
         repeats = max(1, min(CALLS_MOST, (1 << 20) // size))
@@ -132,7 +138,7 @@ def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
         runs: dict[str, Any] = {
             name: lambda program=program, x=x: program(x).block_until_ready() for name, program in programs.items()
         }
-        timed = harness.take_turns(runs | {"mpi4py": by_mpi4py}, rounds, warm_up=3, swap=True)
+        timed = harness.take_turns(runs | {"mpi4py": by_mpi4py}, rounds, warm_up=3, clock=of_the_slowest, swap=True)
         found[str(size)] = {name: [s / repeats for s in values] for name, values in timed.items()}
     return found
 

@@ -9,12 +9,12 @@ one loader, pinned with all its processes to one core. Jobs take turns; the medi
 peers    bare: simplejpeg's decode of whole files, nothing else. Others: as their documentation has it, decoding with
          Pillow or OpenCV as the name says; TFDS decodes by itself, with OpenCV. The last line is the time to normalise
          such a batch in a step, which no contender does.
-formats  the same photographs as a folder of JPEG files, packed with the shorter side 256 px, and as their centres of
-         256 x 256 px in batch files and in an array in memory; and the packed ones loaded into memory.
+formats  the same photographs as a folder of JPEG files, and packed with the shorter side 256 px. The packed ones are
+         also loaded into memory. The centres of 256 x 256 px are in batch files and in an array in memory.
 steps    a consumer that sleeps for its step, on one core, and loaders on the other: share of waiting, and step /
          max(load, compute).
-reads    an epoch of batch files of 128 images of 64 x 64 px if each read of a file takes `--read-ms` longer: in the
-         three orders of `data.shuffle_by`, two threads that load. A wrapper of os.preadv, which reads them, waits.
+reads    an epoch of batch files of 128 images of 64 x 64 px, in the three orders of `data.shuffle_by`: each read of a
+         file takes `--read-ms` longer, and two threads load. A wrapper of os.preadv, which reads the files, waits.
 epochs   the time of whole epochs with each format, beside that with the folder: once without a step, and with steps
          (sleeps) of given shares of the folder's loading time.
 """

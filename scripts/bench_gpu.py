@@ -5,11 +5,11 @@
     python scripts/bench_gpu.py --dry
 
 jaxmpi is the trainer's own step with one worker. PyTorch is the twin of tests/torch_zoo.py with the same layers,
-channels_last, under torch.compile, with fused SGD, batches in pinned memory and TF32 allowed, as XLA allows it. Both
-sides have the same batches and SGD with momentum; params are float32, forward and backward run in the dtype of the
-row. Each side is a process, and they take turns, part by part, round by round. Batches are made beforehand: the loader
-is in no figure. FILE.json holds all, FILE.md the tables; both are written after every row. If there is no GPU, the
-exit code is 77. With --dry all runs on the CPU at tiny size, which checks this script and measures nothing.
+channels_last, under torch.compile. It has fused SGD, batches in pinned memory and TF32 allowed, as XLA allows it. Both
+sides have the same batches and SGD with momentum; params are float32, forward and backward run in the dtype of the row.
+Each side is a process, and they take turns, part by part, round by round. Batches are made beforehand: the loader is in
+no figure. FILE.json holds all, FILE.md the tables; both are written after every row. If there is no GPU, the exit code
+is 77. With --dry all runs on the CPU at tiny size, which checks this script and measures nothing.
 
 - step: images in host memory to new params; loss read one step late. Its images a second are compared.
 - to device: the copy of a batch, alone, until it is there.

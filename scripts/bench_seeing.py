@@ -6,10 +6,10 @@
 Windows take turns in one run. Without the anatomy, a window still has its line in the record: loss, images/s and
 learning rate. It prints median milliseconds a step of both; the median of the ratio pair by pair, of seconds and of the
 process's CPU time, with its 95 % interval; and the CPU time of the recorder's own calls on the training thread, beyond
-the line without the anatomy. Then all its lines go to each of the sinks, and to all of them: CPU time a line of all
-threads and of processes that a sink has started and ended, and its share of the CPU time of the steps between two
-lines. Lines come faster than in the run, and sinks gather them for a time that is shorter by as much, so that as many
-share a way as in the run.
+the line without the anatomy. Then all its lines go to each of the sinks, and to all of them. The script prints CPU
+time a line of all threads and of processes that a sink has started and ended. It also prints the share of this time in
+the CPU time of the steps between two lines. Lines come faster than in the run. Sinks gather them for a time that is
+shorter by as much. So as many lines share a way as in the run.
 """
 
 import contextlib

@@ -8,10 +8,10 @@ milliseconds a step of both, and the median of the ratio pair by pair with its 9
 
     mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
 
-With several workers: the trainer's step in one jit alternates with one that does not compare which exchange ranks have
-reached, and with programs that only compare, a thousand times. It prints median milliseconds a
-step, the ratio of both steps pair by pair with its 95 % interval, microseconds of a rank's own time a comparison, and
-their share of the step.
+With several workers, the trainer's step in one jit alternates with two others. One is a step that does not compare
+which exchange ranks have reached. The other is a program that only compares, a thousand times. The script prints median
+milliseconds a step, and the ratio of both steps pair by pair with its 95 % interval. It also prints microseconds of a
+rank's own time a comparison, and their share of the step.
 """
 
 import argparse

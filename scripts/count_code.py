@@ -3,8 +3,8 @@
     python scripts/count_code.py        # of the files that git knows in the current folder
 
 Rooms are the folders of jaxmpi/, and files at its top. An arrow is an import of one room by another in any line of its
-files, `__init__.py` at the top left out; floors are the rooms on the longest path of arrows. Functions are those at the
-top level of modules. A use is a name or an attribute so spelled, imports left out.
+files; `__init__.py` at the top is left out. Floors are the rooms on the longest path of arrows. Functions are those at
+the top level of modules. A use is a name or an attribute so spelled, imports left out.
 """
 
 import ast

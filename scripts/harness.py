@@ -1,7 +1,7 @@
 """Harness of this folder's programs: options, jobs, turns, intervals, tables and files.
 
-A measurement is a function of a program. `on_ranks` calls it in a job of its own, on ranks of this machine or on a
-rank a host of an emulated cluster, and returns the result of rank 0. Arguments and results are JSON.
+A measurement is a function of a program. `on_ranks` calls it in a job of its own, and returns the result of rank 0. The
+job runs on ranks of this machine, or on a rank a host of an emulated cluster. Arguments and results are JSON.
 
     def job(batch: int) -> dict[str, list[float]]:  # on every rank
         return harness.take_turns({"ours": ..., "theirs": ...}, rounds=20, warm_up=2)

@@ -5,9 +5,9 @@ python scripts/largest_model.py --memory-gb 20 --run --ranks 8       # and train
 python scripts/largest_model.py --memory-gb 3 --words 4000 --run --ranks 2
 
 The model is that of experiments/lm300m.py with one width in place of 1024: an embedding and two layers of that width,
-eight times as many cells, Adam. Sharded updates are `off`, all-reduced by shm, or `on`, with one copy of the params and
-gradients that go into a sum as they come. Seen is what the lowest MemAvailable leaves of that before the start, in all
-processes of the job.
+eight times as many cells, Adam. Sharded updates are `off`, all-reduced by shm, or `on`. With `on` there is one copy of
+the params, and gradients go into a sum as they come. Seen is what the lowest MemAvailable leaves of that before the
+start, in all processes of the job.
 """
 
 import dataclasses

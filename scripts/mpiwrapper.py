@@ -1,9 +1,9 @@
 """Build an MPI wrapper for XLA's collectives, with only jaxlib's calls.
 
-jaxlib's MPI calls go through MPItrampoline, which loads an MPI's wrapper from MPITRAMPOLINE_LIB and wants every name of
+jaxlib's MPI calls go through MPItrampoline. It loads an MPI's wrapper from MPITRAMPOLINE_LIB and wants every name of
 its binary interface in it. MPIwrapper has all of them, and is to be built from its sources. This one is for machines
-without it: names are read from jaxlib, 16 functions are passed on to MPI, and any other call ends the process with its
-name. MPI must have been started before, as jaxmpi does.
+without it. Its names are read from jaxlib, and it passes 16 functions on to MPI. Any other call ends the process with
+its name. MPI must have been started before, as jaxmpi does.
 
     python scripts/mpiwrapper.py libmpiwrapper.so
     export MPITRAMPOLINE_LIB=$PWD/libmpiwrapper.so JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi

@@ -2,10 +2,10 @@
 
     python scripts/plan_check.py [--hosts 2 4 8] [--slots 1] [--rate 200mbit] [--floats 6000000] [--rounds 5]
 
-For each number of hosts one job runs on a cluster of its own (scripts/cluster.py): it probes, as `auto` does with more
-time, and then times the exchange of one vector, in jit, mean in and mean out. It prints medians, and predictions from
-every probe: that on the same hosts, which saw shorter vectors, and those on other numbers of hosts. Emulated hosts
-share this machine's cores, and the model takes that into account.
+For each number of hosts one job runs on a cluster of its own (scripts/cluster.py). The job probes, as `auto` does with
+more time. Then it times the exchange of one vector, in jit, mean in and mean out. The script prints medians, and
+predictions from every probe: that on the same hosts, which saw shorter vectors, and those on other numbers of hosts.
+Emulated hosts share this machine's cores, and the model takes that into account.
 """
 
 import argparse

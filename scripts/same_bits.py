@@ -4,13 +4,15 @@
     python scripts/same_bits.py --against HEAD~1 --only "gradients, asa32" resume
 
 Each run is made by the code of this folder, then by that of the commit, with the same interpreter. A row has SHA-256
-hashes of params and of the rule's state in the last checkpoint, and of the losses in the record. They are read as
-files, without the code under test. The exit code is 1 if a row differs, if a run fails, or if none could be compared.
+hashes of params and of the rule's state in the last checkpoint. It also has those of the losses in the record. Params,
+state and losses are read as files, without the code under test. The exit code is 1 if a row differs, if a run fails, or
+if none could be compared.
 
-The runs are short, but of every kind that repeats its bits: GoogLeNet on 8 ranks, all synchronous rules on four
-strategies, a resume, several devices of a process, overlap between emulated hosts, a rank that dies, sharded updates.
-Asynchronous rules are left out: their result depends on which worker comes first. If both versions refuse a run in the
-same words, that counts as the same. If only the commit's refuses it, the row says so.
+The runs are short, but of every kind that repeats its bits. GoogLeNet runs on 8 ranks, and all synchronous rules run on
+four strategies. There are runs with a resume, with several devices of a process, and with overlap between emulated
+hosts. There are also runs with a rank that dies, and with sharded updates. Asynchronous rules are left out: their
+result depends on which worker comes first. If both versions refuse a run in the same words, that counts as the same. If
+only the commit's refuses it, the row says so.
 """
 
 import collections

@@ -3,11 +3,11 @@
     python scripts/soak.py --minutes 60 --quiet 20 --hosts 4        8 ranks on emulated hosts (scripts/cluster.py)
     python scripts/soak.py --kills 200 --ranks 2 --saving --verify  most of them while a checkpoint is written
 
-The job is one `jaxmpi train --restarts`, which restarts itself after every death. Asserted: every kill is followed by
-a good resume, the killed rank is blamed, the record has every step once and in order, no rank and no shared memory is
-left behind. With --verify, every loss and the last checkpoint equal those of an undisturbed run, bit for bit. In the
-quiet time at the end no rank is killed. Then the ranks' memory, threads and handles must not grow; the supervisor's
-must not at any time.
+The job is one `jaxmpi train --restarts`, which restarts itself after every death. The script asserts that a good resume
+follows every kill, and that the killed rank is blamed. It asserts that the record has every step once and in order. It
+also asserts that no rank and no shared memory is left behind. With --verify, every loss and the last checkpoint equal
+those of an undisturbed run, bit for bit. In the quiet time at the end no rank is killed. Then the ranks' memory,
+threads and handles must not grow; the supervisor's must not at any time.
 """
 
 import argparse

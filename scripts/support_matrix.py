@@ -1,8 +1,8 @@
 """Run a short tier for each cell of Python, jax and MPI.
 
 A cell's environment is made by uv in a temporary folder, which is removed afterwards. Debian's MPIs, and its newest
-Python, are installed in a mount namespace, on overlays of /usr, /var and /etc, so that the machine stays as it is; that
-needs root.
+Python, are installed in a mount namespace, on overlays of /usr, /var and /etc. So the machine stays as it is. Such an
+installation needs root.
 
     python scripts/support_matrix.py --out cells.json              all cells; the tables are printed
     python scripts/support_matrix.py --cells 3.13-newest-openmpi    some

@@ -29,7 +29,8 @@ def part(rank: int, n: int = N) -> np.ndarray:
 def expected(strategy: str, ranks: tuple[int, ...]) -> np.ndarray:
     """The mean of these ranks' parts, by the same strategy over an axis.
 
-    `shm` adds in rank order and divides by the number of ranks, where a program of XLA's multiplies by its inverse.
+    `shm` adds in rank order and divides by the number of ranks. A program of XLA's multiplies by the number's inverse
+    instead.
     """
     comm = AxisComm("w", len(ranks))
     if strategy == "shm":

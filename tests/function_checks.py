@@ -1,7 +1,7 @@
 """What `jaxmpi.function` and its variables give must be what one worker gives: checks for any kind of workers.
 
-Each check runs as it is over devices of one process, on every rank of an SPMD job, and once in a script that leads
-workers. Expected values come from NumPy or from the bare function on all the data.
+Each check runs as it is over devices of one process, and on every rank of an SPMD job. It also runs as it is, once,
+in a script that leads workers. Expected values come from NumPy or from the bare function on all the data.
 """
 
 import itertools

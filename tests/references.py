@@ -1,7 +1,8 @@
 """Oracles: what exchange must compute, slowly and readably, in NumPy.
 
 `sum_over_workers` is the float64 sum that every strategy must come close to. `asa`, `ring` and the others named like
-strategies follow their roundings and their order of additions in float32, which they must equal bit for bit.
+strategies follow the strategies' roundings and order of additions in float32. The strategies must equal these oracles
+bit for bit.
 """
 
 import functools

@@ -2,22 +2,22 @@
 
 u = 2^-24 is the largest relative error of one f32 operation, r that of one rounding to a wire.
 
-Sum over workers. Entry j of worker i reaches the result through at most k roundings and w - 1 additions, each of which
+Sum over workers. Entry j of worker i reaches the result through at most k roundings and w - 1 additions. Each of them
 multiplies it by 1 + d with |d| <= r or u. With A_j = sum_i |x_ij| the result is therefore within
 
     ((1 + r)^k (1 + u)^(w - 1) - 1) A_j
 
 of the exact sum. Beside that a wire may have an error of a part f of the largest entry that shares its scale. A partial
-sum of the workers in S has entries of at most sum_S max_j |x_ij| (times the factor above), and each worker is in at
-most k of the partial sums that are rounded; with M = sum_i max_j |x_ij| the errors come to at most
+sum of the workers in S has entries of at most sum_S max_j |x_ij| (times the factor above). Each worker is in at most
+k of the partial sums that are rounded. With M = sum_i max_j |x_ij| the errors come to at most
 
     k f M (1 + r)^k (1 + u)^(w - 1)
 
-Wire 16 scales by a power of two (exact) so that the largest entry sent, m, is in [2^14, 2^15); an entry that is
-subnormal in half precision has an absolute error of half its spacing, 2^-25, which is at most 2^-25 m / 2^14 =
-2^-39 m back in the sender's scale. Wire 8 sends multiples of a scale s <= (m / 127) (1 + 2^-15) (1 + u), m that of a
-block, and is off by half of s, and 127 2 u s because x / s is computed as x (1 / s): less than m / 253 in all. 127 s
-may be above m by 2^-14 at most: that is its r.
+Wire 16 scales by a power of two (exact) so that the largest entry sent, m, is in [2^14, 2^15). An entry that is
+subnormal in half precision has an absolute error of half its spacing, 2^-25. Back in the sender's scale that is at
+most 2^-25 m / 2^14 = 2^-39 m. Wire 8 sends multiples of a scale s <= (m / 127) (1 + 2^-15) (1 + u), with m that of a
+block. It is off by half of s, and by 127 2 u s because x / s is computed as x (1 / s). That is less than m / 253 in
+all. 127 s may be above m by 2^-14 at most: that is its r.
 
 If f32 results are subnormal XLA may flush them, and wire 8 has no scale below 2^-126: 2^-126 for each operation, of
 which there are fewer than 8 w.

@@ -3,8 +3,9 @@
 The twin is written with torch.nn and runs in 64 bits; that is the exact answer. Let e be the error, by tensor, of the
 same twin in 32 bits. It measures what rounding costs in this network: u = 2^-24 an operation, amplified by the layers
 after it. The model adds the same terms in other orders. In the worst order, one after another, a sum of n terms has an
-error of about sqrt(n) u (Higham and Mary 2019, "A new approach to probabilistic rounding error analysis"); in the best
-of about u. So by tensor, in the 2-norm, with n terms in the longest sum of the network, the model is within
+error of about sqrt(n) u. See Higham and Mary 2019, "A new approach to probabilistic rounding error analysis". In the
+best order the error is about u. So by tensor, in the 2-norm, with n terms in the longest sum of the network, the model
+is within
 
     sqrt(n) (u' / u) max(e, u |exact|)
 

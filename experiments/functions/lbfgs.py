@@ -3,8 +3,9 @@
 python experiments/functions/lbfgs.py
 mpirun -n 2 python experiments/functions/lbfgs.py
 
-The data are scattered once and stay on the workers. Each evaluation sends the params and takes the mean gradient, in
-two pieces a worker, as if a share were too big to compute at once. Asserts the minimum that one worker finds.
+The data are scattered once and stay on the workers. Each evaluation sends the params and takes the mean gradient. Each
+worker computes in two pieces, as if its share were too big to compute at once. Asserts the minimum that one worker
+finds.
 """
 
 import jax

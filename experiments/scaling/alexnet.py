@@ -2,10 +2,10 @@
 
 jaxmpi train -n 8 scaling/alexnet --local-batch 4
 
-SUBGD with momentum, biases at twice the rate and without decay, the rate divided by 10 at a third and two thirds of the
-epochs, as in the paper of Theano-MPI (figure 4, table 1). Changed: data (`jaxmpi[animals]`), a sixteenth of the
-channels and their initialisation, 64 px, 12 epochs instead of 62. An eighth of the paper's batch, 16 images a worker
-for 128 and 4 for 32, as an epoch has 7,769 images and not 1.28 million. Figures: docs/papers.md.
+SUBGD with momentum, biases at twice the rate and without decay. The rate is divided by 10 at a third and two thirds of
+the epochs. All this is as in the paper of Theano-MPI (figure 4, table 1). Changed: data (`jaxmpi[animals]`), a
+sixteenth of the channels and their initialisation, 64 px, 12 epochs instead of 62. An eighth of the paper's batch, 16
+images a worker for 128 and 4 for 32, as an epoch has 7,769 images and not 1.28 million. Figures: docs/papers.md.
 """
 
 from jaxmpi.config import Data, ExchangeConfig, Experiment, Optim, RuleConfig, Schedule

@@ -58,10 +58,10 @@ def exchange(
 
     mean: (1/w) sum_i tree_i ;  sum: sum_i tree_i ;  both added in f32.
 
-    Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size, and keeps their
-    dtypes and shapes. Numbers of Python and NumPy may be among them, as metrics are, and float64: each such leaf that
-    is no float of 16 or 32 bits for JAX is summed in its own type, whatever the strategy. Means of integers are floats,
-    whose sums do not wrap; a whole number that may wrap in a sum is refused: `jaxmpi.metrics.sum` is exact.
+    Works inside and outside jit, on any pytree of float32, bfloat16 and float16 leaves of any size. It keeps their
+    dtypes and shapes. Numbers of Python and NumPy may be among them, as metrics are, and float64. Such a leaf may be no
+    float of 16 or 32 bits for JAX. Then `exchange` sums it in its own type, whatever the strategy. Means of integers
+    are floats, whose sums do not wrap; a whole number that may wrap in a sum is refused: `jaxmpi.metrics.sum` is exact.
 
     Derivative and transpose: an exchange of tangents or cotangents, by the same strategy and wire; along an `AxisComm`
     in 32 bits, by `vjp` but not by `linear_transpose`.
@@ -423,8 +423,9 @@ def exchange_gradients(
     `optax.chain(exchange_gradients("ring16"), optax.adamw(1e-3))`.
 
     Arguments are those of `exchange`. The strategy may also be a compressor, lowrank<r> or topk<p>, alone or with the
-    strategy for what still travels: `lowrank4`, `topk1/ring32`. Its state is empty; that of a compressor is what each
-    worker still owes, its own, and for lowrank<r> the last factors, equal on all. Communicates, raises: as `exchange`.
+    strategy for what still travels: `lowrank4`, `topk1/ring32`. Its state is empty; the state of a compressor has what
+    each worker still owes, which is the worker's own. For lowrank<r> that state also has the last factors, equal on all
+    workers. Communicates, raises: as `exchange`.
     """
     check_op(op)
     if compression.is_compressor(strategy):

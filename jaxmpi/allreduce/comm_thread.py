@@ -6,8 +6,8 @@ communicator of its own. The thread itself is the process's own: it starts witho
 Sums of whole buckets are C's where they can be (`compiled_sums`). All else, such as started operations, is Python's:
 generators that yield messages to wait for.
 
-Buckets have turns: while one is under way no segment of a later one is begun. What a program waits for before it hands
-over the next bucket is of the first turn, so ranks that hand over in different orders do not wait for each other.
+Buckets have turns: while one is under way no segment of a later one is begun. A bucket that a program waits for before
+it hands over the next one is of the first turn. So ranks that hand over in different orders do not wait for each other.
 """
 
 import functools

@@ -1,15 +1,15 @@
 """The Python functions by which programs hand buckets to the communication thread.
 
 In a program an exchange is three kinds of calls. `open` numbers it, in the order of programs, so that all ranks give a
-bucket the same number. `start` hands a bucket to the thread and returns at once; it waits for nothing but its own
-gradients, so XLA runs it when they are there, on each rank in an order of its own. `done`, after the last start, waits
+bucket the same number. `start` hands a bucket to the thread and returns at once. It waits for nothing but its own
+gradients. So XLA runs it when they are there, on each rank in an order of its own. `done`, after the last start, waits
 until a bucket holds the sum. The bucket passes through both in one buffer, which the thread changes in between: nothing
-is copied, and XLA, for which only these calls use the buffer, leaves it alone. On a GPU, whose buffers Python sees as
-copies, `start` leaves a copy with the thread, and `done` takes the sum from there.
+is copied, and XLA, for which only these calls use the buffer, leaves it alone. Python sees the buffers of a GPU as
+copies. So on a GPU `start` leaves a copy with the thread, and `done` takes the sum from the thread.
 
 An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
 
-Messages have no names, so ranks that run two programs of equal shapes in different orders would add up gradients of
+Messages have no names. So ranks that run two programs of equal shapes in different orders would add up gradients of
 different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
 for that. The comparison travels while the program computes; waiting for it in `open` would put it before each step.
 """
@@ -68,7 +68,7 @@ class ExchangeHandlers:
     def _open(self, operands: list, results: list, segments: int, plan: str, what: str) -> None:
         """Ticket u32[]: the number of the exchange's first segment.
 
-        Ranks compare a plan, which is JSON, when it is first used, and `what` at every call, if it is given.
+        Ranks compare a plan, which is JSON, when it is first used. They compare `what`, if it is given, at every call.
         """
         self.thread.note("open")
         if what:  # first: ranks at different exchanges may have plans that some of them know already

@@ -39,10 +39,10 @@ class Peers(NamedTuple):
 class Compressor(NamedTuple):
     """Two pure functions.
 
-    `init(params) -> state`; `compress(grads, state, peers) -> (grads, state)`: this worker's gradients in, what stands
-    for their mean over workers out, with the shapes and dtypes of grads, bitwise equal on all workers. Inside a program
-    all of it is part of that; else each of its parts is a program, and those that do not communicate are compiled once
-    a host.
+    `init(params) -> state`; `compress(grads, state, peers) -> (grads, state)`. `compress` takes this worker's
+    gradients and gives what stands for their mean over workers. The result has the shapes and dtypes of grads, and is
+    bitwise equal on all workers. Inside a program all of `compress` is part of that; else each of its parts is a
+    program, and those that do not communicate are compiled once a host.
     """
 
     init: Callable[[PyTree], PyTree]

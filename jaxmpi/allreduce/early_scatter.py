@@ -1,18 +1,19 @@
 """Gradients summed as soon as they are computed (ZeRO stage 2).
 
 So gradients never exist together. A traced function is cut behind each bucket of its gradients, and the parts are run
-one after another, with a call between them that adds the bucket up and gives this worker's slice. XLA orders a program
-by its data alone, and left to itself it computes all gradients first: calls in order, buckets in the order of coming
-and the list scheduler changed that little. So the values on which the rest of the backward pass works go through the
-call, in their own buffers. Other results of a gradient, such as its square, go through as well, and so are computed
-before. Large constants, such as the zeros to which a scan adds its gradients, are made in the part that uses them
-first, of numbers that have gone through: XLA would make them at the start. Calls of jitted functions that hide such
+one after another. A call between two parts adds the bucket up and gives this worker's slice. XLA orders a program by
+its data alone, and left to itself it computes all gradients first: calls in order, buckets in the order of coming and
+the list scheduler changed that little. So the values on which the rest of the backward pass works go through the call,
+in their own buffers. Other results of a gradient, such as its square, go through as well, and so are computed before.
+Some constants are large, such as the zeros to which a scan adds its gradients. The part that uses them first makes
+them, of numbers that have gone through: XLA would make them at the start. Calls of jitted functions that hide such
 constants, or several gradients, are put in place.
 
-A program that is cut is fused less, so multiplications and additions may round otherwise than in one that is not.
+A program that is cut is fused less. So multiplications and additions may round otherwise than in one that is not cut.
 
-Tried and dropped: to pass all live values, which gives the same arena and calls with hundreds of buffers; to pass only
-what the next gradient is made of, when the rest of the backward pass runs ahead and keeps its values.
+Tried and dropped: to pass all live values, which gives the same arena and calls with hundreds of buffers. Also tried
+and dropped: to pass only what the next gradient is made of. Then the rest of the backward pass runs ahead and keeps its
+values.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2.
 """

@@ -1,6 +1,6 @@
 """Means of integers over workers, without overflow.
 
-A sum in the integers' own type wraps, float32 does not hold all integers of 32 bits, and JAX outside its x64 mode has
+A sum in the integers' own type wraps, and float32 does not hold all integers of 32 bits. JAX outside its x64 mode has
 no wider type. So integers travel as two halves of their bits. The sums of halves fit for up to 2^14 workers, and are
 divided as integers.
 """

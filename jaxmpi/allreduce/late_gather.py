@@ -8,10 +8,11 @@ if XLA fuses the two programs alike. Between two steps a worker has its slices (
 Whoever looks at params between steps takes `whole_params`. A checkpoint has those, so it is that of any other run.
 
 XLA runs an operation once its operands are there. A call that waits for params and has no other operands would run
-first, for all params. So the program of the gradients is traced, and written again equation by equation: before the
-first equation that needs a bucket stands the call that waits for it, with an entry of that equation's other operands,
-which come of the layers before. Equations of params and constants alone, such as casts, are written where their results
-are first needed. ZeRO, Rajbhandari et al. 2020, prefetches params for stage 3 in this order.
+first, for all params. So the program of the gradients is traced, and written again equation by equation. The call that
+waits for a bucket stands before the first equation that needs the bucket. The call also takes an entry of that
+equation's other operands, which come of the layers before. Equations of params and constants alone, such as casts, are
+written where their results are first needed. ZeRO, Rajbhandari et al. 2020, prefetches params for stage 3 in this
+order.
 """
 
 import math

@@ -1,7 +1,7 @@
 """An exchange between processes that each drive several devices.
 
-Devices of a process add theirs first, then one message a process goes by the strategy, then all devices get the sum
-(Kumar et al. 2018, IBM, algorithm 1). A program over several devices would call MPI once a device, so the exchange
+Devices of a process add theirs first. Then one message a process goes by the strategy. At the end all devices get the
+sum (Kumar et al. 2018, IBM, algorithm 1). A program over several devices would call MPI once a device, so the exchange
 stands between programs:
 
 1. on every device: leaves -> buckets;
@@ -13,8 +13,8 @@ Over wire 32 these are the bits of `hier-<strategy>` with one process a device: 
 since the vector that travels lies as that strategy would cut it. So are those of asa and ring over bf16. Wires 16 and 8
 scale other blocks, and tree rounds by other cuts if there are more than two processes.
 
-A reduce-scatter between the devices before step 3 and an all-gather behind it took longer on CPU devices than copies to
-the first device and back.
+Step 3 could have a reduce-scatter between the devices before it and an all-gather behind it. On CPU devices these took
+longer than copies to the first device and back.
 """
 
 import functools

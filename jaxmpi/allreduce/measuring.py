@@ -81,8 +81,8 @@ def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) ->
     """The next strategy and number of floats to time, or None.
 
     None if all that count are measured, or there is no time. All strategies at the length that says more about these
-    leaves come first, then all at the other. The baseline and the first of every wire are measured in any case, and the
-    second if it is predicted to take about as long.
+    leaves come first, then all at the other. The baseline and the first of every wire are measured in any case. The
+    second of every wire is measured if it is predicted to take about as long.
     """
     names = request.strategies(probe.net)
     expected = {name: cost_model.step_seconds(probe.net, request.sizes, name, BUCKETS[0]) for name in names}

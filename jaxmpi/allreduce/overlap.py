@@ -112,8 +112,8 @@ def exchange(
         portable: the program can be exported. Other MPI calls in it are not ordered with this one: they must be such
             that all leaves depend on them.
 
-    Communicates: at its first run a comparison of plans between ranks, at every run of its name unless it is portable,
-    then the strategy once a bucket, on a thread and a communicator of its own.
+    Communicates: at its first run a comparison of plans between ranks. At every run ranks compare its name, unless it
+    is portable. Then the strategy runs once a bucket, on a thread and a communicator of its own.
 
     Raises:
         UsageError: as `jaxmpi.exchange`; or an exchange cannot run beside a program here.

@@ -1,8 +1,8 @@
 """Costs of messages, additions and encodings, for the algorithms' cost formulas.
 
 The alpha-beta-gamma model (Thakur et al. 2005, section 3.2): a message of m bytes takes alpha + beta m, adding m bytes
-takes gamma m. Here a message has another price inside a host than between hosts, if the ranks of a host share its
-card, and what runs on a host's cores takes longer if it has more ranks than cores.
+takes gamma m. Here a message has another price inside a host than between hosts. Between hosts the ranks of a host
+share its card. Work on a host's cores takes longer if the host has more ranks than cores.
 
 w workers on h hosts of s slots each; n floats of b bytes on the wire. All ranks work at once, so a round costs what it
 costs the slowest rank.

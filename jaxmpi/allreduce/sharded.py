@@ -6,11 +6,11 @@ As many bytes travel as in an allreduce, and a worker holds a w-th of the optimi
 entries of a leaf step whole leaves, dealt to workers (`core.deals`). `shards` has the halves, and says which bits they
 give.
 
-With a coarse wire for the second half a worker keeps its slice in 32 bits, the masters m, and sends what params lack:
+With a coarse wire for the second half a worker keeps its slice in 32 bits, the masters m. It sends what params lack:
 
     m <- m + tx(g) ;  params <- params + wire(m - params)
 
-So what a message rounds off is in the next one (error feedback), and params are off m by one rounding of a message.
+So what a message rounds off is in the next one (error feedback). Params are off m by one rounding of a message.
 """
 
 import functools
@@ -102,23 +102,23 @@ def sharded(
     itself, with 32-bit params of its own if `gather_wire` is below 32.
 
     Args:
-        tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do, and may go by the
-            names and the number of axes of tensors, not by their shapes. Or it treats every tensor by itself, as LARS,
-            LAMB, Adafactor and Muon: then each worker updates whole tensors. `init` reads which from its equations
-            (`jaxmpi.core.separable`).
+        tx: treats every entry of a tensor by itself, as Adam, AdamW, momentum, Lion and RMSProp do. It may then go by
+            the names and the number of axes of tensors, not by their shapes. Or it treats every tensor by itself, as
+            LARS, LAMB, Adafactor and Muon: then each worker updates whole tensors. `init` reads which from its
+            equations (`jaxmpi.core.separable`).
         strategy: asa, ring, hier-asa or hier-ring, with any wire, which gradients take; shm, ar; or auto.
         op: mean or sum, of gradients.
         comm: as of `exchange`.
         bucket_bytes: as of `exchange`; for slices outside jit on one host at most 1 MiB, if it is a number.
         clip_norm: largest global norm of the mean gradient, or of the sum by `op`, as `optax.clip_by_global_norm`
             before tx; 0: any.
-        gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits, and
-            updates bring params to within a rounding of it. Params must then be changed by these updates alone.
+        gather_wire: of the updates. With a coarser one than 32 each worker keeps its slice of params in 32 bits.
+            Updates bring params to within a rounding of that slice. Params must then be changed by these updates alone.
         cost: of the update of a whole tensor, by its shape, >= 0, the same on all ranks. Workers get tensors of about
             equal cost and as many entries. Muon's is `jaxmpi.optim.optimizers.muon_cost`.
 
     Outside jit an update of whole tensors is a program that is traced once. A Python variable that a schedule reads is
-    fixed then, so keep a rate that changes in the state, by `optax.inject_hyperparams`.
+    fixed then. So keep a rate that changes in the state, by `optax.inject_hyperparams`.
 
     State: `ShardedState`, in which `own` is tx's for this worker's share. `init` and `update` need params.
     Communicates: as much as `exchange`, and one float with `clip_norm`; for whole tensors rows are padded to the

@@ -7,10 +7,10 @@ P processes with K devices each
 2. the first device adds up those of all devices, in order;
 3. the strategy's first half leaves K rows of the sum with each process, one for each device;
 4. every device updates its slices, and holds the optimizer's state of these alone;
-5. the first device joins the new rows, the second half gives those of all processes, and every device gets the tree.
+5. the first device joins the new rows, and the second half gives all processes' rows. Then every device gets the tree.
 
-So a process sends what it sends without sharded updates. Rows lie as `hier-<strategy>` deals them to workers, so over
-wire 32 these are its bits with one process a device, and those of `over_local_devices`.
+So a process sends what it sends without sharded updates. Rows lie as `hier-<strategy>` deals them to workers. So over
+wire 32 these are its bits with one process a device. They are also the bits of `over_local_devices`.
 """
 
 import functools

@@ -5,8 +5,8 @@ order, as if its leaf travelled alone: over wire 32 these are the bits of `excha
 hier-asa, which add in rank order everywhere, they are those of any buckets. A coarser wire carries gradients only, and
 rounds once less than in `exchange`.
 
-Where workers hold whole leaves (`core.deals`), a bucket is some columns of the matrix of all rows, so that only rows'
-ends are padded. asa and hier-asa keep the bits here, too.
+If workers hold whole leaves (`core.deals`), a bucket is some columns of the matrix of all rows. So only rows' ends are
+padded. Both asa and hier-asa keep the bits here, too.
 """
 
 import functools

@@ -8,8 +8,8 @@ once, and the cache keeps them: 17 s for the first update, 6 s if they are in th
 one program: it holds less at once.
 
 Tried and dropped: chunks of vectors as arguments of the optimizer's program, in place of slices. XLA rounds moments
-otherwise where it reads them out of a longer vector, so workers' bits were no more those of an unsharded update.
-Exchange and optimizer in one program, which every rank compiles: as fast, and 75 s for the first update.
+otherwise if it reads them out of a longer vector. So workers' bits were no more those of an unsharded update. Exchange
+and optimizer in one program, which every rank compiles: as fast, and 75 s for the first update.
 """
 
 import math
@@ -36,8 +36,8 @@ def as_part(function: Callable[..., Any]) -> Callable[..., Any]:
 class SlicesInBuckets(NamedTuple):
     """Vectors [w, m] of slices: row c has slice c of leaves.
 
-    No function here communicates. A leaf that is alone in its bucket is in no piece but the one that communicates, and
-    is filled up there if need be.
+    No function here communicates. A leaf that is alone in its bucket is in no piece but the one that communicates. That
+    piece fills it up if need be.
     """
 
     leaves: tuple[jax.ShapeDtypeStruct, ...]

@@ -1,13 +1,13 @@
 """Records the steps of a sum on the host, for C.
 
-A strategy has one form outside programs, a generator for each part of a vector, which sends, receives, waits and adds
-(`algorithms.spec`). It is run with a communicator that sends nothing, on a vector of zeros; one of a user's own also
-on NaN and on noise, and the steps must be the same. Its arrays are only places: in the vector, or in the memory
-that a part uses, of which what nobody holds any more is used again.
+A strategy has one form outside programs: a generator for each part of a vector (`algorithms.spec`). The generator
+sends, receives, waits and adds. The strategy is run with a communicator that sends nothing, on a vector of zeros; one
+of a user's own also on NaN and on noise, and the steps must be the same. Its arrays are only places: in the vector, or
+in the memory that a part uses. Memory that nobody holds any more is used again.
 
-Only what computes by `HostComm.add`, by wires that C has, and on memory of `HostComm.empty`, is recorded. Whatever else
-it does meets numbers that cannot be looked at, an array that cannot be written, or one of unknown memory, and the sum
-is left to Python.
+Only what computes by `HostComm.add`, by wires that C has, and on memory of `HostComm.empty`, is recorded. Anything else
+that the strategy does leaves the sum to Python. It meets numbers that cannot be looked at, an array that cannot be
+written, or one of unknown memory.
 """
 
 import bisect

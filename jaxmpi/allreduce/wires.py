@@ -51,9 +51,9 @@ class Wire(NamedTuple):
 def encode_f16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Half precision, each block scaled by a power of two.
 
-    The power takes the largest of `BLOCK` entries into [2^14, 2^15). So a bucket at 1e-12 and one at 1e+6 both survive,
-    and entries down to 2^-28 of their block's largest stay normal numbers, with a relative error of at most 2^-11.
-    If the largest entry is not finite nothing is scaled: infinities and NaN travel as they are.
+    The power takes the largest of `BLOCK` entries into [2^14, 2^15). So a bucket at 1e-12 and one at 1e+6 both survive.
+    Entries down to 2^-28 of their block's largest stay normal numbers, with a relative error of at most 2^-11. If the
+    largest entry is not finite nothing is scaled: infinities and NaN travel as they are.
     """
     blocks = in_blocks(x)
     largest = largest_magnitude(blocks)
@@ -92,8 +92,8 @@ def encode_i8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     q = round(x / s), s = max |x| / 127 rounded up to 16 significant bits; so |q s - x| <= max |x| / 253.
 
     A block that holds a NaN or an infinity arrives as NaN, whole: eight bits have no room for either, and s = NaN says
-    it for all. s is at least 2^-126: below half of that entries vanish. The product q s is exact in f32, so that
-    nothing depends on whether a compiler fuses it with an addition.
+    it for all. s is at least 2^-126: below half of that entries vanish. The product q s is exact in f32. So nothing
+    depends on whether a compiler fuses it with an addition.
     """
     blocks = in_blocks(x)
     largest = largest_magnitude(blocks)

@@ -1,8 +1,8 @@
 """`jaxmpi bench`: time an exchange beside other libraries and the lower bound.
 
 Outside MPI this starts one job for every number of ranks and shows the results; under a launcher it is a rank itself.
-In a round every contender runs once on the same data, and each round starts with the next contender in order. The
-slowest rank counts.
+In a round every contender runs once on the same data. Each round starts with the next contender in order. The slowest
+rank counts.
 """
 
 import argparse

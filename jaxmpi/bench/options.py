@@ -1,6 +1,6 @@
 """The benchmark's command line as a plan: cases, strategies, peers and rounds.
 
-Rank 0 makes the plan and sends it to all ranks as JSON, so that they run the same contenders in the same order.
+Rank 0 makes the plan and sends it to all ranks as JSON. So they run the same contenders in the same order.
 """
 
 import argparse

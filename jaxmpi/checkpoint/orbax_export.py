@@ -1,8 +1,9 @@
 """Params and model state to and from Orbax, for other programs.
 
 Orbax is a dependency of Flax. No run is resumed from its folders. A folder holds `{"params": ..., "model_state": ...}`,
-nested dicts of arrays. A trained model needs no more to give the logits of the run's evaluation, in the library in
-which it was written (docs/models.md). `--params` also takes a folder of bare params, as other programs write them.
+nested dicts of arrays. A trained model needs no more to give the logits of the run's evaluation. It gives them in the
+library in which it was written (docs/models.md). `--params` also takes a folder of bare params, as other programs write
+them.
 
 Orbax keeps no checksums and lets shapes of NumPy leaves differ. So `leaves` reads and checks a run's checkpoint, and
 every imported leaf is checked here.

@@ -1,6 +1,6 @@
 """A rule's state cut anew, for a run that holds it otherwise.
 
-A checkpoint has it whole or in slices, cut by entries or by leaves, with masters of the params or without.
+A checkpoint has it whole, or in slices that are cut by entries or by leaves. It has masters of the params, or none.
 """
 
 from collections.abc import Callable, Iterable

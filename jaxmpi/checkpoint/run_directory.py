@@ -228,7 +228,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
     with the same examples a step, too.
 
     Raises:
-        UsageError: the settings in the newest checkpoint are malformed, or it is of another rule or optimizer, whose
+        UsageError: the settings in the newest checkpoint are malformed; or it is of another rule or optimizer, whose
             state has other leaves.
     """
     run_dir = resumed(experiment, name) if experiment.resume else None

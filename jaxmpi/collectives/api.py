@@ -1,9 +1,9 @@
 """The operations as functions of arrays and trees, inside and outside jit.
 
 A function checks what this rank can see by itself: op, root, counts, dtype, rows. Then it makes one call for each leaf,
-or one for many small leaves of a dtype, and each call is bound as a primitive of JAX (`primitive`), which ranks compare
-when it is traced and when it runs. What the user gave, before casts and packing, goes along with the first call of a
-tree, so that an error names the user's leaves. With one worker nothing is bound: a row of the table says what it gets.
+or one for many small leaves of a dtype. Each call is bound as a primitive of JAX (`primitive`). Ranks compare it when
+it is traced and when it runs. The leaves as the user gave them, before casts and packing, go along with the first call
+of a tree, so that an error names them. With one worker nothing is bound: a row of the table says what it gets.
 """
 
 import operator
@@ -46,7 +46,8 @@ def allreduce(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None
         comm: `jaxmpi.world()` (default), a part of it by `split`, or a communicator of mpi4py.
         dtype: of the sum and of the result; 8-bit floats need one.
 
-    Communicates: a comparison of calls between ranks, then `MPI_Allreduce`; small leaves of one dtype travel together.
+    Communicates: a comparison of calls between ranks, then `MPI_Allreduce`. In a program on one host both go through
+    shared memory, and numbers are combined in rank order. Small leaves of one dtype travel together.
     Transpose: the identity, as in mpi4jax.
 
     Raises:
@@ -84,8 +85,8 @@ def scan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> 
 def exscan(x: PyTree, op: str = "sum", *, comm: Any = None, dtype: Any = None) -> PyTree:
     """The reduction over the ranks before this one.
 
-    Rank 0 gets the number that changes nothing: 0 for sum, or and xor, 1 for prod, all bits for and, the least number
-    for max and the largest for min.
+    Rank 0 gets the number that changes nothing. It is 0 for sum, or and xor, 1 for prod, all bits for and. For max it
+    is the least number, for min the largest.
     Arguments, errors: as `allreduce`; no mean. Communicates: `MPI_Scan`, passed on by one rank.
     """
     return _reduced("exscan", x, op, comm, dtype)

@@ -1,15 +1,14 @@
 """Point-to-point messages, each after a header that its receiver checks.
 
-MPI's messages have no names: one of another shape or dtype than its receiver expects is cut off, leaves a part of the
-receiver's array undefined, or is read as numbers that it is not. And a rank that waits for a message that nobody sends
-waits for ever. So a header goes before each message, with its dtype, shape and the sender's line; whoever waits looks
-for messages, has a time limit, and names the call.
+MPI's messages have no names. One of another shape or dtype than its receiver expects may be cut off, or be read as
+other numbers. Or it leaves a part of the receiver's array undefined. And a rank waits for ever if nobody sends. So a
+header goes before each message, with its dtype, shape and the sender's line. A rank that waits looks for messages, has
+a time limit, and names the call.
 
 A header has 64 bytes, so one with a few numbers behind it is still short for MPI. A small array travels in its header's
-message. Else headers and arrays have communicators of their own, and a header has
-a number of its sender's, which is the tag of the array behind it. So receives that wait at once for headers of one
-source and tag, as of started messages, get each its own header in the order in which they began, as MPI has it, and
-then that header's array.
+message. Else headers and arrays have communicators of their own. Then the sender numbers its headers, and the number is
+the tag of the array behind a header. Several receives may wait at once for headers of one source and tag, as started
+messages do. MPI gives them headers in the order in which they began, and each takes the array of its own header.
 
 A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
 ranks may both send first. It looks again at its next message, and before the process ends. Only a `sendrecv` in C sends
@@ -94,7 +93,7 @@ def options_of(call: MpiCall, what: str) -> dict[str, Any]:
 
 def place_of(call: MpiCall) -> str:
     """File and line of a call, of a long name the end."""
-    return call.line.partition(" ")[0][-PLACE_BYTES:]
+    return call.line.rpartition(" in ")[0].encode()[-PLACE_BYTES:].decode(errors="ignore")
 
 
 def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
@@ -317,8 +316,9 @@ def packed_type(text: str) -> bytes:
 
 def said_of(message: Any) -> str:
     """Describe a message by its header: its type, and where it was sent."""
-    *_, type_text, place = HEADER.unpack_from(message)
-    return f"{_text(type_text)}, sent at {_text(place) or 'no line of a script'}"
+    size_bytes, *_, packed, place = HEADER.unpack_from(message)
+    size = f" of {size_bytes} bytes" if b"~" in packed else ""
+    return f"{_text(packed)}{size}, sent at {_text(place) or 'no line of a script'}"
 
 
 def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:

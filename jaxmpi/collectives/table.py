@@ -1,10 +1,10 @@
 """The table of operations: equation, bytes sent, transpose, and MPI calls.
 
-A row works on one array and on MPI ranks; trees, dtypes and a single worker are `api`'s, derivatives and mapping
-`primitive`'s. w is the number of ranks, r this one, n the bytes of x.
+A row works on one array and on MPI ranks. Trees, dtypes and a single worker are `api`'s; derivatives and mapping are
+`primitive`'s. In a row w is the number of ranks, r this one, n the bytes of x.
 
-mpi4jax lacks some operations and dtypes. These are composed of those that it has: 16-bit floats travel as integers, a
-`reduce_scatter` is an all-to-all and a sum, operations with counts are a message to each rank, an `exscan` is a scan
+mpi4jax lacks some operations and dtypes. These are composed of those that it has: 16-bit floats travel as integers. A
+`reduce_scatter` is an all-to-all and a sum. Operations with counts are a message to each rank. An `exscan` is a scan
 passed on by one rank.
 """
 

@@ -2,8 +2,8 @@
 
 Along an axis of `vmap` eight workers run in one process in milliseconds, which is how strategies are tested. Along an
 axis of `shard_map` they are devices, of one process or, with `--comm xla`, of all. `lax` names the collectives that MPI
-has, with two differences that are made up for here: a permutation must be complete under `vmap`, and what each worker
-takes from a sum must be cut out by its traced index.
+has, with two differences that are made up for here. A permutation must be complete under `vmap`. The part that each
+worker takes from a sum must be cut out by its traced index.
 """
 
 from collections.abc import Callable, Sequence
@@ -128,8 +128,8 @@ class AxisComm(CommDefaults):
 class GlooComm(AxisComm):
     """Collectives over several processes' CPUs, one at a time in one order.
 
-    gloo's messages have no names, and XLA lets programs whose results do not need each other overlap if one of them
-    holds a loop: then ranks would take one's message for another's. So each collective's input here is made to need the
+    gloo's messages have no names. XLA lets programs overlap if their results do not need each other and one of them
+    holds a loop. Then ranks would take one's message for another's. So each collective's input here is made to need the
     result of the one before it in the same trace.
     """
 

@@ -1,8 +1,8 @@
 """The protocol of communicators inside jit, and a single worker's communicator.
 
 Strategies are written against `Comm` alone: its collectives, rank, size, and which host each worker is on. So the same
-sum runs over MPI (`mpi`), along an axis of `vmap` or `shard_map` (`axis`), among ranks that may die
-(`mpi_fault_tolerant`), or in one worker, for which all is the identity.
+sum runs over MPI (`mpi`) and along an axis of `vmap` or `shard_map` (`axis`). It also runs among ranks that may die
+(`mpi_fault_tolerant`), and in one worker, for which all is the identity.
 """
 
 import contextlib

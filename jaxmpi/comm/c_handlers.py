@@ -1,8 +1,8 @@
 """Handlers in C that call this process's MPI library from programs.
 
-A source of the package is compiled at its first use, for the MPI and the XLA that the process has. It gets the
-addresses of MPI's functions and MPI's handles from Python. So it needs neither `mpicc` nor a header of MPI's, and calls
-the functions that mpi4jax calls, also if a tool has put its own in front of them.
+A source of the package is compiled at its first use, for the MPI and the XLA of the process. It gets the addresses of
+MPI's functions and MPI's handles from Python. So it needs neither `mpicc` nor a header of MPI's, and it calls the
+functions that mpi4jax calls. It does so also if a tool has put its own functions in front of them.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Comparison of exchanges between ranks; each process runs one at a time.
 
-Messages between ranks have no names: of two programs with equal shapes, run in another order on another rank, each
-would take the other's numbers for its own. So an exchange gets a number when ranks trace it, which they do together,
-and this number travels beside the data, from each rank to the others: sent before the exchange's first message,
+Messages between ranks have no names. If ranks run two programs with equal shapes in different orders, each takes one's
+numbers for the other's. So an exchange gets a number when ranks trace it, which they do
+together. This number travels beside the data, from each rank to the others: sent before the exchange's first message,
 received behind its last. Unequal numbers show in one of three ways:
 
 - Both exchanges have messages of equal lengths: they end, and then the numbers differ, before a program returns.
@@ -10,17 +10,21 @@ received behind its last. Unequal numbers show in one of three ways:
 - A rank waits for messages that never come: a thread of each rank looks now and then, and sends the others what it
   waits in.
 
+An operation through shared memory (`compiled_slots.h`) compares before it reads another rank's array. A rank that needs
+none, as the root of a bcast, compares nothing. Those that need its array do. When all scripts have ended, each rank
+looks whether the others have come to its last call.
+
 Ranks of one host receive the numbers of all. Between hosts, of ALL_BELOW ranks and more each one receives only those of
-the ranks 1, 2, 4, ... before it. Equal numbers are equal then, too; of unequal ones some ranks know at once, while
-others have a wrong result for the seconds in which the job ends.
+the ranks 1, 2, 4, ... before it. Equal numbers are equal then, too. If numbers are unequal, some ranks know it at once.
+Others have a wrong result for the seconds in which the job ends.
 
 A callback in the program may have its sum before that: it waits for its operands, not for the comparison.
 
 On CPUs all of it is calls into C (`compiled_calls`): no message to this process itself, and on one host none to others.
-A step of few milliseconds bears neither a call into Python, which waits for the interpreter that dispatches the next
-step (1.10 of a step of 4 ms), nor a wait before the first message, at which ranks must meet once more (1.07 to 1.15). A
-sum, which needs all ranks anyway, waits for no number. A bcast's root waits until all have come. Without a C compiler,
-and in a program for a GPU, the same is done from Python, which is given no array and so copies none.
+A step of few milliseconds bears no call into Python, which waits for the interpreter that dispatches the next step: it
+took 1.10 of a step of 4 ms. Nor does it bear a wait before the first message, at which ranks must meet once more (1.07
+to 1.15). A sum, which needs all ranks anyway, waits for no number. A bcast's root waits until all have come. Without a
+C compiler, and in a program for a GPU, Python does the same. It is given no array and so copies none.
 
 From its begin to its end an exchange has the process's turn. Else two programs that two threads have dispatched could
 exchange at once, and one's messages meet the other's: JAX orders the programs of one thread only.
@@ -43,7 +47,7 @@ from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.mpi_end import before_mpi_ends
+from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
 ALL_BELOW = 17  # ranks: of so many and more, each receives from those at distances 1, 2, 4, ...
@@ -76,6 +80,7 @@ class CallComparison:
         self.name_errors_of(comm.mpi)
         comm.processes.roll.lookup = self
         before_mpi_ends(_let_programs_end)
+        when_all_have_ended(self._check_all_came)
 
     def name_errors_of(self, mpi: Any) -> None:
         """Have a communicator's errors name ranks at other exchanges."""
@@ -170,6 +175,16 @@ class CallComparison:
             "exchange; all must make the same calls in the same order"
         )
         failures.fail(error, None)
+
+    def _check_all_came(self) -> None:
+        """End the job if ranks have ended without this rank's last call."""
+        number, ranks = self._calls.missing() if isinstance(self._calls, CompiledCalls) else (0, [])
+        if not ranks:
+            return
+        mine, *others = self._comm.processes.in_job([self._comm.rank, *ranks])
+        late = ", ".join(map(str, others))
+        must = "all ranks must call it as often"
+        failures.fail(TrainingError(f"rank {mine} has come to {self.text(number)}, rank {late} has not; {must}"), None)
 
     def _number_of(self, rank: int, count: int) -> int:
         """Number that a rank has sent, which nobody will receive, or 0."""

@@ -1,13 +1,13 @@
 """Order of equal calls, by the lines of users that make them.
 
-Two sums of equal shapes have nothing by which ranks could tell them apart but the lines at which they are made. Ranks
-may make one call at different lines: `if rank == 0: allreduce(x) else: allreduce(y)`, or a loop that has ended on one
-rank, which gives zeros meanwhile. So other lines alone are no mistake, and mostly none is another order of lines: ranks
-may take turns. It is said once, with the lines, and the program goes on. Refused were, when it was tried: workers whose
-leader changes, a `continue` that ranks take at different steps, an epoch in which one rank has no batch.
+Ranks can tell two sums of equal shapes apart only by the lines at which they are made. Ranks may make one call at
+different lines: `if rank == 0: allreduce(x) else: allreduce(y)`, or a loop that has ended on one rank, which gives
+zeros meanwhile. So other lines alone are no mistake, and mostly none is another order of lines: ranks may take turns.
+It is said once, with the lines, and the program goes on. When a refusal was tried, it refused workers whose leader
+changes, and a `continue` that ranks take at different steps. It also refused an epoch in which one rank has no batch.
 
-Two ranks have come to lines in another order if their meetings go round: one was at `a` while the other was at `b`,
-then at `b` while it was at `c`, and so on back to `a`. Any permutation of calls does that.
+Two ranks have come to lines in another order if their meetings go round. One was at `a` while the other was at `b`.
+Then it was at `b` while the other was at `c`, and so on back to `a`. Any permutation of calls does that.
 """
 
 from collections.abc import Sequence

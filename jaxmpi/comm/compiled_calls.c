@@ -4,14 +4,14 @@
    `call_comparison.py` says what is compared and why. There are three kinds of calls:
 
    - BEGIN, first in a program: take this process's turn, and publish the number of the call;
-   - an operation of MPI's, and then the same as END;
+   - an operation, and then the same as END; it publishes the number itself if its array goes through shared memory;
    - END: compare the numbers that the other ranks have published, and give the turn away.
 
-   On one host numbers are published in shared memory. Each rank has two places, for even and for odd calls. No more are
-   needed: a rank leaves END only when all others have begun the call, so all have read the numbers of the call before.
-   There operations go through shared memory, too (`compiled_slots.h`), and publish the number with the array: ranks
-   compare before they read it. Between hosts a number is a message of 4 bytes, of which MPI keeps as many as there are;
-   there a rank may hear only some of the others.
+   On one host numbers are published in shared memory, with short arrays behind them (`compiled_slots.h`). A rank has
+   several places for them, in turn. At END, and in most operations, it waits until all others have published the call. The
+   root of a bcast waits for nobody, so it may be some calls ahead. Before it takes a place again, all others must have
+   published the call after the one whose place it was, so they have read that. Between hosts a number is a message of 4 bytes, of which
+   MPI keeps as many as there are; there a rank may hear only some of the others.
 
    Nothing here needs Python unless ranks differ or MPI fails. */
 
@@ -46,6 +46,7 @@ struct setup {
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
   int64_t item_bytes[TYPES], slot_bytes, part_bytes;
   int32_t rank, size, others;
+  int32_t places, place_words; /* of a rank on the board: how many, and the words of one; behind them are ROUNDS_WORDS */
 };
 
 struct comparison {
@@ -56,6 +57,7 @@ struct comparison {
   _Atomic int64_t held;            /* number << 32 | how many have begun; 0 if nobody has the turn */
   _Atomic int32_t begun, waits;    /* waits: the number of a call that waits for the turn, or 0 */
   int64_t rounds, chunks;          /* through slots, so far */
+  int32_t ahead;                   /* calls that this rank has begun since one that all are known to have begun */
   int32_t theirs[];
 };
 
@@ -109,34 +111,17 @@ static void give(struct comparison *c) {
 
 /* ---------------------------------------------------------------- the comparison */
 
-/* Where a rank publishes the number of its call of this count; INLINE_BYTES of an array may be behind it. */
+static _Atomic int64_t *words_of_rank(struct comparison *c, int rank) {
+  return c->mpi.board + rank * (c->mpi.places * c->mpi.place_words + ROUNDS_WORDS);
+}
+
+/* Where a rank publishes the number of its call of this count; a short array may be behind it. */
 static _Atomic int64_t *place(struct comparison *c, int rank, int32_t count) {
-  return c->mpi.board + rank * BOARD_WORDS + count % 2 * (BOARD_WORDS / 2);
-}
-
-static void publish(struct comparison *c) {
-  atomic_store_explicit(place(c, c->mpi.rank, c->begun), c->held, memory_order_release);
-}
-
-static int begin(struct comparison *c, int32_t number, int is_published_later) {
-  struct setup *mpi = &c->mpi;
-  take(c, number);
-  int32_t count = (c->begun + 1u) & INT32_MAX; /* loops of hours come to 2^31 */
-  int64_t held = (int64_t)number << 32 | (uint32_t)count;
-  c->begun = count;
-  atomic_store_explicit(&c->held, held, memory_order_release);
-  if (mpi->board) {
-    if (!is_published_later) publish(c);
-    return 0;
-  }
-  int code = 0;
-  for (int i = 0; !code && i < mpi->others; i++)
-    code = mpi->send(&number, 1, mpi->int32, mpi->sends_to[i], 0, mpi->messages);
-  return code;
+  return words_of_rank(c, rank) + count % c->mpi.places * c->mpi.place_words;
 }
 
 /* Between two looks at a rank's word: let MPI go on, as what this rank has sent may not have left yet, and others run. */
-static int between_looks(struct comparison *c, int rank, int looks) {
+static int between_looks(struct comparison *c, int rank, int64_t looks) {
   if (looks < SPINS) return 0;
   int flag, code = 0;
   status ignored;
@@ -145,28 +130,66 @@ static int between_looks(struct comparison *c, int rank, int looks) {
   return code;
 }
 
-/* Wait for the number of a rank. */
+/* Wait until a rank has published its call of this count, or one that came into its place later. */
 static int read_board(struct comparison *c, int rank, int32_t count, int32_t *number) {
   _Atomic int64_t *at = place(c, rank, count);
-  int64_t found;
-  for (int looks = 0; (int32_t)(found = atomic_load_explicit(at, memory_order_acquire)) != count; looks++) {
+  int64_t found = atomic_load_explicit(at, memory_order_acquire);
+  for (int64_t looks = 0; (((int32_t)found - count) & INT32_MAX) > c->mpi.places; looks++) {
     int code = between_looks(c, rank, looks);
     if (code) return code;
+    found = atomic_load_explicit(at, memory_order_acquire);
   }
   *number = (int32_t)(found >> 32);
   return 0;
 }
 
-/* Return MPI's error, or 0; -1 if ranks differ. */
-static int compare(struct comparison *c, int32_t number) {
+/* Return when nobody reads the place of this rank's call any more. */
+static int make_room(struct comparison *c) {
+  int code = 0;
+  if (c->ahead < c->mpi.places) return 0;
+  for (int i = 0; !code && i < c->mpi.others; i++) {
+    int32_t ignored; /* who needs an array compares the number */
+    code = read_board(c, c->mpi.receives_from[i], (c->begun - c->mpi.places / 2) & INT32_MAX, &ignored);
+  }
+  c->ahead = c->mpi.places / 2;
+  return code;
+}
+
+static int publish(struct comparison *c) {
+  int code = make_room(c);
+  if (!code) atomic_store_explicit(place(c, c->mpi.rank, c->begun), c->held, memory_order_release);
+  return code;
+}
+
+static int begin(struct comparison *c, int32_t number, int is_published_later) {
+  struct setup *mpi = &c->mpi;
+  take(c, number);
+  int32_t count = (c->begun + 1u) & INT32_MAX; /* loops of hours come to 2^31 */
+  c->begun = count;
+  c->ahead++;
+  atomic_store_explicit(&c->held, (int64_t)number << 32 | (uint32_t)count, memory_order_release);
+  if (mpi->board) return is_published_later ? 0 : publish(c);
+  int code = 0;
+  for (int i = 0; !code && i < mpi->others; i++)
+    code = mpi->send(&number, 1, mpi->int32, mpi->sends_to[i], 0, mpi->messages);
+  return code;
+}
+
+/* Compare with all others, or with those of which an operation needs an array. Return MPI's error, or 0; -1 if ranks
+   differ. */
+static int compare(struct comparison *c, int32_t number, int first, int end) {
   struct setup *mpi = &c->mpi;
   int code = 0, is_same = 1;
   for (int i = 0; !code && i < mpi->others; i++) {
+    int rank = mpi->receives_from[i];
     status ignored;
-    code = mpi->board ? read_board(c, mpi->receives_from[i], c->begun, &c->theirs[i])
-                      : mpi->recv(&c->theirs[i], 1, mpi->int32, mpi->receives_from[i], 0, mpi->messages, ignored);
+    c->theirs[i] = 0;
+    if (rank < first || rank >= end) continue;
+    code = mpi->board ? read_board(c, rank, c->begun, &c->theirs[i])
+                      : mpi->recv(&c->theirs[i], 1, mpi->int32, rank, 0, mpi->messages, ignored);
     is_same = is_same && c->theirs[i] == number;
   }
+  if (!first && end == mpi->size) c->ahead = 0;
   return code || is_same ? code : -1;
 }
 
@@ -201,15 +224,17 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   int code = 0;
   int kind = words[KIND], has_array = kind != BEGIN && kind != END && kind != BARRIER;
   const XLA_FFI_Buffer *x = has_array ? frame->args.args[0] : NULL, *y = has_array ? frame->rets.rets[0] : NULL;
+  struct job job = {0};
+  if (has_array && c->mpi.slots) job = job_of(c, words, x, y);
   if (kind == BEGIN) {
     code = begin(c, words[NUMBER], words[OP] && c->mpi.slots);
-  } else if (has_array && fits_slots(c, kind, x)) {
-    code = through_slots(c, words, x, y);
+  } else if (has_array && fits_slots(c, &job)) {
+    code = through_slots(c, &job);
   } else {
-    if (has_array && c->mpi.slots) publish(c);
-    if (has_array) code = operation(&c->mpi, words, x, y);
-    if (kind == BARRIER && !c->mpi.board) code = c->mpi.barrier(c->mpi.comm); /* else to compare is a barrier */
-    if (!code) code = compare(c, words[NUMBER]);
+    if (has_array && c->mpi.slots) code = publish(c);
+    if (!code && has_array) code = operation(&c->mpi, words, x, y);
+    if (!code && kind == BARRIER && !c->mpi.board) code = c->mpi.barrier(c->mpi.comm); /* else to compare is a barrier */
+    if (!code) code = compare(c, words[NUMBER], 0, c->mpi.size);
   }
   if (!code && kind != BEGIN) give(c);
   if (!code) return NULL;

@@ -1,7 +1,8 @@
 """MPI's operations and their comparison in programs, by handlers in C.
 
 The handlers are in `compiled_calls.c`, which is compiled at the first use. They call the MPI functions that mpi4jax
-calls. A program that calls them holds numbers alone, which are the same on all ranks, and nothing of a process.
+calls, or do the same through shared memory (`compiled_slots.h`). A program that calls them holds numbers alone, which
+are the same on all ranks, and nothing of a process.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.comm.shared_sync import map_together, reserved_anywhere
+from jaxmpi.comm.shared_sync import SEGMENT_BYTES, map_together, reserved_anywhere
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime.xla_ffi import DTYPES
 
@@ -28,12 +29,13 @@ OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
 # In the order of `struct setup`.
 FUNCTIONS = "Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS), "Reduce_local"
 MOST_COMPARISONS, TYPES = 1 << 16, 64
-BOARD_WORDS = 128  # of a rank: two places of a number and a short array behind it, and at the end
+PLACES, PLACE_WORDS = 64, 64  # of a rank: how many calls it may be ahead; a number and a short array behind it
+NUMBERS_WORDS = 8  # of each of two places, for numbers alone
 ROUNDS_WORDS = 8  # a cache line for the count of rounds through slots
 SLOT_BYTES = 256 << 10  # of a chunk: a core's second-level cache holds it with what is made of it
 SLOTS_BYTES = 4 << 20  # of all ranks' slots, about: of many ranks each has less
 LEAST_BYTES = 16 << 10  # of a slot
-MOST_SHARED = 64  # communicators with slots: who splits a thousand times has room for them
+MOST_SHARED = 64  # communicators with slots: a script may split a thousand times
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     [Path(__file__).with_name("compiled_slots.h")],
@@ -41,7 +43,6 @@ SOURCE = c_handlers.CSource(
     OPS=len(OPS),
     MOST_COMPARISONS=MOST_COMPARISONS,
     TYPES=TYPES,
-    BOARD_WORDS=BOARD_WORDS,
     ROUNDS_WORDS=ROUNDS_WORDS,
 )
 _call_p = SOURCE.primitive()
@@ -64,7 +65,7 @@ def setup_type() -> type[ctypes.Structure]:
             ("ops", handle * len(OPS)),
             ("item_bytes", c_int64 * TYPES),
             *((name, c_int64) for name in ("slot_bytes", "part_bytes")),
-            *((name, c_int32) for name in ("rank", "size", "others")),
+            *((name, c_int32) for name in ("rank", "size", "others", "places", "place_words")),
         )
 
     assert ctypes.sizeof(Setup) == SOURCE.library().jaxmpi_setup_bytes()
@@ -89,7 +90,7 @@ class CompiledCalls:
             comm: of the operations.
             messages: a communicator of mpi4py for the comparison.
             distances: how far before this rank those are whose numbers it receives; on one host all, since a number has
-                two places in shared memory.
+                few places in shared memory.
             index: of this object, the same on all ranks.
             differs: ends the job if ranks have come to calls of other numbers: mine, and theirs by rank.
             failed: ends the job if MPI has returned an error: number of the call, MPI's code.
@@ -98,17 +99,23 @@ class CompiledCalls:
 
         self.comm, self._index, self._library = comm, index, SOURCE.library()
         self._library.jaxmpi_held.restype = c_int64
-        self._board, self._slots, self._has_asked = board(comm), None, False
-        self._words = None
+        self._may_share = index < MOST_SHARED
+        self._places, place_words = (PLACES, PLACE_WORDS) if self._may_share else (2, NUMBERS_WORDS)
+        row_words = self._places * place_words + ROUNDS_WORDS
+        is_one_host = len(set(comm.hosts)) == 1
+        self._board = shared_by_all(comm, comm.size * row_words * 8) if is_one_host else None
+        self._slots: mmap.mmap | None = None
+        self._numbers = None  # [rank, place]
         if self._board:
-            words = np.frombuffer(self._board, np.int64, comm.size * BOARD_WORDS)
-            self._words = words.reshape(comm.size, 2, BOARD_WORDS // 2)
+            words = np.frombuffer(self._board, np.int64, comm.size * row_words).reshape(comm.size, row_words)
+            self._numbers = words[:, : self._places * place_words : place_words]
         self.receives_from = [(comm.rank - distance) % comm.size for distance in distances]
         sends_to = np.array([(comm.rank + distance) % comm.size for distance in distances], np.int32)
         receives_from = np.array(self.receives_from, np.int32)
 
         def on_difference(number: int, theirs: Any) -> None:
-            differs(number, dict(zip(self.receives_from, theirs[: len(self.receives_from)], strict=True)))
+            known = zip(self.receives_from, theirs[: len(self.receives_from)], strict=True)
+            differs(number, {rank: theirs for rank, theirs in known if theirs})
 
         setup = setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
@@ -124,18 +131,18 @@ class CompiledCalls:
         for number, op in enumerate(OPS):
             setup.ops[number] = MPI._handleof(getattr(MPI, op))
         setup.rank, setup.size = comm.rank, comm.size
+        setup.places, setup.place_words = self._places, place_words
         self._kept = setup, sends_to, receives_from  # what the handler has addresses of
         self._library.jaxmpi_open(index, ctypes.byref(setup))
 
     def share_slots(self) -> None:
         """Map the memory for arrays, once; all ranks come here together."""
-        if self._board is None or self._has_asked or self._index >= MOST_SHARED:
+        if self._board is None or not self._may_share:
             return
-        size = self.comm.size
-        slot_bytes = max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))) // mmap.PAGESIZE * mmap.PAGESIZE
-        part_bytes = -(-slot_bytes // (size * mmap.PAGESIZE)) * mmap.PAGESIZE
+        self._may_share, size, page = False, self.comm.size, mmap.PAGESIZE
+        slot_bytes = -(-max(LEAST_BYTES, min(SLOT_BYTES, SLOTS_BYTES // (2 * size))) // page) * page
+        part_bytes = -(-slot_bytes // (size * page)) * page
         self._slots = shared_by_all(self.comm, size * (2 * slot_bytes + part_bytes))
-        self._has_asked = True
         if self._slots:
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._slots))
             self._library.jaxmpi_share(self._index, c_void_p(address), c_int64(slot_bytes), c_int64(part_bytes))
@@ -182,10 +189,21 @@ class CompiledCalls:
 
         None if numbers are messages.
         """
-        if self._words is None:
+        if self._numbers is None:
             return None
-        published = int(self._words[rank, count % 2, 0])
+        published = int(self._numbers[rank, count % self._places])
         return published >> 32 if published & 0xFFFFFFFF == count else 0
+
+    def missing(self) -> tuple[int, list[int]]:
+        """Number of this rank's last call, and ranks that have not come to it.
+
+        None are known to be missing if numbers are messages.
+        """
+        if self._numbers is None or not (count := self.begun()):
+            return 0, []
+        column = self._numbers[:, count % self._places]
+        is_there = (column - count & np.iinfo(np.int32).max) <= self._places
+        return int(column[self.comm.rank]) >> 32, np.flatnonzero(~is_there).tolist()
 
 
 class NumberedCalls:
@@ -246,16 +264,11 @@ class NumberedCalls:
         self._calls.call("barrier", self._number)
 
 
-def board(comm: MpiComm) -> mmap.mmap | None:
-    """Memory of BOARD_WORDS a rank, if they share memory; all come together."""
-    return shared_by_all(comm, comm.size * BOARD_WORDS * 8) if len(set(comm.hosts)) == 1 else None
-
-
 def shared_by_all(comm: MpiComm, size_bytes: int) -> mmap.mmap | None:
     """Zeros that all ranks have mapped, or None if one cannot; all come together."""
     start, marks_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, -(-comm.size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        memory, _ = map_together(comm.processes, lambda: reserved_anywhere(start + marks_bytes))
+        memory, _ = map_together(comm.processes, lambda: reserved_anywhere(start + marks_bytes, SEGMENT_BYTES))
     except UsageError:  # no room, of which all ranks hear
         return None
     marks = np.frombuffer(memory, np.uint8, comm.size, start)

@@ -1,13 +1,14 @@
 """A thread that names the ranks for which its process waits.
 
-A rank waits in a program that exchanges, in a comparison outside jit or while programs are traced, in an operation
-beside a program, or for a message. If the thread finds the same wait in two looks it sends it to the other ranks, so
-that each knows who waits with it; those who say nothing are absent. After `SAID_AFTER_S` it asks them where they are,
-and prints a line. A rank that has come to the end of its script answers with how often it has come to each kind of
-wait: if that is less often, it never will, and the job ends at once. Ranks in step send nothing here.
+A rank waits in a program that exchanges, or in a comparison outside jit or while programs are traced. It also waits in
+an operation beside a program, or for a message. If the thread finds the same wait in two looks, it sends the wait to
+the other ranks. So each rank knows who waits with it; those who say nothing are absent. After `SAID_AFTER_S` it asks
+them where they are, and prints a line. A rank may have come to the end of its script. Then it answers with how often it
+has come to each kind of wait. If that is less often, it never will, and the job ends at once. Ranks in step send
+nothing here.
 
-A program's exchange that has the process's turn is known to `call_comparison`, and messages that a program waits for to
-`compiled_messages`. Python's waits are noted in a `Roll`.
+`call_comparison` knows a program's exchange that has the process's turn. `compiled_messages` knows messages that a
+program waits for. Python's waits are noted in a `Roll`.
 """
 
 import functools

@@ -81,7 +81,7 @@ def processes() -> Processes:
     """The control plane of this job; starts MPI for several ranks.
 
     Raises:
-        UsageError: mpi4py or mpi4jax is missing, they and the launcher are not of one MPI, or MPI has several ranks of
+        UsageError: mpi4py or mpi4jax is missing; they and the launcher are not of one MPI; or MPI has several ranks of
             a launcher that is not known.
     """
     launch = launchers.launched()

@@ -22,8 +22,8 @@ def clock_offsets(control: Processes) -> list[float]:
 def pings(control: Processes) -> list[tuple[float, float]]:
     """Quickest round trip from rank 0 and clock offset of each rank.
 
-    Both are in seconds of `time.perf_counter`, and zeros on ranks other than 0. All ranks call it together.
-    o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips, so off by half of that trip at most.
+    Both are in seconds of `time.perf_counter`, and zeros on ranks other than 0. All ranks call it together. The offset
+    is o_r = t_r - (t_send + t_recv) / 2 of the quickest of PINGS trips. So it is off by half of that trip at most.
     """
     if isinstance(control, SoloProcesses):
         return [(0.0, 0.0)]

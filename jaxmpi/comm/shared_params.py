@@ -6,7 +6,7 @@ that all of them have mapped, and all compute on what lies there. So w ranks hol
 params beside the old ones.
 
 XLA takes arrays over this memory as they lie, and counts on their not changing. They change only while nobody reads
-them. So in each step every rank deletes its arrays of the step before, and waits until nothing in its process holds the
+them. So in each step every rank deletes its arrays of the step before. It waits until nothing in its process holds the
 memory under them: no program, no NumPy view, no other array. Then it waits for all ranks, writes its slice, and waits
 for all once more. Whoever has kept an array gets an error when it is used; whoever has kept a view of one gets an error
 at once, on all ranks, before anything is written.

@@ -1,10 +1,10 @@
 """Sums over a host's ranks in shared memory: NumPy, callable from jit.
 
 A chain. The vectors, end to end, are cut into chunks small enough to stay in the processor's caches. Rank 0 copies a
-chunk into a slot of shared memory, rank 1 adds its own, and so on to the last rank; then every rank copies the result
-out, divided if a mean is asked for. All work at once, each on another chunk. So a rank reads its operands from
-memory once and writes its results once, in two passes; slices that are copied in, summed and copied out take three.
-The order of additions is that of the ranks, however the vectors are cut: the same bits on all ranks and in every run.
+chunk into a slot of shared memory. Rank 1 adds its own, and so on to the last rank. Then every rank copies the result
+out, divided if a mean is asked for. All work at once, each on another chunk. So a rank reads its operands from memory
+once and writes its results once, in two passes; slices that are copied in, summed and copied out take three. The order
+of additions is that of the ranks, however the vectors are cut: the same bits on all ranks and in every run.
 
 A sum has two halves as well. `scatter` is the chain in which a rank copies out its own slice only. `gather` has each
 rank copy its slice into the slots, from which the others copy it. So a slice may be updated once, between them.
@@ -67,7 +67,7 @@ class SharedSum:
             effect: what orders sums among other calls in programs, as of `host_callbacks.call`.
             instead: the way out if there is no room for shared memory.
 
-        The memory has a name only until all ranks have mapped it, so none is left behind, however a job ends.
+        The memory has a name only until all ranks have mapped it. So none is left behind, however a job ends.
 
         Raises:
             UsageError: no room for shared memory, or ranks that cannot share it; on all ranks alike.

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -221,12 +222,16 @@ def forget(path: str) -> None:
         os.unlink(path)
 
 
-def reserved_anywhere(size_bytes: int) -> SharedMemoryFile:
+def reserved_anywhere(size_bytes: int, spare_bytes: int = 0) -> SharedMemoryFile:
     """A file of that size in memory, else one without a name.
 
     A container often has 64 MiB for the first.
+
+    Args:
+        size_bytes: of the file.
+        spare_bytes: that are left there for others.
     """
-    made = reserved(size_bytes)
+    made = reserved(size_bytes, spare_bytes)
     if made.path or not hasattr(os, "memfd_create"):
         return made
     handle = os.memfd_create("jaxmpi")
@@ -238,9 +243,11 @@ def reserved_anywhere(size_bytes: int) -> SharedMemoryFile:
     return SharedMemoryFile(f"/proc/{os.getpid()}/fd/{handle}", size_bytes)
 
 
-def reserved(size_bytes: int) -> SharedMemoryFile:
-    """A file of that size in memory, if there is room."""
+def reserved(size_bytes: int, spare_bytes: int = 0) -> SharedMemoryFile:
+    """A file of that size in memory, if there is room for it and the spare bytes."""
     try:
+        if spare_bytes and shutil.disk_usage(folder()).free < size_bytes + spare_bytes:
+            return SharedMemoryFile("", trouble="the rest is for sums")
         handle, path = tempfile.mkstemp(prefix="jaxmpi-", dir=folder())
     except OSError as error:
         return SharedMemoryFile("", trouble=str(error.strerror))

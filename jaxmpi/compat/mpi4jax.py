@@ -4,8 +4,8 @@
 
 Its calls are compared between ranks, messages say what they are, and more is differentiable: docs/collectives.md. Ranks
 may make the same call at different lines, as in branches on the rank: all but lines is compared. A communicator other
-than `MPI.COMM_WORLD` is known to jaxmpi from its first call on, at which all its ranks come together. `MPI.LAND` and
-the like give 0 and 1, as MPI does.
+than `MPI.COMM_WORLD` is known to jaxmpi from its first call on. At that call all its ranks come together. `MPI.LAND`
+and the like give 0 and 1, as MPI does.
 """
 
 from typing import Any

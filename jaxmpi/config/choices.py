@@ -1,6 +1,7 @@
 """Fields that take one of a few words.
 
-Words that users may add to, such as names of rules, stand in tables of the rooms above, and are checked there.
+Users may add to some words, such as names of rules. These words stand in tables of the rooms above, and are checked
+there.
 """
 
 import functools

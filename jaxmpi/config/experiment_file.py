@@ -69,8 +69,9 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
 def for_mean_image(data: Data, names: set[str]) -> Data:
     """The experiment's data without all that `--data.mean-image` replaces.
 
-    These are its mean of each channel, and crops that are scaled, as a mean has its pixels in one place. Crops then
-    have one size, as in Theano-MPI (Ma et al. 2016, algorithm 1). Its `std` stays: initialisations go by it.
+    These are its mean of each channel, and crops that are scaled. The flag replaces scaled crops because a mean has its
+    pixels in one place. Crops then have one size, as in Theano-MPI (Ma et al. 2016, algorithm 1). The data's `std`
+    stays: initialisations go by it.
     """
     area = data.crop_area
     if area and "--data.crop-area" not in names:

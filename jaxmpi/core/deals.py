@@ -1,15 +1,15 @@
 """Whole leaves dealt to workers, for optimizers that mix a leaf's entries.
 
 LARS, LAMB, Adafactor and Muon take leaves one by one, but not entries: a slice has another norm than its leaf, and
-Newton-Schulz needs a whole matrix. So a deal gives each leaf to one of w workers, the largest first, each where there
-is least (Graham 1969), of work and of entries. Then Newton-Schulz is divided by w as well.
+Newton-Schulz needs a whole matrix. So a deal gives each leaf to one of w workers, the largest first. Each leaf goes
+where there is least (Graham 1969), of work and of entries. Then Newton-Schulz is divided by w as well.
 
 One program serves all workers, as with slices. Therefore what a worker holds has one shape on all of them: a row, its
 leaves one after another, filled up with zeros to the longest row. Which leaves these are is a branch of the program.
 Other workers' leaves are `optax.MaskedNode` inside a branch, so masks and labels by name stay what they are.
 
-Tried and dropped: programs of each worker's own, which a mapped axis cannot have and which every rank of a host would
-compile for itself.
+Tried and dropped: programs of each worker's own. A mapped axis cannot have them, and every rank of a host would compile
+them for itself.
 """
 
 import functools
@@ -286,8 +286,8 @@ class Leaves(NamedTuple):
     ) -> tuple[DealtLeaves, DealtState]:
         """`step(grads, state, params) -> (tree like params, state)` on a row's leaves.
 
-        It is a branch of its own, since XLA fuses nothing across. In one program with the cutting it would add up norms
-        in another order than in a program of whole leaves.
+        It is a branch of its own, since XLA fuses nothing across. Otherwise the step and the cutting would be in one
+        program. There the step would add up norms in another order than in a program of whole leaves.
         """
         layout, given = layout_of(tx, self.deal), self.deal
 

@@ -33,7 +33,7 @@ def check_writable(path: Path) -> None:
 class HeldFolder:
     """A folder held by its descriptor, whatever others do to its name.
 
-    A path is looked up anew at every use. If someone removes, moves or replaces the folder while a run goes on, the
+    A path is looked up anew at every use. Someone may remove, move or replace the folder while a run goes on. Then the
     path leads nowhere, or to what another job has made there.
     """
 
@@ -154,7 +154,8 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def write_all(file: io.FileIO, content: Any) -> None:
     """Write every byte to an unbuffered file, perhaps in several parts.
 
-    No buffer, because its `close` would fail once more on a full disk, and hide the error that says how to go on.
+    The file has no buffer, because a buffer's `close` would fail once more on a full disk. That second failure would
+    hide the error that says how to go on.
     """
     left = memoryview(content)
     while left:

@@ -106,8 +106,9 @@ def tree_digest(tree: PyTree) -> str:
 def clipped(tree: PyTree, norm: jax.Array, largest: float) -> PyTree:
     """Scale a tree down to a largest norm; 0 means no clipping.
 
-    x <- x min(1, largest / |x|) ;  by one factor, since XLA computes a product anew in each of its uses, but stores a
-    quotient, as `optax.clip_by_global_norm` has. With Adam, whose two moments use it, that is a copy of the gradient.
+    x <- x min(1, largest / |x|) ;  by one factor, since XLA computes a product anew in each of its uses. But it
+    stores a quotient, as `optax.clip_by_global_norm` has. With Adam, whose two moments use it, that is a copy of the
+    gradient.
 
     Args:
         norm: of the whole tree, a number.

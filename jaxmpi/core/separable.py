@@ -1,7 +1,7 @@
 """Cuts of params that an optimizer allows, by what updates depend on.
 
 Optax does not say whether an optimizer treats entries, tensors, or all params together. Running it on a few numbers
-proves nothing: it may clip from step 1,000 on, or by a norm under a mask, or go by how far params have moved. So
+proves nothing. It may clip from step 1,000 on, or by a norm under a mask. It may go by how far params have moved. So
 nothing runs. JAX traces `init` and `update`, and each value of their programs gets an `Origin`: the tensors on whose
 numbers it depends, and whether its entry i depends on their entries i alone. What an update leaves in the optimizer's
 state goes into the next update, until no state changes its origin. Branches count whether they are taken or not.
@@ -11,7 +11,7 @@ tensor among others. So expressions are compared: how each update is computed, b
 slices it must be as for whole tensors, but for shapes; for whole tensors dealt to workers, as if no others were there.
 Among the programs compared are those that these workers will run.
 
-Of a message, a callback, or a reference that is written to the origin is not known, so an update that depends on one
+The origin of a message, a callback, or a reference that is written to is not known. So an update that depends on one
 is refused. A loop counts as one equation of all that goes into it, and so does a concatenation: what takes the whole
 tree through one is refused, too.
 """
@@ -149,8 +149,8 @@ def goes_by_shape(whole: "Traced", tx: Any, like: PyTree, workers: int) -> bool:
 def by_others(whole: "Traced", tx: Any, like: PyTree, owners: Sequence[int], workers: int) -> str:
     """Name what changes if the optimizer sees only some tensors; else empty.
 
-    The optimizer is given those of each worker. It is also given the first and the last tensor of each shape alone, so
-    that other numbers of workers mostly have the same verdict.
+    The optimizer is given those of each worker. It is also given the first and the last tensor of each shape alone. So
+    other numbers of workers mostly have the same verdict.
 
     Args:
         owners: by tensor: the worker that is to update it.

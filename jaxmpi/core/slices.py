@@ -1,7 +1,7 @@
 """Slices of trees: each of w workers holds 1/w of every leaf.
 
-ZeRO, Rajbhandari et al. 2020, stage 1. Leaf by leaf, so a tree of slices has the structure of the whole, and masks by
-name stay what they are. A slice keeps the number of axes, by which masks such as `ndim > 1` go:
+ZeRO, Rajbhandari et al. 2020, stage 1. A tree is cut leaf by leaf. So a tree of slices has the structure of the whole,
+and masks by name stay what they are. A slice keeps the number of axes, by which masks such as `ndim > 1` go:
 
     f32[n0, n1, ...] -> slice c = entries c m to (c + 1) m of the flat leaf, f32[m, 1, ...] ;  m = ceil(n0 n1 ... / w)
 

@@ -95,8 +95,8 @@ class Loader:
     depend on the number of loaders, nor on their kind.
 
     A corrupt example stops the run with `data.on_error = "stop"`. With "skip" it gets weight 0, on
-    any number of workers the same: the step's gradient is the sum over the good examples divided
-    by the count of all, and an evaluation counts the good ones only.
+    any number of workers the same. The step's gradient is then the sum over the good examples
+    divided by the count of all. An evaluation counts the good ones only.
 
     Args:
         source: of the examples.

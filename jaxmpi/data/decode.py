@@ -66,8 +66,8 @@ class Picture(NamedTuple):
 def opened(blob: Any, channels: int) -> Picture:
     """A JPEG, PNG or what else Pillow knows.
 
-    Grey, palette, CMYK and 16-bit images are converted, transparency is dropped, an animation gives its first frame,
-    and an EXIF orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
+    Grey, palette, CMYK and 16-bit images are converted. Transparency is dropped, and an animation gives its first
+    frame. An EXIF orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
 
     Args:
         blob: the file's bytes.

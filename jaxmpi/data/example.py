@@ -2,8 +2,8 @@
 
 Loaders run in threads or processes, and an error there helps only if it names the example. So `ExampleReader.row`
 alone reads, augments and checks examples. An image that cannot be decoded may be skipped. A file that cannot be read
-ends the run: to skip it would skip a failed file system whole. A batch is one flat dict of arrays, and dicts or tuples
-in an example become names such as `outer/inner` (`flat`, `nested`). Numbers become 32-bit ones, as devices have them;
+ends the run: to skip it would skip a failed file system whole. A batch is one flat dict of arrays. Dicts or tuples in
+an example become names such as `outer/inner` (`flat`, `nested`). Numbers become 32-bit ones, as devices have them;
 whole numbers that do not fit are refused.
 """
 

@@ -1,9 +1,9 @@
 """Holders of records, and the records that move in a shuffle.
 
 A data set lies in the memory of groups of workers. Each group of S workers holds one full copy, each worker 1/S of it.
-In every group member m holds the records at those places of the epoch's order that are m modulo S within their step.
-Worker r reads the places that are r modulo the number of workers within their step, and S divides that number: so what
-a worker reads it holds, and all groups together read each record once.
+Each place of the epoch's order has an index within its step. In every group, member m holds the records at the places
+whose index is m modulo S. Worker r reads the places whose index is r modulo the number of workers, and S divides that
+number. So a worker holds what it reads, and all groups together read each record once.
 
 All here is index arithmetic, alike in all processes. `memory_source` keeps the bytes; what sends them is elsewhere.
 """
@@ -31,8 +31,8 @@ class GroupSampler(Sampler):
     themselves, by (seed, epoch, member): so it depends on the group's size, and on nothing else. With period 1 it is
     that of `Sampler` always.
 
-    With `piece_steps` the order is that of `Sampler`, too. Members then keep what they have read from files, and copies
-    of the records that they read in the next steps come in pieces.
+    With `piece_steps` the order is that of `Sampler`, too. Members then keep what they have read from files. Copies of
+    the records that they read in the next steps come in pieces.
 
     Args:
         parts: S, the group's size.

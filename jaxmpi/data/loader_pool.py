@@ -245,8 +245,8 @@ def check_well(holds: bool, message: str) -> None:
 def kind_for(config: Data, source: Source) -> str:
     """`data.loader`; if that is auto, the kind that suits the source.
 
-    That is processes if images are decoded. It is threads if they are not, if the source changes while it is read, or
-    if the system has no `memfd_create`.
+    That is processes if images are decoded. It is threads if they are not. It is also threads if the source changes
+    while it is read, or if the system has no `memfd_create`.
 
     Raises:
         UsageError: processes for a source that changes while it is read.

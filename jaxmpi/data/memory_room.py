@@ -1,8 +1,8 @@
 """Room for a part of the data in memory: needed, left, refused.
 
 The parts of a host's processes share its memory. So each process counts what it needs and what its machine has left
-(`room`). Where several open their data, what they counted is added by host, and all of them refuse together. The larger
-a group of workers that holds one full copy, the smaller the part of each, and the more of it moves in a shuffle.
+(`room`). If several open their data, what they counted is added by host, and all of them refuse together. A group of
+workers holds one full copy. In a larger group the part of each worker is smaller, and more of it moves in a shuffle.
 
 All here is of one process; what gathers the numbers of all is elsewhere.
 """

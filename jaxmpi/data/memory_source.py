@@ -1,8 +1,8 @@
 """A worker's part of the data, in memory of one process.
 
 Records lie as compressed as they are, one after another, in an `Arena`. A `MemorySource` reads them out of it as any
-source does. It loads its first arena from another source. Later ones it gets: in a shuffle records come from other
-members of the group, as `group_order` says, while the arena before is still read.
+source does. It loads its first arena from another source. It gets later ones in shuffles. The records of a shuffle come
+from other members of the group, as `group_order` says. Meanwhile the arena before is still read.
 
 All here is memory of one process; what sends the bytes is elsewhere.
 """
@@ -242,8 +242,8 @@ class MemorySource:
         """Read these records from the source.
 
         Args:
-            check_part: is asked once, after a sample has been read, with the bytes that all have by it and those that
-                are here already; raises if there is no room for them.
+            check_part: is asked once, after a sample has been read. It is given the bytes of all these records,
+                estimated from the sample, and the bytes that are here already. It raises if there is no room for them.
 
         Raises:
             CorruptExample: one is damaged; with `data.on_error` skip it is noted and has no bytes.

@@ -3,8 +3,8 @@
 A shard is put in place whole, with its rows and a note of the examples it came from; so a packing that was stopped
 goes on behind the last whole shard. The manifest comes last: without it a folder is no packed data set.
 
-A packing is the same one as long as its source and the bytes it makes of a good image are the same. What it does with
-corrupt images is not part of that: after a stop at one, `--on-error skip` goes on behind the last whole shard.
+A packing is identified by its source and by the bytes that it makes of a good image. How it treats corrupt images
+is not part of that: after a stop at one, `--on-error skip` goes on behind the last whole shard.
 """
 
 import contextlib
@@ -139,8 +139,8 @@ def pack(
 ) -> Packing:
     """Pack a source's examples into a folder, in their order.
 
-    If an earlier packing was stopped, this one goes on from there. An image that needs no other size keeps its bytes,
-    and is decoded to see that it can be, unless `verify` is `header`.
+    If an earlier packing was stopped, this one goes on from there. An image that needs no other size keeps its bytes.
+    It is decoded to see that it can be, unless `verify` is `header`.
 
     Args:
         source: of examples.

@@ -1,8 +1,8 @@
 """Which examples a worker reads at a step: pure index arithmetic.
 
-Permute globally, then share out each step's examples: N workers see in a step the examples that one worker would see,
-and a step number is all that a resumed run needs, on any number of workers. What is permuted is examples (`Sampler`),
-or whole files of them, which are then read in sequence (`FileSampler`).
+Permute globally, then share out each step's examples. So N workers see in a step the examples that one worker would
+see. A step number is all that a resumed run needs, on any number of workers. Examples are permuted (`Sampler`), or
+whole files of them, which are then read in sequence (`FileSampler`).
 """
 
 import functools
@@ -72,8 +72,8 @@ class Sampler:
     """The order of examples, and one worker's share of it.
 
     An epoch visits every example once. Step k of an epoch takes examples [k B, (k + 1) B) of its
-    order, B the effective batch, and worker r takes every size-th of them from the r-th on. The
-    last step of an epoch may be short: shares then differ by at most one example.
+    order, B the effective batch. Worker r takes every size-th of these examples from the r-th on.
+    The last step of an epoch may be short: shares then differ by at most one example.
 
     Args:
         examples: length of the source; 0 only without `shuffle`.
@@ -156,10 +156,10 @@ class FileSampler(Sampler):
 
     This is the order of Ma et al. 2016, section 3.3. Examples of a file keep their order unless `mixed`. The paper's
     workers load one batch file each a step. Here an epoch is all files, one after another in the order of a
-    permutation, and worker r of N takes the r-th of N consecutive parts of each step. So if a file holds as many
-    examples as the local batch, and these divide the number of examples, this is the paper's order; and with files of
-    any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one example at
-    most. A step's examples come from as few files as can be: mix examples before they are written to files.
+    permutation. Worker r of N takes the r-th of N consecutive parts of each step. So this is the paper's order under
+    two conditions. A file holds as many examples as the local batch, and that number divides the number of examples.
+    With files of any lengths, N workers still see in a step the examples that one worker would see. Parts differ by one
+    example at most. A step's examples come from as few files as can be: mix examples before they are written to files.
 
     Args:
         file_ends: of each file, the index behind its last example; the last is `examples`.
@@ -227,7 +227,7 @@ def place_of(number: int) -> tuple[int, int]:
 class StreamSampler(Sampler):
     """Examples in the order in which a stream gives them.
 
-    From one stream for all, step k takes examples [k B, (k + 1) B), and worker r every size-th of them from the r-th
+    From one stream for all, step k takes examples [k B, (k + 1) B). Worker r takes every size-th of them from the r-th
     on, as `Sampler` without `shuffle`. From a stream of its own, worker r takes the next B / size.
 
     Args:

@@ -1,8 +1,8 @@
 """A function over items by threads, its results in order.
 
 For work that waits for files or releases the interpreter lock, as decoders do. A thread pool of `concurrent.futures`
-would take all items at once. It would also join its threads when the process ends, so one that hangs in a read of a
-lost file system would keep the process alive.
+would take all items at once. It would also join its threads when the process ends. So a thread that hangs in a read of
+a lost file system would keep the process alive.
 """
 
 import collections

@@ -54,8 +54,9 @@ def function(
     Args:
         f: a JAX function of arrays and trees of them; it must give for shares what goes together by its outputs' ops.
         inputs: for every argument of f, or one for all: `scatter` (rows divided, as evenly as can be), `broadcast`
-            (whole), a variable (each worker's own), `scatter(variable)` (its rows, for `slices` and `batch_local`).
-            A dict names parameters of f, which it then gets by name; those that it leaves out keep their defaults.
+            (whole), a variable (each worker's own). `scatter(variable)` is also possible (its rows, for `slices` and
+            `batch_local`). A dict names parameters of f, which it then gets by name; those that it leaves out keep
+            their defaults.
         outputs: for every output, or one for the only one: `mean` (weighted by examples), `sum`, `prod`, `min`, `max`,
             `gather` (rows in order), `local` (left on the workers, as a variable). `mean(variable)` keeps the result
             on all workers instead of returning it; `local(mean)` says how pieces combine. Words do as well: "sum".

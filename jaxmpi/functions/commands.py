@@ -3,7 +3,7 @@
 A call of a function and each method of a variable become a `Command`: a JSON header, with arrays beside it. If every
 rank runs the script, each makes the same command; else rank 0 sends it to the processes that wait. From there on the
 code is the same: each process runs the command's row of `COMMANDS` for its own workers. A worker does its own part
-first and reports. Only if all reports are good does anything travel or change, so a failed call leaves the workers as
+first and reports. Only if all reports are good does anything travel or change. So a failed call leaves the workers as
 they were. A worker that lacks a program says so in its report, gets the program, and the command is repeated
 (`MissingPrograms`). So nobody keeps a list of which worker has been sent which shapes.
 """

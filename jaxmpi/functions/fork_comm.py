@@ -3,8 +3,8 @@
 Workers of `jaxmpi.fork` are no MPI ranks, yet functions on them may call `jaxmpi.exchange`, with any strategy and wire.
 They share a host, so two operations through shared memory suffice: a sum in rank order (`SharedSum`) and an allgather
 of rows. All other collectives pick what they need out of the rows, which moves more bytes than messages would; so `shm`
-is the strategy to use. Programs reach the memory through host callbacks with an ordered effect, so that all workers
-make the calls in one order. Processes by MPI's spawn were dropped: a child that dies takes its parent along
+is the strategy to use. Programs reach the memory through host callbacks with an ordered effect. So all workers make the
+calls in one order. Processes by MPI's spawn were dropped: a child that dies takes its parent along
 (docs/decisions/0017).
 """
 

@@ -65,8 +65,8 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
         the number of workers.
 
     Raises:
-        UsageError: fork in a worker, a second fork before `close`, a first one after functions or variables have been
-            used, another number of workers than there can be, no shared memory for them, or no device.
+        UsageError: fork in a worker, a second fork before `close`, or a first one after functions or variables have
+            been used. It is raised too for another number of workers than there can be, no shared memory, or no device.
     """
     global _group
     check(

@@ -126,7 +126,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def reshape(self, shape: Sequence[int]) -> None:
         """Change the shape and the number of values; bytes keep their order.
 
-        As for `resize`, all ranks that run the script must call it, and it raises `UsageError` if there is no room.
+        As for `resize`, all ranks that run the script must call it. It raises `UsageError` if there is no room.
         """
         shape = tuple(int(n) for n in shape)
         check(all(n >= 0 for n in shape), f"reshape: got {shape}; expected lengths >= 0")

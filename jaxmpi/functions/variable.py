@@ -1,8 +1,8 @@
 """Arrays that live on the workers, and collectives over them.
 
 Params, optimizer state and data sets should not travel with every call of a function. A `Variable` is a handle: workers
-keep a tree each under its number, and functions name it as an input or as the target of a result. Trees may differ
-between workers, in values and in numbers of rows. The methods are MPI's collectives, each a command of
+keep a tree each under its number. Functions name the `Variable` as an input or as the target of a result. Trees may
+differ between workers, in values and in numbers of rows. The methods are MPI's collectives, each a command of
 `functions.commands`. If every rank runs the script, all ranks call them in the same order; else the script's process
 calls them for all. When Python drops the handle, its number travels with the next command, and workers drop their
 trees.
@@ -33,7 +33,7 @@ class Variable:
     """A tree of which every worker holds values of its own.
 
     `jaxmpi.variable` makes one, for functions as an input or a target. If every rank runs the script, all ranks call
-    the same methods in the same order, and all get the results; a script that leads workers calls them once.
+    the same methods in the same order. All of them get the results. A script that leads workers calls the methods once.
     """
 
     def __init__(self, group: WorkerGroup, structure: Any, number: int | None = None) -> None:

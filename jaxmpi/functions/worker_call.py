@@ -1,10 +1,10 @@
 """A worker's part of a call: fetch rows, run programs, combine pieces.
 
-A worker receives its rows from rank 0, or cuts them out of an array in its process or in shared memory. It may also
-hold them in a variable; each way is a `RowSource`. With `slices=n` the program runs on n pieces of the share, one after
-another, for a share that does not fit at once. Pieces are combined on the device: a mean is weighted by examples,
-gathered outputs are concatenated. All programs are looked up before the first one runs, so a worker that lacks one has
-computed nothing yet. Rows are views if possible, else one copy of these rows alone.
+A worker receives its rows from rank 0, or cuts them out of an array. That array is in its process or in shared memory.
+The worker may also hold them in a variable; each way is a `RowSource`. With `slices=n` the program runs on n pieces of
+the share, one after another, for a share that does not fit at once. Pieces are combined on the device: a mean is
+weighted by examples, gathered outputs are concatenated. All programs are looked up before the first one runs, so a
+worker that lacks one has computed nothing yet. Rows are views if possible, else one copy of these rows alone.
 """
 
 import functools

@@ -1,11 +1,11 @@
 """Batches of one split, from the source to this process's devices.
 
-A step must wait neither for decoding nor for the copy to the device. Loaders make batches ahead, and
-`DeviceFeed.batches` starts the copy of the next batch before it yields the current one, if the next one has been made.
-A sampler for each worker chooses its examples from seed, epoch and step alone, so ranks send no messages about them;
-only streams have a state. Weights of examples need their sum over all workers before the backward pass: ranks add two
-numbers on the host just before the step. An allreduce inside the gradients' program was dropped, since every rank would
-have to compile that program for itself (docs/decisions/0021).
+A step must wait neither for decoding nor for the copy to the device. Loaders make batches ahead. If the next batch has
+been made, `DeviceFeed.batches` starts its copy before it yields the current one. A sampler for each worker chooses its
+examples from seed, epoch and step alone. So ranks send no messages about them; only streams have a state. Weights of
+examples need their sum over all workers before the backward pass: ranks add two numbers on the host just before the
+step. An allreduce inside the gradients' program was dropped, since every rank would have to compile that program for
+itself (docs/decisions/0021).
 """
 
 import collections
@@ -156,8 +156,8 @@ class DeviceFeed:
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
         """Yield batches on this process's devices.
 
-        Over a mesh they have a leading axis of workers. The next one is on its way to the device before the step of
-        this one begins, if it has been made by then.
+        Over a mesh they have a leading axis of workers. If the next one has been made, its copy to the device starts
+        before the step of this one.
         """
         if self.memory:
             self.memory.begin(start, stop)

@@ -80,8 +80,8 @@ class InMemory:
         state: of another one's `state()`, to go on behind its last batch.
 
     Raises:
-        UsageError: settings that cannot be, two sizes of groups, a state that is none or of another order, ranks that
-            differ, or a host with too little memory.
+        UsageError: settings that cannot be, or two sizes of groups; a state that is none or of another order; ranks
+            that differ; or a host with too little memory.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """A worker's part of the data in memory, shuffled by a thread.
 
 A worker reads the records of others on its host out of their memory. Those of other hosts travel by MPI_Ialltoallv over
-a communicator of the group's own, made when all ranks open their data, and used by one thread at a time. The thread
-sleeps between looks at it: it must not spin on a core that computes.
+a communicator of the group's own. It is made when all ranks open their data, and one thread at a time uses it. The
+thread sleeps between looks at it: it must not spin on a core that computes.
 """
 
 import collections
@@ -306,8 +306,8 @@ def keep(
 
     Examples of an evaluation are read in one order for ever: each worker keeps those that it reads.
 
-    Communicates: makes a communicator of each group; two allgathers over it. With `data.group_size` auto also the mean
-    length of a sample that rank 0 reads, and the memory that is left on each host.
+    Communicates: makes a communicator of each group; two allgathers over it. With `data.group_size` auto, rank 0 also
+    sends the mean length of a sample that it reads. All ranks then gather the memory that is left on each host.
 
     Raises:
         UsageError: the workers cannot be split into groups of that size.

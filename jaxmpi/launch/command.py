@@ -69,8 +69,9 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
 def has_known_rule(text: str) -> bool:
     """Return True if `text` surely has one of jaxmpi's synchronous rules.
 
-    The text is the command line and the experiment file. It may have another rule if it has the name of one as a word,
-    gives a name that is no literal, imports from elsewhere or from another experiment, or adds a rule to the table.
+    The text is the command line and the experiment file. It may have another rule if it has the name of one as a word.
+    The same holds if it gives a name that is no literal, or adds a rule to the table. It also holds if it imports from
+    elsewhere or from another experiment.
     """
     words = set(re.findall(r"\w+", text))
     lines = re.findall(r"^\s*(?:from\s+(\w+)|import\s+(.+))", text, re.MULTILINE)

@@ -134,7 +134,7 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bo
     """Wait for a launcher's exit code; kill a launcher that hangs.
 
     A launcher hangs if it does not end a job that a rank has ended or left. Open MPI's launcher blocks forever if a
-    rank exits with code 0 before it has started MPI while the others wait there. A launcher that hangs would delay a
+    rank exits with code 0 before it starts MPI, while the others wait there. A launcher that hangs would delay a
     restart as long.
 
     Args:

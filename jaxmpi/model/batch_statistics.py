@@ -52,8 +52,8 @@ def batch_mean(tree: PyTree) -> PyTree:
     The derivative is that of the mean of all workers' losses: what the others' losses owe to this worker's examples is
     in its gradients.
 
-    Communicates: nothing, or one mean over workers of the sums and sum_j w_j, and one of their cotangents in the
-    backward pass. All workers must then call it equally often, in the same order.
+    Communicates: nothing, or two means over workers. The first is of the sums and sum_j w_j, the second of their
+    cotangents in the backward pass. All workers must then call it equally often, in the same order.
     """
     over = _OVER.get() or Over()
     examples = jax.tree.leaves(tree)[0].shape[0]

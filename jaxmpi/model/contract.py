@@ -15,7 +15,7 @@ class Model(NamedTuple):
     """A model: two pure functions, and facts about its input and output.
 
     `init(key, image) -> (params, model_state)`, where image is f32[1, height, width, channels];
-    `apply(params, model_state, image, key, train) -> (outputs, model_state)`, where outputs are logits
+    `apply(params, model_state, image, key, train) -> (outputs, model_state)`. The outputs are logits
     f32[batch, classes], or in training a tuple of logits whose first entry is the main one.
 
     Of text, `image` is i32[batch, window], and with `label_shape` (window,) logits are f32[batch, window, classes].

@@ -179,7 +179,8 @@ def measured_peak(dtype: str) -> Peak:
 def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
     """Peak of all workers' devices together; on CPUs rank 0 measures it.
 
-    On CPUs the peak of rank 0's cores is scaled to the cores of all hosts that ranks may use, and other ranks get None.
+    On CPUs the peak of rank 0's cores is scaled to the cores of all hosts that ranks may use. On CPUs other ranks get
+    None.
     Communicates: devices, or cores, once.
     """
     control = workers.processes

@@ -162,7 +162,8 @@ def listed(value: Any) -> list[Any]:
 def numbers_beyond(lines: Sequence[bytes]) -> dict[int, dict[str, Any]]:
     """Numbers of lines of steps beyond MOST_LINES, by index.
 
-    Left out are every n-th line of a step, the last two lines, and those of another form than the recorder's.
+    Every n-th line of a step is left out, and so are the last two lines. Lines of another form than the recorder's are
+    left out as well.
     """
     steps = [i for i, line in enumerate(lines[:-2]) if line.startswith(b'{"kind": "train"')]
     per = -(-len(steps) // MOST_LINES) or 1

@@ -1,6 +1,6 @@
 """Figures of a report: their list, page data, and static pictures.
 
-A chart is described once. The page draws it from the data below, and `pictures` from the same description with
+A chart is described once. The page draws it from the data below. `pictures` draws it from the same description with
 matplotlib, for print and as files.
 """
 

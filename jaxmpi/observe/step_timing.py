@@ -1,13 +1,13 @@
 """Breakdown of a step's time from loop events, without extra synchronisation.
 
-An iteration of the loop waits for a batch, hands it to the device, starts the step and reads the loss of the step
-before. The device may still run that step while the loop waits for the next batch, so only time in which the device is
-idle counts as data wait. The timer polls `is_ready` and never blocks. If a step ended at an unknown time within a wait,
-its end is estimated from the last step of known duration: once a window the loop waits for the device.
+An iteration of the loop waits for a batch, hands it to the device and starts the step. Then it reads the loss of the
+step before. The device may still run the started step while the loop waits for the next batch. So only time in which
+the device is idle counts as data wait. The timer polls `is_ready` and never blocks. If a step ended at an unknown time
+within a wait, its end is estimated from the last step of known duration: once a window the loop waits for the device.
 
-If no exchange is measured, a step without exchange is timed now and then, and the rest of a step counts as exchange.
-That holds as long as steps take as long as those beside the timed one: the first steps of a run, for instance, are
-slower than all that follow. Other steps have no estimate until another one is timed.
+If no exchange is measured, a step without exchange is timed now and then. The rest of a step counts as exchange. That
+holds as long as steps take as long as those beside the timed one: the first steps of a run, for instance, are slower
+than all that follow. Other steps have no estimate until another one is timed.
 """
 
 import time

@@ -1,9 +1,9 @@
 """Optimizers by name, with their masks and averages: configuration -> Optax.
 
-A row of `OPTIMIZERS` is a direction, around which decay, rates and clipping are put here in the order of the papers, or
-the whole of an optimizer. It also says what others must know: whether an update is linear in the gradient, so that
-rules may sum updates; how updates can be cut over workers; how much memory XLA allots to one. Of an optimizer of the
-user's own linearity is tried out, and the cut is read from its equations (`jaxmpi.core.separable`).
+A row of `OPTIMIZERS` is a direction, or the whole of an optimizer. Decay, rates and clipping are put around a direction
+here, in the order of the papers. A row also says what others must know: whether an update is linear in the gradient, so
+that rules may sum updates; how updates can be cut over workers; how much memory XLA allots to one. For an optimizer of
+the user's own, linearity is tried out, and the cut is read from its equations (`jaxmpi.core.separable`).
 """
 
 import dataclasses

@@ -150,8 +150,8 @@ class Checkpoints:
         Communicates: gathers of short texts: rank 0's list, and one for each checkpoint that is tried.
 
         Raises:
-            UsageError: on all ranks alike: it is of another tree (path, got, expected), all are damaged, or states of
-                `jaxmpi.sharded` are of another optimizer or `gather_wire`, or of a part of these ranks and cut
+            UsageError: on all ranks alike: it is of another tree (path, got, expected); all are damaged; states of
+                `jaxmpi.sharded` are of another optimizer or `gather_wire`; or they are of a part of these ranks and cut
                 otherwise than here.
         """
         check_may_send("jaxmpi.Checkpoints.restore")

@@ -31,8 +31,8 @@ def sum(metrics: PyTree) -> PyTree:
 
     Args:
         metrics: a tree of Python numbers, of integers up to 85 bits, NumPy or JAX arrays of any dtype; the same
-            structure and shapes on all ranks. A leaf is of integers (or bools) on all ranks, of floats on all, or of
-            complex numbers on all, whose parts are summed.
+            structure and shapes on all ranks. A leaf is of one kind on all ranks: of integers (or bools), of floats, or
+            of complex numbers, whose parts are summed.
 
     Returns:
         The tree with Python's int, float or complex for each number, i64[...], f64[...] or c128[...] for each array:

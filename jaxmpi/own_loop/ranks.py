@@ -22,9 +22,9 @@ def sampler(examples: int, effective_batch: int, *, seed: int = 0, shuffle: bool
 
     A step has the same examples for any number of ranks. `x[sampler(len(x), 64).indices(step).indices]` is a batch,
     shorter at the end of an epoch, and on some ranks by one. For a compiled step
-    `indices(step).filled(sampler.local_batch)` gives batches of one length with weights: a rank that compiles for
-    another length alone waits for the others, which do not, and a plain mean of gradients over ranks weighs examples of
-    unequal batches wrongly (docs/own_loop.md has the loop). Communicates nothing.
+    `indices(step).filled(sampler.local_batch)` gives batches of one length with weights. Otherwise a rank that compiles
+    for another length alone waits for the others, which do not. A plain mean of gradients over ranks also weighs
+    examples of unequal batches wrongly (docs/own_loop.md has the loop). Communicates nothing.
 
     Args:
         examples: length of the data set.
@@ -53,8 +53,8 @@ def print0(*values: Any, sep: str = " ", end: str = "\n") -> None:
 def on_rank0(function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
     """Call a function on rank 0 and return its result; None elsewhere.
 
-    A compiled function that sends must not be called in it. It is refused only while JAX traces it: a program that was
-    compiled before runs no Python, and waits for the other ranks until the time limit, which names them.
+    A compiled function that sends must not be called in it. It is refused only while JAX traces it. A program that was
+    compiled before runs no Python. It waits for the other ranks until the time limit, which names them.
 
     Raises:
         UsageError: the function sends a message, for which the other ranks do not come.

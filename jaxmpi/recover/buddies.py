@@ -1,9 +1,10 @@
 """Copies of slices for `--on-rank-loss shrink` with sharded updates: `--exchange.buddy`.
 
-A worker that updates a slice of the params has the optimizer's state of this slice alone, and takes it along when it
-dies. So after each step, before the vote by which it counts, a worker sends its slice to the next worker, or to the
-next few. Those that are left then hold all slices, unless a worker has died together with all that had a copy of its
-slice. They put the state together, leaf by leaf, and cut it anew for as many as they are.
+A worker that updates a slice of the params has the optimizer's state of this slice alone. It takes this state along
+when it dies. So after each step a worker sends its slice to the next worker, or to the next few. It sends the slice
+before the vote by which the step counts. A slice is gone only if its worker has died together with all that had a copy
+of it. Otherwise the workers that are left hold all slices. They put the state together, leaf by leaf, and cut it anew
+for as many as they are.
 
 A copy costs as many bytes as a slice has, a w-th of the optimizer's state, once a step; two sets of copies are held,
 since a set counts only after the vote. Tried and dropped: to gather all slices on all ranks after a death, which takes
@@ -84,7 +85,7 @@ def difference_of_copies(slices: Slices, processes: Processes, step: int) -> str
     """Workers whose copies of a slice differ, as text on all ranks.
 
     The text is empty if all copies are equal. With several copies it also names the leaf. A difference shows what
-    happened to a slice or its copy since the copy was sent, or what the message changed.
+    happened to a slice or its copy since the copy was sent. It may also show what the message changed.
 
     Communicates: a gather of CRC-32 of the leaves held here, as text.
     """
@@ -107,7 +108,7 @@ def recut(
 ) -> TrainState:
     """This worker's state, with the rule's part recut from remaining slices.
 
-    All remaining workers call it together. Each in turn requests the slices of one leaf after another, so no worker
+    All remaining workers call it together. Each in turn requests the slices of one leaf after another. So no worker
     holds more than a whole leaf beside its own part.
 
     Args:

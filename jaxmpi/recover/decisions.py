@@ -2,9 +2,9 @@
 
 A signal to leave or a NaN may reach one rank alone. If that rank acted on it, the others would block in the next
 exchange. So ranks vote once a step, by the maximum of two integers: whether a rank is to leave, and the first worker
-and leaf that are not finite. The allreduce is nonblocking and completes while the next step runs, so a decision comes
-one step late and no device waits for it. `Recovery` turns a failure into a skipped step, a rollback or the end, and
-ends the run after too many of them.
+and leaf that are not finite. The allreduce is nonblocking and completes while the next step runs. So a decision comes
+one step late and no device waits for it. `Recovery` turns a failure into a skipped step, a rollback or the end. It ends
+the run after too many of them.
 """
 
 from collections.abc import Callable

@@ -17,8 +17,8 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 def fingerprints_by(jit: Callable, workers: Workers) -> Callable[[PyTree], np.ndarray]:
     """Build the function that fingerprints a tree: u32[workers of this process, leaves].
 
-    The device hashes, so that only numbers leave it. On CPUs the host does, whose memory it is: there is no program
-    that all ranks of a host would have to compile for it in the midst of a run.
+    The device hashes, so that only numbers leave it. On CPUs the host does, whose memory it is. So there is no program
+    for it that all ranks of a host would have to compile during a run.
     """
     if jax.default_backend() == "cpu":
         return partial(checksums, workers=workers)

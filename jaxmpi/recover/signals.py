@@ -46,7 +46,8 @@ class PreemptionNotice:
     def say_saved(self, say: Callable[[str], None], step: int, folder: Path) -> None:
         """Report the saved step and how to continue; all ranks call it.
 
-        An mpirun that ends its ranks forwards no more of their output, so rank 0 writes to its standard error as well.
+        An mpirun that ends its ranks forwards no more of their output. So rank 0 writes to the standard error of mpirun
+        as well.
         """
         why = "interrupted" if self.is_interrupt else "asked to leave"
         text = f"{why}: saved at step {step}; go on with --resume --run-dir {folder}"

@@ -1,11 +1,11 @@
 """The contract of a rule: when workers exchange, and what.
 
-Workers may average gradients at every step, average params every so many steps, or exchange with a center or with each
-other without waiting. Each of these is a `Rule`: two pure functions, so that the trainer has one step for all. A rule
-returns params, not updates as Optax does: a mean written as p + (mean - p) is not exact in floating point. Its exchange
-is an argument, so a rule knows neither strategy nor wire. `NoExchange` leaves the exchange out of a step that is timed
-and thrown away. Asynchronous rules give the arithmetic of both ends in NumPy, apart from the messages; so tests can run
-random schedules without MPI (docs/decisions/0009).
+Workers may average gradients at every step, or average params every so many steps. They may also exchange with a center
+or with each other without waiting. Each of these is a `Rule`: two pure functions, so that the trainer has one step for
+all. A rule returns params, not updates as Optax does: a mean written as p + (mean - p) is not exact in floating point.
+Its exchange is an argument, so a rule knows neither strategy nor wire. `NoExchange` leaves the exchange out of a step
+that is timed and thrown away. Asynchronous rules give the arithmetic of both ends in NumPy, apart from the messages; so
+tests can run random schedules without MPI (docs/decisions/0009).
 """
 
 import functools

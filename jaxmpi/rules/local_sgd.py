@@ -39,8 +39,8 @@ def every(
 ) -> Rule:
     """Workers step alone by `tx`; every `period` steps all step by `outer`.
 
-    `outer` steps from w', the params that all had before, with the mean over workers of w' - w_i as its gradient.
-    Inside jit both ways are compiled, and all workers take the same one. Outside, Python chooses.
+    `outer` steps from w', the params that all had before. Its gradient is the mean over workers of w' - w_i. Inside jit
+    both ways are compiled, and all workers take the same one. Outside, Python chooses.
     """
     step, step_outer = descend(tx, exchange.jit), descend(outer, exchange.jit)
     gone = exchange.jit(lambda agreed, params: jax.tree.map(jnp.subtract, agreed, params))

@@ -1,10 +1,10 @@
 """The center of asynchronous rules: a protocol as pure functions of messages.
 
 The center is f32[n], cut into shards, one a server, and these into segments, one a message. A worker sends all segments
-one after another and is answered segment by segment, each as it was before the server used what came. So a link is
-busy both ways, nobody waits for another worker, and both ends know the same old pair. A worker's counts go into a
-report to server 0, which keeps the progress of all workers and answers with it. Server 0 also keeps what workers post
-for each other, such as the params of an evaluation in which all take part.
+one after another. Servers answer segment by segment, and each answer is the segment as it was before the server used
+what came. So a link is busy both ways, nobody waits for another worker, and both ends know the same old pair. A
+worker's counts go into a report to server 0, which keeps the progress of all workers and answers with it. Server 0 also
+keeps what workers post for each other. An example is the params of an evaluation in which all take part.
 
     worker -> server   i64[2] (kind, number), then the segment as its wire has it, the report, f64, or a piece of a post
     server -> worker   the segment before, the progress of all, f64, or a piece of a post; in the order of its messages

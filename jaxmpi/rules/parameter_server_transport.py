@@ -1,8 +1,9 @@
 """Messages of asynchronous rules over MPI: with a center, or by gossip.
 
-All sends and receives are non-blocking and polled, and every receive names its sender. So whoever comes is served, a
-rank that dies is known by its own messages, and no two can wait for each other. A server that is a thread of a worker's
-process shares the communicator with that worker, so messages and answers have tags of their own.
+All sends and receives are non-blocking and polled, and every receive names its sender. So any rank that comes is
+served, and a rank that dies is known by its own messages. No two ranks can wait for each other. A server may be a
+thread of a worker's process. It then shares the communicator with that worker, so messages and answers have tags of
+their own.
 """
 
 import itertools
@@ -200,8 +201,8 @@ def run_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> fl
     Returns: seconds at its end in which nothing but the answer to the report was missing.
 
     Raises:
-        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S, six times that if only
-            the answer to the report is missing.
+        TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S. The limit is six times
+            that if only the answer to the report is missing.
     """
     pauses, since_s = Pauses(), None
     while not exchange.is_over():

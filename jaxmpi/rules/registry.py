@@ -183,8 +183,8 @@ def build(
         linear: whether its updates are linear in the gradients it is given.
 
     Raises:
-        UsageError: an unknown rule, one that equals no single worker with this optimizer, or a mean with a state for
-            what are no gradients.
+        UsageError: an unknown rule, or one that equals no single worker with this optimizer. A mean with a state, for
+            what are no gradients, raises it as well.
     """
     row = lookup(RULES, config.name, "rule")
     check(

@@ -78,8 +78,8 @@ def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
 def roam() -> None:
     """Undo a share of one core: threads may use all cores again.
 
-    For ranks that do not keep step. A rank of its own pace on a core is not slowed by ranks on another, so those that
-    share one with more of them, or with a server, would have less of the machine.
+    For ranks that do not keep step. A rank of its own pace on a core is not slowed by ranks on another core. So ranks
+    that share a core with more ranks, or with a server, would have less of the machine.
     """
     if not _given or len(os.sched_getaffinity(0)) > 1:
         return

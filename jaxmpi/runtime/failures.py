@@ -52,8 +52,8 @@ def forget_in_child() -> None:
     """Detach a child of `os.fork` from its parent's job.
 
     The child inherits exit hooks and objects of JAX and MPI, but not the threads and connections behind them. At its
-    exit, hooks that wait for these block for ever, and so do JAX's objects when they are destroyed, unless they crash.
-    So the child drops the hooks, handles its own errors, and keeps for ever what its parent has made.
+    exit, hooks that wait for these block for ever. JAX's objects also block for ever when they are destroyed, unless
+    they crash. So the child drops the hooks, handles its own errors, and keeps for ever what its parent has made.
     """
     global _job
     if _prepared.is_set():
@@ -215,8 +215,8 @@ def at() -> At:
 def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     """Print rank, host, phase and traceback, then end the job.
 
-    A `UsageError` or `TrainingError` is printed without a traceback. An error caused by the end of another rank, as
-    `JobControl.echoes` finds, is one line, or none if that rank has said why.
+    A `UsageError` or `TrainingError` is printed without a traceback. An error may be caused by the end of another rank,
+    as `JobControl.echoes` finds. Such an error is one line, or none if that rank has said why.
     """
     echo = _job.echoes(error) if _job else None
     if echo is not None:

@@ -3,19 +3,19 @@
 Problem: asynchronous workers that share cores make as many steps as the kernel gives them time for. It balances
 threads, not workers, and beside other programs the steps of equal workers differ by 20 % for seconds.
 
-Approach: each process counts its steps in memory that the others can read, and Linux shows of every thread how long it
-has run and how long it has waited for a core. A process that is ahead in steps of a peer by more than a margin sleeps
-for a part of its time, if the peer has waited for a core about as long as it has itself, and has not run a third
-longer. So one that needs more time a step gets a third more at most; and nobody waits for one that is stopped, has
-ended, or waits for a message, a disk or a timer: it does not wait for a core. One's own sleep counts as such a wait, so
-a sleep that helps nobody ends itself. Enough processes stay awake to keep all cores busy. There is no message and no
-lock.
+Approach: each process counts its steps in memory that the others can read. Linux shows of every thread how long it has
+run and how long it has waited for a core. A process may be ahead in steps of a peer by more than a margin. It then
+sleeps for a part of its time if two conditions hold. The peer has waited for a core about as long as the process, and
+has not run a third longer. So one that needs more time a step gets a third more at most; and nobody waits for one that
+is stopped, has ended, or waits for a message, a disk or a timer: it does not wait for a core. One's own sleep counts as
+such a wait, so a sleep that helps nobody ends itself. Enough processes stay awake to keep all cores busy. There is no
+message and no lock.
 
-Tried and dropped: the time of whole processes alone (`clock_gettime` of another process), since the others would slow
-down to the pace of one that sleeps or reads from a disk; equal times instead of equal steps, since equal workers differ
-by 15 % in the time that a step takes; no turns for a peer whose steps take a third longer, as who falls behind polls
-more a step, and is left behind for good; waits of all threads alike, since those that poll wait most. A bound on steps,
-which is `--rule.staleness`, has all wait for a slow worker.
+Tried and dropped: the time of whole processes alone (`clock_gettime` of another process). The others would slow down to
+the pace of one that sleeps or reads from a disk. Also dropped: equal times instead of equal steps, since equal workers
+differ by 15 % in the time that a step takes. Also dropped: no turns for a peer whose steps take a third longer. A
+process that falls behind polls more a step, and is left behind for good. Also dropped: waits of all threads alike,
+since those that poll wait most. A bound on steps, which is `--rule.staleness`, has all wait for a slow worker.
 """
 
 import contextlib

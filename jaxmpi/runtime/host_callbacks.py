@@ -3,7 +3,7 @@
 No compiler is needed. A program holds a function's name and nothing of this process: it is the same on all ranks, can
 be read from the compilation cache, and can be exported. XLA runs independent calls in any order and several at once,
 even on one core; so calls carry an ordered effect by default. Then they run one after another in the order of the
-program, through scans, branches and jits in it, and programs in the order in which they were started.
+program, through scans, branches and jits in it. Programs run in the order in which they were started.
 
 On a CPU a function sees XLA's own buffers. On a GPU it sees copies on the host (`jaxmpi.runtime.gpu_buffers`), and
 holds up the thread that puts work on the device: what is there goes on, and nothing is added.
@@ -78,9 +78,9 @@ def register(name: str, function: Function, ends_job: bool = False) -> None:
     operands: read-only views of XLA's own buffers, on a GPU of copies; results: views to fill, aligned to 64 bytes,
     whose content is undefined before. Views must not outlive the call. Any dtype and shape, size 0 included.
 
-    What the function raises becomes an XLA error with type, message, rank and line, raised where the program's
-    results are waited for; with `ends_job` it ends all ranks at once, through `failures.fail`. On a GPU JAX raises such
-    an error again in each later program that has calls in order: the process has to start anew.
+    An exception that the function raises becomes an XLA error with type, message, rank and line. It is raised where the
+    program's results are waited for. With `ends_job` the exception ends all ranks at once, through `failures.fail`. On
+    a GPU JAX raises such an error again in each later program that has calls in order: the process has to start anew.
 
     Raises:
         UsageError: the name is taken.

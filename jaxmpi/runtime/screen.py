@@ -10,7 +10,7 @@ from jaxmpi.runtime import launchers
 def columns_of(out: Any) -> int:
     """Columns of the terminal that a stream leads to; else 0.
 
-    Open MPI gives every rank a terminal of its own, and passes on what is written there to wherever mpirun's own output
+    Open MPI gives every rank a terminal of its own. It passes on what is written there to wherever mpirun's own output
     goes. So under a launcher the first process above that writes elsewhere is asked.
     """
     if not out.isatty() or os.environ.get("TERM", "dumb") == "dumb":

@@ -1,7 +1,7 @@
 """Threads of other libraries, such as trackers, whose errors end no run.
 
-`failures` ends the job for an uncaught error of any other thread. A thread is spared by the one that starts it, so
-that a thread which the trainer starts meanwhile is not.
+`failures` ends the job for an uncaught error of any other thread. A thread is spared by the one that starts it. So a
+thread which the trainer starts meanwhile is not spared.
 """
 
 import threading

@@ -5,7 +5,7 @@ XLA calls functions of the user's through its foreign function interface (FFI), 
 an error, or null. The frame has all that a call needs: the stage; operands and results as buffers, each with a type
 number, an address and dimensions; the program's constants as attributes; and a table of XLA's own functions, two of
 which make an error and give a GPU's stream. A class here lists the fields of one of the header's structures in their
-order, and with it Python reads XLA's memory in place. Its docstring has the header's name.
+order. With the class Python reads XLA's memory in place. Its docstring has the header's name.
 
 Not every call is work. When a handler is registered, XLA calls it with a frame that has the metadata extension: the
 handler writes there which version of the header it follows. Later calls name a stage. Stages before `EXECUTE` have no

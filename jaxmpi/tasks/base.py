@@ -23,11 +23,11 @@ def no_metrics(outputs: Any, batch: Batch) -> Ratios:
 class Task:
     """A batch's losses, metrics and predictions, as pure functions.
 
-    A step's loss is L = sum_j w_j l_j / sum_j w_j over the examples j of all workers, exactly, however unequal their
-    shares. A batch has the fields of the source's examples, [batch, ...] each, dicts inside dicts as they are, and
-    `weight` f32[batch], which is 0 if an example only fills the batch up; the trainer leaves such examples out of all
-    sums, so a task need not look at it. A loss that compares examples with each other (contrastive ones) sees those of
-    one worker.
+    A step's loss is L = sum_j w_j l_j / sum_j w_j over the examples j of all workers. It is exact, however unequal
+    their shares. A batch has the fields of the source's examples, [batch, ...] each, with dicts inside dicts as they
+    are. It also has `weight` f32[batch], which is 0 if an example only fills the batch up. The trainer leaves such
+    examples out of all sums, so a task need not look at `weight`. A loss that compares examples with each other
+    (contrastive ones) sees those of one worker.
 
     Args:
         name: for messages.

@@ -1,7 +1,7 @@
 """The record, evaluations and checkpoints of asynchronous workers, made by worker 0.
 
-A checkpoint has two phases, since workers do not meet: worker 0 announces it through server 0, each worker writes its
-part when it next reports, and when all have, worker 0 adds the center and completes it.
+A checkpoint has two phases, since workers do not meet. Worker 0 announces it through server 0, and each worker writes
+its part when it next reports. When all have written, worker 0 adds the center and completes the checkpoint.
 """
 
 import time

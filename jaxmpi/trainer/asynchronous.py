@@ -1,7 +1,7 @@
 """The coordinator of asynchronous rules: independent workers, and ranks with the center.
 
 A worker makes steps of its own. Every tau steps it meets the center, or after some steps it sends its params to another
-worker, and it reports to server 0. What is due to the run is worker 0's to do, by the examples of all workers.
+worker. It also reports to server 0. Worker 0 does what is due to the run, by the examples of all workers.
 """
 
 import contextlib

@@ -94,7 +94,8 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
     All ranks call it; any rank's callback may end the run.
 
     Raises:
-        UsageError: one would end the run of workers that do not wait for each other, or makes calls on some ranks only.
+        UsageError: a callback would end the run of workers that do not wait for each other. A callback that makes calls
+            on some ranks only raises it as well.
     """
     wanted: list[str] = []
     first = partial(jax.tree.map, lambda x: rows(x, run.workers)[0] if run.workers.mesh else x)

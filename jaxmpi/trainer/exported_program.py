@@ -9,9 +9,10 @@ and to programs without JAX, and where the model is from. Nothing needs it.
 Inputs are the fields of a batch that reach the outputs, as the data source gives them: u8 images are normalised inside.
 Outputs have the names of `jaxmpi predict`, in a dict, so that a task may give any tree.
 
-Params are constants of the program, behind a barrier. Without it XLA computes what depends on them alone, such as batch
-norm's 1 / sqrt(v + eps), while it compiles, and rounds otherwise. With it outputs on a CPU are those of the trainer bit
-for bit, for batches of the same size (tests/trainer/test_exported_program.py).
+Params are constants of the program, behind a barrier. Without the barrier XLA computes what depends on them alone while
+it compiles, and rounds otherwise. An example of such a value is batch norm's 1 / sqrt(v + eps). With the barrier
+outputs on a CPU are those of the trainer bit for bit. This holds for batches of the same size
+(tests/trainer/test_exported_program.py).
 """
 
 import argparse

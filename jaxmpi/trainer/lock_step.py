@@ -1,8 +1,7 @@
 """Workers in lock step: exchanges inside steps, metrics read one step later.
 
-Every rank votes on every step, and the vote is counted while the next step runs, so that neither the device nor the
-loop waits for it. With `--on-rank-loss shrink` the vote comes before the next step, while the state before it is still
-there.
+Every rank votes on every step. The vote is counted while the next step runs, so neither the device nor the loop waits
+for it. With `--on-rank-loss shrink` the vote comes before the next step, while the state before it is still there.
 """
 
 import contextlib
@@ -199,8 +198,8 @@ class LockStep:
 def none_under_way(state: TrainState) -> Iterator[None]:
     """Wait for the last step before raising an error of all ranks.
 
-    The step after the one that failed has been dispatched on all ranks. Whoever catches the error may send messages,
-    read a checkpoint or call `train` again at once, beside an exchange that still goes on.
+    The step after the one that failed has been dispatched on all ranks. Code that catches the error may send messages,
+    read a checkpoint or call `train` again at once. It would do so beside an exchange that still goes on.
     """
     try:
         yield

@@ -109,8 +109,8 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
 
     Raises:
         UsageError: the experiment cannot run as asked, or ranks differ.
-        TrainingError: a loss or gradient is not finite, workers' params differ, too much data is skipped, or a
-            checkpoint cannot be written.
+        TrainingError: a loss or gradient is not finite, workers' params differ, or too much data is skipped. It is also
+            raised if a checkpoint cannot be written.
         decisions.Preempted: a signal asked to leave, and the run has been saved.
     """
     failures.doing("start", failures.LONG)

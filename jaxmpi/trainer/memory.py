@@ -2,7 +2,7 @@
 
 Shapes say what params, gradients and the optimizer's state take. Arrays of an exchange are as many as were measured of
 its strategy, those of an update as of its optimizer. XLA says what it allots for activations: the program of the first
-step is asked before it runs, which costs no compilation, for the step runs that program. So a run is checked twice:
+step is asked before it runs. This costs no compilation, for the step runs that program. So a run is checked twice:
 before a state is made, by what its shapes need, and before the first step. An evaluation holds no gradients, but a
 whole average of params if each worker keeps a slice of it: it counts if it needs more than a step.
 """

@@ -1,6 +1,6 @@
 """The loop again: after a rollback, or without ranks that died.
 
-After a death the ranks that are left have agreed on the last step that counts, and hold its state (`recover.shrink`).
+After a death the ranks that are left have agreed on the last step that counts. They hold its state (`recover.shrink`).
 They make everything that depends on their number anew: plan, compiled functions, slices of the optimizer's state, the
 record's place. It is checked first that they have the memory: slices are larger then.
 """

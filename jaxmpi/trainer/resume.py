@@ -1,12 +1,12 @@
 """The initial or restored state, and what checkpoints hold besides it.
 
 A resumed synchronous run is to continue bit for bit, and a checkpoint of another run is to be refused. So JSON values
-stand beside the state: the exchange in use, the learning rate, positions of streams, states of callbacks, and the
-fields that make a run the same run (`identity`). All ranks take the same checkpoint and compare params by hash
-(`starting_states`). Other settings may change between the parts of a run; the changes are printed and recorded
-(`say_changes`). With `continue_from` a run begins with the weights and moments of another one, at another effective
-batch. A run directory that has gone is not made anew, since another job may be given its name: the run is saved
-elsewhere and ends (docs/decisions/0010).
+stand beside the state: the exchange in use, the learning rate, positions of streams, and states of callbacks. The
+fields that make a run the same run (`identity`) are among them too. All ranks take the same checkpoint and compare
+params by hash (`starting_states`). Other settings may change between the parts of a run; the changes are printed and
+recorded (`say_changes`). With `continue_from` a run begins with the weights and moments of another one, at another
+effective batch. A run directory that has gone is not made anew, since another job may be given its name: the run is
+saved elsewhere and ends (docs/decisions/0010).
 """
 
 import math
@@ -184,7 +184,7 @@ def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, Train
 def say_changes(job: Job, recorder: Recorder, extra: dict[str, Any], start: int) -> None:
     """Say and record which settings, or learning rate, differ from the checkpoint's.
 
-    A decay that spans the run has another rate at the same step if the run is made longer or shorter.
+    A decay that spans the run has another rate at the same step if the run becomes longer or shorter.
     """
     found = run_directory.changes(extra.get("settings"), run_directory.settings(job.experiment))
     lr, before = job.plan.lr_of(start + 1), extra.get("lr")

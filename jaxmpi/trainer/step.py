@@ -2,10 +2,10 @@
 
 All rules share one step (`train_step`): workers exchange in `rule.update`, and in the forward pass only if batch
 statistics are synchronised. Examples are weighted so that the mean of the workers' losses is the mean loss of the
-effective batch, however unequal the shares. Metrics stay sums with counts until they are shown, since a mean of means
-would be wrong. With one worker the update waits for all gradients (`in_place`); else XLA copies leaves of the params in
-every step. An update that is not finite is taken back without a message: `marked` puts a NaN into one worker's
-gradients, the exchange spreads it, and `or_before` finds it in the params of all.
+effective batch. This holds however unequal the shares are. Metrics stay sums with counts until they are shown, since a
+mean of means would be wrong. With one worker the update waits for all gradients (`in_place`); else XLA copies leaves of
+the params in every step. An update that is not finite is taken back without a message: `marked` puts a NaN into one
+worker's gradients, and the exchange spreads it. Then `or_before` finds it in the params of all.
 """
 
 import contextlib
@@ -105,8 +105,8 @@ def local_gradients(
 ) -> Callable[[PyTree, PyTree, Batch, jax.Array, jax.Array], tuple[PyTree, PyTree, Metrics]]:
     """Gradients of one worker's share of the loss, accumulated over micro-batches.
 
-    L_i = sum_j weight_j loss_j, with weight_j = workers w_j / (sum of w over all workers' examples in this step), so
-    that the mean of L_i over workers is the mean loss of the effective batch, exactly, however unequal the shares.
+    L_i = sum_j weight_j loss_j, with weight_j = workers w_j / (sum of w over all workers' examples in this step). So
+    the mean of L_i over workers is the mean loss of the effective batch, exactly, however unequal the shares.
 
     Returns: (params, model_state, batch, key u32[2], step i32[]) -> (gradients, model_state, metrics).
     """
@@ -231,8 +231,8 @@ def train_step(
 def or_before(before: TrainState, after: TrainState) -> tuple[TrainState, jax.Array]:
     """Keep an update if its params are finite; return (state, applied).
 
-    What is not finite on one worker makes the params of all so, since all of them come from an exchange: workers agree
-    without a message.
+    If a value is not finite on one worker, the params of all workers are not finite. All these params come from an
+    exchange, so workers agree without a message.
     """
     applied = finite_leaves(after.params).all()
     kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, before)

@@ -1,9 +1,8 @@
 """The form of the step: its programs, and what travels beside them.
 
 fused: one jit; only here can the exchange run beside the backward pass. split: gradients, exchange and update are jits
-of their own, so that one rank per host compiles the two big ones and the others read them from the cache. A jit that
-holds a communicator can never be read from it (docs/decisions/0007). Several ranks on CPUs get the split form by
-default.
+of their own. So one rank per host compiles the two big ones, and the others read them from the cache. A jit that holds
+a communicator can never be read from it (docs/decisions/0007). Several ranks on CPUs get the split form by default.
 
 Three things may travel beside a program: buckets of gradients, behind the backward pass of a fused step; gradients that
 go into the sum in shared memory as they come, so that they never exist together; new params, behind the next forward

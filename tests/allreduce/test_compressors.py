@@ -54,9 +54,9 @@ def one_step_off(spelling: str, meant: np.ndarray) -> np.ndarray:
 
     Both begin with an addition, g + e, and end with a mean over workers: w + 1 roundings of at most mean |m|.
     topk adds the values sent and takes them from m: as many again.
-    lowrank: P has entries of at most 1 (columns of length 1) and a column of M^T P is at most as long as that of M, so
-    an entry of P Q^T is a sum of r products of at most |M[:, l]|. Two such products of matrices, one of the mean Q (w
-    roundings) and one of each worker's, have at most 2 r + w + 2 roundings each, and are taken from M.
+    lowrank: P has entries of at most 1 (columns of length 1). A column of M^T P is at most as long as that of M. So an
+    entry of P Q^T is a sum of r products of at most |M[:, l]|. There are two such products of matrices, one of the mean
+    Q (w roundings) and one of each worker's. Each has at most 2 r + w + 2 roundings, and is taken from M.
     """
     mean, workers = np.abs(meant).mean(0), len(meant)
     if spelling.startswith("topk"):

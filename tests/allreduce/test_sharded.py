@@ -1004,7 +1004,10 @@ FORMS = ["whole", "entries 2", "entries 8", "leaves 2", "leaves 3", "masters, en
 
 
 def held_by(form: str, whole: Any) -> tuple[dict[int, Any], Slicing, dict[str, Any]]:
-    """States of workers that hold a whole state of LAMB with an average of params in some form, and masters or none."""
+    """States of workers that hold LAMB's whole state in some form.
+
+    The whole state has an average of params, and masters or none.
+    """
     words = form.replace("masters, ", "").split()
     has_masters, workers = form.startswith("masters"), int(words[-1]) if words[1:] else 2
     if not has_masters:

@@ -75,7 +75,10 @@ class Rank:
 
 
 def sums(strategy: str, rows: np.ndarray, order: tuple[int, ...], hosts: Any = None, seed: int = 0, half: str = ""):
-    """f32[w, n] of all ranks -> what each holds after the sum or a half, and the bytes that each has sent."""
+    """f32[w, n] of all ranks -> what each holds and has sent.
+
+    The first result is what each rank holds after the sum or a half. The second is the bytes that each has sent.
+    """
     network, held = Network(seed), rows.copy()
     segments: list[tuple[Iterator, list[Request]]] = []
     for rank in range(len(rows)):
@@ -261,7 +264,11 @@ def summed_in_c(library: ctypes.CDLL, strategy: str, rows: np.ndarray, order: Se
 
 
 def extremes(rows: np.ndarray) -> np.ndarray:
-    """Blocks with what is not finite, subnormal, zeros, or of one magnitude, of which nothing is added up to a NaN."""
+    """Rows with blocks of extreme numbers.
+
+    Such a block has numbers that are not finite, or are subnormal, zeros, or of one magnitude. Nothing of them is added
+    up to a NaN.
+    """
     n = rows.shape[1]
     for block, x in enumerate((np.inf, np.nan, 1e-40, 0.0, 3e38, 65_519.9, 2.0**-14, -(2.0**-24) / 3)):
         start = BLOCK * block

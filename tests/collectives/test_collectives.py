@@ -103,6 +103,10 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         PART + "a(x).block_until_ready()\nif rank == 0: a(x).block_until_ready()\nelse: time.sleep(60)",
         r"rank 0 waited \d s in exchange 1 of a communicator of 2 ranks \(allreduce.* for rank 1;",
     ),
+    "a bcast to which its root alone comes until the scripts end": (
+        "f = jax.jit(mpi.bcast)\nf(x).block_until_ready()\nif rank == 0: f(x).block_until_ready()",
+        r"rank 0 has come to exchange \d of the job \(bcast\(float32\[3\].*, rank 1 has not; all ranks must call it as",
+    ),
     "a send without a receive": (
         "if rank == 0: mpi.send(x, 1)\nelse: time.sleep(60)",
         r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;.*; rank 1 is at <string>",
@@ -197,7 +201,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
 
 # Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
 GOES_ON = ("the script of one rank", "a send without", "a started send without", "a message of another shape")
-GOES_ON = (*GOES_ON, "a sendrecv")
+GOES_ON = (*GOES_ON, "a sendrecv", "a bcast to which its root alone")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
 IN_CI = (*IN_CI, "a send without a receive until the script ends")
 CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.mark.slow) for name in MISTAKES]

@@ -129,9 +129,10 @@ class TestOrder:
     def test_places_are_uniform(self, period):
         """Counts of (record, member) over E shuffles; were a shuffle worse than uniform, they would spread more.
 
-        With uniform permutations sum (count - E / S)^2 / (E / S) tends to n / (n - 1) times chi-square with (n - 1)
-        (S - 1) degrees of freedom: every epoch adds independent rows and columns of fixed sums, covariance
-        (1[i=j] - 1/n) n / (n - 1) x (1[a=b] - 1/S) / S. Bounds: one in a million on either side.
+        With uniform permutations sum (count - E / S)^2 / (E / S) tends to n / (n - 1) times chi-square. The chi-square
+        has (n - 1) (S - 1) degrees of freedom. The reason is that every epoch adds independent rows and columns of
+        fixed sums. Their covariance is (1[i=j] - 1/n) n / (n - 1) x (1[a=b] - 1/S) / S. Bounds: one in a million on
+        either side.
         """
         n, parts, shuffles = 60, 4, 2000
         whose = sampler(n, parts, period=period)

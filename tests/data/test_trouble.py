@@ -251,7 +251,10 @@ def test_a_disk_that_is_full_while_batch_files_are_written(tmp_path):
 
 
 def test_images_in_fortran_order_are_written_so_that_they_can_be_read(tmp_path):
-    """One of them alone, as in the last file here, is an array in Fortran order, and NumPy would write it as such."""
+    """An array in Fortran order that NumPy would write as such.
+
+    One image alone, as in the last file here, is such an array.
+    """
     images = np.random.default_rng(0).integers(0, 256, (4, 4, 6, 3), np.uint8)
     turned = ArraySource([np.asfortranarray(image) for image in images], range(4))
     assert np.stack(turned.images[3:]).flags.f_contiguous

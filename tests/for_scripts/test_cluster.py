@@ -42,8 +42,9 @@ def on_cluster(*args: str, timeout_s: float = 60, env: dict[str, str] | None = N
 def ranks_run(count: int, line: str) -> list[str]:
     """An mpirun line for a shell's line on each rank.
 
-    Open MPI's launcher may wait without end for ranks on other hosts that were gone before it had heard of their start:
-    8 in 90 of `nproc` on two busy cores, none of 90 that slept. Programs that use MPI live longer than that.
+    Ranks on other hosts may be gone before Open MPI's launcher has heard of their start. The launcher may then
+    wait for them without end: 8 in 90 of `nproc` on two busy cores, none of 90 that slept. Programs that use MPI live
+    longer than that.
     """
     return ["mpirun", "-n", str(count), "sh", "-c", f"{line}; sleep 1"]
 
@@ -219,8 +220,8 @@ def early_steps(folder: Path, local_batch: int, clip_norm: str) -> list[list[boo
 def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(tmp_path):
     """The norm by which all are clipped is known when all have come.
 
-    A backward pass must take about as long as its gradients travel: one that is done at once hands all buckets to the
-    link together, which then carries them side by side to one end. How long it takes is the machine's.
+    A backward pass must take about as long as its gradients travel. A pass that is done at once hands all buckets to
+    the link together. The link then carries them side by side to one end. How long a pass takes is the machine's.
     """
     batches = (512, 1536, 256)
     batch = next((n for n in batches if all(sum(rank) >= 2 for rank in early_steps(tmp_path / str(n), n, "0"))), None)

@@ -80,7 +80,11 @@ def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden()
 
 
 def test_the_time_of_a_step_has_its_number():
-    """While the loop waits for a batch, or looks at the loss of the step before, the device is at that step."""
+    """Times in which the device is at the step before.
+
+    While the loop waits for a batch, the device is at the step before. It is also at that step while the loop looks at
+    the loss of that step.
+    """
     rows = [
         StepTimes(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),
         StepTimes(2, 12.0, 15.0, 15.0, 15.0, 16.0, (14.0, 14.0)),  # the first step has ended at 14
@@ -99,7 +103,10 @@ def test_the_time_of_a_step_has_its_number():
 
 
 def test_every_step_has_a_bar_wherever_the_one_before_has_ended():
-    """When a step ended that did so while the loop waited is an estimate, also at either end of what is known."""
+    """Estimated times of steps that ended while the loop waited.
+
+    The time at which such a step ended is an estimate, also at either end of what is known.
+    """
     for step_s in (0.5, 1.0, 2.0, 3.5, 6.0):
         rows = [
             StepTimes(1, 10.0, 11.0, 11.0, 11.0, 12.0, (10.0, 10.0)),

@@ -190,7 +190,7 @@ def test_sums_are_added_in_rank_order(length):
 def test_without_room_for_slots_operations_are_mpis(monkeypatch):
     part = COMM.split(0)
     comparison_of(part)
-    monkeypatch.setattr(compiled_calls, "reserved_anywhere", lambda _: SharedMemoryFile("", trouble="no room"))
+    monkeypatch.setattr(compiled_calls, "reserved_anywhere", lambda *_: SharedMemoryFile("", trouble="no room"))
     assert jax.jit(lambda x: mpi.allreduce(x, comm=part))(jnp.ones(3)).tolist() == [SIZE] * 3
     calls = comparison_of(part)._calls
     assert isinstance(calls, CompiledCalls)

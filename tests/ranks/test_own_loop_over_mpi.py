@@ -1,4 +1,7 @@
-"""Parts around the exchange of a loop of one's own, for any number of ranks, each of which knows what all hold."""
+"""Parts around the exchange of a loop of one's own.
+
+The tests are for any number of ranks, each of which knows what all hold.
+"""
 
 import math
 import re

@@ -210,7 +210,10 @@ class Part(NamedTuple):
 
 @pytest.fixture(scope="session")
 def reference(model, tmp_path_factory):
-    """(parts of a run) -> what is equal on all workers in the end, if each part is resumed from the one before."""
+    """(parts of a run) -> what is equal on all workers.
+
+    It is equal in the end, if each part is resumed from the one before.
+    """
 
     @functools.cache
     def made(*parts: Part, args: tuple[str, ...] = ()) -> dict[tuple[str, str], tuple[list[int], int]]:
@@ -451,7 +454,10 @@ def parts_of(ranks: int, lost: list[dict[str, Any]]) -> list[Part]:
 
 
 def told_times(job, row: Row, lost: list[dict[str, Any]]) -> None:
-    """How long it took to notice, and to the next line of progress, which comes with the next step or some later."""
+    """Time to notice, and time to the next line of progress.
+
+    That line comes with the next step or some later.
+    """
     fault, gone = job.when("injecting"), job.when(r"is gone; \d go on")
     print(f"noticed and shrunk after {gone - fault:.2f} s", end="")
     assert gone - fault < row.within_s

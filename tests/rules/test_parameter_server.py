@@ -470,7 +470,11 @@ def test_when_worker_0_dies_the_others_hear_it():
 
 @pytest.mark.parametrize(("first", "then", "stop"), [("enough", "leave", 1), ("leave", "enough", 2)])
 def test_all_workers_stop_for_the_same_reason(first, then, stop):
-    """So that no rank leaves with the code of a run that is over and another with that of one to go on with."""
+    """The same code for all ranks that leave.
+
+    Otherwise one rank may leave with the code of a run that is over. Another may leave with that of a run to go on
+    with.
+    """
     progress = begun(2, target=10)
     said = {
         "enough": (WorkerReport(1, 0), [*Counters(examples=10)]),

@@ -113,7 +113,7 @@ def exact(config: Optim, lr: float) -> Exact:
         e_v <- mu e_v + a e_w ;  e_w <- e_w - lr e_v        (nesterov: e_w - lr (mu e_v + a e_w))
 
     with a its curvature at that step, known here. A step adds at most K LOCAL + K + 16 roundings (means over batch and
-    workers, decay, momentum, rate, apply), each of numbers that are in the workers' mean no larger than `size`.
+    workers, decay, momentum, rate, apply). Each is of numbers that are in the workers' mean no larger than `size`.
     """
     mu = 0.0 if config.name == "sgd" else 0.9 if config.momentum is None else config.momentum
     nesterov = config.name == "nesterov"
@@ -203,8 +203,8 @@ def test_gradients_with_adam_is_one_worker_with_adam(monkeypatch):
     """Gradients that do not depend on w and are small integers over a power of two: their means are exact.
 
     Both runs then feed Adam the same bits. All are positive, so that nothing cancels in the moments: after T steps m
-    and v are within 3 T u and 4 T u of their own size. 1 - 0.999^t cancels to 1/1000 of what it is made of, which
-    makes few u into few 1000 u; an update is at most lr in size, and its square root halves that.
+    and v are within 3 T u and 4 T u of their own size. The difference 1 - 0.999^t cancels to 1/1000 of what it is made
+    of, which makes few u into few 1000 u; an update is at most lr in size, and its square root halves that.
     """
     integers = RNG.integers(1, 9, (STEPS, K, LOCAL, N)).astype(np.float32)
     monkeypatch.setitem(globals(), "gradient", lambda w, curvature, center: curvature.mean(0))

@@ -849,8 +849,10 @@ def test_synchronous_easgd_is_the_papers_and_conserves_the_sum(tau):
 
 @pytest.mark.parametrize("optim", [Optim("sgd"), Optim("momentum", momentum=0.5)], ids=lambda o: o.name)
 def test_synchronous_easgd_at_tau_1_beside_bsp(optim):
-    """With gradients that do not depend on w the mean of k workers and center goes k/(k+1) of BSP's way at every step,
-    since pulls cancel; and at k alpha = 1 the center is what the mean of the workers was.
+    """Synchronous EASGD beside BSP, if gradients do not depend on w.
+
+    The mean of k workers and center goes k/(k+1) of BSP's way at every step, since pulls cancel. At k alpha = 1 the
+    center is what the mean of the workers was.
     """
     k, eta, steps = 3, 0.05, 6
     grads = np.random.default_rng(1).uniform(-2, 2, (steps, k, 5)).astype(np.float32)

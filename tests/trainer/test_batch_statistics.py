@@ -1,9 +1,9 @@
 """Batch statistics by one word, in whole runs: losses, params, statistics and evaluation beside a computation by hand.
 
-By hand a run is a loop of plain JAX in one process over the examples that the sampler names, in 64 bits: that is the
-exact answer. Synchronised workers are there a single worker that has the whole batch. The same loop in 32 bits
-measures by its error e what rounding costs. Workers add the same terms in other orders, so, as in tests/twins.py, with
-n terms in the longest sum a run is within sqrt(n) max(e, 2^-24 |exact|) of the exact answer.
+By hand a run is a loop of plain JAX in one process over the examples that the sampler names. The loop in 64 bits gives
+the exact answer. Synchronised workers are there a single worker that has the whole batch. The same loop in 32 bits
+measures by its error e what rounding costs. Workers add the same terms in other orders. Let n be the number of terms
+in the longest sum. So, as in tests/twins.py, a run is within sqrt(n) max(e, 2^-24 |exact|) of the exact answer.
 """
 
 import functools

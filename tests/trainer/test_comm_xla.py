@@ -85,7 +85,7 @@ def test_other_strategies_leave_what_they_leave_over_mpi(strategy, folder):
 def assert_close(a: Path, b: Path, strategy: str) -> None:
     """Gradients are compiled apart, and so differ by rounding: sums of 60 x 64 terms in f32, and the wire's twice.
 
-    A gradient's entry is below 4 here, and 20 updates of lr 0.05 at momentum 0.9 add at most ten of each to a param.
+    A gradient's entry is below 4 here. The 20 updates of lr 0.05 at momentum 0.9 add at most ten of each to a param.
     """
     r, _ = WIRE[parse(strategy).name.partition(":")[2]]
     apart = 20 * 0.05 * 10 * 4 * (60 * 64 * U + 2 * 2 * r)

@@ -2,7 +2,7 @@
 params, an evaluation, a checkpoint, the end of an epoch.
 
 A run of a few steps with default periods comes to none of them but the last evaluation and checkpoint. Here all are due
-every few steps, so one short job per mode comes to each at least twice, and to several at one step.
+every few steps. So one short job per mode comes to each at least twice, and to several at one step.
 """
 
 import json

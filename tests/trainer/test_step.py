@@ -204,8 +204,10 @@ def flat(trees) -> np.ndarray:
 
 
 def test_n_workers_on_shares_are_one_worker_on_the_batch():
-    """Softmax regression is convex, with curvature at most 0.5 (|x|^2 + 1) <= 0.5 (D + 1), so that steps of LR <= 2 /
-    curvature bring two points no further apart, and rounding errors add up over steps. |x| <= 1, |p - y| <= 1.
+    """Softmax regression on shares and on the batch, within rounding errors.
+
+    Softmax regression is convex, with curvature at most 0.5 (|x|^2 + 1) <= 0.5 (D + 1). So steps of LR <= 2 / curvature
+    bring two points no further apart, and rounding errors add up over steps. Here |x| <= 1 and |p - y| <= 1.
 
     An entry of the gradient is a mean of x (p - y). Logits have D + 1 products and sums of at most D max|w|; p changes
     by no more than they do, and has 16 roundings of its own (exp and division); the sum over examples and workers
@@ -385,7 +387,10 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def test_looking_at_gradients_keeps_none_of_them_alive():
-    """A step that tells what it saw of them takes no more memory than one that does not, but for what it tells."""
+    """Memory of a step that tells what it saw of gradients.
+
+    Such a step takes no more memory than one that tells nothing of them, but for what it tells.
+    """
     gradients, params, batch = tanh_layers([64, 512, 512, 512, 2])
 
     def update(params, sees: bool):

@@ -153,8 +153,9 @@ class Exact:
     """What `layer` must give for f32[..., channels] in training, in f64, and how far 32 bits may be from it.
 
     A sum of n terms has an error of at most sqrt(n) u times their absolute sum (tests/twins.py). So m is within
-    d_m = sqrt(n) u E|x|, v = E[x^2] - m^2 within d_v = 3 sqrt(n) u E[x^2], and y = scale (x - m) / s + bias with
-    s^2 = v + eps within scale (d_m / s + |x - m| d_v / (2 s^3)) and four roundings of up to scale (|x| + |m|) / s.
+    d_m = sqrt(n) u E|x|. The variance v = E[x^2] - m^2 is within d_v = 3 sqrt(n) u E[x^2]. The result is
+    y = scale (x - m) / s + bias with s^2 = v + eps. It is within scale (d_m / s + |x - m| d_v / (2 s^3)) and four
+    roundings of up to scale (|x| + |m|) / s.
     """
 
     def __init__(self, x, eps=1e-3):

@@ -2,12 +2,12 @@
 
 In reading order: `spec`, what a strategy must be; `library`, the bounds; `root`, all to one rank; `ring`; `asa`,
 all-to-all; `tree`, halving and doubling; `color_trees`; `hierarchical`, hosts first; `shared_memory` of one host;
-`table`, all of them, with one row of `table.STRATEGIES` for each strategy. A module holds the sum inside a program, the
-same sum in NumPy if there is one, its cost, and its row.
+`table`, all of them, with one row of `table.STRATEGIES` for each strategy. A module holds the sum inside a program, and
+the same sum in NumPy if there is one. It also holds the cost and the row.
 
-Inside a program a strategy takes f32[n], n % comm.size == 0, and gives the sum over workers, bitwise equal on all of
-them; it adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on rank.
-Loops over packets and round a ring are loops of `jax.lax`, so that a step at 64 ranks traces and compiles as fast as
+Inside a program a strategy takes f32[n], n % comm.size == 0. It gives the sum over workers, bitwise equal on all of
+them, and adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on
+rank. Loops over packets and round a ring are loops of `jax.lax`. So a step at 64 ranks traces and compiles as fast as
 one at 2.
 
 In NumPy a sum changes this rank's vector in place and is a generator: if it must wait it yields the requests it waits

@@ -70,8 +70,8 @@ ON_HOST = HalvesOnHost(summed_slice_on_host, allgathered_on_host)
 def asa_seconds(net: Net, n: float, wire: str) -> float:
     """Seconds of 2 (w - 1) rounds of n / w.
 
-    Rotations come first, in which up to s ranks of a host send to other hosts, then a ring, in which one does. Thakur
-    et al. 2005, section 4.4 (pairwise exchange) and 4.1 (ring allgather).
+    First come rotations, in which up to s ranks of a host send to other hosts. Then comes a ring, in which one rank
+    does. Thakur et al. 2005, section 4.4 (pairwise exchange) and 4.1 (ring allgather).
     """
     w, part = net.workers, n / net.workers
     rounds = [min(i, w - i, net.slots) if net.hosts > 1 else 0 for i in range(1, w)]

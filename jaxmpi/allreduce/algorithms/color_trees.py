@@ -34,8 +34,8 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     """Sum k parts, each in packets up and down its own tree.
 
     Trees as of `Forest`: a worker adds and forwards in one of them at most and is a leaf of all others. So each sends
-    e/k n floats at most, for the `most_edges` e, and a packet takes 2 height messages one after another. Rounds once
-    per edge on the way up and once at the root. All edges are busy at once: while a packet climbs, the next follows and
+    e/k n floats at most, for the `most_edges` e. A packet takes 2 height messages one after another. Rounds once per
+    edge on the way up and once at the root. All edges are busy at once: while a packet climbs, the next follows and
     earlier ones come down. Kumar et al. 2018 (IBM), section 4.2; their pipelined ring is the case of one colour, whose
     tree is a chain.
     """
@@ -123,7 +123,7 @@ def up_and_down(
 def coloured_cut(n: int, workers: int, colours: int) -> tuple[int, int]:
     """Number of parts, and floats of each: a multiple of the workers.
 
-    So parts of K vectors are together those of one of K n, and devices of one process add as ranks do.
+    So parts of K vectors are together those of one of K n floats. Therefore devices of one process add as ranks do.
     """
     k = min(colours, workers)
     return k, workers * -(-n // (k * workers))
@@ -184,8 +184,8 @@ def plant(workers: int, colours: int) -> Forest:
 def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
     """Edges in rounds: in each, places send and receive at most once.
 
-    As many rounds as the busiest place has edges (Koenig 1916): an edge whose ends have no free round in common swaps
-    two rounds along the path that is in its way. An edge is (tree, child, parent).
+    There are as many rounds as the busiest place has edges (Koenig 1916). The ends of an edge may have no free round in
+    common. The edge then swaps two rounds along the path that is in its way. An edge is (tree, child, parent).
     """
     taken: dict[tuple[str, int, int], tuple[int, int, int]] = {}  # (end, place, round): the edge
 
@@ -225,10 +225,10 @@ def message_of(length: int, most: int) -> int:
 def coloured_trees_seconds(net: Net, n: float, wire: str, colours: int) -> float:
     """Seconds of coloured trees, between hosts or inside one.
 
-    Between hosts, by `coloured_parts`: 2 H messages one after another, for trees of height H, and n / k floats for each
-    edge of the busiest place; other messages travel meanwhile. Inside one, by `coloured_trees`: m + 2 H turns, each of
-    2 max(k, a) rounds of n / (k m), for m packets a part and arity a; packets without content travel too. Kumar et al.
-    2018, section 4.2.
+    Between hosts, by `coloured_parts`: 2 H messages one after another, for trees of height H. The seconds also count
+    n / k floats for each edge of the busiest place; other messages travel meanwhile. Inside one, by `coloured_trees`:
+    m + 2 H turns, each of 2 max(k, a) rounds of n / (k m), for m packets a part and arity a; packets without content
+    travel too. Kumar et al. 2018, section 4.2.
     """
     k, arity, height = forest(net.workers, colours)
     packets = packets_of(n, k, height)

@@ -30,9 +30,9 @@ def gathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
 def shared_memory_seconds(net: Net, n: float, wire: str) -> float:
     """Seconds of a chain of ranks over chunks in shared memory.
 
-    `shared_sum.SharedSum` of long vectors, by rank: it reads its n floats and the slot, writes the slot, which is an
-    addition, then reads the slot and writes its result, which is a message's way. Waits are as many as ranks and chunks
-    together. Only on one host.
+    `shared_sum.SharedSum` of long vectors, by rank: the rank reads its n floats and the slot, and writes the slot,
+    which is an addition. Then it reads the slot and writes its result, which is a message's way. Waits are as many as
+    ranks and chunks together. Only on one host.
     """
     wait = (net.workers + n / CHUNK) * net.inside.alpha_s
     return (wait + n * wire_format(wire)[1] * net.inside.beta_s_per_byte) * net.crowd + add(net, n)

@@ -1,9 +1,9 @@
 """The table of strategies, and what a name means.
 
-A row has all that is known of an algorithm: its sum in a program, in NumPy beside a program, its halves for sharded
-updates, the seconds that it is predicted to take, and where it fits. Names have blanks, `color<k>` and `hier-<cross>`:
-filling them in makes a row of the sums that the blank stands for. What a row lacks is refused by name, with those that
-have it.
+A row has all that is known of an algorithm: its sum in a program, its sum in NumPy beside a program, and its halves for
+sharded updates. The row also has the seconds that the algorithm is predicted to take, and where it fits. Names have
+blanks, `color<k>` and `hier-<cross>`: filling them in makes a row of the sums that the blank stands for. What a row
+lacks is refused by name, with those that have it.
 """
 
 import functools

@@ -45,7 +45,7 @@ class _Arrays(pickle.Unpickler):
 def animals(config: Data, split: str) -> Source:
     """Silhouettes of ten kinds of animals; needs `jaxmpi[animals]`.
 
-    The set has 9,716 different grey images of 28 x 28 px. From the package's 10,000 images, 1,000 a class, those that
+    The set has 9,716 different grey images of 28 x 28 px. The package has 10,000 images, 1,000 a class. Those that
     repeat an earlier one are left out, so that no held-out image is one of training. Held out is every fifth of each
     class, from its first. Enlarged to `data.resize` once, here. Source: animal-shape-mnist 0.39 (Mohammadi 2025, MIT
     licence).

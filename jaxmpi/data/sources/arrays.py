@@ -31,7 +31,7 @@ class ArraySource:
 
     Args:
         images: u8[n, height, width, channels] or [n, height, width], or prepared arrays (such as
-            f32[n, ...]), which are handed on as they are.
+            f32[n, ...]). Prepared arrays are handed on as they are.
         labels: int[n], in [0, classes); or numbers [n, ...] for tasks that come near to them.
         classes: 0 counts up to the largest label; the model may have more.
         name: in errors.

@@ -13,9 +13,10 @@ from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
 class Source(Protocol):
     """Examples by index. Read from several threads at once.
 
-    `source[i]` is (image, label): u8[height, width, channels], or any array that its owner has
-    prepared, such as i32[window] tokens, and an int in [0, classes), or an array of such; or a dict of
-    arrays with other names, whose fields a task of the user's own takes. A source may also have
+    `source[i]` is (image, label), or a dict of arrays with other names. A task of the user's own takes
+    the fields of such a dict. An image is u8[height, width, channels], or any array that its owner has
+    prepared, such as i32[window] tokens. A label is an int in [0, classes), or an array of such. A
+    source may also have
 
     - `where(i) -> str`: the name of example i in errors.
     - `notes: tuple[str, ...]`: lines for the user at the start.
@@ -33,8 +34,8 @@ class Source(Protocol):
     - `awaited_s(i) -> float`: until when a loader may have waited for example i to come here, by `time.monotonic`: it
       is not stalled by that.
 
-    Loaders that are processes get a source by pickle, once: it must open its files again there, and its NumPy arrays
-    come out of memory that all loaders of a worker share, read-only.
+    Loaders that are processes get a source by pickle, once. It must open its files again there. Its NumPy arrays come
+    out of memory that all loaders of a worker share, read-only.
     """
 
     name: str

@@ -5,9 +5,9 @@
     DIR/train_mean.npy             f32[height, width, channels], for data.mean_image
 
 Nothing is unpickled. Training takes whole files in a new order each epoch, and the examples of each in a new order
-(`sampler.FileSampler`). So each is read once an epoch, in one go (`open_files.Spans`): on a file system where a read
-takes long, a read for each image would take as many times longer as a file has images. A file need not fit into memory:
-longer ones are cut into spans. If examples of all files are mixed, rows are read one by one.
+(`sampler.FileSampler`). So each is read once an epoch, in one go (`open_files.Spans`). On some file systems a read
+takes long. There, a read for each image would take as many times longer as a file has images. A file need not fit into
+memory: longer ones are cut into spans. If examples of all files are mixed, rows are read one by one.
 """
 
 import bisect
@@ -74,8 +74,8 @@ class BatchFileSource:
         classes: 0 counts up to the largest label; the model may have more.
 
     Raises:
-        UsageError: no file, a file or labels that are not as described, as many labels as there are no examples, or
-            names whose order is not that of the numbers in them.
+        UsageError: no file, or a file or labels that are not as described; more or fewer labels than examples; or names
+            whose order is not that of the numbers in them.
     """
 
     def __init__(self, root: str, split: str, classes: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Source: several sources with weights.
 
-An epoch has as many examples as the parts have together, and of each part the share that its weight says. A part goes
-on in an epoch where it ended the one before, in an order of its own. So over epochs all its examples are visited
-equally often, and example i of epoch e is a function of (e, i) alone: of no worker, and of no state.
+An epoch has as many examples as the parts have together. Each part gives the share of them that its weight says. A part
+goes on in an epoch where it ended the one before, in an order of its own. So over epochs all its examples are visited
+equally often. Example i of epoch e is a function of (e, i) alone: of no worker, and of no state.
 """
 
 import hashlib

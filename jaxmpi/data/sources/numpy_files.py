@@ -51,8 +51,8 @@ class NumpySource(TableSource):
         notes: arrays that had to be read into memory, for the user.
 
     Raises:
-        UsageError: a column is missing, no array of numbers, of another length or shape than the others, or does not
-            fit into memory.
+        UsageError: a column is missing, is no array of numbers, or does not fit into memory; or it has another length
+            or shape than the others.
     """
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:

@@ -6,8 +6,8 @@ The images are compressed. The design is that of IBM's DIMD file. A folder holds
     index.bin            a row of ROW for each record: offset in the blob, length, label, CRC-32
     shard-00000.bin ...  the blob, cut between records
 
-Records lie side by side in the blob, in the order of the index. What is read may come from a stranger: every number is
-checked against the sizes of the files before memory is taken for it, file names follow from their number, links are
+Records lie side by side in the blob, in the order of the index. A folder may come from a stranger. So every number is
+checked against the sizes of the files before memory is taken for it. File names follow from their number, links are
 not followed, and nothing is unpickled. Checksums find damage, not malice.
 """
 

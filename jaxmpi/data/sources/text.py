@@ -1,7 +1,7 @@
 """Text as tokens: joined files, cut into windows of one length.
 
 A window is an example: i32[window] in, i32[window] to predict. A token is a byte, or what a tokenizer makes of a whole
-file. Which files are held out is a function of their names, so that a file more or less moves no other.
+file. A function of a file's name says if the file is held out. So a file more or less moves no other.
 """
 
 import contextlib
@@ -146,8 +146,8 @@ def _reading(path: Path, name: str) -> Iterator[None]:
 def names(root: Path, suffix: str = "") -> list[str]:
     """Names of the files below a folder that end in `suffix`.
 
-    Names are relative to the folder, with slashes, in the order of their bytes, which is the same on all machines.
-    Hidden files and folders are left out.
+    Names are relative to the folder, with slashes. They are in the order of their bytes, which is the same on all
+    machines. Hidden files and folders are left out.
     """
     paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
     kept = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))

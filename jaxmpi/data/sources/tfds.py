@@ -2,9 +2,9 @@
 
 The sampler wants examples by number. So the data set must be prepared in a format with random access, such as
 array_record; TFDS reads it without TensorFlow. The trainer neither downloads nor prepares it, and runs none of its
-code; an error names the command that prepares it. features.json may name any module to import, so only features of TFDS
-itself are taken, and those that the experiment file has imported. Images come compressed and are decoded here, so that
-JPEG can be scaled while it is decoded and a damaged image is named. A loader process opens the data set by its folder,
+code; an error names the command that prepares it. features.json may name any module to import. So only features of TFDS
+itself are taken, and those that the experiment file has imported. Images come compressed and are decoded here. So JPEG
+can be scaled while it is decoded, and a damaged image is named. A loader process opens the data set by its folder,
 since readers do not pickle.
 """
 

@@ -26,7 +26,7 @@ class Vocabulary(NamedTuple):
 def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabulary:
     """Write the training text's most frequent words for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
 
-    A word is a row of letters, digits and underscores, one other sign, or a row of white space, so tokens cover the
+    A word is a row of letters, digits and underscores, one other sign, or a row of white space. So tokens cover the
     text. Number 0 stands for all that are not among them. Words that are equally frequent are in the order of the
     alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words.
 

@@ -26,8 +26,8 @@ def equinox_model(
 
     Params are the floating-point arrays of the module. Model state is its `eqx.nn.State`, and its
     arrays of other types. Both are dicts by path, such as `conv/weight`. The module is called as
-    `module(image)`, with the state second if it holds any, and `key=` if its call has that
-    argument, of which each example gets one of its own. A module with state gives
+    `module(image)`, with the state second if it holds any. If its call has the argument `key`, it
+    also gets `key=`; each example gets a key of its own. A module with state gives
     `(outputs, state)`. In evaluation it is in `eqx.nn.inference_mode`.
 
     Args:

@@ -1,7 +1,7 @@
 """Sinks that are trackers of experiments: Weights & Biases, trackio, MLflow.
 
-Each is set up by its own variables of the environment, such as WANDB_PROJECT or MLFLOW_TRACKING_URI, and says nothing
-on the run's terminal. The line of kind `run` becomes the run's configuration. The run's identity is kept in the run
+Each is set up by its own variables of the environment, such as WANDB_PROJECT or MLFLOW_TRACKING_URI. It says nothing on
+the run's terminal. The line of kind `run` becomes the run's configuration. The run's identity is kept in the run
 directory, so that a resumed run goes on there.
 """
 
