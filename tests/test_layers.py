@@ -158,15 +158,55 @@ def test_words_of_functions_are_taken_from_the_top_and_their_new_place_said():
     assert {name for name in jaxmpi._MOVED if not hasattr(jaxmpi.functions, name)} == set()
 
 
+def docstrings(*folders: str) -> list[tuple[str, str]]:
+    """Files and their docstrings."""
+    found, kinds = [], (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in (path for folder in folders for path in (PACKAGE.parent / folder).rglob("*.py")):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+        found += [(path.name, text) for node in nodes if (text := ast.get_docstring(node))]
+    return found
+
+
+CODE = ("jaxmpi", "models", "experiments", "scripts")
+
+
 def test_docstrings_begin_with_at_most_twelve_words_that_name_a_thing_or_an_act():
-    long, kinds = [], (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for folder in ("jaxmpi", "models", "experiments", "scripts"):
-        for path in (PACKAGE.parent / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                first = (ast.get_docstring(node) or "").split("\n\n")[0] if isinstance(node, kinds) else ""
-                if len(first.split()) > 12 or first.startswith(("Of ", "What ", "Where ", "Whether ", "Who ")):
-                    long.append(f"{path.name}: {first}")
+    firsts = [(name, text.split("\n\n")[0]) for name, text in docstrings(*CODE)]
+    odd = ("Of ", "What ", "Where ", "Whether ", "Who ")
+    long = [f"{name}: {first}" for name, first in firsts if len(first.split()) > 12 or first.startswith(odd)]
     assert not long, "\n".join(long)
+
+
+ITEM = re.compile(r"- |\* |\d+\. |[\w*`./, ]+: ")  # begins a paragraph of its own
+TABLE = re.compile(r"\S {2,}\S|^ *(python|mpirun|uv|jaxmpi) ")  # columns, or a command
+
+
+def sentences(docstring: str) -> list[str]:
+    """The sentences outside tables; a colon or semicolon ends one, too."""
+    paragraphs = [""]
+    for line in docstring.splitlines():
+        text = "" if TABLE.search(line) else line.strip()
+        if not text or ITEM.match(text):
+            paragraphs.append("")
+        paragraphs[-1] += f" {text}"
+    return [sentence for each in paragraphs for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`(\[f])|[;:] ", each)]
+
+
+def test_a_sentence_of_a_docstring_has_at_most_twenty_words():
+    words = [
+        (name, sentence, sum(bool(re.search("[A-Za-z]", word)) for word in sentence.split()))
+        for name, text in docstrings(*CODE, "tests")
+        for sentence in sentences(text)
+    ]
+    long = [f"{name}: {count} words: {sentence}" for name, sentence, count in words if count > 20]
+    assert not long, "\n".join(long)
+
+
+def test_sentences_are_told_from_tables_and_lists():
+    docstring = "Add x.\n\nIt adds, f32[n], and y:\n- one\n- two\n\n    python a b\n    a    b\n\nArgs:\n    x: this.\n"
+    assert [s.strip() for s in sentences(docstring) if s.strip()] == (
+        ["Add x.", "It adds, f32[n], and y:", "- one", "- two", "Args:", "x", "this."]
+    )
 
 
 def methods_of(node: ast.ClassDef) -> dict[str, bool]:

@@ -308,14 +308,14 @@ def header_of(rank: int, tag: int, number: int, size_bytes: int, type_text: str,
 
 
 def packed_type(text: str) -> bytes:
-    """Dtype and shape in a header; of a long text the end is a digest."""
+    """Dtype and shape; a long text ends with a digest."""
     if len(text) <= TYPE_BYTES:
         return text.encode()
     return f"{text[: TYPE_BYTES - 9]}~{zlib.crc32(text.encode()):08x}".encode()
 
 
 def said_of(message: Any) -> str:
-    """Describe a message by its header: its type, and where it was sent."""
+    """Describe a message by its header."""
     size_bytes, *_, packed, place = HEADER.unpack_from(message)
     size = f" of {size_bytes} bytes" if b"~" in packed else ""
     return f"{_text(packed)}{size}, sent at {_text(place) or 'no line of a script'}"

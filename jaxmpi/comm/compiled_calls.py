@@ -195,7 +195,7 @@ class CompiledCalls:
         return published >> 32 if published & 0xFFFFFFFF == count else 0
 
     def missing(self) -> tuple[int, list[int]]:
-        """Number of this rank's last call, and ranks that have not come to it.
+        """Number of this rank's last call, and ranks that did not come.
 
         None are known to be missing if numbers are messages.
         """
@@ -265,7 +265,10 @@ class NumberedCalls:
 
 
 def shared_by_all(comm: MpiComm, size_bytes: int) -> mmap.mmap | None:
-    """Zeros that all ranks have mapped, or None if one cannot; all come together."""
+    """Zeros that all ranks have mapped; None if one cannot.
+
+    All ranks come here together.
+    """
     start, marks_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, -(-comm.size // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         memory, _ = map_together(comm.processes, lambda: reserved_anywhere(start + marks_bytes, SEGMENT_BYTES))

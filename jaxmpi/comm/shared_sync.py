@@ -244,7 +244,7 @@ def reserved_anywhere(size_bytes: int, spare_bytes: int = 0) -> SharedMemoryFile
 
 
 def reserved(size_bytes: int, spare_bytes: int = 0) -> SharedMemoryFile:
-    """A file of that size in memory, if there is room for it and the spare bytes."""
+    """A file of that size in memory, if there is room."""
     try:
         if spare_bytes and shutil.disk_usage(folder()).free < size_bytes + spare_bytes:
             return SharedMemoryFile("", trouble="the rest is for sums")
