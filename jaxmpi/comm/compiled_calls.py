@@ -29,7 +29,7 @@ OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
 # In the order of `struct setup`.
 FUNCTIONS = "Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS), "Reduce_local"
 MOST_COMPARISONS, TYPES = 1 << 16, 64
-PLACES, PLACE_WORDS = 64, 64  # of a rank: how many calls it may be ahead; a number and a short array behind it
+PLACES, PLACE_WORDS = 64, 72  # of a rank: how many calls it may be ahead; a number and a short array behind it
 NUMBERS_WORDS = 8  # of each of two places, for numbers alone
 ROUNDS_WORDS = 8  # a cache line for the count of rounds through slots
 SLOT_BYTES = 256 << 10  # of a chunk: a core's second-level cache holds it with what is made of it

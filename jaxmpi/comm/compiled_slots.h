@@ -146,8 +146,9 @@ static struct job job_of(struct comparison *c, const int32_t *words, const XLA_F
   job.kind = words[KIND], job.number = words[NUMBER], job.root = words[ROOT];
   job.type = mpi->types[x->dtype], job.op = mpi->ops[words[OP]];
   if (job.kind == ALLTOALL || (job.kind == SCATTER && mpi->rank == job.root)) job.items /= mpi->size;
-  job.most = mpi->slot_bytes / job.item_bytes / (has_rows(job.kind) ? mpi->size : 1);
-  job.is_inline = job.items * job.item_bytes * (has_rows(job.kind) ? mpi->size : 1) <= 8 * (mpi->place_words - 1);
+  int rows = has_rows(job.kind) ? mpi->size : 1;
+  job.is_inline = job.items * job.item_bytes * rows <= 8 * (mpi->place_words - 1);
+  job.most = job.is_inline ? job.items : mpi->slot_bytes / (job.item_bytes * rows); /* to divide takes as long as to copy */
   return job;
 }
 

@@ -138,7 +138,7 @@ def moved(dtype: str, way: Any) -> None:
 
 # Floats around those at which another way is taken: behind the number of the call, in a slot, by parts, in chunks.
 IN_A_SLOT = compiled_calls.SLOT_BYTES // 4
-LENGTHS = (0, 1, 110, 111, 2048, 2049, IN_A_SLOT, IN_A_SLOT + 1, 3 * IN_A_SLOT - 5)
+LENGTHS = (0, 1, 142, 143, 2048, 2049, IN_A_SLOT, IN_A_SLOT + 1, 3 * IN_A_SLOT - 5)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
