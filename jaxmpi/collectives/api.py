@@ -380,7 +380,7 @@ def recv(
         status: an `mpi4py.MPI.Status`, filled whenever the program runs.
 
     Raises:
-        UsageError: the message has another shape or dtype: both ranks' calls.
+        UsageError: the message has another shape or dtype: this call, and the other's line.
         TrainingError: none has come within `JAXMPI_EXCHANGE_TIMEOUT_S`.
     """
     chosen = _comm_of("recv", comm)

@@ -346,7 +346,7 @@ def check_type(comm: MpiComm, message: Any, size_bytes: int, expected: str, line
     """Return sender, tag and number of an expected header.
 
     Raises:
-        UsageError: the array has another shape or dtype: both ranks' calls.
+        UsageError: the array has another shape or dtype: this call, and the other's line.
     """
     its_bytes, rank, tag, number, type_text, _ = HEADER.unpack_from(message)
     if its_bytes != size_bytes or type_text.rstrip(b"\0") != packed_type(expected):
