@@ -6,7 +6,7 @@
 
 #include "c_handlers.h"
 
-enum { LOOKED_AT = 4 };
+enum { LOOKED_AT = 4, HEARD_EVERY = 16 };
 enum word { CALL, SENT_ITEM_BYTES, RECEIVED_ITEM_BYTES }; /* of a call's attribute */
 
 struct call {
@@ -19,7 +19,8 @@ struct call {
   void (*failed)(int32_t call, int32_t code);           /* likewise */
   handle headers, arrays, byte; /* two communicators, and MPI_BYTE */
   int32_t number, sends, receives, source, dest, sendtag, recvtag;
-  int32_t is_synchronous; /* its sender knows when a header was received */
+  int32_t is_synchronous;     /* its sender knows when headers are received: of short messages every HEARD_EVERYth */
+  _Atomic uint32_t has_sent; /* short messages */
   int32_t most_inline_bytes, most_ahead, tags; /* arrays in the header's message; such messages that nobody has received */
   char header[HEADER_BYTES], type[TYPE_BYTES]; /* that it sends; of the header that it expects */
 };
@@ -114,11 +115,17 @@ struct begun {
   int has_array;
 };
 
-static int send(const struct call *call, const void *x, int64_t n, struct begun *begun) {
-  pthread_mutex_lock(&lock);
-  look_at(LOOKED_AT);
-  int is_inline = n <= call->most_inline_bytes && ahead < call->most_ahead;
-  pthread_mutex_unlock(&lock);
+static int send(struct call *call, const void *x, int64_t n, struct begun *begun) {
+  /* MPI copies a short message, so it needs no memory here. To hear of each costs a tenth; to hear of some bounds how
+     many nobody has received. */
+  int is_short = HEADER_BYTES + n <= EAGER_BYTES, hears = call->is_synchronous, is_inline = 1;
+  if (hears && is_short) hears = call->has_sent++ % HEARD_EVERY == 0;
+  if (hears || !is_short) {
+    pthread_mutex_lock(&lock);
+    look_at(LOOKED_AT);
+    is_inline = n <= call->most_inline_bytes && ahead < call->most_ahead;
+    pthread_mutex_unlock(&lock);
+  }
   int32_t number = is_inline ? INLINE : next_number(call);
   int behind = is_inline ? (int)n : 0;
   struct sent *sent = malloc(sizeof *sent + HEADER_BYTES + behind);
@@ -126,11 +133,11 @@ static int send(const struct call *call, const void *x, int64_t n, struct begun 
   memcpy(sent->bytes, call->header, HEADER_BYTES);
   memcpy(sent->bytes + NUMBER_AT, &number, sizeof number);
   if (behind) memcpy(sent->bytes + HEADER_BYTES, x, behind);
-  int (*start)(const void *, int, handle, int, int, handle, handle *) = call->is_synchronous ? call->issend : call->isend;
+  int (*start)(const void *, int, handle, int, int, handle, handle *) = hears ? call->issend : call->isend;
   int code =
       start(sent->bytes, HEADER_BYTES + behind, call->byte, call->dest, call->sendtag, call->headers, &sent->request);
   if (code) return code;
-  if (call->is_synchronous) {
+  if (hears) {
     pthread_mutex_lock(&lock);
     keep(sent);
     pthread_mutex_unlock(&lock);
@@ -159,7 +166,7 @@ static int unpack(const struct call *call, const char *message, void *y, int64_t
   return code ? code : call->wait(&array, ignored);
 }
 
-static int exchange(const struct call *call, const void *x, int64_t x_bytes, char *message, void *y, int64_t y_bytes) {
+static int exchange(struct call *call, const void *x, int64_t x_bytes, char *message, void *y, int64_t y_bytes) {
   struct begun begun = {0};
   handle header;
   status ignored;
@@ -180,7 +187,7 @@ XLA_FFI_Error *jaxmpi_compiled_messages(XLA_FFI_CallFrame *frame) {
   static _Thread_local char message[HEADER_BYTES + INLINE_BYTES];
   if (!is_work(frame)) return NULL;
   const int32_t *words = words_of(frame);
-  const struct call *call = calls[words[CALL]];
+  struct call *call = calls[words[CALL]];
   if (!call) return error(frame, "jaxmpi: a program of another process; compile it in this one");
   const XLA_FFI_Buffer *x = call->sends ? frame->args.args[0] : NULL, *y = call->receives ? frame->rets.rets[0] : NULL;
   _Atomic int64_t *note = leave_note(call->number);

@@ -7,9 +7,9 @@ Python a message takes 90 microseconds more, ten times what it takes itself.
 A program that waits in MPI can say nothing. It leaves a note in the process's memory, which the thread that looks for
 absent ranks reads; that thread has the time limit (`exchange_watch`).
 
-A `send` knows when its header was received (`MPI_Issend`). A `sendrecv` sends as MPI's own does, before anybody
-receives, and may never know. So each rank looks for messages that nobody has received there, when all scripts have
-ended.
+A `send` knows when its header was received (`MPI_Issend`); if it is short, of the first message, the 17th, and so on. A
+`sendrecv` sends as MPI's own does, before anybody receives, and may never know. So each rank looks for messages that
+nobody has received there, when all scripts have ended.
 """
 
 import ctypes
@@ -34,6 +34,7 @@ from jaxmpi.runtime import failures
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
+EAGER_BYTES = 2048  # of messages that any MPI copies, so that their sender waits for no receiver
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     HEADER_BYTES=messages.HEADER.size,
@@ -43,10 +44,10 @@ SOURCE = c_handlers.CSource(
     INLINE_BYTES=messages.INLINE_BYTES,
     MOST_CALLS=MOST_CALLS,
     NOTES=NOTES,
+    EAGER_BYTES=EAGER_BYTES,
 )
 _message_p = SOURCE.primitive()
 SENDRECV_INLINE_BYTES = 4096  # above, two messages take less time than two copies
-EAGER_BYTES = 2048  # of messages that any MPI copies, so that their sender waits for no receiver
 FUNCTIONS = "Isend", "Issend", "Irecv", "Wait", "Test"  # in the order of `struct call`
 Unexpected = ctypes.CFUNCTYPE(None, c_int32, c_void_p)
 _numbers, _opening = itertools.count(), threading.Lock()
@@ -94,7 +95,7 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
 def _call_type() -> type[ctypes.Structure]:
     """`struct call`."""
     handle = c_handlers.handle_type()
-    numbers = "number", "sends", "receives", "source", "dest", "sendtag", "recvtag", "is_synchronous"
+    numbers = "number", "sends", "receives", "source", "dest", "sendtag", "recvtag", "is_synchronous", "has_sent"
 
     class Call(ctypes.Structure):
         _fields_ = (

@@ -11,8 +11,8 @@ the tag of the array behind a header. Several receives may wait at once for head
 messages do. MPI gives them headers in the order in which they began, and each takes the array of its own header.
 
 A header is sent such that its sender knows when it was received (`MPI_Issend`). The sender does not wait for that: two
-ranks may both send first. It looks again at its next message, and before the process ends. Only a `sendrecv` in C sends
-its header without that.
+ranks may both send first. It looks again at its next message, and before the process ends. A `sendrecv` in C sends its
+header without that. So do most short messages in C.
 
 Programs call a handler in C (`compiled_messages`) where they can. Else they call one in Python, which calls mpi4py and
 sees arrays of a GPU as copies on the host. Without handlers programs call mpi4jax instead, unchecked.
