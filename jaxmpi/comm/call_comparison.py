@@ -11,20 +11,20 @@ received behind its last. Unequal numbers show in one of three ways:
   waits in.
 
 An operation through shared memory (`compiled_slots.h`) compares before it reads another rank's array. A rank that needs
-none, as the root of a bcast, compares nothing. Those that need its array do. When all scripts have ended, each rank
-looks whether the others have come to its last call.
+none, as the root of a bcast of a few numbers, compares when it next waits for all. When all scripts have ended, each
+rank looks at the others' last calls.
 
 Ranks of one host receive the numbers of all. Between hosts, of ALL_BELOW ranks and more each one receives only those of
-the ranks 1, 2, 4, ... before it. Equal numbers are equal then, too. If numbers are unequal, some ranks know it at once.
-Others have a wrong result for the seconds in which the job ends.
+the ranks at distances 1, 2, 4, ... before it. If no rank sees a difference, all numbers are equal. Otherwise some ranks
+know it at once. Others have a wrong result for the seconds in which the job ends.
 
-A callback in the program may have its sum before that: it waits for its operands, not for the comparison.
+A callback in the program may have an exchange's sum before that: it waits for its operands, not for the comparison.
 
 On CPUs all of it is calls into C (`compiled_calls`): no message to this process itself, and on one host none to others.
 A step of few milliseconds bears no call into Python, which waits for the interpreter that dispatches the next step: it
 took 1.10 of a step of 4 ms. Nor does it bear a wait before the first message, at which ranks must meet once more (1.07
-to 1.15). A sum, which needs all ranks anyway, waits for no number. A bcast's root waits until all have come. Without a
-C compiler, and in a program for a GPU, Python does the same. It is given no array and so copies none.
+to 1.15). A sum by messages, which needs all ranks anyway, waits for no number. Without a C compiler, and in a program
+for a GPU, Python does the same. It is given no array and so copies none.
 
 From its begin to its end an exchange has the process's turn. Else two programs that two threads have dispatched could
 exchange at once, and one's messages meet the other's: JAX orders the programs of one thread only.
@@ -177,14 +177,20 @@ class CallComparison:
         failures.fail(error, None)
 
     def _check_all_came(self) -> None:
-        """End the job if ranks have ended without this rank's last call."""
-        number, ranks = self._calls.missing() if isinstance(self._calls, CompiledCalls) else (0, [])
-        if not ranks:
+        """End the job if ranks have ended with other calls than this rank's."""
+        if not isinstance(self._calls, CompiledCalls):
             return
-        mine, *others = self._comm.processes.in_job([self._comm.rank, *ranks])
-        late = ", ".join(map(str, others))
-        must = "all ranks must call it as often"
-        failures.fail(TrainingError(f"rank {mine} has come to {self.text(number)}, rank {late} has not; {must}"), None)
+        mine, theirs = self._calls.different()
+        if theirs:
+            self.differs(mine, theirs)
+        number, ranks = self._calls.missing()
+        if ranks:
+            mine, *others = self._comm.processes.in_job([self._comm.rank, *ranks])
+            late = ", ".join(map(str, others))
+            must = "all ranks must call it as often"
+            failures.fail(
+                TrainingError(f"rank {mine} has come to {self.text(number)}, rank {late} has not; {must}"), None
+            )
 
     def _number_of(self, rank: int, count: int) -> int:
         """Number that a rank has sent, which nobody will receive, or 0."""

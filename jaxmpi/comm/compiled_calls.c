@@ -4,14 +4,15 @@
    `call_comparison.py` says what is compared and why. There are three kinds of calls:
 
    - BEGIN, first in a program: take this process's turn, and publish the number of the call;
-   - an operation, and then the same as END; it publishes the number itself if its array goes through shared memory;
+   - an operation, and then the same as END; it publishes the number itself if the communicator has slots;
    - END: compare the numbers that the other ranks have published, and give the turn away.
 
    On one host numbers are published in shared memory, with short arrays behind them (`compiled_slots.h`). A rank has
    several places for them, in turn. At END, and in most operations, it waits until all others have published the call. The
-   root of a bcast waits for nobody, so it may be some calls ahead. Before it takes a place again, all others must have
-   published the call after the one whose place it was, so they have read that. Between hosts a number is a message of 4 bytes, of which
-   MPI keeps as many as there are; there a rank may hear only some of the others.
+   root of a bcast of a short array waits for nobody, so it may be some calls ahead; it compares those later. Before it
+   takes a place again, all others must have published a later call than the one whose place it was, so they have read
+   that. Between hosts a number is a message of 4 bytes, of which MPI keeps as many as there are; there a rank may hear
+   only some of the others.
 
    Nothing here needs Python unless ranks differ or MPI fails. */
 
@@ -57,8 +58,8 @@ struct comparison {
   _Atomic int64_t held;            /* number << 32 | how many have begun; 0 if nobody has the turn */
   _Atomic int32_t begun, waits;    /* waits: the number of a call that waits for the turn, or 0 */
   int64_t rounds, chunks;          /* through slots, so far */
-  int32_t ahead;                   /* calls that this rank has begun since one that all are known to have begun */
-  int32_t theirs[];
+  int32_t ahead;                   /* calls that this rank has begun since it last compared with all */
+  int32_t mine, theirs[];          /* numbers of calls that differ; 0 of ranks that do not */
 };
 
 static struct comparison *comparisons[MOST_COMPARISONS];
@@ -143,14 +144,30 @@ static int read_board(struct comparison *c, int rank, int32_t count, int32_t *nu
   return 0;
 }
 
+/* Compare the calls that this rank has not compared with all, up to one of this count that all have published. Return -1
+   if ranks differ. */
+static int compare_earlier(struct comparison *c, int32_t last) {
+  int is_same = 1;
+  for (int32_t behind = c->ahead - 1; is_same && behind > 0; behind--) {
+    int32_t count = (c->begun - behind) & INT32_MAX;
+    if (((last - count) & INT32_MAX) > c->mpi.places) break; /* it is later */
+    c->mine = (int32_t)(*place(c, c->mpi.rank, count) >> 32);
+    for (int i = 0; i < c->mpi.others; i++) {
+      int64_t found = atomic_load_explicit(place(c, c->mpi.receives_from[i], count), memory_order_acquire);
+      c->theirs[i] = (int32_t)found == count ? (int32_t)(found >> 32) : 0; /* else it has been replaced */
+      is_same = is_same && (!c->theirs[i] || c->theirs[i] == c->mine);
+    }
+  }
+  return is_same ? 0 : -1;
+}
+
 /* Return when nobody reads the place of this rank's call any more. */
 static int make_room(struct comparison *c) {
   int code = 0;
+  int32_t last = (c->begun - c->mpi.places / 2) & INT32_MAX, ignored;
   if (c->ahead < c->mpi.places) return 0;
-  for (int i = 0; !code && i < c->mpi.others; i++) {
-    int32_t ignored; /* who needs an array compares the number */
-    code = read_board(c, c->mpi.receives_from[i], (c->begun - c->mpi.places / 2) & INT32_MAX, &ignored);
-  }
+  for (int i = 0; !code && i < c->mpi.others; i++) code = read_board(c, c->mpi.receives_from[i], last, &ignored);
+  if (!code) code = compare_earlier(c, last);
   c->ahead = c->mpi.places / 2;
   return code;
 }
@@ -179,7 +196,8 @@ static int begin(struct comparison *c, int32_t number, int is_published_later) {
    differ. */
 static int compare(struct comparison *c, int32_t number, int first, int end) {
   struct setup *mpi = &c->mpi;
-  int code = 0, is_same = 1;
+  int code = 0, is_same = 1, is_with_all = !first && end == mpi->size;
+  c->mine = number;
   for (int i = 0; !code && i < mpi->others; i++) {
     int rank = mpi->receives_from[i];
     status ignored;
@@ -189,8 +207,10 @@ static int compare(struct comparison *c, int32_t number, int first, int end) {
                       : mpi->recv(&c->theirs[i], 1, mpi->int32, rank, 0, mpi->messages, ignored);
     is_same = is_same && c->theirs[i] == number;
   }
-  if (!first && end == mpi->size) c->ahead = 0;
-  return code || is_same ? code : -1;
+  if (code || !is_same) return code ? code : -1;
+  if (is_with_all && mpi->board && c->ahead > 1) code = compare_earlier(c, c->begun);
+  if (is_with_all) c->ahead = 0;
+  return code;
 }
 
 /* ---------------------------------------------------------------- a call */
@@ -239,7 +259,7 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   if (!code && kind != BEGIN) give(c);
   if (!code) return NULL;
   if (code < 0)
-    c->mpi.differs(words[NUMBER], c->theirs);
+    c->mpi.differs(c->mine, c->theirs);
   else
     c->mpi.failed(words[NUMBER], code);
   return error(frame, "jaxmpi: the job ends"); /* no program goes on with what it may have got */

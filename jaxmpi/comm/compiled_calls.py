@@ -205,6 +205,16 @@ class CompiledCalls:
         is_there = (column - count & np.iinfo(np.int32).max) <= self._places
         return int(column[self.comm.rank]) >> 32, np.flatnonzero(~is_there).tolist()
 
+    def different(self) -> tuple[int, dict[int, int]]:
+        """Number of a recent call, and those of ranks that made another one instead."""
+        if self._numbers is not None:
+            for column in self._numbers.T:
+                mine = column[self.comm.rank]
+                others = np.flatnonzero((column != mine) & ((column - mine & 0xFFFFFFFF) == 0))
+                if mine and others.size:
+                    return int(mine) >> 32, {int(rank): int(column[rank]) >> 32 for rank in others}
+        return 0, {}
+
 
 class NumberedCalls:
     """mpi4jax's functions with a number, each of which compares."""

@@ -3,14 +3,14 @@
    MPI moves one message after another, of which each wakes a rank that waits: log2 w times for a reduction over w ranks,
    and more if ranks share cores. Here all ranks put their arrays where all see them, and wait once.
 
-   A short array is copied behind the number by which calls are compared, so that one cache line has both. A rank compares
-   with those whose arrays it needs, and waits for nobody else: the root of a bcast goes on, as with MPI.
+   An array of a few numbers is copied behind the number by which calls are compared, so that a cache line has both. A
+   rank compares with those whose arrays it needs, and waits for nobody else: the root of a bcast goes on, as with MPI.
 
    For longer arrays a rank has two slots, for even and for odd chunks. It copies a chunk into one, waits until all have
    come to this round, and takes what it wants from the slots of all. It writes a slot again when all have come to the
-   first round of the next chunk, since they had taken everything then. Of a long reduction each rank reduces one part for
-   all, into a third place, and there is a second round before all take those parts. A long scan is MPI's own: in its
-   chain no rank waits for later ones.
+   first round of the next chunk, since they had taken everything then. If a reduction is long, each rank reduces one part
+   for all, into a third place, and there is a second round before all take those parts. A long scan is MPI's own: its
+   chain has fewer steps than ranks.
 
    Numbers are combined in rank order, by MPI: the same bits on all ranks, for all dtypes. */
 
@@ -21,7 +21,7 @@ enum { LEAST_ROW_BYTES = 1024 };                 /* of a chunk of a row, if it i
 struct job {
   const char *x;
   char *y;
-  int64_t items, item_bytes; /* of an array that is not rows; of a row */
+  int64_t items, item_bytes; /* items of the array, or of one row; bytes of an item */
   int32_t kind, number, root;
   int64_t most; /* items of a chunk */
   handle type, op;
@@ -152,7 +152,7 @@ static struct job job_of(struct comparison *c, const int32_t *words, const XLA_F
   return job;
 }
 
-/* Return 1 on all ranks if MPI would take longer: not for a long scan, nor for rows of which slots hold but pieces. */
+/* Return 1 on all ranks if MPI would take longer: not for a long scan, nor for rows of which a slot holds few bytes. */
 static int fits_slots(struct comparison *c, struct job *job) {
   int64_t bytes = job->items * job->item_bytes;
   if (!c->mpi.slots || job->is_inline) return c->mpi.slots != NULL;

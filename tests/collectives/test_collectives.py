@@ -30,6 +30,10 @@ LIMIT_S = 5
 LIMITS = {f"JAXMPI_{what}_TIMEOUT_S": str(LIMIT_S) for what in ("EXCHANGE", "AGREE", "EXIT")}
 PART = "part = jaxmpi.world().split(0)\na = jax.jit(lambda x: mpi.allreduce(x, comm=part))\n"
 STARTED = "@jax.jit\ndef s(x):\n    h = jaxmpi.start(mpi.allreduce, x)\n    y = x + 1\n    return y * jaxmpi.wait(h)\n"
+ROOTS = (
+    "f, g, a = (jax.jit(each) for each in (lambda x: mpi.bcast(x, 0), lambda x: mpi.bcast(x, 1), mpi.allreduce))\n"
+    "f(x), g(x), a(x).block_until_ready()\n"
+)
 MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many ranks if not 2
     "another shape": (
         "mpi.allreduce(jnp.ones(3 + rank))",
@@ -102,6 +106,18 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
     "one rank is missing on a part of the ranks": (
         PART + "a(x).block_until_ready()\nif rank == 0: a(x).block_until_ready()\nelse: time.sleep(60)",
         r"rank 0 waited \d s in exchange 1 of a communicator of 2 ranks \(allreduce.* for rank 1;",
+    ),
+    "bcasts of two roots until the scripts end": (
+        ROOTS + "(f, g)[rank](x).block_until_ready()",
+        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
+    ),
+    "bcasts of two roots before a sum": (
+        ROOTS + "(f, g)[rank](x), a(x).block_until_ready()",
+        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
+    ),
+    "many bcasts of two roots": (
+        ROOTS + "for _ in range(70): (f, g)[rank](x).block_until_ready()\ntime.sleep(60)",
+        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
     ),
     "a bcast to which its root alone comes until the scripts end": (
         "f = jax.jit(mpi.bcast)\nf(x).block_until_ready()\nif rank == 0: f(x).block_until_ready()",
@@ -201,7 +217,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
 
 # Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
 GOES_ON = ("the script of one rank", "a send without", "a started send without", "a message of another shape")
-GOES_ON = (*GOES_ON, "a sendrecv", "a bcast to which its root alone")
+GOES_ON = (*GOES_ON, "a sendrecv", "a bcast to which its root alone", "bcasts of two roots until the scripts end")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
 IN_CI = (*IN_CI, "a send without a receive until the script ends")
 CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.mark.slow) for name in MISTAKES]
