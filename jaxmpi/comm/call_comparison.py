@@ -11,8 +11,8 @@ received behind its last. Unequal numbers show in one of three ways:
   waits in.
 
 An operation through shared memory (`compiled_slots.h`) compares before it reads another rank's array. A rank that needs
-none, as the root of a bcast of a few numbers, compares when it next waits for all. When all scripts have ended, each
-rank looks at the others' last calls.
+none, as the root of a short bcast, compares when it next waits for all. When all scripts have ended, each rank looks at
+the others' last calls.
 
 Ranks of one host receive the numbers of all. Between hosts, of ALL_BELOW ranks and more each one receives only those of
 the ranks at distances 1, 2, 4, ... before it. If no rank sees a difference, all numbers are equal. Otherwise some ranks
@@ -177,7 +177,7 @@ class CallComparison:
         failures.fail(error, None)
 
     def _check_all_came(self) -> None:
-        """End the job if ranks have ended with other calls than this rank's."""
+        """End the job if ranks have ended with other calls."""
         if not isinstance(self._calls, CompiledCalls):
             return
         mine, theirs = self._calls.different()
@@ -186,11 +186,8 @@ class CallComparison:
         number, ranks = self._calls.missing()
         if ranks:
             mine, *others = self._comm.processes.in_job([self._comm.rank, *ranks])
-            late = ", ".join(map(str, others))
-            must = "all ranks must call it as often"
-            failures.fail(
-                TrainingError(f"rank {mine} has come to {self.text(number)}, rank {late} has not; {must}"), None
-            )
+            late = f"rank {', '.join(map(str, others))} has not; all ranks must call it as often"
+            failures.fail(TrainingError(f"rank {mine} has come to {self.text(number)}, {late}"), None)
 
     def _number_of(self, rank: int, count: int) -> int:
         """Number that a rank has sent, which nobody will receive, or 0."""

@@ -206,7 +206,7 @@ class CompiledCalls:
         return int(column[self.comm.rank]) >> 32, np.flatnonzero(~is_there).tolist()
 
     def different(self) -> tuple[int, dict[int, int]]:
-        """Number of a recent call, and those of ranks that made another one instead."""
+        """Number of a recent call, and those of ranks that differ."""
         if self._numbers is not None:
             for column in self._numbers.T:
                 mine = column[self.comm.rank]
