@@ -26,7 +26,8 @@ LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
 CALLS_MOST = 64  # of a program in one measurement
 
 
-OPERATIONS = "allreduce", "sendrecv", "allgather", "messages", "reduce", "scan", "bcast", "alltoall"
+SYMMETRIC = "allreduce", "sendrecv", "allgather", "messages", "alltoall"
+OPERATIONS = *SYMMETRIC, "reduce", "scan", "bcast", "gather", "scatter"
 
 
 def looped(call: Any, repeats: int) -> Any:
@@ -38,6 +39,7 @@ def looped(call: Any, repeats: int) -> Any:
 
 def ways(operation: str) -> dict[str, Any]:
     """A call by library: f32[n] -> f32[n]; mpi4py's (f32[n], f32[...]) -> None."""
+    import jax
     import mpi4jax
     from mpi4py import MPI
 
@@ -65,6 +67,20 @@ def ways(operation: str) -> dict[str, Any]:
             "jaxmpi": mpi.bcast,
             "mpi4jax": lambda x: mpi4jax.bcast(x, root=0, comm=theirs),
             "mpi4py": lambda x, out: bare.Bcast(x),
+        }
+    if operation == "gather":
+        taken = lambda y: y[right] if bare.rank == 0 else y  # noqa: E731  # of rows, of which root has all
+        return {
+            "jaxmpi": lambda x: taken(mpi.gather(x)),
+            "mpi4jax": lambda x: taken(mpi4jax.gather(x, root=0, comm=theirs)),
+            "mpi4py": lambda x, out: bare.Gather(x, out if bare.rank == 0 else None),
+        }
+    if operation == "scatter":
+        given = lambda x: jax.numpy.broadcast_to(x, (bare.size, *x.shape)) if bare.rank == 0 else x  # noqa: E731
+        return {
+            "jaxmpi": lambda x: mpi.scatter(given(x)),
+            "mpi4jax": lambda x: mpi4jax.scatter(given(x), root=0, comm=theirs),
+            "mpi4py": lambda x, out: bare.Scatter(out if bare.rank == 0 else None, x),
         }
     if operation == "alltoall":  # an array of fewer numbers than ranks cannot be divided: each rank gets a whole one
         rows = np.ones((bare.size, 1), np.float32)
@@ -128,7 +144,7 @@ def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     for size in SIZES:
         repeats = max(1, min(CALLS_MOST, (1 << 20) // size))
         x, sent = jnp.ones(size // 4, jnp.float32), np.ones(size // 4, np.float32)
-        out = np.empty((workers if operation == "allgather" else 1, size // 4), np.float32)
+        out = np.empty((workers if operation in ("allgather", "gather", "scatter") else 1, size // 4), np.float32)
 
         def by_mpi4py(sent: Any = sent, out: Any = out, repeats: int = repeats) -> None:
             for _ in range(repeats):

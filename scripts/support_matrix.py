@@ -106,6 +106,11 @@ RANK_TESTS = " or ".join(
         "started_operations",
         "loops_of_uneven_length",
         "metrics_of_any_dtype",
+        "arrays_of_every_length",
+        "follow_each_other",
+        "rank_order",
+        "without_room_for_slots",
+        "sent_far_ahead",
     ]
 )
 

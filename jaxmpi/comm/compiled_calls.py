@@ -29,13 +29,13 @@ OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
 # In the order of `struct setup`.
 FUNCTIONS = "Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS), "Reduce_local"
 MOST_COMPARISONS, TYPES = 1 << 16, 64
-PLACES, PLACE_WORDS = 64, 72  # of a rank: how many calls it may be ahead; a number and a short array behind it
+PLACES, PLACE_WORDS = 256, 72  # of a rank: how many calls it may be ahead; a number and a short array behind it
 NUMBERS_WORDS = 8  # of each of two places, for numbers alone
 ROUNDS_WORDS = 8  # a cache line for the count of rounds through slots
 SLOT_BYTES = 256 << 10  # of a chunk: a core's second-level cache holds it with what is made of it
 SLOTS_BYTES = 4 << 20  # of all ranks' slots, about: of many ranks each has less
 LEAST_BYTES = 16 << 10  # of a slot
-MOST_SHARED = 64  # communicators with slots: a script may split a thousand times
+MOST_SHARED = 16  # communicators with slots: a script may split a thousand times
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     [Path(__file__).with_name("compiled_slots.h")],

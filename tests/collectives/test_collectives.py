@@ -115,8 +115,12 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         ROOTS + "(f, g)[rank](x), a(x).block_until_ready()",
         r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
     ),
+    "a bcast and a reduce of one root before a sum": (
+        ROOTS + "r = jax.jit(mpi.reduce)\nr(x), (f, r)[rank](x), a(x).block_until_ready()",
+        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*reduce\(float32\[3\]",
+    ),
     "many bcasts of two roots": (
-        ROOTS + "for _ in range(70): (f, g)[rank](x).block_until_ready()\ntime.sleep(60)",
+        ROOTS + "for _ in range(300): (f, g)[rank](x).block_until_ready()\ntime.sleep(60)",
         r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
     ),
     "a bcast to which its root alone comes until the scripts end": (
@@ -126,6 +130,10 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
     "a send without a receive": (
         "if rank == 0: mpi.send(x, 1)\nelse: time.sleep(60)",
         r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;.*; rank 1 is at <string>",
+    ),
+    "a second send without a receive until the scripts end": (
+        "s = jax.jit(lambda x: mpi.send(x, 1) if rank == 0 else mpi.recv(x, 0))\ns(x)\nif rank == 0: s(x)",
+        r"rank 0: a message of float32\[3\], sent at <string>:\d+: rank 1 has not received it; expected a recv or",
     ),
     "a send without a receive until the script ends": (
         "if rank == 0: mpi.send(x, 1)",
@@ -218,8 +226,9 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
 # Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
 GOES_ON = ("the script of one rank", "a send without", "a started send without", "a message of another shape")
 GOES_ON = (*GOES_ON, "a sendrecv", "a bcast to which its root alone", "bcasts of two roots until the scripts end")
+GOES_ON = (*GOES_ON, "a second send without")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
-IN_CI = (*IN_CI, "a send without a receive until the script ends")
+IN_CI = (*IN_CI, "a send without a receive until the script ends", "bcasts of two roots before a sum")
 CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.mark.slow) for name in MISTAKES]
 
 
