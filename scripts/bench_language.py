@@ -4,10 +4,10 @@
     python scripts/bench_language.py --hosts 1 2 --shrink 1              the article's size: 9 GB of memory a host
     python scripts/bench_language.py --hosts 1 2 --shrink 64 --rounds 2  seconds
 
-The model is `lm300m` with words, width and cells divided by --shrink. Of the whole size two hosts fit into 20 GB, and
-eight of 1.7, which leaves 103 million params. On each number of hosts a step of plain SGD takes turns with two others.
-One exchanges beside the backward pass, and one is without an exchange. The exchange is predicted by the cost model of
-`auto` and `jaxmpi plan`, from a probe on two hosts.
+The model is `lm300m` with words, width and cells divided by --shrink. Two hosts of the whole size fit into 20 GB, and
+eight of one divided by 1.7, which leaves 103 million params. On each number of hosts a step of plain SGD takes turns
+with two others. One exchanges beside the backward pass, and one is without an exchange. The exchange is predicted by the
+cost model of `auto` and `jaxmpi plan`, from a probe on two hosts.
 
 Emulated hosts share this machine's cores, so computing takes longer the more there are; --rate limits links alone. So
 the last columns take one host's computing time for all: what hosts with as many cores of their own would do. With

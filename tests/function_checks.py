@@ -1,4 +1,4 @@
-"""What `jaxmpi.function` and its variables give must be what one worker gives: checks for any kind of workers.
+"""Results of `jaxmpi.function` and its variables must be what one worker gives: checks for any kind of workers.
 
 Each check runs as it is over devices of one process, and on every rank of an SPMD job. It also runs as it is, once,
 in a script that leads workers. Expected values come from NumPy or from the bare function on all the data.

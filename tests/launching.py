@@ -186,7 +186,7 @@ def shared_memory(processes: Sequence[int] = ()) -> set[str]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a job has locked a folder, as `jaxmpi train` does its own."""
+    """Return True if a job has locked a folder, as `jaxmpi train` does its own."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -25,7 +25,7 @@ def sum_over_workers(rows: Rows) -> np.ndarray:
 
 
 def round_to_wire(x: np.ndarray, wire: str) -> np.ndarray:
-    """What arrives of f32[n] that one worker sends."""
+    """Return what arrives of f32[n] that one worker sends."""
     if wire == "32":
         return x
     if wire == "bf16":
@@ -110,7 +110,7 @@ def tree(rows: Rows, wire: str, order: Sequence[int]) -> np.ndarray:
 
 
 def arrived(blocks: np.ndarray, wire: str) -> np.ndarray:
-    """What arrives of f32[blocks, n], each encoded by itself."""
+    """Return what arrives of f32[blocks, n], each encoded by itself."""
     return np.stack([round_to_wire(block, wire) for block in blocks])
 
 
@@ -129,7 +129,7 @@ def color(rows: Rows, wire: str, order: Sequence[int], colours: int, packets: in
 
 
 def climb(forest: Forest, rows: Rows, wire: str, tree: int, place: int) -> np.ndarray:
-    """What one place of a tree sends upwards, and the root to all."""
+    """Return what one place of a tree sends upwards, and the root to all."""
     received = np.zeros_like(rows[place])
     for child in (child for edges in forest.rounds for c, child, above in edges if (c, above) == (tree, place)):
         received = received + climb(forest, rows, wire, tree, child)

@@ -133,7 +133,7 @@ def same_bits(one: TrainState, other: TrainState) -> bool:
 
 
 def read(folder: Path, files: dict[str, bytes]) -> TrainState | None:
-    """What comes of these files: a state, or a documented error."""
+    """Return what comes of these files: a state, or a documented error."""
     path = folder / "step_00000000"
     path.mkdir(exist_ok=True)
     for name, data in files.items():

@@ -202,6 +202,12 @@ def test_a_sentence_of_a_docstring_has_at_most_twenty_words():
     assert not long, "\n".join(long)
 
 
+def test_a_sentence_of_a_docstring_begins_with_its_subject_or_a_condition():
+    odd = ("Of ", "What ", "Whether ", "Who ")
+    found = [(name, sentence.strip()) for name, text in docstrings(*CODE) for sentence in sentences(text)]
+    assert [f"{name}: {sentence}" for name, sentence in found if sentence.startswith(odd)] == []
+
+
 def test_sentences_are_told_from_tables_and_lists():
     docstring = "Add x.\n\nIt adds, f32[n], and y:\n- one\n- two\n\n    python a b\n    a    b\n\nArgs:\n    x: this.\n"
     assert [s.strip() for s in sentences(docstring) if s.strip()] == (

@@ -88,7 +88,7 @@ def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
 
 
 def is_job(pid: str, path: str) -> bool:
-    """Whether a process still runs a script of this folder."""
+    """Return True if a process still runs a script of this folder."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return path.encode() in file.read() and session_of(int(pid)) != os.getsid(0)

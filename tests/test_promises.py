@@ -1,4 +1,4 @@
-"""What files of strangers, the network and logs can never lead to: docs/reliability.md."""
+"""Check what files of strangers, the network and logs can never lead to: docs/reliability.md."""
 
 import ast
 import contextlib
@@ -26,7 +26,7 @@ UNSAFE = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
 
 
 def calls(tree: ast.AST) -> set[str]:
-    """What is called, as it is written, with `allow_pickle` if that is given."""
+    """Return what is called, as it is written, with `allow_pickle` if that is given."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

@@ -208,7 +208,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def bash(script: str, folder: Path, timeout_s: float) -> str:
-    """What a script printed that ended well."""
+    """Return the output of a script that ended well."""
     head = ['export PATH="$PWD/.venv/bin:$PATH"', "unset JAXMPI_DATA", *EXPORTS]
     on_cpu = {"JAX_PLATFORMS": "cpu"} if "--devices" in script else {}  # a machine may have fewer GPUs
     ended = run(["bash", "-euc", "\n".join([*head, script])], timeout_s=timeout_s, env=on_cpu, cwd=folder)

@@ -37,7 +37,7 @@ def installed(tmp_path_factory) -> Path:
 
 
 def jaxmpi(site: Path, folder: Path, line: str) -> str:
-    """What `jaxmpi LINE` printed in a folder without a clone."""
+    """Return the output of `jaxmpi LINE` in a folder without a clone."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith((*LAUNCHER_PREFIXES, "PYTHON", "JAXMPI_DATA"))}
     job = subprocess.run(
         [str(site.parents[2] / "bin" / "python"), "-m", "jaxmpi.tools.cli", *line.split()],

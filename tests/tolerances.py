@@ -58,7 +58,7 @@ def roundings(algorithm: str, workers: int, hosts: int = 1) -> int:
 
 
 def height(workers: int, colours: int) -> int:
-    """Of the widest trees that leave each place children in one of them only: floor(w / k) places have children."""
+    """The height of the widest trees where each place has children in one only: floor(w / k) places have children."""
     arity = max(1, -(-(workers - 1) // (workers // min(colours, workers))))
     height, row, reached = 0, 1, 1
     while reached < workers:

@@ -82,7 +82,7 @@ def no_dropout(module: nnx.Module) -> Any:
 
 
 class Case(NamedTuple):
-    """What model and twin get: trees of f64 arrays in the layout of JAX."""
+    """The data that model and twin get: trees of f64 arrays in the layout of JAX."""
 
     params: Any
     state: Any
@@ -149,7 +149,7 @@ def _f32(x: np.ndarray) -> np.ndarray:
 
 
 def _ours(model: Model, pairs: Any, case: Case, loss: Any, train: bool, precision: str) -> Tensors:
-    """What the model gives."""
+    """Return what the model gives."""
 
     def mean_loss(params: Any, image: Any, state: Any) -> tuple[Any, Any]:
         outputs, after = model.apply(params, state, image, KEY, train)
@@ -167,7 +167,7 @@ def _ours(model: Model, pairs: Any, case: Case, loss: Any, train: bool, precisio
 
 
 def _theirs(twin: torch.nn.Module, pairs: Any, case: Case, loss: Any, train: bool, dtype: torch.dtype) -> Tensors:
-    """What the twin gives in `dtype`."""
+    """Return what the twin gives in `dtype`."""
     twin = copy.deepcopy(twin).to(dtype).train(train)
     load(twin, named((case.params, case.state), pairs))
     image = torch.from_numpy(image_to_torch(case.image)).to(dtype).requires_grad_()

@@ -114,7 +114,7 @@ class ExchangeHandlers:
     def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
         """(bucket, ticket, u32[] step number[, i32[] part]) -> (ticket); a copy travels.
 
-        What was sent under other numbers than this step's and the last one's is forgotten: a run that was rolled back
+        Buckets sent under other numbers than this step's and the last one's are forgotten: a run that was rolled back
         counts anew, and nobody waits for it.
         """
         x, ticket, number, *part = operands
@@ -127,8 +127,8 @@ class ExchangeHandlers:
     def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
         """(bucket, its step's number, this step's ticket, dependencies) -> (sum); waits.
 
-        If it is not under way, as after a resume, it is sent now: on all ranks alike. Of a bucket of which each worker
-        has one part, the number of that part comes behind the ticket.
+        If it is not under way, as after a resume, it is sent now: on all ranks alike. If each worker has one
+        part of a bucket, the number of that part comes behind the ticket.
         """
         x, number, ticket = operands[:3]
         key = late, int(number), bucket["first"]

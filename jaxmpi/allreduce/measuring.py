@@ -106,8 +106,8 @@ def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) ->
 def ranked(probe: Probe, request: AutotuneRequest, expected: dict[str, float]) -> list[list[str]]:
     """Rank the few strategies of each wire worth a measurement, best first.
 
-    If the leaves' size class is known, what is measured already goes before the rest. What could not be measured is
-    left out.
+    If the leaves' size class is known, what is measured already goes before the rest. Words that could not be
+    measured are left out.
 
     Args:
         expected: seconds of a step's exchange by strategy.

@@ -1,7 +1,7 @@
 """Sharded updates of processes that each drive several devices.
 
-As in `local_devices` the halves stand between programs, for one over several devices would call MPI once a device. Of
-P processes with K devices each
+As in `local_devices` the halves stand between programs, for one over several devices would call MPI once a device. With
+P processes of K devices each
 
 1. every device makes vectors of its gradients, w = P K rows each;
 2. the first device adds up those of all devices, in order;

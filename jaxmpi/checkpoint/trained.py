@@ -51,7 +51,7 @@ class TrainedModel:
     def into(self, module: Any) -> Any:
         """The module with this model's arrays: Flax NNX, Flax Linen or Equinox.
 
-        An NNX module is changed in place. Of an Equinox module, or (module, state), a copy with the arrays is
+        An NNX module is changed in place. For an Equinox module, or (module, state), a copy with the arrays is
         returned. A Linen module, which holds no arrays, is returned bound to them: `net(x, train=False)`.
 
         Raises:

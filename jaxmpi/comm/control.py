@@ -3,8 +3,8 @@
 Before ranks exchange arrays they agree on what they are about to do: configurations, data, shapes, calls. These
 messages are MPI's non-blocking operations on communicators of their own, and waits poll and sleep. A blocking call
 would spin on a core. It could not be given up, and could not say who has not come. When a wait has run out, ranks that
-are there say so (`late`), and the error names the others. Who the ranks are, also after a death, is `Membership`'s
-part; `SoloProcesses` is the same for one process without MPI.
+are there say so (`late`), and the error names the others. `Membership` knows the ranks, also after a
+death; `SoloProcesses` is the same for one process without MPI.
 
 Importing mpi4py starts MPI, so it happens inside functions.
 """

@@ -269,7 +269,7 @@ class Roll:
     def _check_ended(self, wait: Wait, absent: Sequence[int]) -> None:
         """Raise `TrainingError` if ranks that must still come have ended.
 
-        Ranks that came to counted calls as often before they ended are left out. Of a message all partners must have
+        Ranks that came to counted calls as often before they ended are left out. For a message all partners must have
         ended.
         """
         is_counted = wait.way not in (PARTNER, MEETING)

@@ -1,7 +1,7 @@
 """Workers that may die: collectives inside jit over mpi4py, whose errors return.
 
 mpi4jax ends the job on any error of MPI. Here a collective that fails because a rank is gone gives zeros, and so does
-every one after it: programs run to their end on all ranks that live. What they gave is for a vote to throw away.
+every one after it: programs run to their end on all ranks that live. A vote throws away their results.
 """
 
 import functools

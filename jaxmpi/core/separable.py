@@ -3,8 +3,8 @@
 Optax does not say whether an optimizer treats entries, tensors, or all params together. Running it on a few numbers
 proves nothing. It may clip from step 1,000 on, or by a norm under a mask. It may go by how far params have moved. So
 nothing runs. JAX traces `init` and `update`, and each value of their programs gets an `Origin`: the tensors on whose
-numbers it depends, and whether its entry i depends on their entries i alone. What an update leaves in the optimizer's
-state goes into the next update, until no state changes its origin. Branches count whether they are taken or not.
+numbers it depends, and whether its entry i depends on their entries i alone. The state that an update leaves
+goes into the next update, until no state changes its origin. Branches count whether they are taken or not.
 
 Origins do not show what Python computes before the program, as `1 / leaf.size`, `1 / len(leaves)` or the place of a
 tensor among others. So expressions are compared: how each update is computed, by the names of what it is made of. For

@@ -1,8 +1,8 @@
 """Compressed images to pixels, by libjpeg-turbo, Pillow and OpenCV.
 
 No other file of this folder calls these libraries, and each is imported when it is first used. JPEG files are decoded
-by libjpeg-turbo, at 1/2 or less of their size if that is enough. What it refuses (PNG, CMYK, damaged files) goes to
-Pillow, which decides what is an image and what is not.
+by libjpeg-turbo, at 1/2 or less of their size if that is enough. Files that it refuses (PNG, CMYK, damaged ones)
+go to Pillow. Pillow decides what is an image and what is not.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ def _without_rows_below(picture: Picture, bottom: int) -> Picture:
     """The picture without the rows of blocks below `bottom`, if possible.
 
     JPEG files are coded from top to bottom, so decoding may stop early: the header is made to say that there are fewer
-    rows. What is left over after them is no fault then, so the file must be seen to have an end.
+    rows. Bytes left over after them are no fault then, so the file must be seen to have an end.
     """
     if picture.jpeg is None:
         return picture

@@ -18,7 +18,7 @@ class Model(NamedTuple):
     `apply(params, model_state, image, key, train) -> (outputs, model_state)`. The outputs are logits
     f32[batch, classes], or in training a tuple of logits whose first entry is the main one.
 
-    Of text, `image` is i32[batch, window], and with `label_shape` (window,) logits are f32[batch, window, classes].
+    With text, `image` is i32[batch, window]. With `label_shape` (window,) logits are f32[batch, window, classes].
 
     If the training data has another number of classes, the trainer takes `with_classes(number)` instead and says
     so; it refuses a model without it.

@@ -3,8 +3,8 @@
 A record that is still being written is read up to its last whole line. Damaged lines are counted and left out. A
 record may come from a stranger, so any value may be missing, huge or of another type.
 
-Of a long record most lines of steps are read for their numbers alone. Such a line is cut before its lists, and all that
-are cut are parsed at once: each by itself takes twice as long.
+If a record is long, most lines of steps are read for their numbers alone. Such a line is cut before its lists, and all
+that are cut are parsed at once: each by itself takes twice as long.
 """
 
 import json

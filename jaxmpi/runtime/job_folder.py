@@ -49,7 +49,7 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
     """Yield Open MPI's setting of a job's own folder in shared memory.
 
     The folder is removed even if this process is killed. Open MPI leaves 16 MiB a rank behind if its launcher is
-    killed, and at times when the launcher kills ranks. What others have left goes here, too.
+    killed, and at times when the launcher kills ranks. Files that others have left go here, too.
     """
     if SEGMENTS in os.environ or not os.access(root, os.W_OK):
         yield {}

@@ -392,7 +392,7 @@ def restore(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> Non
 def carry_rate(callbacks: Sequence[Callback], kept: Sequence[Sequence[Any]]) -> None:
     """Take over the learning-rate reductions still due in the continued run.
 
-    Those that were made before are in the optimizer's state. What callbacks counted is that run's own.
+    Those that were made before are in the optimizer's state. Counts of callbacks are that run's own.
     """
     for callback, state in matched(callbacks, kept):
         if isinstance(callback, ReduceOnPlateau):

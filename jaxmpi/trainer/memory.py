@@ -303,7 +303,7 @@ def with_activations(of: WorkerMemory, temp_bytes: int) -> WorkerMemory:
 def parts(of: WorkerMemory) -> dict[str, int]:
     """Each part by its name, params and the optimizer's state first.
 
-    Of a step in one program XLA knows gradients, activations and buckets together.
+    If a step is one program, XLA knows gradients, activations and buckets together.
     """
     named = {
         "params": of.params - of.shared,

@@ -77,7 +77,7 @@ def check_strategies() -> None:
 
 
 def check_compressors() -> None:
-    """What was sent and what is still owed add up to what was meant; all ranks get the same bits."""
+    """The amount sent and the amount still owed add up to what was meant; all ranks get the same bits."""
     rows = vectors(40 * 24).reshape(SIZE, 40, 24)
 
     def four_steps(grads: jax.Array, tx: Any) -> tuple[jax.Array, jax.Array]:

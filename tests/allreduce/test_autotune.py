@@ -365,7 +365,7 @@ def shortlist(net: Net, request: measuring.AutotuneRequest) -> list[str]:
 def all_measured(
     known: probes.Probe, wires: tuple[str, ...], time_is_up: bool, sizes: tuple[int, ...] = (10**6,)
 ) -> list[str]:
-    """What is measured, one after another, as if every strategy took what its formula says."""
+    """Return what is measured, one after another, as if every strategy took what its formula says."""
     order = []
     while following := measuring.next_to_measure(known, measuring.AutotuneRequest(sizes, wires), time_is_up):
         name, n = following
@@ -644,7 +644,7 @@ COMPILED = str(caches.cache_folder("xla"))  # the user's: programs need not be c
 
 
 def trained(ranks: int, folder: Path, *more: str) -> str:
-    """What a short run printed; its probe has time for two strategies."""
+    """Return the output of a short run; its probe has time for two strategies."""
     line = ("experiments/digits.py", "--effective-batch", "60", "--eval-every", "0st", "--run-dir", str(folder / "run"))
     env = {"JAXMPI_PROBE_S": "1e-9", "XDG_CACHE_HOME": str(folder / "cache"), "JAX_COMPILATION_CACHE_DIR": COMPILED}
     ended = train(ranks, *line, *more, env=env)

@@ -187,7 +187,7 @@ def test_one_worker_keeps_its_bits(spelling, no_launcher):
 def test_a_matrix_of_rank_r_arrives_up_to_rounding():
     """M = (1/w) sum_i M_i = B A with r columns in B; P = M Q + d with |d| <= (m + w + 2) u (mean |M_i|) |Q|.
 
-    What P misses of M is at most d (A Q)^-1 A; QR and the products of matrices add a few times n r u |M|.
+    The part of M that P misses is at most d (A Q)^-1 A; QR and the products of matrices add a few times n r u |M|.
     """
     rank, (n, m) = 3, SHAPES["dense"]
     rng = np.random.default_rng(0)
@@ -208,7 +208,7 @@ def test_a_matrix_of_rank_r_arrives_up_to_rounding():
 
 
 def test_the_warm_start_finds_the_best_approximation():
-    """Of a matrix that stays as it is, with nothing owed: power iteration, by (s_3 / s_2)^2 closer a step."""
+    """If a matrix stays as it is, with nothing owed, this is power iteration: each step is closer by (s_3 / s_2)^2."""
     rank, (n, m) = 2, SHAPES["dense"]
     rng = np.random.default_rng(1)
     left, right = (np.linalg.qr(rng.standard_normal((size, size)))[0] for size in (n, m))

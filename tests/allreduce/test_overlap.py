@@ -1,4 +1,4 @@
-"""What of the overlapped exchange needs no other rank; and jobs in which it starts early, fails, or ends."""
+"""Parts of the overlapped exchange that need no other rank; and jobs in which it starts early, fails, or ends."""
 
 import json
 import os
@@ -276,7 +276,7 @@ def survivors(path: str) -> list[str]:
 
 @pytest.mark.e2e
 def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
-    """What is sent late in the last step is never asked for; what the last program gives is never waited for."""
+    """Gradients sent late in the last step are never asked for; what the last program gives is never waited for."""
     code = (
         "late = overlap.delayed_gradients('ring32')\n"
         "state = late.init(jnp.zeros(2_000_000))\n"
@@ -330,7 +330,7 @@ experiment = Experiment(
 
 
 def train_tiny(ranks: int, tmp_path: Path, run_dir: str, *args: str) -> tuple[dict, dict[str, bytes]]:
-    """What config.json holds, and the files of the checkpoint of step 20."""
+    """Return what config.json holds, and the files of the checkpoint of step 20."""
     (tmp_path / "tiny.py").write_text(TINY)
     ended = train(ranks, str(tmp_path / "tiny.py"), "--run-dir", str(tmp_path / run_dir), *args)
     assert ended.code == 0, ended.out[-3000:]

@@ -732,7 +732,7 @@ def test_a_rate_for_each_column_is_not_cut_through_rows():
 
 
 def test_slices_are_compared_for_the_workers_that_there_are():
-    """Of 500 entries seven workers have 72 each; none of 2, 3, 4, 8 and 500 have a multiple of eight."""
+    """Seven workers have 72 of 500 entries each; none of 2, 3, 4, 8 and 500 have a multiple of eight."""
     halved = step_of_one_s_own(lambda u: jax.tree.map(lambda x: x / 2 if x.shape[0] % 8 == 0 else x, u))
     tx, params = optax.chain(ADAM, halved), {"kernel": np.zeros((10, 50), np.float32)}
     assert [cut_for(tx, params, workers) for workers in (2, 7)] == ["entries", "leaves"]

@@ -17,7 +17,7 @@ from test_wires import ODD, normals
 
 
 def in_thread(function: Callable):
-    """What a function gives in a thread that flushes what is subnormal, as that of exchanges does."""
+    """Return what a function gives in a thread that flushes what is subnormal, as that of exchanges does."""
     results = []
 
     def work():

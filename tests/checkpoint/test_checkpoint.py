@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit; what is damaged, foreign or hostile is refused by name."""
+"""Saved values come back bit for bit; what is damaged, foreign or hostile is refused by name."""
 
 import json
 import math

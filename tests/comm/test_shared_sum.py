@@ -49,7 +49,7 @@ class Containers(Threads):
 
 
 def together(size: int, work: Callable[[SharedSum, int], Any], host: type = Threads, **options) -> list[Any]:
-    """What `work(engine, rank)` gives or raises, on every rank."""
+    """Return what `work(engine, rank)` gives or raises, on every rank."""
     barrier, box = threading.Barrier(size), []
     came: list[Any] = [None] * size
 
@@ -99,7 +99,7 @@ def random_vectors(size: int, shapes: list, seed: int = 0) -> list[list[np.ndarr
 
 
 def in_rank_order(rows: list[np.ndarray], divisor: float = 1) -> np.ndarray:
-    """What every strategy that adds in f32 in the order of ranks gives, bit for bit."""
+    """Return what every strategy that adds in f32 in the order of ranks gives, bit for bit."""
     total = rows[0].copy()
     for row in rows[1:]:
         total += row

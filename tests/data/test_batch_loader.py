@@ -164,7 +164,7 @@ def test_resumes_at_any_step(start):
 
 
 def test_batches_that_are_kept_stay_as_they_are():
-    """Of prefetch + 2 slots at most; who keeps more gets copies."""
+    """Batches are in prefetch + 2 slots at most; who keeps more gets copies."""
     with loader(numbered(60), 2, train=False, data=Data(prefetch=1)) as batches:
         kept = [next(batches).image[1:] for _ in range(10)]  # a view of a view
         assert [int(image[0, 0, 0, 0]) for image in kept] == list(range(1, 20, 2))
@@ -190,7 +190,7 @@ def test_labels_of_a_copied_batch_are_its_own(monkeypatch):
 
 
 def owns(image: np.ndarray) -> bool:
-    """Whether a view is of memory of its own, not of a slot."""
+    """Return True if a view is of memory of its own, not of a slot."""
     assert image.base is not None
     return image.base.flags.owndata
 

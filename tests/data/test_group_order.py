@@ -1,4 +1,4 @@
-"""Who holds which record when, and what moves: by properties, all members of a group in one process."""
+"""Check who holds which record when, and what moves: by properties, all members of a group in one process."""
 
 import itertools
 

@@ -593,7 +593,7 @@ def pristine(tmp_path_factory) -> tuple[Path, list[tuple[bytes, int]]]:
 
 
 def outcome(folder: Path) -> list[tuple[bytes, int] | None] | None:
-    """What can be read; None for what is refused. Nothing else is raised, and no more memory taken than is there."""
+    """Return what can be read; None if refused. Nothing else is raised, and no more memory taken than is there."""
     most = 40 * sum(path.stat().st_size for path in folder.iterdir()) + 200_000
     tracemalloc.start()
     try:

@@ -732,7 +732,10 @@ class TestBatchFiles:
         ("shuffle_by", "reads", "is_in_sequence"), [("auto", 5, False), ("files", 5, True), ("examples", 61, False)]
     )
     def test_an_epoch_reads_each_file_in_one_go(self, tmp_path, monkeypatch, shuffle_by, reads, is_in_sequence):
-        """Of 12, 12, 12 and 24 examples, the last in two spans. If all are mixed each is read, the first twice."""
+        """The files have 12, 12, 12 and 24 examples, the last in two spans.
+
+        If all are mixed each is read, the first twice.
+        """
         images = np.broadcast_to(np.arange(60, dtype=np.uint8)[:, None, None, None], (60, 5, 6, 3))
         write_batch_files(ArraySource(images, np.arange(60) % 7), tmp_path, "train", rows=12, seed=None)
         last = [tmp_path / "train" / f"0000{i}.npy" for i in (3, 4)]

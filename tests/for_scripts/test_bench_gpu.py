@@ -22,7 +22,7 @@ NEEDS_TORCH = "peers of PyTorch need torch"
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory) -> dict[str, Any]:
-    """What a dry run of one row writes; it has PyTorch in it if that is installed."""
+    """Return what a dry run of one row writes; it has PyTorch in it if that is installed."""
     out = tmp_path_factory.mktemp("bench") / "dry"
     args = ("--dry", "--models", "alexnet_tiny", "--dtypes", "bfloat16", "--out", str(out))
     ended = run([*SCRIPT, *args], timeout_s=280)

@@ -34,7 +34,7 @@ BENCH = {
 
 
 def theirs(name: str, *args: str) -> dict[str, float]:
-    """What the paper says, with a command line's numbers of workers."""
+    """Return what the paper says, with a command line's numbers of workers."""
     return reproduce.JOBS[name].theirs(reproduce.parse([name, *args]))
 
 

@@ -45,7 +45,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_a_study_goes_on_past_runs_that_diverge(tmp_path):
-    """Of 1e38 no step is finite. Every such run is a line, which says why; none is run again."""
+    """No step at a rate of 1e38 is finite. Every such run is a line, which says why; none is run again."""
     out = tmp_path / "study.jsonl"
     args = ("--vary", "local-batch=8", "train-for=4st", "optim.lr=1e38,0.02", "schedule.warmup=0st")
     first = run(out, "--seeds", "2", *args)
@@ -131,7 +131,7 @@ def test_one_seed_says_nothing_of_its_error():
 
 
 def test_runs_that_diverged_are_counted_and_left_out_of_means():
-    """Of the first cell's seed 0 and all of the third cell."""
+    """The runs of the first cell's seed 0 and all of the third cell diverged."""
     study = script.Study("Q?", "x.py", [script.Grid({"optim.lr": ("1", "2", "3")}, {"workers": "2"})])
     made = rows(study, [[9.0, 1.0, 2.0], [2.0, 2.0, 4.0], [8.0, 8.0]])
     for row in (made[0], *made[6:]):

@@ -729,7 +729,7 @@ def test_a_number_that_jax_would_cut_off_is_refused(number):
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("number", [2**40, -(2**31) - 1, np.uint64(2**64 - 1)])
 def test_arrays_that_jax_would_cut_off_are_refused_unless_it_has_64_bits(number, is_shared):
-    """Of scattered arrays the rows that a call takes count."""
+    """The rows that a call takes from scattered arrays count."""
     jm.fork(2)
     f = jm.function(lambda x, p: (x["a"], p), (jm.scatter, jm.broadcast), (jm.gather, jm.max))
     v, good = jm.variable({"a": np.zeros(2, np.int64)}), np.arange(4)

@@ -585,7 +585,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_slices_bound_the_memory(n, tmp_path):
-    """Of what a share needs at once, 400 MB over the workers, each piece of twenty needs a twentieth."""
+    """A share needs 400 MB at once over the workers, and each piece of twenty needs a twentieth of that."""
     script = (
         HEAD
         + """

@@ -1,4 +1,4 @@
-"""Who ended a job, what the next start is given; with jobs that are shell lines."""
+"""Check who ended a job, and what the next start is given; with jobs that are shell lines."""
 
 import os
 import signal

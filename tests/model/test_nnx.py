@@ -20,7 +20,7 @@ IMAGE: Any = np.random.default_rng(0).standard_normal((4, 6, 6, 2)).astype(np.fl
 
 
 class Net(nnx.Module):
-    """What a user writes: stock layers, stock initialisers, a list, two random streams."""
+    """A model as a user writes it: stock layers, stock initialisers, a list, two random streams."""
 
     def __init__(self, rngs):
         self.convs = nnx.List([nnx.Conv(2, 8, (3, 3), rngs=rngs), nnx.Conv(8, 8, (3, 3), rngs=rngs)])

@@ -47,7 +47,7 @@ def by_xla(function, *args: PyTree) -> float:
 
 
 def of_gradients(model: Model, batch: int, micro_batch: int = 0, label: tuple[int, ...] = ()) -> float | None:
-    """Of a worker's gradients, as the trainer traces them."""
+    """Return the FLOPs of a worker's gradients, as the trainer traces them."""
     forward = step.Forward(task_of(Experiment(model=model, data=Data())))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *model.input_shape), model.input_dtype))
     examples = {

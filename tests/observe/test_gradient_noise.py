@@ -24,7 +24,7 @@ SIGMA, SIZE = 3.0, 2.0  # of an example's gradient: N(G, SIGMA^2), |G| = SIZE
 
 
 def means(grads: np.ndarray) -> Means:
-    """Of f64[steps, K, D]."""
+    """Return the means of f64[steps, K, D]."""
     return Means(np.square(grads).sum(-1).mean(), np.square(grads.mean(1)).sum(-1).mean())
 
 

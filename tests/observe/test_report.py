@@ -52,7 +52,7 @@ def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) ->
 
 
 class Page(html.parser.HTMLParser):
-    """What of a page is checked."""
+    """The parts of a page that are checked."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ def test_means_of_neighbours():
 
 
 def test_a_long_record_keeps_its_peaks(tmp_path):
-    """Of every bin the least and the greatest value, each at its step; lines beyond MOST_LINES have numbers, too."""
+    """Every bin keeps its least and its greatest value, each at its step; lines beyond MOST_LINES have numbers, too."""
     lines = 2 * MOST_LINES + 1
     losses = np.random.default_rng(0).uniform(1, 2, lines).round(5)
     losses[[777, 6_789]] = 99.125, 0.125
@@ -366,7 +366,7 @@ def test_steps_beyond_32_bits_of_a_float_stay_whole():
 
 
 def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
-    """Of 130 ranks, a line of the record has the slowest of every 3."""
+    """A line of a record of 130 ranks has the slowest of every 3."""
     record = read(write_run(tmp_path / "run", ranks=130))
     (drawn,) = report_charts.rank_map(record)
     assert isinstance(drawn, plots.Map)

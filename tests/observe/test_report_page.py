@@ -199,7 +199,7 @@ def test_the_dark_theme_has_other_colours(browser, address):
 
 
 def contrast(one: str, other: str) -> float:
-    """Of two colours `rgb(r, g, b)`, as WCAG 2 defines it; 7 is its highest level."""
+    """Return the contrast of two colours `rgb(r, g, b)`, as WCAG 2 defines it; 7 is its highest level."""
 
     def luminance(colour: str) -> float:
         parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]

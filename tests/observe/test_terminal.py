@@ -134,7 +134,7 @@ def test_a_panel_follows_the_width_of_its_window(no_launcher, monkeypatch):
 
 
 def read_all(end: int) -> bytes:
-    """What has come; nothing once the other end is closed."""
+    """Return what has come; nothing once the other end is closed."""
     try:
         return os.read(end, 4096)
     except OSError:
@@ -171,7 +171,7 @@ ASK = "import sys; from jaxmpi.runtime.screen import columns_of; print('columns'
 
 
 def seen_columns(line: list[str], columns: int) -> int:
-    """What a command sees that runs on a terminal of so many columns."""
+    """Return the columns seen by a command that runs on a terminal of so many columns."""
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {**os.environ, "TERM": "xterm"}

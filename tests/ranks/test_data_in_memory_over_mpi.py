@@ -335,7 +335,7 @@ def threads() -> int:
 
 
 class Together(Exception):
-    """What all ranks raise at once."""
+    """All ranks raise this at once."""
 
 
 @pytest.mark.parametrize("error", [None, Together, AgreedError])

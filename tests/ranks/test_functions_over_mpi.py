@@ -27,7 +27,7 @@ def test_every_rank_runs_the_script(check):
 
 
 def test_one_rank_cannot_even_begin():
-    """What it did wrong reaches the others, and the next call works."""
+    """The rank's mistake reaches the others, and the next call works."""
     f = jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
     x = np.ones(2 * SIZE, np.float32)
     with pytest.raises(jaxmpi.TrainingError, match=r"worker 1 of \d failed:\n.*expected numbers"):

@@ -47,7 +47,7 @@ def vectors(n: int, seed: int = 0) -> np.ndarray:
 
 
 def oracle(strategy: str, rows: np.ndarray) -> np.ndarray:
-    """What all ranks must hold, bit for bit."""
+    """Return what all ranks must hold, bit for bit."""
     algorithm, _, wire = strategy.partition(":")
     padded = references.padded(rows, SIZE)
     sums = {

@@ -129,7 +129,7 @@ def test_updates_of_whole_tensors_outside_jit_compile_once(caplog):
 @pytest.mark.skipif(SIZE == 1, reason="one worker is sent nothing")
 @pytest.mark.parametrize(("name", "wire"), [("adam", "32"), ("lars", "32"), ("adam", "16")])
 def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
-    """Of SIZE + 1 workers each that is left has its slice and the next; the last one is gone."""
+    """Each worker that is left of SIZE + 1 has its slice and the next; the last one is gone."""
     tx, params, before = getattr(optax, name)(1e-2), tree(0), SIZE + 1
 
     def rule_of(comm: Any) -> Rule:
@@ -535,7 +535,7 @@ def passed_on(leaves: list[jax.Array], through: list[jax.Array]) -> tuple[list[j
 
 
 def copied(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
-    """What "passed on" does."""
+    """Do what "passed on" does."""
     for x, to in zip(operands, results, strict=True):
         np.copyto(to, x)
 

@@ -21,7 +21,7 @@ def cubes(x: jax.Array, mean: jax.Array) -> jax.Array:
 
 @jax.jit
 def gradients(pieces: jax.Array) -> jax.Array:
-    """Of this worker's loss by its own examples, piece by piece; f32[pieces, examples, 4]."""
+    """Return the gradients of this worker's loss by its own examples, piece by piece; f32[pieces, examples, 4]."""
 
     def loss(x):
         with statistics_over(partial(jaxmpi.exchange, strategy="asa32", comm=COMM)):

@@ -1,4 +1,4 @@
-"""What ranks decide together: votes, recoveries, fingerprints, budgets; and faults as they are spelled."""
+"""Decisions that ranks make together: votes, recoveries, fingerprints, budgets; and faults as they are spelled."""
 
 import functools
 import os

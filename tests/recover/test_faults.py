@@ -136,7 +136,7 @@ exit $code
 
 
 def seen(mark: str) -> Path:
-    """What a test makes for the emulated hosts to go."""
+    """Return the file that a test makes for the emulated hosts to go."""
     return Path(mark + ".seen")
 
 
@@ -175,7 +175,7 @@ def trainer(experiment: Path, run_dir: Path, *args: str, restarts: int = 0, rank
 
 
 def cluster(hosts: int) -> list[str]:
-    """What a line begins with to run on emulated hosts."""
+    """Return what a line begins with to run on emulated hosts."""
     slots = ("--slots", str(-(-RANKS // hosts)), "--rate", "1gbit")
     return [sys.executable, str(ROOT / "scripts" / "cluster.py"), "--hosts", str(hosts), *slots, "--"]
 
@@ -266,7 +266,7 @@ def undisturbed(model, tmp_path_factory) -> Path:
 
 
 def state_files(run_dir: Path) -> dict[str, bytes]:
-    """What every worker has at the end."""
+    """Return what every worker has at the end."""
     last = run_dir / "checkpoints" / f"step_{STEPS:08d}"
     return {file.name: file.read_bytes() for file in last.glob("*.bin")}
 
@@ -670,7 +670,7 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 @pytest.fixture(scope="session", autouse=True)
 def page() -> Iterator[None]:
-    """What was measured; its cells of the page's table are replaced if asked for."""
+    """Print what was measured; its cells of the page's table are replaced if asked for."""
     yield
     start, _, rest = PAGE.read_text().partition("<!-- faults -->\n")
     table, _, end = rest.partition("<!-- end of faults -->")

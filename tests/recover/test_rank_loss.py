@@ -72,7 +72,7 @@ def test_a_launcher_that_ends_the_job_with_its_first_rank_is_refused(tmp_path):
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """Of the functions of a run, those that go over to the next."""
+    """The functions of a run that go over to the next."""
 
     asked: str = ""
     form: str = ""
@@ -202,7 +202,7 @@ def model(tmp_path_factory) -> Path:
 
 
 class Part(NamedTuple):
-    """Of a run: so many workers, up to a step."""
+    """A part of a run: so many workers, up to a step."""
 
     workers: int
     upto: int

@@ -1,4 +1,4 @@
-"""Who is late, by made-up words of ranks; and jobs in which a rank is really stopped."""
+"""Check who is late, by made-up words of ranks; and jobs in which a rank is really stopped."""
 
 import io
 import os

@@ -43,7 +43,7 @@ def constant(w: Any, t: int) -> Any:
 
 
 def spring(w: Any, t: int) -> Any:
-    """Of 0.5 a (w - c)^2."""
+    """Return the gradient of 0.5 a (w - c)^2."""
     return jnp.asarray(CURVATURE[t], jnp.float32) * (w - jnp.asarray(CENTER[t], jnp.float32))
 
 

@@ -45,7 +45,7 @@ BUILD = {"easgd": easgd, "asgd": asgd}
 
 @pytest.fixture(autouse=True, scope="module")
 def short_segments():
-    """Of a block at least: schedules of the same messages, in a fraction of the time."""
+    """Make segments of a block at least: schedules of the same messages, in a fraction of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parameter_server, "LEAST", BLOCK)
         yield
@@ -129,7 +129,7 @@ class World:
         self.back = {pair: deque() for pair in self.there}
 
     def actions(self) -> list:
-        """What can happen next."""
+        """Return what can happen next."""
         can = []
         for i, worker in self.workers.items():
             if worker.exchange is None and worker.clock < self.case.rounds:

@@ -38,12 +38,12 @@ name_of = lambda config: f"{config.name}-{config.momentum}-{config.weight_decay}
 
 
 def gradient(w, curvature, center):
-    """Of the mean loss over a batch."""
+    """Return the gradient of the mean loss over a batch."""
     return (curvature * (w[None] - center)).mean(0)
 
 
 class Trace(NamedTuple):
-    """What a run leaves: params of all workers, their state, and what they exchanged at each step."""
+    """Results that a run leaves: params of all workers, their state, and what they exchanged at each step."""
 
     params: np.ndarray  # [workers, N]
     state: Any

@@ -215,7 +215,7 @@ def test_attributes_keep_their_values(python, form):
 
 @pytest.fixture
 def marks(python) -> tuple[list[int], Callable]:
-    """What ran, in order, and a call that notes its number; f32[...] in and out."""
+    """Return what ran, in order, and a call that notes its number; f32[...] in and out."""
     seen: list[int] = []
     busy: list[int] = []
 

@@ -81,7 +81,7 @@ def test_a_panel_shows_the_phase_in_place_of_lines(said):
 
 @pytest.mark.e2e
 def test_a_slow_start_is_said_while_the_experiment_file_runs(tmp_path):
-    """Of two ranks, before there is a recorder; the first alone speaks."""
+    """Only the first of two ranks prints it, before there is a recorder."""
     text = (ROOT / "experiments" / "digits.py").read_text()
     (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(5)\n{text}")
     ended = train(2, str(tmp_path / "slow.py"), "--train-for", "1st", "--run-dir", str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""What the launcher says, and what is set in this process before the device starts."""
+"""Check what the launcher says, and what is set in this process before the device starts."""
 
 import contextlib
 import ctypes

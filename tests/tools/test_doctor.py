@@ -1,4 +1,4 @@
-"""What the doctor says of ranks' facts, and of this machine."""
+"""Check what the doctor says of ranks' facts, and of this machine."""
 
 import re
 import sys

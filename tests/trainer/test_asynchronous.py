@@ -151,7 +151,7 @@ SHARED = (DIGITS, "--local-batch", "8", "--effective-batch", "0", "--eval-every"
 @pytest.mark.parametrize("name", ["easgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gosgd", "asgd"))])
 @pytest.mark.slow  # of speeds
 def test_workers_of_equal_speed_begin_together_and_make_equal_shares(name, tmp_path):
-    """Steps of 10 ms at least, some 120 each. What may differ by chance: 10 steps of which a worker has yet to report,
+    """Steps of 10 ms at least, some 120 each. These may differ by chance: 10 steps of which a worker has yet to report,
     and some 60 ms of the 1.4 s that worker 0 writes the record: 13 %, and a worker beside others as many again.
     """
     evenly = ("--inject", "slow:rank=all,seconds=0.01,times=0", "--train-for", "2ep", "--run-dir", str(tmp_path))

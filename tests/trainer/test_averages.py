@@ -24,7 +24,7 @@ def averaged(folder: Path, **fields):
 
 
 def params_at(run_dir: str, step: int) -> np.ndarray:
-    """What the steps made, not their average."""
+    """Return the params that the steps made, not their average."""
     folder = Path(run_dir) / "checkpoints" / f"step_{step:08}"
     rows = json.loads((folder / "manifest.json").read_text())["files"]["common.bin"]
     [row] = [row for row in rows if row["path"] == "params/w"]

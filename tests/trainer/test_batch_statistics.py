@@ -187,7 +187,7 @@ def test_of_a_mixed_model_only_layers_that_ask_are_synchronised():
 
 @functools.cache
 def by_hand(net: Path, word: str, workers: int, micro: int, precision: str) -> dict[str, np.ndarray]:
-    """What `run_of` must find; a domain is what has statistics in common: all workers, or each."""
+    """Return what `run_of` must find; a domain is what has statistics in common: all workers, or each."""
     experiment = experiment_file.load(net)
     domains = [range(workers)] if word == "synchronised" else [[worker] for worker in range(workers)]
     with jax.enable_x64(precision == "float64"), jax.default_matmul_precision("highest"):

@@ -54,13 +54,13 @@ class Net(nnx.Module):
 
 
 def classifier(folder: Path) -> Experiment:
-    """Of images of u8, with batch norm."""
+    """An experiment on images of u8, with batch norm."""
     model = nnx_model(Net, name="net", input_shape=(8, 8, 1), classes=10)
     return Experiment(model=model, data=Data("digits", channels=1, mean=(0.305,), std=(0.376,)), optim=Optim(lr=0.1))
 
 
 def language_model(folder: Path) -> Experiment:
-    """Of tokens; what is evaluated is a schedule-free average."""
+    """An experiment on tokens; what is evaluated is a schedule-free average."""
     for split in ("train", "validation"):
         (folder / "text" / split).mkdir(parents=True)
         (folder / "text" / split / "a.txt").write_text((ROOT / "README.md").read_text())
@@ -131,12 +131,12 @@ def line_run(tmp_path_factory) -> Experiment:
 
 
 def trainer_of(experiment: Experiment, predict) -> jaxmpi.Trainer:
-    """Of the trained run, with predictions of another kind."""
+    """A trainer of the trained run, with predictions of another kind."""
     return jaxmpi.Trainer(dataclasses.replace(experiment, task=dataclasses.replace(LINE, predict=predict)))
 
 
 def heights(params, model_state, batch):
-    """Of all fields but y, in a tree of their own, of which `jaxmpi predict` has the names."""
+    """Return predictions from all fields but y, in a tree of their own, of which `jaxmpi predict` has the names."""
     height = batch["x"] @ params["w"]
     return {"height": height, "more": [batch["tokens"], height > 0]}
 

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.timeout(1200)  # each job has a limit of its own
 
 
 def result(folder: Path, step: int) -> dict[str, bytes]:
-    """What a checkpoint holds, times apart."""
+    """Return what a checkpoint holds, times apart."""
     place = folder / "checkpoints" / f"step_{step:08d}"
     return {path.name: path.read_bytes() for path in sorted(place.glob("*.bin"))}
 

@@ -380,7 +380,7 @@ def tanh_layers(widths: list[int]) -> tuple:
 
 
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
-    """What a program takes beyond its arguments and results."""
+    """Return the bytes that a program takes beyond its arguments and results."""
     memory = compiled.memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes

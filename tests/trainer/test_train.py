@@ -913,7 +913,7 @@ def test_a_run_that_never_saved_begins_its_record_anew(tmp_path):
 
 
 def has_trained(run_dir: Path) -> bool:
-    """Whether a run has come to step 10."""
+    """Return True if a run has come to step 10."""
     path = run_dir / "record.jsonl"
     return path.exists() and '"step": 10,' in path.read_text()
 

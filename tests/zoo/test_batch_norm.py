@@ -150,7 +150,7 @@ def layer(channels=3, eps=1e-3):
 
 
 class Exact:
-    """What `layer` must give for f32[..., channels] in training, in f64, and how far 32 bits may be from it.
+    """The result `layer` must give for f32[..., channels] in training, in f64, and how far 32 bits may be from it.
 
     A sum of n terms has an error of at most sqrt(n) u times their absolute sum (tests/twins.py). So m is within
     d_m = sqrt(n) u E|x|. The variance v = E[x^2] - m^2 is within d_v = 3 sqrt(n) u E[x^2]. The result is
@@ -374,6 +374,6 @@ def test_tiny_resnet_learns_digits_and_running_statistics_serve_its_evaluation()
 
 
 def test_kinds_of_pool_in_googlenetbn():
-    """Of papers.md's table: beside 3c, 4e and 5b a maximum is taken, beside all others a mean."""
+    """The kinds are those of papers.md's table: beside 3c, 4e and 5b a maximum is taken, beside all others a mean."""
     assert list(BLOCKS) == ["3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b"]
     assert MAX_POOLED == ("3c", "4e", "5b")

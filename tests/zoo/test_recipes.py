@@ -32,7 +32,7 @@ def recipe(name: str) -> Experiment:
 
 
 def rates(experiment: Experiment, workers: int, epochs: list[float]) -> list[float]:
-    """What each worker runs at these epochs."""
+    """Return the rates that each worker runs at these epochs."""
     factor, _ = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, workers)
     factor *= by_batch(experiment.optim, experiment.local_batch)
     clock = schedules.Clock(STEPS, experiment.local_batch * workers, 90 * STEPS)

@@ -15,7 +15,7 @@ for. So one thread carries any number of sums at once; a link is busy with one w
 and roundings are those in the program: the same bits. A sum that adds by `HostComm.add`, on memory of `HostComm.empty`,
 is carried out in C.
 
-What a sum was encoded to is what all workers decode, the one that made it included: so all hold the same bits. A place
+All workers decode an encoded sum, the one that made it included: so all hold the same bits. A place
 is an index into `comm.order`: ranks of one host are neighbours.
 
 It imports `core`, `comm` and `allreduce`.

@@ -2,8 +2,8 @@
 
 A row has all that is known of an algorithm: its sum in a program, its sum in NumPy beside a program, and its halves for
 sharded updates. The row also has the seconds that the algorithm is predicted to take, and where it fits. Names have
-blanks, `color<k>` and `hier-<cross>`: filling them in makes a row of the sums that the blank stands for. What a row
-lacks is refused by name, with those that have it.
+blanks, `color<k>` and `hier-<cross>`: filling them in makes a row of the sums that the blank stands for. A word of
+which a row has nothing is refused by name, with the rows that have it.
 """
 
 import functools

@@ -22,11 +22,11 @@ class Source(Protocol):
     - `notes: tuple[str, ...]`: lines for the user at the start.
     - `digest() -> str`: the same on all ranks if their data are.
     - `encoded(i) -> (bytes, label)`: example i as a JPEG, PNG or what else Pillow knows, any object with a buffer.
-      Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. What it raises
-      ends the run; `CorruptExample` is skipped if `data.on_error` says so.
+      Loaders then call it in place of `source[i]` and decode no more than a crop needs. May be None. Its errors
+      end the run; `CorruptExample` is skipped if `data.on_error` says so.
     - `bytes_each: float`: of text, the mean bytes that an example predicts, and `tokens_each: int`, its tokens.
     - `file_ends: tuple[int, ...]`: of each file of several examples, the index behind its last one: training then takes
-      whole files (`data.shuffle_by`). Of `labels: int[n]`, if it has them, it is seen whether files are mixed.
+      whole files (`data.shuffle_by`). Its `labels: int[n]`, if it has them, show whether files are mixed.
     - `whole_files() -> Source`: the same examples, each file read in one go, or in few spans that end at `span_ends`:
       training then mixes the examples inside each, too.
     - `in_process: bool`: True if its contents change while it is read, so that loaders must be threads.
