@@ -6,8 +6,8 @@
 
 The model is `lm300m` with words, width and cells divided by --shrink. Two hosts of the whole size fit into 20 GB, and
 eight of one divided by 1.7, which leaves 103 million params. On each number of hosts a step of plain SGD takes turns
-with two others. One exchanges beside the backward pass, and one is without an exchange. The exchange is predicted by the
-cost model of `auto` and `jaxmpi plan`, from a probe on two hosts.
+with two others. One exchanges beside the backward pass, and one is without an exchange. The cost model of `auto` and
+`jaxmpi plan` predicts the exchange, from a probe on two hosts.
 
 Emulated hosts share this machine's cores, so computing takes longer the more there are; --rate limits links alone. So
 the last columns take one host's computing time for all: what hosts with as many cores of their own would do. With
