@@ -9,8 +9,8 @@
    For longer arrays a rank has two slots, for even and for odd chunks. It copies a chunk into one, waits until all have
    come to this round, and takes what it wants from the slots of all. It writes a slot again when all have come to the
    first round of the next chunk, since they had taken everything then. If a reduction is long, each rank reduces one part
-   for all, into a third place, and there is a second round before all take those parts. A long scan is MPI's own: its
-   chain has fewer steps than ranks.
+   for all, into a third place, and there is a second round before all take those parts. A long scan is MPI's own, which
+   took less time.
 
    Numbers are combined in rank order, by MPI: the same bits on all ranks, for all dtypes. */
 
