@@ -14,9 +14,9 @@ if __name__ == "__main__":
         phases.narrate()
     gc.disable()  # modules stay: to search them for garbage while they load takes a tenth of the time
     with phases.phase("importing JAX"):
-        from jaxmpi.config.experiment_file import refuse_unknown
+        from jaxmpi.config.experiment_file import refuse_early
 
-        refuse_unknown(sys.argv[1:])
+        refuse_early(sys.argv[1:])
         from jaxmpi.trainer.main import main  # takes a second
 
     gc.freeze()

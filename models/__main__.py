@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.model import Model
 from jaxmpi.models import MODELS
+from jaxmpi.tools import options
 
 CAPTION = (
     "depth: weight layers on the longest path; GFLOP: of one forward pass, 2 a multiply-add, as XLA counts it "
@@ -117,24 +118,12 @@ def tree(name: str) -> dict[str, list[int]]:
     return {path: list(leaf.shape) for path, leaf in named_leaves(shapes(model)[0])}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(asked: argparse.Namespace) -> None:
     """Print the table, or trees."""
-    parser = argparse.ArgumentParser(
-        "jaxmpi models",
-        description="Print depth, params, input size, operations and gradient bytes of each model.",
-        epilog="example: jaxmpi models --tree alexnet",
-    )
-    parser.add_argument(
-        "--tree",
-        nargs="+",
-        metavar="MODEL",
-        help="instead: shapes of their params, as JSON; also an experiment's, FILE.py",
-    )
-    names = parser.parse_args(argv).tree
-    if not names:
+    if not asked.tree:
         return show_table()
     try:
-        print(json.dumps({name: tree(name) for name in names}))
+        print(json.dumps({name: tree(name) for name in asked.tree}))
     except UsageError as error:
         sys.exit(f"error: {error}")
 
@@ -151,4 +140,4 @@ def show_table() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(options.models(sys.argv[1:]))

@@ -35,7 +35,8 @@ from jaxmpi.allreduce import overlap
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import comm_thread
 from jaxmpi.allreduce.measuring import slowest
-from jaxmpi.bench.baselines import connect_jax, connect_torch, installed
+from jaxmpi.bench.baselines import connect_jax, connect_torch
+from jaxmpi.bench.options import installed
 from jaxmpi.comm.job import processes
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution

@@ -39,7 +39,7 @@ import numpy as np
 import jaxmpi
 from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
 from jaxmpi.allreduce.shards import shards_of
-from jaxmpi.bench.options import trees
+from jaxmpi.bench.plan import trees
 from jaxmpi.comm.job import processes
 from jaxmpi.config import Optim
 from jaxmpi.core.deals import deal

@@ -30,7 +30,7 @@ from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, exchange, exchange_gradie
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.allreduce.shards import shards_of
-from jaxmpi.bench.options import trees
+from jaxmpi.bench.plan import trees
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import AXIS, spread
 from jaxmpi.comm.xla_mesh import local_mesh

@@ -87,18 +87,6 @@ def test_a_job_is_launched_and_supervised_without_jax():
     assert (job.stdout.split(), job.stderr) == (["False"], "")
 
 
-def test_a_line_that_no_run_can_take_is_refused_before_jax_is_imported():
-    job = run(
-        sys.executable,
-        "-c",
-        "import sys\nfrom jaxmpi.launch import start\n"
-        "try: start.main(['-n', '8', 'experiments/digits.py', '--efective-batch', '3'])\n"
-        "except Exception as error: print(error, 'jax' in sys.modules)",
-    )
-    assert job.stdout.strip().startswith("unknown field --efective-batch; did you mean 'effective-batch'?")
-    assert job.stdout.strip().endswith("False")
-
-
 def test_importing_starts_neither_mpi_nor_a_device_and_loads_no_plotting():
     job = run(
         sys.executable,

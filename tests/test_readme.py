@@ -5,6 +5,7 @@ block is in SCENARIOS, which run here, or in NOT_RUN, with the reason. The quick
 """
 
 import ast
+import contextlib
 import re
 import subprocess
 import sys
@@ -16,19 +17,14 @@ import pytest
 from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES
 from jaxmpi.allreduce.compression import COMPRESSORS
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.bench.baselines import PEERS
+from jaxmpi.bench.options import PEERS
 from jaxmpi.config import experiment_file, schema
 from jaxmpi.data import SOURCES
-from jaxmpi.data import command as data_command
-from jaxmpi.data.sources import vocabulary
-from jaxmpi.launch.options import USAGE
-from jaxmpi.observe import report
 from jaxmpi.observe.sinks.registry import SINKS
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import fault_injection
-from jaxmpi.tools import cli, experiments, scaling_plan
-from jaxmpi.trainer import exported_program, finished_runs, memory_forecast
+from jaxmpi.tools import cli
 from launching import ROOT, run
 
 DOCS = ROOT / "docs"
@@ -340,15 +336,11 @@ OTHERS_FLAGS = {
 def test_every_flag_exists(capsys):
     with pytest.raises(SystemExit):
         experiment_file.parse([str(ROOT / "experiments" / "digits.py"), "--help"])
-    known = flags(capsys.readouterr().out) | flags(USAGE) | set().union(*OTHERS_FLAGS.values())
-    known |= flags(data_command.pack_parser().format_help()) | flags(data_command.check_parser().format_help())
-    known |= flags(vocabulary.words_parser().format_help())
-    known |= flags(scaling_plan.parser().format_help()) | flags(exported_program.parser().format_help())
-    known |= flags(finished_runs.predict_parser().format_help()) | flags(experiments.parser().format_help())
-    known |= flags(memory_forecast.parser().format_help())
-    known |= flags(report.parser().format_help()) | {"--version"}
+    for line in (*cli.COMMANDS, "data pack", "data check", "data words"):
+        with contextlib.suppress(SystemExit):
+            cli.run([*line.split(), "--help"])
+    known = flags(capsys.readouterr().out) | {"--version"} | set().union(*OTHERS_FLAGS.values())
     scripts = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "experiments" / "functions").glob("*.py")]
-    scripts += [ROOT / "jaxmpi" / "bench" / "options.py"]
     known |= {flag for script in scripts for flag in flags(script.read_text())}
     for page in PAGES:
         assert not flags(page.read_text()) - known, page.name

@@ -23,7 +23,8 @@ from rich.console import Console
 from jaxmpi.bench import results
 from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
 from jaxmpi.bench.memory_limit import fitting, left_out
-from jaxmpi.bench.options import BenchPlan, Case, add_rows, make_plan, parse
+from jaxmpi.bench.options import parse
+from jaxmpi.bench.plan import BenchPlan, Case, add_rows, make_plan
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.job import Processes, processes
@@ -35,11 +36,20 @@ TWO_JOBS = "two jobs take turns through files, on one machine; leave the launche
 
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.bench [-n N] [options]`, alone or under a launcher."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if "--job" in argv or launchers.launched_workers() > 1:
-        return be_a_rank(argv)
     try:
-        start(argv)
+        options = parse(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        print(f"jaxmpi: error: {error}", file=sys.stderr)
+        sys.exit(failures.MISUSED)
+    run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """`jaxmpi bench`, as a rank or to start ranks."""
+    if options.job or launchers.launched_workers() > 1:
+        return be_a_rank(options)
+    try:
+        start(options)
     except (UsageError, TrainingError) as error:
         print(f"jaxmpi: error: {error}", file=sys.stderr)
         sys.exit(failures.exit_code(error))
@@ -50,20 +60,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 # ---------------------------------------------------------------- outside
 
 
-def start(argv: Sequence[str]) -> None:
+def start(options: argparse.Namespace) -> None:
     """Start ranks and show their results.
 
     Raises:
         UsageError: as `make_plan`; or no case fits.
         TrainingError: a job failed.
     """
-    options = parse(argv)
     jax.config.update("jax_platforms", "cpu")  # an experiment file may make arrays, and ranks need the GPU's memory
     plan, ranks = make_plan(options), options.n or 2
     if ranks == 1 or (options.launcher == "mpirun" and not options.launcher_args):
-        return run_here(plan, ranks, options, ["jaxmpi", "bench", *argv])
+        return run_here(plan, ranks, options, ["jaxmpi", "bench", *options.words])
     check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
-    wait_for([(job_line(ranks, options, argv), {})])  # may be on other hosts: rank 0 makes the same plan and reports
+    # Ranks may be on other hosts: rank 0 makes the same plan and reports.
+    wait_for([(job_line(ranks, options, options.words), {})])
 
 
 def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command: Sequence[str]) -> None:
@@ -95,11 +105,10 @@ def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command:
 # ---------------------------------------------------------------- inside: one rank
 
 
-def be_a_rank(argv: Sequence[str]) -> None:
+def be_a_rank(options: argparse.Namespace) -> None:
     """Run as a rank of a job; rank 0 reports the results."""
     failures.install_excepthooks()
     prepare.prepare()
-    options = parse(argv)
     control = processes()
     check(options.n in (None, control.size), f"-n: got {options.n} in a job of {control.size} ranks; leave it out")
     with failures.at_work():

@@ -1,11 +1,10 @@
-"""Peers in one table: all-reduces of other libraries, and ours by mpi4py.
+"""Calls of peers: all-reduces of other libraries, and ours by mpi4py.
 
 Importing torch takes seconds and jax.distributed must start before the device, so both happen inside functions.
 """
 
-import importlib.util
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,24 +12,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi.allreduce.api import Op, exchange
+from jaxmpi.allreduce.api import exchange
 from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, of_several
+from jaxmpi.bench.options import PEERS
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.xla_mesh import cpu_collectives, make_communicator, take_mpi
-from jaxmpi.core.errors import UsageError, check, lookup
 
 
-class Peer(NamedTuple):
-    """Another library's allreduce: its package, its operation, and how to start it."""
+class Call(NamedTuple):
+    """A call of another library's allreduce."""
 
-    package: str
-    op: Op  # mean of the tree, or the easier work: sum of one flat array
     connect: Callable[[MpiProcesses], None]  # once per job, before the device starts
     start: Callable[[Inputs], Run]
-    receives: bool = False  # into an array of its own, or in place
-    is_other: bool = True  # another library's, and so one of `all`
 
 
 def nothing_to_connect(control: MpiProcesses) -> None:
@@ -132,46 +127,21 @@ def torch_allreduce(inputs: Inputs) -> Run:
     return run
 
 
-PEERS = {
-    "mpi4py": Peer("mpi4py", "sum", nothing_to_connect, mpi4py_allreduce, receives=True),
-    "mpi4jax": Peer("mpi4jax", "mean", nothing_to_connect, mpi4jax_tree),
-    "mpi4jax-flat": Peer("mpi4jax", "sum", nothing_to_connect, mpi4jax_flat),
-    "asa32-by-mpi4py": Peer("mpi4py", "mean", nothing_to_connect, by_mpi4py("asa32"), is_other=False),
-    "ring32-by-mpi4py": Peer("mpi4py", "mean", nothing_to_connect, by_mpi4py("ring32"), is_other=False),
-    "psum": Peer("jax", "mean", connect_jax("gloo"), psum),
-    "psum-over-mpi": Peer("jax", "mean", connect_jax("mpi"), psum, is_other=False),
-    "torch": Peer("torch", "sum", connect_torch, torch_allreduce, receives=True),
+CALLS = {  # of `options.PEERS`
+    "mpi4py": Call(nothing_to_connect, mpi4py_allreduce),
+    "mpi4jax": Call(nothing_to_connect, mpi4jax_tree),
+    "mpi4jax-flat": Call(nothing_to_connect, mpi4jax_flat),
+    "asa32-by-mpi4py": Call(nothing_to_connect, by_mpi4py("asa32")),
+    "ring32-by-mpi4py": Call(nothing_to_connect, by_mpi4py("ring32")),
+    "psum": Call(connect_jax("gloo"), psum),
+    "psum-over-mpi": Call(connect_jax("mpi"), psum),
+    "torch": Call(connect_torch, torch_allreduce),
 }
-
-
-def importable(names: Sequence[str]) -> tuple[str, ...]:
-    """Peers of these names; `all` means other installed libraries, `none` no peer.
-
-    Raises:
-        UsageError: an unknown name, one whose package is not installed, or two that rule each other out.
-    """
-    if tuple(names) in (("all",), ("none",)):
-        return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and installed(name))
-    for name in names:
-        package = lookup(PEERS, name, "peer (all and none stand alone)").package
-        if not installed(name):
-            raise UsageError(f"peer {name!r} needs {package}, which is not installed: install it, or leave {name} out")
-    both = [name for name in names if name.startswith("psum")]
-    check(
-        len(set(both)) < 2, f"peers {' and '.join(both)}: a process has one kind of collectives; take them one by one"
-    )
-    return tuple(dict.fromkeys(names))
-
-
-def installed(peer: str) -> bool:
-    """Return True if the package is installed; importing could start MPI."""
-    return importlib.util.find_spec(PEERS[peer].package) is not None
 
 
 def peer(name: str) -> Contender:
     """A peer of the table."""
-    row = PEERS[name]
-    return Contender(name, True, row.op, row.start)
+    return Contender(name, True, PEERS[name].op, CALLS[name].start)
 
 
 def meeting_point(control: MpiProcesses) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmpi.bench.options import BenchPlan
+from jaxmpi.bench.plan import BenchPlan
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError

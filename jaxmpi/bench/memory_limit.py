@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from jaxmpi.allreduce.working_memory import at_work
-from jaxmpi.bench.baselines import PEERS
-from jaxmpi.bench.options import Case
+from jaxmpi.bench.options import PEERS
+from jaxmpi.bench.plan import Case
 from jaxmpi.core.shared_memory import available_bytes as free_bytes
 
 BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # of a process, without any case

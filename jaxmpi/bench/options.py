@@ -1,65 +1,41 @@
-"""The benchmark's command line as a plan: cases, strategies, peers and rounds.
+"""The benchmark's command line, parsed without JAX.
 
-Rank 0 makes the plan and sends it to all ranks as JSON. So they run the same contenders in the same order.
+So a mistyped one ends at once.
 """
 
 import argparse
-import functools
-import json
-import math
+import importlib.util
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
-from jaxmpi.bench import contenders
-from jaxmpi.bench.baselines import PEERS, importable
-from jaxmpi.bench.contenders import Shape
-from jaxmpi.config import experiment_file
-from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import check_writable
+from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.launch.options import default_launcher
-from jaxmpi.observe import plots
 
 STRATEGIES = ("asa32", "asa16", "ring32", "ring16")
-# The lengths of Baidu's test of its ring allreduce, up to 64 Mi floats (Gibiansky 2017).
-BAIDU = (0, 32, 256, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 23, 1 << 26)
-MULTIPLES = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20}
 
 
-class Case(NamedTuple):
-    """Operand of an exchange: a vector, or a tree."""
+class Peer(NamedTuple):
+    """Another library's allreduce: the package that it needs, and its operation."""
 
-    name: str
-    is_tree: bool
-    shapes: list[Shape]
-
-    @property
-    def floats(self) -> int:
-        """Number of floats in all leaves."""
-        return sum(math.prod(shape) for shape in self.shapes)
+    package: str
+    op: Literal["mean", "sum"]  # mean of the tree, or the easier work: sum of one flat array
+    receives: bool = False  # into an array of its own, or in place
+    is_other: bool = True  # another library's, and so one of `all`
 
 
-@dataclass(frozen=True)
-class BenchPlan:
-    """Contents of a job; equal on all ranks."""
-
-    strategies: tuple[str, ...]
-    peers: tuple[str, ...]
-    cases: tuple[Case, ...]
-    rounds: int
-    warm_up: int
-    rate_mbit: float | None
-    experiment: str = ""  # file whose strategies, wires and compressors ranks know
-
-    @classmethod
-    def of_json(cls, value: Any) -> "BenchPlan":
-        """Build a plan from the JSON of its `dataclasses.asdict`."""
-        return cls(**(value | {"cases": tuple(Case(*case) for case in value["cases"])}))
+PEERS = {  # `baselines.CALLS` has how each is called
+    "mpi4py": Peer("mpi4py", "sum", receives=True),
+    "mpi4jax": Peer("mpi4jax", "mean"),
+    "mpi4jax-flat": Peer("mpi4jax", "sum"),
+    "asa32-by-mpi4py": Peer("mpi4py", "mean", is_other=False),
+    "ring32-by-mpi4py": Peer("mpi4py", "mean", is_other=False),
+    "psum": Peer("jax", "mean"),
+    "psum-over-mpi": Peer("jax", "mean", is_other=False),
+    "torch": Peer("torch", "sum", receives=True),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options.
+    """Parse the options; `words` are these arguments.
 
     Raises:
         UsageError: an unknown one, or a value out of range.
@@ -121,7 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, help="JSON file for all figures")
     add("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
     add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `run_jobs` starts ranks
-    options = parser.parse_args(joined(argv))
+    options = parser.parse_args(joined(argv), argparse.Namespace(words=[*argv]))
     for name, least in (("n", 1), ("rounds", 1), ("warm_up", 1)):
         value = getattr(options, name)
         flag = f"-{'-' * (len(name) > 1)}{name.replace('_', '-')}"
@@ -136,61 +112,25 @@ def joined(argv: Sequence[str]) -> list[str]:
     return re.sub("(^|\0)--launcher-args\0", r"\1--launcher-args=", text).split("\0") if argv else []
 
 
-def floats(text: str) -> int:
-    """Parse `64Mi` as a number of floats.
+def importable(names: Sequence[str]) -> tuple[str, ...]:
+    """Peers of these names; `all` means other installed libraries, `none` no peer.
 
     Raises:
-        UsageError: it is no number, or 2^31 and more, which MPI cannot count.
+        UsageError: an unknown name, one whose package is not installed, or two that rule each other out.
     """
-    match = re.fullmatch(r"(\d+)(Ki|Mi|)", text)
-    number = int(match[1]) * MULTIPLES[match[2]] if match else -1
-    check(0 <= number < 2**31, f"--sizes: got {text!r}; expected floats below 2^31, such as 4096, 64Ki or 64Mi")
-    return number
+    if tuple(names) in (("all",), ("none",)):
+        return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and installed(name))
+    for name in names:
+        package = lookup(PEERS, name, "peer (all and none stand alone)").package
+        if not installed(name):
+            raise UsageError(f"peer {name!r} needs {package}, which is not installed: install it, or leave {name} out")
+    both = [name for name in names if name.startswith("psum")]
+    check(
+        len(set(both)) < 2, f"peers {' and '.join(both)}: a process has one kind of collectives; take them one by one"
+    )
+    return tuple(dict.fromkeys(names))
 
 
-def make_plan(options: argparse.Namespace) -> BenchPlan:
-    """The plan for the options; for trees it runs `python -m jaxmpi.models`.
-
-    Raises:
-        UsageError: unknown strategies, peers or models; a file that cannot be read or written.
-    """
-    experiment = str(experiment_file.located(options.experiment).resolve()) if options.experiment else ""
-    add_rows(experiment)
-    for name in options.strategies:
-        contenders.ours(name)
-    peers = importable(options.peers)
-    check(bool(peers or options.strategies), "nothing to time: neither strategies nor peers")
-    check(bool(peers) or not options.as_it_comes, "--as-it-comes times peers, and there are none")
-    if options.out:
-        check_writable(options.out)
-    if options.plot:
-        plots.check_file(options.plot)
-    models = options.tree or ([experiment] if experiment and options.sizes is None else [])
-    named = options.sizes or (BAIDU if options.sizes is not None or not models else ())
-    cases = [Case(f"{n:,} floats", False, [(n,)]) for n in (floats(str(size)) for size in named)]
-    shown = {experiment: options.experiment}
-    cases += [Case(shown.get(name, name), True, list(tree.values())) for name, tree in trees(models).items()]
-    check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
-    strategies = tuple(dict.fromkeys(options.strategies))
-    return BenchPlan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit, experiment)
-
-
-@functools.cache
-def add_rows(experiment: str) -> None:
-    """Run an experiment file, once, for the rows that it adds."""
-    if experiment:
-        experiment_file.load(Path(experiment))
-
-
-def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
-    """Gradient shapes by model, from another process: here JAX starts after MPI."""
-    models = list(dict.fromkeys(names))
-    if not models:
-        return {}
-    line = [sys.executable, "-m", "jaxmpi.models", "--tree", *models]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))} | {"JAX_PLATFORMS": "cpu"}
-    job = subprocess.run(line, capture_output=True, text=True, env=environ)
-    last = job.stderr.strip().splitlines()[-1:] or [f"exit code {job.returncode}"]
-    check(job.returncode == 0, f"--tree: {last[0].removeprefix('error: ')}")
-    printed = json.loads(job.stdout)
-    return {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}
+def installed(peer: str) -> bool:
+    """Return True if the package is installed; importing could start MPI."""
+    return importlib.util.find_spec(PEERS[peer].package) is not None

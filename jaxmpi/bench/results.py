@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jaxmpi.bench.baselines import PEERS
 from jaxmpi.bench.contenders import COPY, COPY_BYTES, LINK, LINK_BYTES
+from jaxmpi.bench.options import PEERS
 from jaxmpi.observe import plots
 
 AS_IT_COMES, TUNED = "as it comes", "tuned"

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmpi.bench import contenders
-from jaxmpi.bench.baselines import PEERS, peer
+from jaxmpi.bench.baselines import CALLS, peer
 from jaxmpi.bench.contenders import COPY, LINK, Contender, Inputs, Run
-from jaxmpi.bench.options import BenchPlan, Case
+from jaxmpi.bench.plan import BenchPlan, Case
 from jaxmpi.bench.results import Json
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
@@ -62,7 +62,7 @@ def measure(
     peers = plan.peers if isinstance(control, MpiProcesses) else ()
     if isinstance(control, MpiProcesses):
         for name in peers:
-            PEERS[name].connect(control)
+            CALLS[name].connect(control)
     elif plan.peers and control.rank == 0:
         print("one rank: nothing travels, and no peer runs", flush=True)
     yardsticks = [] if control.size == 1 else [LINK] if several_hosts else [COPY]

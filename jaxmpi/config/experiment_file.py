@@ -1,10 +1,10 @@
 """An experiment file and the command line, as one `Experiment`.
 
 An experiment is a Python file, since it can build any model; it runs as code. Flags set all fields but Python objects,
-with the file's values as defaults. So the file is loaded before the flags are parsed. A flag that no experiment has is
-refused earlier, before JAX is imported (`refuse_unknown`). All ranks parse the same line and find the same error: rank
-0 prints it, and the others only if rank 0 does not. A name that is no file may be one of the experiments that ship with
-jaxmpi (docs/decisions/0022).
+with the file's values as defaults. So the file is loaded before the flags are parsed. Some mistakes are refused before
+JAX is imported (`refuse_early`): a missing file, an unknown flag, a value of another type. All ranks parse the same
+line and find the same error: rank 0 prints it, and the others only if rank 0 does not. A name that is no file may be
+one of the experiments that ship with jaxmpi (docs/decisions/0022).
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from jaxmpi.config import flags
 from jaxmpi.config.data import Data, data_dir
@@ -60,7 +60,8 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
     for name in flags.unknown_flags(argv, base):
         raise unknown_field(name, flags.flags(base))
-    experiment = overridden(base, argv, str(path or "an experiment"), tables or {})
+    description = f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's."
+    experiment = said_by_first(lambda: flags.parsed(base, argv, tables or {}, PROG, description))
     if path is None:
         raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
     return experiment, path
@@ -80,18 +81,34 @@ def for_mean_image(data: Data, names: set[str]) -> Data:
     return dataclasses.replace(data, mean=(), crop_area=area)
 
 
-def refuse_unknown(argv: Sequence[str]) -> None:
-    """Refuse unknown flags before the experiment's file and JAX are loaded.
+def refuse_early(argv: Sequence[str]) -> None:
+    """Refuse mistakes that show before the experiment's file is loaded.
 
-    Parts of an experiment may have fields of the user's own, such as a rule's settings, so `--part.field` waits.
+    Raises:
+        UsageError: no such experiment file, or an unknown flag.
+        SystemExit: a value of another type, after it has been said.
+    """
+    argv = refuse_unknown(argv)
+    before, after = file_first(argv)[:1], file_first(argv)[1:]
+    if before and not before[0].startswith("-"):
+        check_file(located(before[0]))
+    if {"-h", "--help"}.isdisjoint(argv) and not flags.unknown_flags(argv, Experiment()):
+        said_by_first(lambda: flags.typed(Experiment(), after, {}, PROG, ""))
+
+
+def refuse_unknown(argv: Sequence[str]) -> list[str]:
+    """The arguments with names of now, if all flags are an experiment's.
+
+    A rule of the user's own may have settings of its own, so `--rule.field` waits for the file.
 
     Raises:
         UsageError: the flag, and the nearest.
     """
-    known = Experiment()
-    for name in flags.unknown_flags(with_new_names([hyphens(arg) for arg in argv], lambda text: None), known):
-        if "." not in name:
+    known, argv = Experiment(), with_new_names([hyphens(arg) for arg in argv], lambda text: None)
+    for name in flags.unknown_flags(argv, known):
+        if not name.startswith("rule."):
             raise unknown_field(name, flags.flags(known))
+    return argv
 
 
 def unknown_field(name: str, known: Mapping[str, Any]) -> UsageError:
@@ -148,13 +165,18 @@ def located(name: str) -> Path:
     return path if path.is_file() else shipped().get(name.removeprefix("experiments/").removesuffix(".py"), path)
 
 
-def overridden(base: Experiment, argv: list[str], name: str, tables: Mapping[str, Mapping[str, Any]]) -> Experiment:
-    """`base` with the fields of the command line.
+PROG = "python -m jaxmpi.train EXPERIMENT.py"
+T = TypeVar("T")
 
-    Rank 0 prints an error in them; another rank prints it only if rank 0 does not.
+
+def said_by_first(parse: Callable[[], T]) -> T:
+    """Return what `parse` does.
+
+    Rank 0 prints what it says of a mistake; another rank prints it only if rank 0 does not.
 
     Raises:
-        UsageError: a field out of range, on ranks other than 0.
+        UsageError: a mistake, on ranks other than 0.
+        SystemExit: a mistake, or --help, once it is printed.
     """
     said, is_first = io.StringIO(), launchers.my_rank() == 0
     with contextlib.ExitStack() as stack:
@@ -163,8 +185,7 @@ def overridden(base: Experiment, argv: list[str], name: str, tables: Mapping[str
             stack.enter_context(contextlib.redirect_stdout(said))
             stack.enter_context(contextlib.redirect_stderr(said))
         try:
-            description = f"Train {name}. Every field can be given here; defaults are the experiment's."
-            return flags.parsed(base, argv, tables, "python -m jaxmpi.train EXPERIMENT.py", description)
+            return parse()
         except SystemExit as end:
             stack.close()
             if is_first:
@@ -192,10 +213,11 @@ def hyphens(arg: str) -> str:
     return name.replace("_", "-") + equals + value if arg.startswith("--") else arg
 
 
-def load(path: Path) -> Experiment:
-    """The module-level `experiment` of a file. The file is code and runs.
+def check_file(path: Path) -> None:
+    """Refuse what is no Python file.
 
-    Its project root comes first on sys.path. Its own folder comes last, so that it hides no module of that name.
+    Raises:
+        UsageError: got, and the nearest.
     """
     if path.is_dir():
         raise UsageError(f"{str(path)!r} is a folder; in it: {', '.join(sorted(p.name for p in path.glob('*.py')))}")
@@ -205,6 +227,14 @@ def load(path: Path) -> Experiment:
         nearest.append(f"with jaxmpi come: {errors.nearest(str(path).removesuffix('.py'), shipped())}")
         raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(nearest)}")
     errors.check(path.suffix == ".py", f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
+
+
+def load(path: Path) -> Experiment:
+    """The module-level `experiment` of a file. The file is code and runs.
+
+    Its project root comes first on sys.path. Its own folder comes last, so that it hides no module of that name.
+    """
+    check_file(path)
     root = str(project_root(path))
     if root not in sys.path:
         sys.path.insert(0, root)

@@ -125,7 +125,21 @@ def comments(part: type) -> dict[str, str]:
 def parsed(
     base: Experiment, argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]], prog: str, description: str
 ) -> Experiment:
-    """The experiment with the fields of the command line, which tyro parses.
+    """The experiment with the fields of the command line.
+
+    Raises:
+        UsageError: a field out of range.
+        SystemExit: as `typed`.
+    """
+    given = typed(base, argv, tables, prog, description)
+    kept = {name: (*given[name], *flag.objects) for name, flag in flags(base).items() if name in given and flag.objects}
+    return with_values(base, given | kept)
+
+
+def typed(
+    base: Experiment, argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]], prog: str, description: str
+) -> dict[str, Any]:
+    """Values of the command line by flag, which tyro parses.
 
     It is given the flags that are named, without their help: to build a parser of all takes as long as many an import.
     For --help, and if there is a mistake that it has to explain, it is given all, with help.
@@ -134,7 +148,6 @@ def parsed(
         tables: those that a flag names a row of, by flag, for --help.
 
     Raises:
-        UsageError: a field out of range.
         SystemExit: a value of another type, after tyro has said so; or --help.
     """
     known = flags(base)
@@ -147,9 +160,7 @@ def parsed(
             values = values_of(few, shown, tables, argv, with_help=False, prog=prog)
     except SystemExit:  # it says so again, in full
         values = values_of(known, shown, tables, argv, with_help=True, prog=prog, description=description)
-    given = {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
-    kept = {name: (*given[name], *flag.objects) for name, flag in known.items() if name in given and flag.objects}
-    return with_values(base, given | kept)
+    return {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
 
 
 def values_of(

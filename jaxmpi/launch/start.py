@@ -18,5 +18,5 @@ def main(argv: list[str]) -> NoReturn:
         print(f"{USAGE}\n\nfields used most:\n{summary()}")
         raise SystemExit(0)
     options = parse(argv)
-    experiment_file.refuse_unknown(options.train_args)
+    experiment_file.refuse_early(options.train_args)
     launch(options)

@@ -1,28 +1,70 @@
-"""`jaxmpi COMMAND ...`: a table of commands, each imported when called."""
+"""`jaxmpi COMMAND ...`: a table of commands, each imported when called.
+
+If a command needs JAX, another module parses its options before, since importing JAX takes half a second.
+"""
 
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.runtime import failures, interrupts
 
-COMMANDS = {  # name: (description, function)
-    "train": ("train an experiment with N workers; prints the launcher's line", "launch.start:main"),
-    "run": ("a script of your own under mpirun: an error on one rank ends the job, named", "launch.script:main"),
-    "bench": ("time exchanges beside other libraries' and the bound", "bench.__main__:main"),
-    "plan": ("predicted step time and best strategy for 2 to 4,096 workers", "tools.scaling_plan:main"),
-    "forecast": ("memory of each worker, part by part, before a run is started", "trainer.memory_forecast:main"),
-    "report": ("one HTML page, and pictures, of one run or several", "observe.report:main"),
-    "doctor": ("MPI, cores, network, devices, a test of the exchange, and what to change", "tools.doctor:main"),
-    "data": ("pack any source into few files; check them; words of a text", "data.command:main"),
-    "export": (
+
+class CommandSpec(NamedTuple):
+    """A command, by `module:function` below `jaxmpi`."""
+
+    about: str
+    run: str  # of the command line's words, or of what `options` makes of them
+    options: str = ""  # parses the words without JAX
+
+
+COMMANDS = {
+    "train": CommandSpec("train an experiment with N workers; prints the launcher's line", "launch.start:main"),
+    "run": CommandSpec(
+        "a script of your own under mpirun: an error on one rank ends the job, named",
+        "launch.script:main",
+    ),
+    "bench": CommandSpec(
+        "time exchanges beside other libraries' and the bound",
+        "bench.__main__:run",
+        "bench.options:parse",
+    ),
+    "plan": CommandSpec(
+        "predicted step time and best strategy for 2 to 4,096 workers",
+        "tools.scaling_plan:main",
+        "tools.options:plan",
+    ),
+    "forecast": CommandSpec(
+        "memory of each worker, part by part, before a run is started",
+        "trainer.memory_forecast:main",
+        "trainer.options:forecast",
+    ),
+    "report": CommandSpec("one HTML page, and pictures, of one run or several", "observe.report:main"),
+    "doctor": CommandSpec(
+        "MPI, cores, network, devices, a test of the exchange, and what to change",
+        "tools.doctor:main",
+        "tools.options:doctor",
+    ),
+    "data": CommandSpec("pack any source into few files; check them; words of a text", "data.command:main"),
+    "export": CommandSpec(
         "a run's model as a program for JAX alone, an Orbax folder or safetensors",
         "trainer.exported_program:main",
+        "trainer.options:export",
     ),
-    "evaluate": ("a run's model on its validation data", "trainer.finished_runs:evaluate_main"),
-    "predict": ("a run's outputs for every validation example, as a NumPy file", "trainer.finished_runs:predict_main"),
-    "models": ("table of the models that come with jaxmpi", "models.__main__:main"),
-    "experiments": (
+    "evaluate": CommandSpec(
+        "a run's model on its validation data",
+        "trainer.finished_runs:evaluate",
+        "trainer.options:evaluate",
+    ),
+    "predict": CommandSpec(
+        "a run's outputs for every validation example, as a NumPy file",
+        "trainer.finished_runs:predict",
+        "trainer.options:predict",
+    ),
+    "models": CommandSpec("table of the models that come with jaxmpi", "models.__main__:main", "tools.options:models"),
+    "experiments": CommandSpec(
         "the experiments that come with jaxmpi, by name; a copy of one",
         "tools.experiments:main",
     ),
@@ -53,7 +95,7 @@ def run(argv: list[str]) -> None:
     """
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
-        rows = [f"  {name:{width}}  {text}" for name, (text, _) in COMMANDS.items()]
+        rows = [f"  {name:{width}}  {command.about}" for name, command in COMMANDS.items()]
         print("\n".join(["usage: jaxmpi COMMAND ... | --version", "", *rows, "", "jaxmpi COMMAND --help tells more"]))
         return
     if argv[0] in ("-V", "--version"):
@@ -61,9 +103,16 @@ def run(argv: list[str]) -> None:
 
         print("  ".join(f"{package} {version}" for package, version in versions().items()))
         return
-    module, _, function = lookup(COMMANDS, argv[0], "command")[1].partition(":")
+    command, words = lookup(COMMANDS, argv[0], "command"), argv[1:]
     interrupts.leave_on_interrupt()  # while it is imported, which may take a second
-    getattr(importlib.import_module(f"jaxmpi.{module}"), function)(argv[1:])
+    asked = imported(command.options)(words) if command.options else words
+    imported(command.run)(asked)
+
+
+def imported(path: str) -> Callable[[Any], Any]:
+    """The function at `module:function`."""
+    module, _, function = path.partition(":")
+    return getattr(importlib.import_module(f"jaxmpi.{module}"), function)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,9 @@ from jaxmpi.comm.link_times import pings, trips
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
 from jaxmpi.comm.xla_mesh import mpi_trouble
-from jaxmpi.core.errors import UsageError, check
-from jaxmpi.launch import command
-from jaxmpi.launch.options import parse
+from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
-from jaxmpi.runtime import affinity, c_library, device_setup, failures, job_folder, launchers, prepare, provenance
+from jaxmpi.runtime import affinity, c_library, device_setup, failures, launchers, prepare, provenance
 
 TEST_S = 5.0  # of exchanges, in all
 LENGTHS = (1 << 10, 1 << 20)  # floats
@@ -40,16 +38,6 @@ SLOW = 4  # times slower than the median of pairs: reported
 STALL_S = 30.0  # for ranks that never come
 SHM_BYTES = 64 << 20  # Docker's default, and less than sums over a host need
 SHOWN = 64  # ranks listed one by one
-USAGE = """usage: jaxmpi doctor [-n N] [--launcher mpirun|srun] [--launcher-args "..."]
-
-Show MPI, launcher, cores, interfaces, shared memory, devices and versions of all ranks, test the exchange for 5 s, and
-say what to change.
-
-  -n N               ranks (default: 1)
-  --launcher NAME    mpirun or srun (default: as jaxmpi train)
-  --launcher-args    more arguments for it, such as "--hostfile hosts"
-
-example: jaxmpi doctor -n 4"""
 
 
 class Timed(NamedTuple):
@@ -372,27 +360,9 @@ def examine() -> None:
     control.barrier()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """`jaxmpi doctor [-n N]`, alone or under a launcher."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if argv and argv[0] in ("-h", "--help"):
-        return print(USAGE)
-    under_launcher = launchers.launched_workers() > 1
-    check(not (argv and under_launcher), f"got {' '.join(argv)} under a launcher; the number of ranks is its own")
-    options = parse(argv)
-    odd = [arg for arg in argv if arg in ("--comm", "--restarts", "--elastic")] or options.train_args
-    check(not odd, f"got {' '.join(odd)}\n{USAGE}")
-    if options.workers > 1:
-        line = command.command(options, cores=affinity.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.doctor")
-        os.execv("/bin/sh", job_folder.over_leftovers(line))
+def main(options: None) -> None:
+    """`jaxmpi doctor`, alone or as a rank; it has no options left."""
     failures.install_excepthooks()
     prepare.prepare()
     with failures.at_work():
         examine()
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except UsageError as problem:
-        failures.fail(problem, problem.__traceback__)

@@ -5,9 +5,7 @@ so efficiency follows for every layout of hosts and slots.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -51,35 +49,8 @@ class ScalingForecast(NamedTuple):
     others: dict[str, float]  # seconds of all strategies
 
 
-def parser() -> argparse.ArgumentParser:
-    """Options."""
-    made = argparse.ArgumentParser(
-        prog="jaxmpi plan",
-        description="Predict step time and best strategy for 2 to 4,096 workers, from prices of links: those given, or "
-        "those of a probe of the ranks that a launcher has started.",
-        epilog="example: mpirun -n 8 jaxmpi plan --step-s 0.3 --experiment googlenet",
-    )
-    made.add_argument("--alpha-s", type=float, help="seconds that a message between hosts costs by itself")
-    made.add_argument("--beta-s-per-byte", type=float, help="seconds for each byte between hosts, as 4e-8")
-    made.add_argument("--alpha-inside-s", type=float, help="the same inside a host (default: as between hosts)")
-    made.add_argument("--beta-inside-s-per-byte", type=float, help="the same inside a host")
-    made.add_argument(
-        "--gamma-s-per-byte", type=float, default=0.0, help="seconds to add a byte of float32 (default 0)"
-    )
-    made.add_argument("--cores", type=float, default=math.inf, help="of a host, for its ranks (default: enough)")
-    made.add_argument("--step-s", type=float, default=0.0, help="seconds of one worker's step without exchange")
-    made.add_argument("--bytes", type=float, help="of float32 gradients, as 53e6")
-    made.add_argument("--experiment", help="file, or name that ships, whose model's params count instead of --bytes")
-    made.add_argument("--slots", type=int, nargs="+", help="ranks a host (default: 1 and the probe's)")
-    made.add_argument("--wires", nargs="+", default=["32"], help="what may travel (default: 32)")
-    made.add_argument("--overlap", type=float, help="share of the step after which exchanging starts, as 0.4")
-    made.add_argument("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
-    return made
-
-
-def main(argv: Sequence[str]) -> None:
+def main(options: argparse.Namespace) -> None:
     """Print the table; under a launcher, probe its ranks first."""
-    options = parser().parse_args(list(argv))
     question = ask(options)
     if question is None:  # a rank other than 0
         return
@@ -94,9 +65,8 @@ def ask(options: argparse.Namespace) -> Question | None:
     """Build the question from the options; None on ranks other than 0.
 
     Raises:
-        UsageError: options that contradict one another, or nothing to go by.
+        UsageError: nothing to go by.
     """
-    check_options(options)
     if options.alpha_s is None and launchers.launched_workers() > 1:
         prepare.prepare()  # an experiment starts the device, and later timings depend on this rank's cores
     sizes, wires = leaf_sizes(options), tuple(options.wires)
@@ -117,38 +87,9 @@ def ask(options: argparse.Namespace) -> Question | None:
     return Question(net, probe, source, sizes, options.step_s, slots, wires, options.overlap)
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse impossible options."""
-    both = (options.alpha_s is None) == (options.beta_s_per_byte is None)
-    check(both, "give --alpha-s and --beta-s-per-byte together, or neither to go by a probe")
-    defaults = {"alpha_inside_s": None, "beta_inside_s_per_byte": None, "gamma_s_per_byte": 0.0, "cores": math.inf}
-    unused = [flag(name) for name, default in defaults.items() if getattr(options, name) != default]
-    check(
-        options.alpha_s is not None or not unused,
-        f"{', '.join(unused)}: a probe has its own; give --alpha-s and --beta-s-per-byte too, or leave it out",
-    )
-    names = ("alpha_s", "beta_s_per_byte", "alpha_inside_s", "beta_inside_s_per_byte", "gamma_s_per_byte", "step_s")
-    for name in names:
-        value = getattr(options, name)
-        check(value is None or 0 <= value < math.inf, f"{flag(name)}: got {value}; expected seconds >= 0")
-    share = options.overlap
-    check(share is None or 0 <= share <= 1, f"--overlap: got {share}; expected a share of the step in [0, 1]")
-    check(options.cores > 0, f"--cores: got {options.cores}; expected > 0")
-    check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
-    if options.plot:
-        plots.check_file(options.plot)
-
-
-def flag(name: str) -> str:
-    """An option as it is typed."""
-    return "--" + name.replace("_", "-")
-
-
 def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
     """Floats of every leaf: one, or those of a model's params."""
-    check((options.bytes is None) != (options.experiment is None), "give --bytes or --experiment, one of the two")
     if options.experiment is None:
-        check(4 <= options.bytes < math.inf, f"--bytes: got {options.bytes}; expected a number >= 4")
         return (int(options.bytes) // 4,)
     model = experiment_file.load(experiment_file.located(options.experiment)).model
     params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())

@@ -6,8 +6,9 @@ choices left open; `step`, the training step; `memory` of a worker; `run`, parts
 `callbacks`, what happens around steps; `loop` and `timetable` for all rules; `lock_step`, workers that step together;
 `guard`, votes on losses; `recovery`, the loop again; `asynchronous`, workers that do not wait, with `async_start`,
 `async_worker`, `async_servers`, `async_chief` and `async_evaluation`; `evaluate`; `progress`, lines about all ranks;
-`resume`, state in and out; `finished_runs`, evaluated and asked for predictions; `exported_program`, a model with its
-program; `memory_forecast`, before a run; `notebook_workers`, a run in processes of its own; `api`, `jaxmpi.Trainer`.
+`resume`, state in and out; `options` of commands; `finished_runs`, evaluated and asked for
+predictions; `exported_program`, a model with its program; `memory_forecast`, before a run; `notebook_workers`, a run in
+processes of its own; `api`, `jaxmpi.Trainer`.
 
 It imports `core`, `runtime`, `model`, `config`, `comm`, `allreduce`, `data`, `checkpoint`, `observe`, `optim`, `tasks`,
 `rules`, `input_pipeline` and `recover`.

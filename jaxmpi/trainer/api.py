@@ -15,6 +15,7 @@ from jaxmpi.recover import decisions
 from jaxmpi.runtime import device_setup
 from jaxmpi.trainer import exported_program, main, notebook_workers
 from jaxmpi.trainer.finished_runs import Finished, open_finished
+from jaxmpi.trainer.options import check_program_file
 
 
 class Trainer:
@@ -114,6 +115,6 @@ class Trainer:
             platforms: to lower for; default: those of cpu, cuda and tpu for which the model can be lowered.
             batch: examples of a call; default: any number, if the model can be traced so.
         """
-        exported_program.check_asked(Path(file), platforms)
+        check_program_file(Path(file), platforms)
         run = open_finished(self.experiment, self.run_dir, step=step, best=best)
         exported_program.write(run, Path(file), platforms=platforms, batch=batch)

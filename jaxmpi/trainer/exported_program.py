@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,13 +38,10 @@ from jaxmpi.core.pytrees import PyTree, by_path, named_leaves
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
 from jaxmpi.runtime import provenance
-from jaxmpi.trainer import finished_runs
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.finished_runs import Finished, asked_for, by_name
+from jaxmpi.trainer.options import PLATFORMS, PROGRAM, facts_file
 
-SUFFIX = ".jaxexport"
-PLATFORMS = ("cpu", "cuda", "tpu")  # by default
-KNOWN = (*PLATFORMS, "rocm")  # to JAX, which lowers for any other name as well
 ANY = "batch"  # the symbol of a dimension of any size
 
 
@@ -158,19 +154,6 @@ def lowered(
 # ---------------------------------------------------------------- files
 
 
-def check_asked(file: Path, platforms: Sequence[str]) -> None:
-    """Refuse an existing or misnamed file, and unknown platforms, before an export.
-
-    Raises:
-        UsageError: got, expected.
-    """
-    check(file.suffix == SUFFIX, f"{file}: expected a name that ends in {SUFFIX}")
-    for path in (file, facts_file(file)):
-        check(not os.path.lexists(path), f"{path} exists; name a new file")
-    odd = [name for name in platforms if name not in KNOWN]
-    check(not odd, f"platforms: got {', '.join(odd)}; expected {', '.join(KNOWN)}")
-
-
 def write(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: int = 0) -> None:
     """Write a finished run's predictions and facts; all ranks call it.
 
@@ -193,11 +176,6 @@ def write(run: Finished, file: Path, *, platforms: Sequence[str] = (), batch: in
     print(f"{file}: {way}, by the model of step {run.step}, for {', '.join(facts['platforms'])}")
     for note in program.notes:
         print(f"{file}: {note}")
-
-
-def facts_file(file: Path) -> Path:
-    """The file of facts beside an exported program."""
-    return file.with_name(f"{file.name}.json")
 
 
 def facts_of(run: Finished, program: ExportedPredictions) -> dict[str, Any]:
@@ -231,47 +209,10 @@ def told(leaves: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- jaxmpi export
 
 
-def main(argv: list[str]) -> None:
+def main(options: argparse.Namespace) -> None:
     """`jaxmpi export RUN OUT`: program, Orbax folder or safetensors file, by suffix."""
-    options = parser()
-    asked, fields = options.parse_known_args(argv)
-    if asked.out.suffix != SUFFIX:
-        idle = [*fields, *(["--platforms"] if asked.platforms else []), *(["--batch"] if asked.batch else [])]
-        check(not idle, f"{' '.join(idle)}: got {asked.out}; only a file {SUFFIX} has them: leave them out")
-        if processes().rank == 0:
-            step = trained.export(asked.run_dir, asked.out, asked.step, asked.best)
-            print(f"{asked.out}: params and model state at step {step}")
-        return
-    check_asked(asked.out, asked.platforms)
-    run, _ = asked_for(options, argv)
-    write(run, asked.out, platforms=asked.platforms, batch=asked.batch)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi export`."""
-    options = finished_runs.parser(
-        "export",
-        "Write the model of a checkpoint for other programs. A file .jaxexport has params, model state and program, "
-        "for JAX alone. A file .safetensors and an Orbax folder, of any other name, have params and model state: for "
-        "--params of another run, or for the library that the model was written in (docs/models.md).",
-        "runs/first model.safetensors --best",
-    )
-    options.add_argument("out", type=Path, help="new file .jaxexport or .safetensors, or new folder, to write")
-    options.add_argument(
-        "--platforms",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        help=f"of .jaxexport (default: those of {','.join(PLATFORMS)} for which the model can be lowered)",
-    )
-    options.add_argument(
-        "--batch", type=positive, default=0, help="of .jaxexport: examples of a call (default: any number, if it may)"
-    )
-    return options
-
-
-def positive(text: str) -> int:
-    """A whole number >= 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}; expected >= 1")
-    return number
+    if options.out.suffix == PROGRAM:
+        return write(asked_for(options), options.out, platforms=options.platforms, batch=options.batch)
+    if processes().rank == 0:
+        step = trained.export(options.run_dir, options.out, options.step, options.best)
+        print(f"{options.out}: params and model state at step {step}")

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import re
 import shlex
 import zipfile
 from collections.abc import Callable, Sequence
@@ -254,59 +253,23 @@ def with_inputs(experiment: Experiment, file: Path) -> Experiment:
     return dataclasses.replace(experiment, data=data)
 
 
-def parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
-    """Options that `jaxmpi evaluate` and `jaxmpi predict` share."""
-    options = argparse.ArgumentParser(
-        prog=f"jaxmpi {name}",
-        allow_abbrev=False,
-        description=f"{description} Any further --field value changes the experiment, as in training: --data.dir, "
-        "--data.validation-split.",
-        epilog=f"example: mpirun -n 8 jaxmpi {name} {example}",
-    )
-    options.add_argument("run_dir", type=Path, help="run directory")
-    options.add_argument(
-        "--experiment", default="", metavar="FILE.py", help="of a run that Python started (default: the run's own)"
-    )
-    options.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
-    options.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")
-    return options
-
-
-def asked_for(options: argparse.ArgumentParser, argv: list[str]) -> tuple[Finished, argparse.Namespace]:
-    """The run that a command line names.
-
-    Raises:
-        UsageError: `-n`, which is the launcher's.
-    """
+def asked_for(options: argparse.Namespace) -> Finished:
+    """The run that a command line names, as `trainer.options` parses it."""
     failures.install_excepthooks()
-    asked, fields = options.parse_known_args(argv)
-    several = next((field for field in fields if re.fullmatch(r"-n\d*", field)), "")
-    check(not several, f"got {several}; several workers are started by a launcher: mpirun -n 8 {options.prog} RUN ...")
     control = processes()  # before the experiment file, which may touch the device
-    experiment = begun_with(asked.run_dir, fields, asked.experiment)
-    control.assert_same("what is asked for", {"options": [*map(str, vars(asked).values()), *fields]})
-    if getattr(asked, "data", None):
-        experiment = with_inputs(experiment, asked.data)
-    return open_finished(experiment, asked.run_dir, step=asked.step, best=asked.best), asked
+    experiment = begun_with(options.run_dir, options.fields, options.experiment)
+    control.assert_same("what is asked for", {"options": [*map(str, vars(options).values())]})
+    if getattr(options, "data", None):
+        experiment = with_inputs(experiment, options.data)
+    return open_finished(experiment, options.run_dir, step=options.step, best=options.best)
 
 
-def evaluate_main(argv: list[str]) -> None:
+def evaluate(options: argparse.Namespace) -> None:
     """`jaxmpi evaluate RUN`."""
-    run, _ = asked_for(parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best"), argv)
+    run = asked_for(options)
     figures = run.evaluate()
     if run.workers.processes.rank == 0:
         print(json.dumps({"step": run.step, **figures}))
-
-
-def predict_parser() -> argparse.ArgumentParser:
-    """Options of `jaxmpi predict`."""
-    does = "Write a model's outputs for the validation data, in its order, to a NumPy file."
-    options = parser("predict", does, "runs/first outputs.npz")
-    options.add_argument("out", type=Path, help="new file, .npz")
-    options.add_argument(
-        "--data", type=Path, metavar="IN.npz", help="arrays [n, ...] by name in place of the run's data"
-    )
-    return options
 
 
 def write_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -317,16 +280,14 @@ def write_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
                 np.lib.format.write_array(entry, values, allow_pickle=False)
 
 
-def predict_main(argv: list[str]) -> None:
+def predict(options: argparse.Namespace) -> None:
     """`jaxmpi predict RUN OUT.npz`."""
-    run, asked = asked_for(predict_parser(), argv)
-    check(asked.out.suffix == ".npz", f"{asked.out}: expected a name that ends in .npz")
-    check(not asked.out.exists(), f"{asked.out} exists; name a new file")
+    run = asked_for(options)
     outputs = run.predict_all()
     if run.workers.processes.rank == 0:
         try:
-            write_arrays(asked.out, outputs)
+            write_arrays(options.out, outputs)
         except OSError as error:
-            raise UsageError(f"{asked.out}: cannot be written: {error}") from error
+            raise UsageError(f"{options.out}: cannot be written: {error}") from error
         told = ", ".join(f"{name} {values.dtype}{list(values.shape)}" for name, values in outputs.items())
-        print(f"{asked.out}: {told}, by the model of step {run.step}")
+        print(f"{options.out}: {told}, by the model of step {run.step}")

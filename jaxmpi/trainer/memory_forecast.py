@@ -7,7 +7,7 @@ a batch is compiled as well if it holds a whole average of params.
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -43,38 +43,20 @@ RANK_BYTES, LOADER_BYTES = 200_000_000, 25_000_000
 LOADED_BYTES, COMPILED_BYTES = 100, 200
 
 
-def parser() -> argparse.ArgumentParser:
-    """Options."""
-    made = argparse.ArgumentParser(
-        prog="jaxmpi forecast",
-        usage="jaxmpi forecast EXPERIMENT [-n WORKERS] [--slots RANKS] [--field value ...]",
-        description="Forecast the memory of each worker, part by part, with sharded updates and without. Fields are "
-        "those of the experiment, as of `jaxmpi train`.",
-        epilog="example: jaxmpi forecast googlenet -n 8 --slots 4",
-    )
-    made.add_argument("-n", type=int, default=1, metavar="WORKERS", help="ranks in all (default 1)")
-    made.add_argument("--slots", type=int, default=0, metavar="RANKS", help="ranks of a host (default: all of them)")
-    return made
-
-
-def main(argv: Sequence[str]) -> None:
+def main(options: argparse.Namespace) -> None:
     """Print the table.
 
     Raises:
         UsageError: the workers of one host do not fit into the memory of this one.
     """
-    options, rest = parser().parse_known_args(list(argv))
     prepare.prepare()
-    experiment, _ = experiment_file.parse(rest)
-    slots = options.slots or options.n
-    check(options.n >= 1, f"-n: got {options.n}; expected 1 or more workers")
-    check(1 <= slots <= options.n, f"--slots: got {slots}; expected 1 to {options.n} ranks a host")
+    experiment, _ = experiment_file.parse(options.fields)
     check(
         not registry.is_asynchronous(experiment.rule),
         f"rule: got {experiment.rule.name}, whose workers are not alike; expected a synchronous rule",
     )
     check_step_mode(experiment, options.n)
-    each, here = experiment.devices, slots * experiment.devices  # workers of a rank, and of a host
+    each, here = experiment.devices, options.slots * experiment.devices  # workers of a rank, and of a host
     hosts = tuple(worker // here for worker in range(options.n * each))
     workers = Workers(AxisComm("workers", len(hosts), hosts), SoloProcesses(), (0,), None)
     found, free_bytes = forecast(experiment, workers), available_bytes()

@@ -35,7 +35,7 @@ from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import caches
-from jaxmpi.tools import cli, scaling_plan
+from jaxmpi.tools import cli
 from jaxmpi.trainer import resolve_auto
 from launching import ROOT, train
 
@@ -496,7 +496,7 @@ GIVEN = ["--alpha-s", "1e-4", "--beta-s-per-byte", "4e-8", "--bytes", "24e6", "-
 
 
 def run(*argv: str) -> None:
-    scaling_plan.main(argv)
+    cli.run(["plan", *argv])
 
 
 @pytest.mark.e2e
@@ -622,9 +622,9 @@ def test_what_cannot_be_is_refused(argv, message, cache, no_launcher):
 def test_a_rank_has_its_cores_before_an_experiment_starts_the_device():
     script = (
         "from jax._src import xla_bridge\nfrom jaxmpi.runtime import prepare\n"
-        "from jaxmpi.tools import scaling_plan\n"
+        "from jaxmpi.tools import cli\n"
         "prepare.pin_cores = lambda *_: exit(f'started: {xla_bridge.backends_are_initialized()}')\n"
-        "scaling_plan.main(['--experiment', 'experiments/digits.py'])\n"
+        "cli.run(['plan', '--experiment', 'experiments/digits.py'])\n"
     )
     env = {f"OMPI_COMM_WORLD_{name}": "2" if name.endswith("SIZE") else "0" for name in NAMES}
     assert "started: False" in launching.run([sys.executable, "-c", script], timeout_s=60, env=env).out
@@ -634,7 +634,7 @@ NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # of a launcher's variable
 
 
 def test_it_is_a_command():
-    assert cli.COMMANDS["plan"][1] == "tools.scaling_plan:main"
+    assert cli.COMMANDS["plan"].run == "tools.scaling_plan:main"
 
 
 # ---------------------------------------------------------------- in the trainer

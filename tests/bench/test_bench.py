@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxmpi.models.__main__ as report
-from jaxmpi.bench import __main__, baselines, contenders, jobs, memory_limit, options, results
+from jaxmpi.bench import __main__, contenders, jobs, memory_limit, options, plan, results
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models import MODELS
@@ -24,7 +24,7 @@ from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, kill_session, mpirun,
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
-LIBRARIES = [name for name, row in baselines.PEERS.items() if row.is_other and baselines.installed(name)]
+LIBRARIES = [name for name, row in options.PEERS.items() if row.is_other and options.installed(name)]
 
 
 def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
@@ -326,7 +326,7 @@ def test_a_tree_is_a_model_that_ships_or_an_experiments_in_any_folder(tmp_path, 
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    trees = options.trees(["mine.py", "digits_cnn_tiny"])
+    trees = plan.trees(["mine.py", "digits_cnn_tiny"])
     assert trees["mine.py"] == {"w": (3, 2)}
     assert trees["digits_cnn_tiny"]["logits/bias"] == (10,)
     with pytest.raises(SystemExit, match="2"):
@@ -356,7 +356,7 @@ NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alo
 
 
 def test_as_many_ranks_as_memory_holds(monkeypatch):
-    case, size_bytes = options.Case("x", False, [(1 << 28,)]), 1 << 30
+    case, size_bytes = plan.Case("x", False, [(1 << 28,)]), 1 << 30
     for ((strategies, names), (both, alone)), ranks in itertools.product(NEED.items(), (0, 1, 5)):
         own = memory_limit.BASE_BYTES + memory_limit.TORCH_BYTES * ("torch" in names)
         one, two = [(strategies, names)], [(strategies, names), ((), names)]
@@ -370,7 +370,7 @@ def test_as_many_ranks_as_memory_holds(monkeypatch):
 @pytest.mark.parametrize("peer", ["mpi4jax", "mpi4jax-flat"])
 def test_a_machine_of_22_gb_holds_both_jobs_of_8_ranks_with_alexnets_tree(peer, monkeypatch):
     """As measured: 14 and 19 GB."""
-    case = options.Case("alexnet", True, [(60_965_224,)])
+    case = plan.Case("alexnet", True, [(60_965_224,)])
     monkeypatch.setattr(memory_limit, "free_bytes", lambda: 22 * 10**9)
     assert memory_limit.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
 
@@ -384,20 +384,20 @@ def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
 
 def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
     def lengths(*argv: str) -> list[int]:
-        return [case.floats for case in options.make_plan(options.parse([*argv, "--peers", "none"])).cases]
+        return [case.floats for case in plan.make_plan(options.parse([*argv, "--peers", "none"])).cases]
 
-    assert lengths() == lengths("--sizes") == list(options.BAIDU)
-    assert (options.BAIDU[0], options.BAIDU[-1]) == (0, 64 * 2**20)
+    assert lengths() == lengths("--sizes") == list(plan.BAIDU)
+    assert (plan.BAIDU[0], plan.BAIDU[-1]) == (0, 64 * 2**20)
     assert lengths("--sizes", "7", "3Ki", "2Mi") == [7, 3072, 2 << 20]
     assert lengths("--experiment", "digits") == lengths("--tree", str(ROOT / "experiments" / "digits.py"))
-    assert lengths("--tree", "digits_cnn", "--sizes") == [*options.BAIDU, 53_002]  # no number: Baidu's, and the model
+    assert lengths("--tree", "digits_cnn", "--sizes") == [*plan.BAIDU, 53_002]  # no number: Baidu's, and the model
 
 
 def test_plan_survives_the_way_to_the_ranks(no_launcher):
-    plan = options.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]))
-    there = options.BenchPlan.of_json(json.loads(json.dumps(dataclasses.asdict(plan))))
-    assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in plan.cases]
-    assert (there.strategies, there.peers) == (list(plan.strategies), ["mpi4py"])
+    here = plan.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]))
+    there = plan.BenchPlan.of_json(json.loads(json.dumps(dataclasses.asdict(here))))
+    assert [(c.name, c.is_tree, c.floats) for c in there.cases] == [(c.name, c.is_tree, c.floats) for c in here.cases]
+    assert (there.strategies, there.peers) == (list(here.strategies), ["mpi4py"])
 
 
 def test_bounds():
@@ -485,8 +485,8 @@ def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(baselines.PEERS, "absent", baselines.PEERS["torch"]._replace(package="no_such_package"))
+    monkeypatch.setitem(options.PEERS, "absent", options.PEERS["torch"]._replace(package="no_such_package"))
     with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
-        baselines.importable(["absent"])
-    assert "absent" not in baselines.importable(["all"])
-    assert baselines.importable(["none"]) == ()
+        options.importable(["absent"])
+    assert "absent" not in options.importable(["all"])
+    assert options.importable(["none"]) == ()

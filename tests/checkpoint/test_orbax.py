@@ -22,7 +22,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import create
 from jaxmpi.optim import optimizers
 from jaxmpi.rules import base, easgd
-from jaxmpi.trainer import exported_program
+from jaxmpi.tools import cli
 from launching import run, small_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Orbax's own
@@ -50,7 +50,7 @@ def run_dir(tmp_path):
 
 
 def test_out_and_in(run_dir, tmp_path):
-    exported_program.main([str(run_dir), str(tmp_path / "out"), "--step", "3"])
+    cli.run(["export", str(run_dir), str(tmp_path / "out"), "--step", "3"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     got = orbax_export.load(tmp_path / "out", like, STATE)
     assert got.has_state
@@ -59,7 +59,7 @@ def test_out_and_in(run_dir, tmp_path):
         np.testing.assert_array_equal(one, other + np.asarray(3, other.dtype))
         assert one.dtype == other.dtype
     with pytest.raises(UsageError, match="exists; name a new folder"):
-        exported_program.main([str(run_dir), str(tmp_path / "out")])
+        cli.run(["export", str(run_dir), str(tmp_path / "out")])
     for change, message in (
         ({"half": jnp.zeros(4, jnp.bfloat16)}, r"params/half: got bfloat16\[3\], expected bfloat16\[4\]"),
         ({"more": jnp.zeros(1)}, r"more: got nothing, expected float32\[1\]"),
@@ -178,14 +178,14 @@ def test_an_export_that_cannot_be_written_ends_and_leaves_nothing(place, run_dir
 
 def test_what_cannot_be_exported(run_dir, tmp_path):
     with pytest.raises(UsageError, match="run: step: got 4; there are 3, 9"):
-        exported_program.main([str(run_dir), str(tmp_path / "out"), "--step", "4"])
+        cli.run(["export", str(run_dir), str(tmp_path / "out"), "--step", "4"])
     with pytest.raises(UsageError, match="no checkpoint"):
-        exported_program.main([str(tmp_path), str(tmp_path / "out")])
+        cli.run(["export", str(tmp_path), str(tmp_path / "out")])
     with pytest.raises(UsageError, match="no folder"):
         orbax_export.load(tmp_path / "nothing", PARAMS, {})
     (run_dir / "checkpoints" / "step_00000009" / "common.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match="damaged"):
-        exported_program.main([str(run_dir), str(tmp_path / "out")])
+        cli.run(["export", str(run_dir), str(tmp_path / "out")])
 
 
 ROWS = {
@@ -207,12 +207,12 @@ def test_a_strangers_checkpoint_takes_no_more_memory_than_its_file_and_is_refuse
     manifest["files"]["common.bin"] = [*(row for row in rows if row is not half), *ROWS[name](half)]
     file.write_text(manifests.sealed(manifest))
     with pytest.raises(UsageError, match=r"common.bin: .*damaged"):
-        exported_program.main([str(run_dir), str(tmp_path / "out")])
+        cli.run(["export", str(run_dir), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_outside_a_strangers_folder_is_read(run_dir, tmp_path):
-    exported_program.main([str(run_dir), str(tmp_path / "out")])
+    cli.run(["export", str(run_dir), str(tmp_path / "out")])
     file = tmp_path / "out" / "_METADATA"
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")

@@ -141,7 +141,7 @@ def test_a_run_directory_of_the_experiment_file_is_the_supervisors_too(tmp_path)
 def test_a_start_that_is_refused_leaves_no_run_directory(tmp_path):
     """`--resume` took the empty folder for the newest run."""
     line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "--restarts", "1"]
-    ended = run([*line, str(ROOT / "experiments" / "digits.py"), "--optim.lrr", "1"], timeout_s=60, cwd=tmp_path)
+    ended = run([*line, str(ROOT / "experiments" / "digits.py"), "--optim.lr", "-1"], timeout_s=60, cwd=tmp_path)
     assert ended.code == 2, ended.out
     assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
 

@@ -1,5 +1,6 @@
 import contextlib
 import importlib.metadata
+import json
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ def test_help_lists_every_command(argv, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxmpi", *argv])
     cli.main()
     out = capsys.readouterr().out
-    assert all(name in out and text in out for name, (text, _) in cli.COMMANDS.items())
+    assert all(name in out and command.about in out for name, command in cli.COMMANDS.items())
 
 
 @pytest.mark.parametrize("line", [*cli.COMMANDS, "data pack", "data check"])
@@ -72,12 +73,54 @@ def test_an_unknown_command_lists_what_exists(monkeypatch, capsys):
     assert re.search(r"unknown command 'trian'; did you mean 'train'\? .*: .*models, .*train", said)
 
 
+MISTAKES = {
+    "train -n 8 digits --efective-batch 3": "unknown field --efective-batch; did you mean 'effective-batch'?",
+    "train -n 8 digits --optim.rate 3": "unknown field --optim.rate; did you mean 'optim.name'? there are: ",
+    "train -n 8 digits --optim.lr fast": "Error parsing --optim.lr",
+    "train -n 8 gone.py": "no experiment file 'gone.py'",
+    "train -n 8 digits --train-for": "Missing argument",
+    "bench --speed": "unrecognized arguments: --speed",
+    "plan --speed": "unrecognized arguments: --speed",
+    "plan --bytes 4e6 --alpha-s 1e-4": "give --alpha-s and --beta-s-per-byte together",
+    "plan --experiment gone.py": "no experiment file 'gone.py'",
+    "forecast digits --optim.rate 3": "unknown field --optim.rate",
+    "forecast digits -n 4 --slots 5": "--slots: got 5; expected 1 to 4 ranks a host",
+    "doctor --speed": "got --speed",
+    "evaluate run --speed 3": "unknown field --speed",
+    "predict run outputs.txt": "outputs.txt: expected a name that ends in .npz",
+    "export run model.jaxexport --platforms abacus": "platforms: got abacus; expected cpu",
+    "models --speed": "unrecognized arguments: --speed",
+    "report": "the following arguments are required: RUN",
+    "data check folder --speed": "unrecognized arguments: --speed",
+    "experiments --speed": "unrecognized arguments: --speed",
+    "run": "the following arguments are required: SCRIPT.py",
+}
+
+
+def test_what_no_command_can_take_is_refused_without_jax():
+    """An answer may take 0.5 s, which importing JAX takes alone."""
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from jaxmpi.tools import cli\n"
+        "sys.modules['jax'] = None\n"
+        "def said(line):\n"
+        "    sys.argv = ['jaxmpi', *line.split()]\n"
+        "    with contextlib.redirect_stdout(text := io.StringIO()), contextlib.redirect_stderr(text):\n"
+        "        try: cli.main()\n"
+        "        except SystemExit as end: return end.code, text.getvalue()\n"
+        "print(json.dumps({line: said(line) for line in json.loads(sys.argv[1])}))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, json.dumps([*MISTAKES])], capture_output=True, text=True)
+    said = json.loads(ended.stdout)
+    assert {line: got for line, got in said.items() if got[0] != 2 or MISTAKES[line] not in got[1]} == {}, ended.stderr
+
+
 @pytest.mark.e2e
-def test_train_prints_its_line_and_hands_on_the_trainers_exit_code(tmp_path):
-    job = run("train", str(tmp_path / "absent.py"))
-    assert job.stdout.splitlines()[0] == f"+ {sys.executable} -m jaxmpi.train {tmp_path / 'absent.py'}"
-    assert job.returncode != 0
-    assert "no experiment file" in job.stderr
+def test_train_prints_its_line_and_hands_on_the_trainers_exit_code():
+    job = run("train", "digits", "--optim.lr", "-1")
+    assert job.stdout.splitlines()[0] == f"+ {sys.executable} -m jaxmpi.train digits --optim.lr -1"
+    assert job.returncode == 2
+    assert "optim.lr: got -1.0; expected" in job.stderr
     assert "Traceback" not in job.stderr
 
 

@@ -11,7 +11,7 @@ from jaxmpi.comm import mpi_info
 from jaxmpi.comm.link_times import met
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
-from jaxmpi.tools import doctor
+from jaxmpi.tools import cli
 from jaxmpi.tools.doctor import ADVICE, Timed, interfaces, of_test, pairs_of, shown, shown_pairs, slow_pairs, spelled
 from launching import CLUSTER, NOT_PERMITTED, mpirun, mpirun_line, run
 
@@ -119,11 +119,11 @@ def test_interfaces(tmp_path):
 
 def test_wrong_options(monkeypatch):
     with pytest.raises(UsageError, match=r"got experiment\.py"):
-        doctor.main(["experiment.py"])
+        cli.run(["doctor", "experiment.py"])
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     with pytest.raises(UsageError, match="under a launcher; the number of ranks is its own"):
-        doctor.main(["-n", "2"])
+        cli.run(["doctor", "-n", "2"])
 
 
 @pytest.mark.e2e
@@ -159,7 +159,7 @@ def test_one_process_needs_no_mpi_to_run():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_are_examined_together(ranks):
     begin = time.monotonic()
-    ended = mpirun(ranks, "-m", "jaxmpi.tools.doctor", timeout_s=60)
+    ended = mpirun(ranks, "-m", "jaxmpi.tools.cli", "doctor", timeout_s=60)
     assert ended.code == 0, ended.out
     assert f"ranks     {ranks} on 1 hosts, launcher Open MPI's mpirun" in ended.out
     assert "threads MPI_THREAD_MULTIPLE" in ended.out
@@ -175,7 +175,7 @@ def test_ranks_are_examined_together(ranks):
 def test_hosts_are_examined_together():
     """Three emulated hosts of 200 Mbit/s, which carry 0.0239 GB/s of payload: no pair can be much faster."""
     cluster = [*CLUSTER, "--hosts", "3", "--rate", "200mbit", "--"]
-    ended = run([*cluster, *mpirun_line(3), sys.executable, "-m", "jaxmpi.tools.doctor"], timeout_s=100)
+    ended = run([*cluster, *mpirun_line(3), sys.executable, "-m", "jaxmpi.tools.cli", "doctor"], timeout_s=100)
     if ended.code == NOT_PERMITTED:
         pytest.skip(ended.out.strip())
     assert ended.code == 0, ended.out

@@ -262,7 +262,7 @@ def test_a_run_over_mpi_leaves_the_params_of_one_over_gloo(wrapped, folder):
 def test_the_doctor_finds_xlas_collectives_over_mpi_or_says_what_they_lack(wrapped):
     cases = (wrapped, "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"), (ON_CPU, "MPITRAMPOLINE_LIB is not set")
     for env, said in cases:
-        ended = mpirun(2, "-m", "jaxmpi.tools.doctor", timeout_s=100, env=env)
+        ended = mpirun(2, "-m", "jaxmpi.tools.cli", "doctor", timeout_s=100, env=env)
         assert ended.code == 0, ended.out[-3000:]
         assert re.search(rf"^MPI .*, XLA's collectives over it {said}", ended.out, re.M), ended.out[-3000:]
 

@@ -33,7 +33,7 @@ from jaxmpi.models.googlenet import googlenet_loss
 from jaxmpi.models.googlenetbn import TINY_BLOCKS, GoogLeNetBN, googlenetbn_tiny
 from jaxmpi.models.resnet import BASIC, TINY_STAGES, WIDTH, ResNet, resnet18_tiny
 from jaxmpi.rules import base, gradients
-from jaxmpi.trainer import exported_program
+from jaxmpi.tools import cli
 from jaxmpi.trainer.build import initial_states
 from jaxmpi.trainer.main import train
 from jaxmpi.trainer.training_plan import job_of
@@ -78,7 +78,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
     image, label = map(np.stack, zip(*(source[i] for i in range(len(source))), strict=True))
     want = trainer.predict({"image": image})
 
-    exported_program.main(["run", "model.safetensors"])  # with the names of the library, and the bits of the run
+    cli.run(["export", "run", "model.safetensors"])  # with the names of the library, and the bits of the run
     tensors, (params, model_state) = load_file("model.safetensors"), trained(experiment.model, project)
     assert {name for name, _ in dotted({"params": params, "model_state": model_state})} == tensors.keys()
     forward, arrays = in_plain_library(library, project, tensors)
@@ -87,7 +87,7 @@ def test_a_trained_model_gives_the_runs_logits_in_its_own_library(library, proje
         jax.jit(lambda arrays, image: forward(arrays, normalised(image)))(arrays, image), want
     )
 
-    exported_program.main(["run", "exported"])
+    cli.run(["export", "run", "exported"])
     logits = runpy.run_path(str(project / f"use_{library}.py"))["logits"]
     x = normalised(jnp.asarray(image))
     np.testing.assert_allclose(logits(x), want, atol=ROUNDING)
@@ -177,7 +177,7 @@ def test_a_trained_network_of_the_zoo_gives_the_runs_logits_in_plain_flax(name, 
         quiet=True,
     )
     train(experiment, name)
-    exported_program.main([str(tmp_path / "run"), str(tmp_path / "model.safetensors")])
+    cli.run(["export", str(tmp_path / "run"), str(tmp_path / "model.safetensors")])
     net = jaxmpi.load(tmp_path / "model.safetensors").into(build(nnx.Rngs(1)))
     graph, state = nnx.split(net)
 

@@ -22,7 +22,8 @@ from jaxmpi.data import open_source
 from jaxmpi.model import nnx_model
 from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.models.norm import BatchNorm
-from jaxmpi.trainer import exported_program, finished_runs
+from jaxmpi.tools import cli
+from jaxmpi.trainer import finished_runs
 from launching import ROOT, mpirun_line, run, train_here
 from line_task import LINE, line, lines
 
@@ -99,8 +100,8 @@ def test_the_command_gives_the_outputs_of_predict_bit_for_bit(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["jaxmpi/train.py", *argv])
     done = train_here(*argv)
     assert done.code == 0, done.out
-    exported_program.main([str(tmp_path / "run"), str(tmp_path / "model.jaxexport"), "--platforms", "cpu"])
-    finished_runs.predict_main([str(tmp_path / "run"), str(tmp_path / "outputs.npz")])
+    cli.run(["export", str(tmp_path / "run"), str(tmp_path / "model.jaxexport"), "--platforms", "cpu"])
+    cli.run(["predict", str(tmp_path / "run"), str(tmp_path / "outputs.npz")])
     want = np.load(tmp_path / "outputs.npz")["outputs"]
     source = open_source(Data("digits", channels=1), "validation")
     images = np.stack([source[i][0] for i in range(32)])  # as many as `jaxmpi predict` takes at once
@@ -213,7 +214,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(line_run, tmp_path)
         (tmp_path / name).unlink()
     assert set(tmp_path.iterdir()) == before
     with pytest.raises(UsageError, match=r"--batch: got .*folder; only a file \.jaxexport has them"):
-        exported_program.main([str(trainer.run_dir), str(tmp_path / "folder"), "--batch", "2"])
+        cli.run(["export", str(trainer.run_dir), str(tmp_path / "folder"), "--batch", "2"])
 
 
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(line_run, tmp_path):

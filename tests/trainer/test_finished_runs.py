@@ -17,6 +17,7 @@ import pytest
 import jaxmpi
 from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import UsageError
+from jaxmpi.tools import cli
 from jaxmpi.trainer import finished_runs, main
 from launching import PATH, ROOT, mpirun_line, run, train_here, wait_until
 from line_task import LINE, line, lines
@@ -98,7 +99,7 @@ def test_a_notebook_trains_with_processes(tmp_path, capfd, no_launcher):
     assert figures["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
     assert not list(Path(experiment.run_dir).glob("from_python*"))  # nothing stays that is unpickled
     with pytest.raises(UsageError, match=r"was started from Python: name a file"):
-        finished_runs.evaluate_main([experiment.run_dir])
+        cli.run(["evaluate", experiment.run_dir])
     with pytest.raises(UsageError, match=r"2 workers refused it: .*holds a run already"):
         trainer.fit()
 
@@ -152,7 +153,7 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
     done = run([*mpirun_line(3), "jaxmpi", "predict", str(run_dir), str(tmp_path / "three.npz")], timeout_s=100)
     assert "outputs float32[360, 10], by the model of step 6" in done.out
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
-        finished_runs.predict_main([str(run_dir), str(tmp_path / "one.npz")])
+        cli.run(["predict", str(run_dir), str(tmp_path / "one.npz")])
     outputs = [np.load(tmp_path / f"{name}.npz")["outputs"] for name in ("one", "three")]
     np.testing.assert_allclose(*outputs, atol=1e-5)
 
@@ -160,14 +161,14 @@ def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
 def test_arrays_of_a_file_are_predicted_without_labels(digits_run, tmp_path, capsys):
     images = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 1), np.uint8)
     np.savez(tmp_path / "in.npz", image=images)
-    finished_runs.predict_main([str(digits_run[0]), str(tmp_path / "out.npz"), "--data", str(tmp_path / "in.npz")])
+    cli.run(["predict", str(digits_run[0]), str(tmp_path / "out.npz"), "--data", str(tmp_path / "in.npz")])
     assert "outputs float32[7, 10]" in capsys.readouterr().out
     experiment = finished_runs.begun_with(digits_run[0], [])
     want = finished_runs.open_finished(experiment, digits_run[0]).predict({"image": images})
     np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["outputs"], want)
     np.savez(tmp_path / "odd.npz", picture=images)
     with pytest.raises(UsageError, match=r"got the fields picture, weight; .* takes image"):
-        finished_runs.predict_main([str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
+        cli.run(["predict", str(digits_run[0]), str(tmp_path / "x.npz"), "--data", str(tmp_path / "odd.npz")])
 
 
 def test_outputs_of_any_name_are_written(tmp_path):
@@ -196,14 +197,14 @@ REFUSED = {
 @pytest.mark.parametrize(("argv", "match"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_evaluated_is_named(argv, match, digits_run):
     with pytest.raises(UsageError, match=match):
-        finished_runs.evaluate_main([word.format(run=digits_run[0]) for word in argv])
+        cli.run(["evaluate", *(word.format(run=digits_run[0]) for word in argv)])
 
 
 def test_a_run_that_python_started_says_so(trained, tmp_path):
     config = Path(shutil.copytree(trained.run_dir, tmp_path / "run")) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "command": ["notebook"]}))
     with pytest.raises(UsageError, match=r"from Python: name a file .*, --experiment FILE\.py, or use jaxmpi\.Trainer"):
-        finished_runs.evaluate_main([str(config.parent)])
+        cli.run(["evaluate", str(config.parent)])
 
 
 MINE = """
@@ -220,14 +221,14 @@ def test_a_run_that_python_started_is_evaluated_by_a_file_that_is_named(tmp_path
     trainer = jaxmpi.Trainer(lines(tmp_path))
     figures = trainer.fit()
     named = [str(trainer.run_dir), "--experiment", str(tmp_path / "mine.py")]
-    finished_runs.evaluate_main(named)
+    cli.run(["evaluate", *named])
     got = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert got == {"step": 7, **{name: pytest.approx(value, rel=1e-6) for name, value in figures.items()}}
     with pytest.raises(
         UsageError,
         match=r"mine\.py is not the run's:\n  compute_dtype: got bfloat16, expected float32 \(the run's\)\n  na",
     ):
-        finished_runs.evaluate_main([*named, "--compute-dtype", "bfloat16"])
+        cli.run(["evaluate", *named, "--compute-dtype", "bfloat16"])
 
 
 NOTEBOOK = """

@@ -16,7 +16,8 @@ import jaxmpi
 from jaxmpi.checkpoint import trained
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
-from jaxmpi.trainer import exported_program, main
+from jaxmpi.tools import cli
+from jaxmpi.trainer import main
 from line_task import LINE, lines
 
 TREE = {
@@ -74,7 +75,7 @@ def test_a_file_holds_the_same_bits(tmp_path):
 
 def test_out_of_a_run_and_into_another(finished, tmp_path):
     file = tmp_path / "model.safetensors"
-    exported_program.main([str(finished), str(file), "--best"])
+    cli.run(["export", str(finished), str(file), "--best"])
     assert jaxmpi.load(file).step == jaxmpi.load(finished, best=True).step
     (tmp_path / "next").mkdir()
     again = lines(tmp_path / "next", LINE, params=str(file), train_for="1st", optim=lines(tmp_path).optim)
@@ -83,7 +84,7 @@ def test_out_of_a_run_and_into_another(finished, tmp_path):
     assert 0 < np.abs(after - before).max() < 0.1  # one step from there, not from zero
     assert np.abs(before).min() > 0.1
     with pytest.raises(UsageError, match="exists; name a new file"):
-        exported_program.main([str(finished), str(file)])
+        cli.run(["export", str(finished), str(file)])
 
 
 CHANGES = {
@@ -100,7 +101,7 @@ CHANGES = {
 @pytest.mark.parametrize(("change", "match"), CHANGES.values(), ids=CHANGES)
 def test_a_file_of_another_model_is_named(change, match, finished, tmp_path):
     file = tmp_path / "model.safetensors"
-    exported_program.main([str(finished), str(file)])
+    cli.run(["export", str(finished), str(file)])
     tensors = {**load_file(file), "model_state.n": np.zeros(1, np.float32)}
     change(tensors)
     save_file(tensors, file)

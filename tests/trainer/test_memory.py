@@ -30,6 +30,7 @@ from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded
+from jaxmpi.tools import cli
 from jaxmpi.trainer import build, memory_forecast, resolve_auto, step_form
 from jaxmpi.trainer.compatibility import UnfitForOverlap
 from jaxmpi.trainer.memory import (
@@ -292,8 +293,8 @@ WITH_OTHERS = dataclasses.replace(HELD, others=(("--exchange.shard-update on", O
 
 def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    memory_forecast.main(
-        [str(tmp_path / "tiny.py"), "-n", "2", "--slots", "1", "--devices", "2", "--data.loader", "threads"]
+    cli.run(
+        ["forecast", str(tmp_path / "tiny.py"), "-n", "2", "--slots", "1", "--devices", "2", "--data.loader", "threads"]
     )
     said = capsys.readouterr().out
     assert "4 workers x" in said
@@ -307,7 +308,7 @@ def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys)
 def test_the_forecast_of_a_step_with_overlap_is_of_the_split_form_and_says_so(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["--exchange.strategy", "asa", "--exchange.shard-update", "on", "--exchange.overlap", "on"]
-    memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", *line])
+    cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", *line])
     said = capsys.readouterr().out
     assert re.search(r"--exchange.shard-update +off +on\n", said)
     assert "overlap on takes the fused form: here are the parts of the split one" in said
@@ -316,14 +317,14 @@ def test_the_forecast_of_a_step_with_overlap_is_of_the_split_form_and_says_so(tm
 def test_a_compressor_has_a_forecast(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "lowrank2/ring16"]
-    memory_forecast.main([str(tmp_path / "tiny.py"), *line])
+    cli.run(["forecast", str(tmp_path / "tiny.py"), *line])
     assert "gradients" in capsys.readouterr().out
 
 
 def test_the_forecast_of_workers_that_xla_joins_has_no_params_of_the_host(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["--comm", "xla", "--exchange.strategy", "shm", "--exchange.shard-update", "on", "--data.loader", "threads"]
-    memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "2", *line])
+    cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "2", *line])
     said = capsys.readouterr().out
     assert re.search(r"--exchange.shard-update +off +on\n", said)
     assert "params of the host" not in said
@@ -335,7 +336,7 @@ def test_the_forecast_of_an_evaluation_has_the_whole_average_and_the_activations
     line = [str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", "--exchange.strategy", "shm"]
     seen = []
     for micro_batch in ("30", "10"):
-        memory_forecast.main([*line, "--optim.ema", "0.9", "--micro-batch", micro_batch])
+        cli.run(["forecast", *line, "--optim.ema", "0.9", "--micro-batch", micro_batch])
         seen.append(capsys.readouterr().out)
     params = re.findall(r"^params +(\S+)", seen[0], re.MULTILINE)[0]
     assert re.search(rf"an evaluation's average +0 +{params}\n", seen[0])
@@ -349,7 +350,7 @@ def test_the_forecast_of_an_evaluation_without_examples_has_no_activations(tmp_p
     batches = DeviceFeed.batches
     monkeypatch.setattr(DeviceFeed, "batches", lambda feed: batches(feed) if feed.train else (x for x in ()))
     line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "shm", "--optim.ema", "0.9"]
-    memory_forecast.main([str(tmp_path / "tiny.py"), *line])
+    cli.run(["forecast", str(tmp_path / "tiny.py"), *line])
     said = capsys.readouterr().out
     assert "an evaluation's average" in said
     assert "an evaluation's activations" not in said
@@ -363,7 +364,7 @@ def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path
     monkeypatch.setattr(memory_forecast, "check_fits", lambda of, *_: must_fit.append(of))
     for least in (resolve_auto.SAVED_BYTES, 4):
         monkeypatch.setattr(resolve_auto, "SAVED_BYTES", least)
-        memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "4", *line])
+        cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "4", *line])
         assert f"exchange.shard_update auto: {'on' if least == 4 else 'off'}, each" in capsys.readouterr().out
     assert [of.is_sharded for of in must_fit] == [False, True]
 
@@ -371,7 +372,7 @@ def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path
 def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsys):
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
     line = ["--exchange.shard-update", "on", "--exchange.buddy", "1", "--on-rank-loss", "shrink"]
-    memory_forecast.main([str(tmp_path / "tiny.py"), "-n", "4", "--data.loader", "threads", *line])
+    cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "4", "--data.loader", "threads", *line])
     said = capsys.readouterr().out
     off, on = map(float, re.findall(r"copies of slices +(\S+) +(\S+)", said)[0])
     assert off == 0

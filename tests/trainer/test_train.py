@@ -294,8 +294,8 @@ def test_an_unknown_model_is_answered_with_the_nearest(line, tmp_path):
 
 def test_a_mistyped_flag_is_refused_before_the_experiment_is_loaded():
     with pytest.raises(UsageError, match=r"unknown field --train-fr; did you mean 'train-for'\? --help lists all$"):
-        experiment_file.refuse_unknown(["gone.py", "--train-fr", "3ep"])
-    experiment_file.refuse_unknown(["gone.py", "--rule.quorum", "2", "--lone_every=5", "--no-quiet", "--devices", "2"])
+        experiment_file.refuse_unknown(["--train-fr", "3ep"])
+    experiment_file.refuse_unknown(["--rule.quorum", "2", "--lone_every=5", "--no-quiet", "--devices", "2"])
 
 
 @pytest.mark.parametrize("case", BAD)
