@@ -81,8 +81,12 @@ def for_mean_image(data: Data, names: set[str]) -> Data:
     return dataclasses.replace(data, mean=(), crop_area=area)
 
 
-def refuse_early(argv: Sequence[str]) -> None:
+def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
     """Refuse mistakes that show before the experiment's file is loaded.
+
+    Args:
+        argv: arguments of the trainer.
+        file_is_here: its ranks, which read the file, are on this host.
 
     Raises:
         UsageError: no such experiment file, or an unknown flag.
@@ -90,7 +94,7 @@ def refuse_early(argv: Sequence[str]) -> None:
     """
     argv = refuse_unknown(argv)
     before, after = file_first(argv)[:1], file_first(argv)[1:]
-    if before and not before[0].startswith("-"):
+    if file_is_here and before and not before[0].startswith("-"):
         check_file(located(before[0]))
     if {"-h", "--help"}.isdisjoint(argv) and not flags.unknown_flags(argv, Experiment()):
         said_by_first(lambda: flags.typed(Experiment(), after, {}, PROG, ""))

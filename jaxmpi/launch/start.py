@@ -18,5 +18,7 @@ def main(argv: list[str]) -> NoReturn:
         print(f"{USAGE}\n\nfields used most:\n{summary()}")
         raise SystemExit(0)
     options = parse(argv)
-    experiment_file.refuse_early(options.train_args)
+    # The launcher's own arguments may name other hosts, which alone have the file.
+    are_ranks_here = options.launcher == "mpirun" and not options.launcher_args
+    experiment_file.refuse_early(options.train_args, file_is_here=are_ranks_here)
     launch(options)

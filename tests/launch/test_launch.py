@@ -64,6 +64,16 @@ def test_options_end_at_the_experiment(text, expected):
     assert parse(shlex.split(text), {}) == expected
 
 
+@pytest.mark.parametrize("elsewhere", [["--launcher", "srun"], ["--launcher-args", "--hostfile hosts"]])
+def test_a_file_that_only_other_hosts_may_have_is_left_to_them(elsewhere, monkeypatch):
+    launched = []
+    monkeypatch.setattr(start, "launch", launched.append)
+    start.main(["-n", "2", *elsewhere, "gone.py"])
+    assert launched[0].train_args == ("gone.py",)
+    with pytest.raises(UsageError, match="no experiment file"):
+        start.main(["-n", "2", "gone.py"])
+
+
 @pytest.mark.parametrize(("nodes", "launcher"), [("1", "mpirun"), ("2", "srun"), ("128", "srun")])
 def test_inside_a_slurm_job_of_several_hosts_srun_is_the_default(nodes, launcher):
     assert parse(["-n", "2", "a.py"], {"SLURM_JOB_NUM_NODES": nodes}).launcher == launcher
