@@ -110,7 +110,11 @@ class Turns(StepTimer):
     def window(self) -> Window:
         """The parent's window if it is on; else an empty one."""
         begin = time.thread_time()
-        seen = super().window() if self.is_on else Window(0, np.zeros(len(LOCAL)), np.zeros(0), 0, [])
+        seen = (
+            super().window()
+            if self.is_on
+            else Window(steps=0, parts=np.zeros(len(LOCAL)), exposed=np.zeros(0), source=0, spans=[])
+        )
         self.calls_s += time.thread_time() - begin
         return seen
 

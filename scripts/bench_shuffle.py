@@ -151,7 +151,9 @@ def index(options: argparse.Namespace) -> None:
             with (place / shard_name(number)).open("wb") as file:
                 file.truncate(size_bytes)  # a hole: takes no room
         digest = hashlib.sha256(rows.tobytes()).hexdigest()
-        write_manifest(place, Manifest(len(rows), 1000, (), shards, digest, {}))
+        write_manifest(
+            place, Manifest(records=len(rows), classes=1000, names=(), shard_bytes=shards, index_sha256=digest, made={})
+        )
         seconds, megabytes = harness.on_ranks(open_packed, folder)
     print(f"{len(rows):,} records in {len(shards)} shards open in {seconds:.2f} s with {megabytes:.0f} MB")
 

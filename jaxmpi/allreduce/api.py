@@ -102,7 +102,7 @@ def exchange(
     with one_thread(comm) as is_part:
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
-        choice = Choice(parse(strategy).name, op, comm, bucket_bytes, order)
+        choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
         if comm.size > 1 and any(isinstance(leaf, Tracer) for leaf in leaves):
             exchanged = differentiable(choice, leaves, lambda held: choice.held(held, tree, is_part))
             return jax.tree.unflatten(structure, exchanged)

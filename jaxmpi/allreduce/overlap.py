@@ -140,7 +140,7 @@ def chosen_for(
     if is_auto(strategy):
         sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
         strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, fitting_on_host(workers.hosts))
-    return Choice(parse(strategy).name, op, workers, bucket_bytes, order or Order())
+    return Choice(strategy=parse(strategy).name, op=op, comm=workers, bucket_bytes=bucket_bytes, order=order or Order())
 
 
 def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:

@@ -385,6 +385,13 @@ def shards_of(
         raise UsageError(NO_HALVES.format(strategy=strategy, able=able))
     check(spec.fits(comm.hosts), NO_FIT.format(strategy=strategy, able=able))
     check(gather_wire in halves.gathers, NO_WIRE.format(wire=gather_wire, strategy=strategy, able=able))
-    choice = Choice(parse(strategy).name, op, comm, bucket_bytes, beside)
-    made = Shards(choice, clip_norm, gives_square, deal if comm.size > 1 else None, gather_wire, early=early)
+    choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=beside)
+    made = Shards(
+        choice=choice,
+        clip_norm=clip_norm,
+        gives_square=gives_square,
+        deal=deal if comm.size > 1 else None,
+        gather_wire=gather_wire,
+        early=early,
+    )
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made

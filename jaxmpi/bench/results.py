@@ -217,7 +217,11 @@ def lines_panel(cases: Sequence[Json]) -> plots.Lines:
     bound = [(case["bytes"], case["bound_s"]) for case in cases if case["bound_s"]]
     where = describe(cases[0])[-1]
     return plots.Lines(
-        f"One exchange of a vector, {where}", plots.Quantity("vector of a rank", "B"), TIME, series, bound
+        title=f"One exchange of a vector, {where}",
+        x=plots.Quantity("vector of a rank", "B"),
+        y=TIME,
+        series=series,
+        bound=bound,
     )
 
 

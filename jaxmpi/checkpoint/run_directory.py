@@ -249,7 +249,13 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
     refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.resolved(experiment)))
     size = extra.get("group_size", 0)
     check(type(size) is int and size >= 0, f"{folder}: the newest checkpoint: got group_size {size!r}: damaged")
-    return StoredSettings(manifest["workers"], extra["scaled_for"], run["effective batch"], exchange, size)
+    return StoredSettings(
+        workers=manifest["workers"],
+        scaled_for=extra["scaled_for"],
+        effective_batch=run["effective batch"],
+        exchange=exchange,
+        group_size=size,
+    )
 
 
 def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:

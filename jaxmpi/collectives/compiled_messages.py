@@ -140,7 +140,14 @@ def _open(call: MpiCall, what: str, sent: Any, received: Any) -> int:
     is_waited_for = sent is not None and (received is None or messages.HEADER.size + sent.nbytes > EAGER_BYTES)
     sources = set() if received is None else set(comm.processes.roll.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
-    _opened[number] = Opened(comm, what, call.dest, received_bytes, received_type, tuple(sorted(partners)))
+    _opened[number] = Opened(
+        comm=comm,
+        what=what,
+        dest=call.dest,
+        received_bytes=received_bytes,
+        received=received_type,
+        partners=tuple(sorted(partners)),
+    )
     comm.processes.roll.notes = notes_of(comm).found
     SOURCE.library().jaxmpi_open_message(ctypes.byref(made))
     return number

@@ -68,7 +68,7 @@ def gather_workers(devices: int, comm: str = "mpi") -> Workers:
         return Workers(world(), control, (control.rank,), None)
     mine = tuple(range(control.rank * devices, (control.rank + 1) * devices))
     if comm == "mpi" and control.size > 1:
-        return Workers(world(), control, mine, local_mesh(AXIS, devices), devices)
+        return Workers(comm=world(), processes=control, mine=mine, mesh=local_mesh(AXIS, devices), devices=devices)
     mesh, over_axis = global_mesh(AXIS, devices)
     return Workers(over_axis, control, mine, mesh)
 

@@ -240,11 +240,11 @@ def layout_of(tx: Any, given: Deal) -> StateLayout:
             )
         owners.append(SHARED if len(having) == given.workers else having[0])
     return StateLayout(
-        tuple(name for name, _ in named_leaves(whole)),
-        tuple(jax.tree.leaves(whole)),
-        jax.tree.structure(whole),
-        tuple(owners),
-        tuple(map(jax.tree.structure, parts)),
+        names=tuple(name for name, _ in named_leaves(whole)),
+        leaves=tuple(jax.tree.leaves(whole)),
+        structure=jax.tree.structure(whole),
+        owners=tuple(owners),
+        structures=tuple(map(jax.tree.structure, parts)),
     )
 
 

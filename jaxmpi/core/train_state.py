@@ -25,7 +25,13 @@ def worker_key(seed: int, worker: int) -> np.ndarray:
 
 def create(params: PyTree, model_state: PyTree, rule_state: PyTree, *, seed: int, worker: int) -> TrainState:
     """State 0 of a worker."""
-    return TrainState(np.zeros((), np.int32), params, model_state, rule_state, worker_key(seed, worker))
+    return TrainState(
+        step=np.zeros((), np.int32),
+        params=params,
+        model_state=model_state,
+        rule_state=rule_state,
+        key=worker_key(seed, worker),
+    )
 
 
 Batch = dict[str, Any]  # image [batch, ...], label i32[batch, ...], weight f32[batch]

@@ -137,7 +137,10 @@ class LoaderPool:
             number = (first + step) % self.size
             tickets.append(self._ticket(job, number))
             part = indices[first :: self.size]
-            self._send(number, Make(job, tickets[-1], slot, epoch, first, self.size, part))
+            self._send(
+                number,
+                Make(job=job, ticket=tickets[-1], slot=slot, epoch=epoch, first=first, stride=self.size, indices=part),
+            )
         return tickets
 
     def _ticket(self, job: int, number: int) -> int:

@@ -176,7 +176,7 @@ def pack(
             _forget(folder, len(done))
         if progress and done:
             progress(done[-1].next)
-        _Packer(source, folder, options, threads, done, progress).run()
+        _Packer(source=source, folder=folder, options=options, threads=threads, done=done, progress=progress).run()
         return _finish(source, folder, job, done)
 
 
@@ -369,7 +369,7 @@ class _Packer(NamedTuple):
                 with self.writing():
                     sync_file(file)
             size, raw = sum(length for _, length, _, _ in rows), np.array(rows, ROW).tobytes()
-            shard = Shard(after, len(rows), size, skipped, zlib.crc32(raw))
+            shard = Shard(next=after, records=len(rows), size_bytes=size, skipped=skipped, rows_crc32=zlib.crc32(raw))
             with self.writing():
                 _put(_rows(self.folder, number), raw)
                 aside.replace(self.folder / shard_name(number))

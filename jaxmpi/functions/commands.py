@@ -257,7 +257,10 @@ def reduced(group: WorkerGroup, header: dict[str, Any]) -> Leaves:
             slot.values[header["number"]] = totals[slot.rank]
         return totals[group.mine.rank]
     place = "into" if header["keep"] else "result"
-    leaves = [Leaf(header["op"], place, header["number"], i, header["name"]) for i in range(len(mine[group.mine.rank]))]
+    leaves = [
+        Leaf(op=header["op"], place=place, target=header["number"], index=i, name=header["name"])
+        for i in range(len(mine[group.mine.rank]))
+    ]
     results = reduce_leaves(group, leaves, mine, [1] * group.size, header["strategy"])
     if header["keep"]:
         for slot in group.slots:

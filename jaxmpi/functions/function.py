@@ -260,7 +260,16 @@ class Function:
         ]
         first = len(self.trees.trees)
         updates = [
-            (Leaf(update.op, "update", update.into.number, 0, f"update {update.into.number}"), str(first + i))
+            (
+                Leaf(
+                    op=update.op,
+                    place="update",
+                    target=update.into.number,
+                    index=0,
+                    name=f"update {update.into.number}",
+                ),
+                str(first + i),
+            )
             for i, update in enumerate(self.updates)
         ]
         return [*outputs, *updates]
@@ -378,9 +387,9 @@ def check_targets(name: str, targets: Sequence[Variable]) -> None:
 def leaf_of(place: int, wanted: Output, label: str) -> Leaf:
     """Destination of an output's first leaf."""
     if wanted.into is not None:
-        return Leaf(wanted.op, "into", wanted.into.number, 0, f"into {wanted.into.number}")
+        return Leaf(op=wanted.op, place="into", target=wanted.into.number, index=0, name=f"into {wanted.into.number}")
     kind = "local" if wanted.stays else "result"
-    return Leaf(wanted.op, kind, place, 0, f"{kind} {label}")
+    return Leaf(op=wanted.op, place=kind, target=place, index=0, name=f"{kind} {label}")
 
 
 def said(leaf: Leaf, aval: Any) -> tuple[str, str]:

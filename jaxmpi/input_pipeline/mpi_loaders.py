@@ -62,7 +62,9 @@ def file_words(make: Make, name: str) -> bytes:
 def make_of(job: int, words: bytes) -> Make:
     """The inverse of `file_words`."""
     ticket, slot, epoch, first, stride, indices = json.loads(words.rpartition(b"\0")[2])
-    return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
+    return Make(
+        job=job, ticket=ticket, slot=slot, epoch=epoch, first=first, stride=stride, indices=np.array(indices, np.int64)
+    )
 
 
 def answer_of(words: bytes) -> LoaderAnswer:

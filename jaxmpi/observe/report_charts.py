@@ -114,7 +114,9 @@ TOPS = {"top1": "top-1", "top5": "top-5"}
 
 def one(section: str, title: str, quantity: Quantity, field: str, factor: float = 1.0, note: str = "") -> Chart:
     """A chart of one field of progress lines."""
-    return Chart(section, title, quantity, (Series("train", field, "", factor),), note)
+    return Chart(
+        section=section, title=title, quantity=quantity, series=(Series("train", field, "", factor),), note=note
+    )
 
 
 def of_field(section: str, table: str, field: str) -> Chart:
@@ -357,7 +359,11 @@ def areas(record: Record) -> list[Panel]:
     }
     title = f"{record.name}: where a step's time goes"
     title += "; before it is known, an exchange is in compute" * ("unknown" in record.exchange_time)
-    return [Areas(title, AXES["step"], Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []
+    return (
+        [Areas(title=title, x=AXES["step"], y=Quantity("time a step", "s"), at=steps, parts=parts)]
+        if len(steps) > 1
+        else []
+    )
 
 
 def steps_of(record: Record) -> np.ndarray:
@@ -383,7 +389,17 @@ def rank_map(record: Record) -> list[Panel]:
     title += f"; the slowest of every {record.own_ranks}" * (record.own_ranks > 1)
     ends = steps_of(record)[[0, -1]].tolist()
     value = Quantity("times the median")
-    return [Map(title, AXES["step"], Quantity("rank"), value, ends, relative.T.tolist(), record.own_ranks)]
+    return [
+        Map(
+            title=title,
+            x=AXES["step"],
+            y=Quantity("rank"),
+            value=value,
+            at=ends,
+            rows=relative.T.tolist(),
+            each=record.own_ranks,
+        )
+    ]
 
 
 def slowest_buckets(record: Record) -> list[list[Any]]:

@@ -207,7 +207,14 @@ def taken_apart(
         behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s) if rows else [], waits)
         parts[LOCAL.index("hidden")] = length(behind)
     exposed = folded(spent[:, LOCAL.index("exposed")])
-    return Window(len(rows), parts, exposed, source, noted, tuple(durations[-NEIGHBOURS:]))
+    return Window(
+        steps=len(rows),
+        parts=parts,
+        exposed=exposed,
+        source=source,
+        spans=noted,
+        durations_s=tuple(durations[-NEIGHBOURS:]),
+    )
 
 
 def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:

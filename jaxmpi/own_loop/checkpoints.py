@@ -331,4 +331,10 @@ class Cuts:
         is_share = iter(self.is_share)
         rest = jax.tree.map(lambda x: () if _is_sharded(x) and next(is_share) else x, packed(own), is_leaf=_is_sharded)
         common, mine, shares = jax.tree.map(np.asarray, (packed(shared), rest, shares))
-        return TrainState(np.array(step, np.int64), common, {"arrays": mine}, shares, np.zeros(0, np.uint32))
+        return TrainState(
+            step=np.array(step, np.int64),
+            params=common,
+            model_state={"arrays": mine},
+            rule_state=shares,
+            key=np.zeros(0, np.uint32),
+        )

@@ -60,7 +60,7 @@ class ShrinkCoordinator:
         jax.block_until_ready(state)
         slices = self.copies.renewed(state.rule_state) if self.copies else None
         self.vote()
-        self.held = CommittedState(step, state, sums.copy(), is_settled, slices)
+        self.held = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled, slices=slices)
 
     def settle(self, sums: np.ndarray) -> None:
         """All that was due after the step is done here."""

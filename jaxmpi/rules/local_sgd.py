@@ -49,7 +49,9 @@ def every(
 
     def init(params: PyTree) -> PyTree:
         agreed, far = jax.tree.map(jnp.array, params), np.zeros((), np.float32)
-        return LocalState(np.zeros((), np.int32), agreed, outer.init(params), tx.init(params), far)
+        return LocalState(
+            steps=np.zeros((), np.int32), agreed=agreed, outer=outer.init(params), inner=tx.init(params), distance=far
+        )
 
     def meet(params: PyTree, agreed: PyTree, state: PyTree, _: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         mine = gone(agreed, params)
@@ -63,7 +65,7 @@ def every(
         steps = state.steps + 1
         is_due, held = steps % period == 0, (state.agreed, state.outer, state.distance)
         params, agreed, outer, distance = either(is_due, meet, params, *held)
-        return params, LocalState(steps, agreed, outer, inner, distance)
+        return params, LocalState(steps=steps, agreed=agreed, outer=outer, inner=inner, distance=distance)
 
     def mean(params: PyTree, state: LocalState) -> PyTree:
         return gone(state.agreed, exchange.mean(gone(state.agreed, params)))

@@ -223,7 +223,16 @@ class GlobalProgress:
         # The first reason holds, so that all leave with the same exit code.
         self.stop = self.stop or float(self.counters.examples >= self.target) or 2.0 * self.leaving
         evaluated = sum(report.evaluated >= self.evaluate for report in reports)
-        status = GlobalStatus(self.stop, self.save, self.closing, saved, len(reports), done, self.evaluate, evaluated)
+        status = GlobalStatus(
+            stop=self.stop,
+            save=self.save,
+            closing=self.closing,
+            saved=saved,
+            alive=len(reports),
+            done=done,
+            evaluate=self.evaluate,
+            evaluated=evaluated,
+        )
         staleness = tuple(float(self.staleness[late]) for late in range(LONGEST + 1))
         return ServerAnswer(status, self.counters, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
 

@@ -245,7 +245,7 @@ def parse(text: str, workers: int, last_step: int = 0) -> Fault:
     check(rank < workers, f"--inject {text}: rank: got {rank}; expected all, or 0 to {workers - 1}")
     lookup(dict.fromkeys(PLACES), values.get("at", "step"), "place of a fault (at)")
     check_values(text, values, workers)
-    return Fault(text, kind, values, rank, step, times)
+    return Fault(text=text, kind=kind, values=values, rank=rank, step=step, times=times)
 
 
 MOST = {"code": 255, "bit": 63, "hard": 1, "thread": 1}

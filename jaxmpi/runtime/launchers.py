@@ -55,7 +55,9 @@ def launched() -> Launch | None:
             local_rank, local_size = (os.environ.get(name) for name in LAUNCHERS["srun"][2:])
         # srun writes "4(x2)" or "4,3": the tasks of the first host stand for all.
         local = (local_size or size).split("(")[0].split(",")[0]
-        return Launch(launcher, int(rank), int(size), int(local_rank or rank), int(local))
+        return Launch(
+            launcher=launcher, rank=int(rank), size=int(size), local_rank=int(local_rank or rank), local_size=int(local)
+        )
     return None
 
 

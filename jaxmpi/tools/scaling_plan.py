@@ -84,7 +84,16 @@ def ask(options: argparse.Namespace) -> Question | None:
     source += "" if probe.net.hosts > 1 else ", on one host: nothing is known of others"
     net = without_gaps(probe.net) if options.alpha_s is None else probe.net
     slots = tuple(options.slots or sorted({1, probe.net.slots}))
-    return Question(net, probe, source, sizes, options.step_s, slots, wires, options.overlap)
+    return Question(
+        net=net,
+        probe=probe,
+        source=source,
+        sizes=sizes,
+        step_s=options.step_s,
+        slots=slots,
+        wires=wires,
+        first=options.overlap,
+    )
 
 
 def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
@@ -152,7 +161,15 @@ def forecast(question: Question, net: Net) -> ScalingForecast:
     hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
     exposed = max(0.0, seconds[best] - hidden)
     step = question.step_s + exposed
-    return ScalingForecast(net, best, seconds[best], exposed, step, question.step_s / step if step else 1.0, seconds)
+    return ScalingForecast(
+        net=net,
+        strategy=best,
+        exchange_s=seconds[best],
+        exposed_s=exposed,
+        step_s=step,
+        efficiency=question.step_s / step if step else 1.0,
+        others=seconds,
+    )
 
 
 def table(question: Question, forecasts: Sequence[ScalingForecast]) -> list[str]:

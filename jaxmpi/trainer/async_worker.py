@@ -71,7 +71,14 @@ class Worker:
         """Count steps, with sums [loss, examples, |g|^2] and the feed's running totals."""
         loss, examples, square = map(float, sums[:3])
         before, self._waited = self._waited, (skipped, wait_s)
-        new = Counters(steps, examples, loss, skipped - before[0], wait_s - before[1], square=square)
+        new = Counters(
+            steps=steps,
+            examples=examples,
+            loss=loss,
+            skipped=skipped - before[0],
+            wait_s=wait_s - before[1],
+            square=square,
+        )
         self.new = self.new.plus(new)
 
     def spend(self, window: Window) -> None:

@@ -329,7 +329,9 @@ def exchange_of_devices(
     """
     if workers.devices == 1 or workers.mesh is None:
         return None
-    return over_local_devices(Choice(strategy, op, workers.comm, bucket_bytes, order), workers.mesh)
+    return over_local_devices(
+        Choice(strategy=strategy, op=op, comm=workers.comm, bucket_bytes=bucket_bytes, order=order), workers.mesh
+    )
 
 
 def own_state(tree: PyTree) -> PyTree:

@@ -107,7 +107,9 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
     each = [forecast_of(of, batch, evaluating) for of in ([off] if why else [off, on])]
     sharded = each[1] if len(each) > 1 else None
     is_sharded = resolved.experiment.exchange.shard_update == "on"
-    return Forecast(plan.feed.samplers[0].local_batch, each[0], sharded, notes, is_sharded)
+    return Forecast(
+        local_batch=plan.feed.samplers[0].local_batch, off=each[0], on=sharded, notes=notes, is_sharded=is_sharded
+    )
 
 
 def forecast_of(job: Job, batch: PyTree, eval_activations: int | None) -> WorkerMemory:

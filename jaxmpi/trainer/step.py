@@ -221,7 +221,9 @@ def train_step(
         metrics = metrics._replace(mean_square=mean_square)
     else:
         params, rule_state = rule.update(grads, state.rule_state, state.params)
-    after = TrainState(state.step + 1, params, model_state, rule_state, state.key)
+    after = TrainState(
+        step=state.step + 1, params=params, model_state=model_state, rule_state=rule_state, key=state.key
+    )
     if guard is None:
         return after, metrics
     after, applied = guard(state, after)

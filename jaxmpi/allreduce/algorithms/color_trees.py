@@ -178,7 +178,9 @@ def plant(workers: int, colours: int) -> Forest:
     for i, used in enumerate(rounds):
         for c, child, _ in used:
             colour[i, child] = c
-    return Forest(parent, children, depth, int(depth.max()), home, rounds, colour)
+    return Forest(
+        parent=parent, children=children, depth=depth, height=int(depth.max()), home=home, rounds=rounds, colour=colour
+    )
 
 
 def schedule(edges: Sequence[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:

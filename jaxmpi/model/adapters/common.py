@@ -75,7 +75,7 @@ def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[in
         check_image(name, image.shape, tuple(input_shape))
         return apply(params, model_state, image, key, train)
 
-    return Model(name, checked_init, checked_apply, tuple(input_shape), classes)
+    return Model(name=name, init=checked_init, apply=checked_apply, input_shape=tuple(input_shape), classes=classes)
 
 
 def check_maker(name: str, make: Any, not_of: type | tuple, way_out: str) -> None:
