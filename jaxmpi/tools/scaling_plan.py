@@ -1,4 +1,4 @@
-"""`jaxmpi plan`: forecast of speed with more workers, as table and plot.
+"""`jaxmpi plan`: estimates of speed with more workers, as table and plot.
 
 The cost model of `auto` predicts the exchange from link prices, probed or given. A single worker's step time is known,
 so efficiency follows for every layout of hosts and slots.
@@ -25,7 +25,7 @@ BUCKET_BYTES = 4 << 20
 
 
 class Question(NamedTuple):
-    """Inputs of a forecast."""
+    """Inputs of an estimate."""
 
     net: Net  # its links and prices count, not its size
     probe: Probe  # whose measured strategies count
@@ -37,8 +37,8 @@ class Question(NamedTuple):
     first: float | None  # share of the step after which the exchange can overlap it; None: no overlap
 
 
-class ScalingForecast(NamedTuple):
-    """Forecast for one number of workers."""
+class ScalingEstimate(NamedTuple):
+    """Estimate for one number of workers."""
 
     net: Net
     strategy: str
@@ -54,10 +54,10 @@ def main(options: argparse.Namespace) -> None:
     question = ask(options)
     if question is None:  # a rank other than 0
         return
-    forecasts = [forecast(question, net) for net in layouts(question)]
-    print("\n".join(table(question, forecasts)), flush=True)
+    estimates = [estimate(question, net) for net in layouts(question)]
+    print("\n".join(table(question, estimates)), flush=True)
     if options.plot:
-        plots.save(panels(question, forecasts), options.plot)
+        plots.save(panels(question, estimates), options.plot)
         print(f"plot: {options.plot}")
 
 
@@ -152,7 +152,7 @@ def layouts(question: Question) -> list[Net]:
     return [question.net._replace(hosts=hosts, slots=slots, even=True) for hosts, slots in made]
 
 
-def forecast(question: Question, net: Net) -> ScalingForecast:
+def estimate(question: Question, net: Net) -> ScalingEstimate:
     """The best strategy for one layout, and the resulting step."""
     names = cost_model.candidates(net, question.wires)
     fits = question.probe.fits_of_all(names)
@@ -161,7 +161,7 @@ def forecast(question: Question, net: Net) -> ScalingForecast:
     hidden = 0.0 if question.first is None else (1 - question.first) * question.step_s
     exposed = max(0.0, seconds[best] - hidden)
     step = question.step_s + exposed
-    return ScalingForecast(
+    return ScalingEstimate(
         net=net,
         strategy=best,
         exchange_s=seconds[best],
@@ -172,7 +172,7 @@ def forecast(question: Question, net: Net) -> ScalingForecast:
     )
 
 
-def table(question: Question, forecasts: Sequence[ScalingForecast]) -> list[str]:
+def table(question: Question, estimates: Sequence[ScalingEstimate]) -> list[str]:
     """Lines for the terminal."""
     floats = sum(question.sizes)
     lines = [
@@ -184,7 +184,7 @@ def table(question: Question, forecasts: Sequence[ScalingForecast]) -> list[str]
     return lines + [
         f"{a.net.workers:7}  {f'{a.net.hosts} x {a.net.slots}':13}  {a.strategy:15} {a.exchange_s:11.4g} "
         f"{a.exposed_s:10.4g} {a.step_s:10.4g} {100 * a.efficiency:9.1f} %"
-        for a in forecasts
+        for a in estimates
     ]
 
 
@@ -197,10 +197,10 @@ def describe(net: Net) -> str:
     )
 
 
-def panels(question: Question, forecasts: Sequence[ScalingForecast]) -> list[plots.Panel]:
+def panels(question: Question, estimates: Sequence[ScalingEstimate]) -> list[plots.Panel]:
     """Seconds by strategy for the last number of slots, efficiency for all."""
     slots = question.slots[-1]
-    last = with_slots(forecasts, slots)
+    last = with_slots(estimates, slots)
     names = dict.fromkeys(name for a in last for name in a.others)
     lines = {n: [(float(a.net.workers), a.others[n]) for a in last if a.others.get(n, 0) > 0] for n in names}
     workers = plots.Quantity("workers", base=2)
@@ -217,7 +217,7 @@ def panels(question: Question, forecasts: Sequence[ScalingForecast]) -> list[plo
             plots.Quantity("efficiency", "%", base=None),
             {
                 f"{n} rank{'s' * (n > 1)} a host": [
-                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(forecasts, n)
+                    (float(a.net.workers), 100 * a.efficiency) for a in with_slots(estimates, n)
                 ]
                 for n in question.slots
             },
@@ -226,6 +226,6 @@ def panels(question: Question, forecasts: Sequence[ScalingForecast]) -> list[plo
     ]
 
 
-def with_slots(forecasts: Sequence[ScalingForecast], slots: int) -> list[ScalingForecast]:
-    """Forecasts for hosts of `slots` ranks, or fewer on one host."""
-    return [a for a in forecasts if a.net.slots == min(slots, a.net.workers)]
+def with_slots(estimates: Sequence[ScalingEstimate], slots: int) -> list[ScalingEstimate]:
+    """Estimates for hosts of `slots` ranks, or fewer on one host."""
+    return [a for a in estimates if a.net.slots == min(slots, a.net.workers)]
