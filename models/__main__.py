@@ -118,7 +118,12 @@ def tree(name: str) -> dict[str, list[int]]:
     return {path: list(leaf.shape) for path, leaf in named_leaves(shapes(model)[0])}
 
 
-def main(asked: argparse.Namespace) -> None:
+def main() -> None:
+    """`python -m jaxmpi.models`."""
+    run(options.models(sys.argv[1:]))
+
+
+def run(asked: argparse.Namespace) -> None:
     """Print the table, or trees."""
     if not asked.tree:
         return show_table()
@@ -140,4 +145,4 @@ def show_table() -> None:
 
 
 if __name__ == "__main__":
-    main(options.models(sys.argv[1:]))
+    main()

@@ -161,29 +161,10 @@ def sharded(
         check(params is not None, "sharded: got no params; expected update(grads, state, params)")
         check_floats(updates)
         check(isinstance(state, ShardedState), f"sharded: got a state of {type(state).__name__}; expected that of init")
-        held, of = state.own, shards(updates, state.cut.name)
-        of_tx = held.of_tx if isinstance(held, MasteredState) else held
-        way_out = "restore it by jaxmpi.Checkpoints with this transformation's init"
+        of = shards(updates, state.cut.name)
+        refuse_other_cut(state, of, updates, strategy)
         check(
-            state.chunks == of.chunks,
-            f"sharded: got a state whose slices have the order {state.chunks}; expected {of.chunks}, that of "
-            f"{strategy} on these workers: {way_out}",
-        )
-        ranks = numbers_of(of.comm)
-        check(
-            state.ranks == ranks,
-            f"sharded: got a state of ranks {state.ranks}; expected one of ranks {ranks}, those of `comm`: {way_out}",
-        )
-        owners = (cut.deal.owners if isinstance(cut, Leaves) else () for cut in (state.cut, of.cut))
-        dealt = zip((name for name, _ in named_leaves(updates)), *owners, strict=False)
-        name, got, expected = next((row for row in dealt if row[1] != row[2]), ("", 0, 0))
-        check(
-            not name,
-            f"sharded: got a state with tensor {name} in share {got}; expected it in share {expected}, as by this "
-            f"`cost`: {way_out}",
-        )
-        check(
-            isinstance(held, MasteredState) == (gather_wire != "32"),
+            isinstance(state.own, MasteredState) == (gather_wire != "32"),
             f"sharded: got a state with{'out' * (gather_wire != '32')} 32-bit params of its own; expected that of "
             f"gather_wire {gather_wire}: begin with this transformation's init",
         )
@@ -191,16 +172,44 @@ def sharded(
         own, step, lacking = of.cut.own, functools.partial(of.cut.step, tx, tx.update), of.cut.lacking
         if isinstance(of.cut, Leaves) and not is_traced(jax.tree.leaves((updates, params, state))):
             own, step, lacking = kept_programs(of.cut, tx)
+        held = state.own
         if not isinstance(held, MasteredState):
-            made, of_tx = step(of.chunk(), mean, of_tx, own(params, of.chunk()))
+            made, of_tx = step(of.chunk(), mean, held, own(params, of.chunk()))
             return of.gather(made, updates), replace(state, own=of_tx)
-        made, of_tx = step(of.chunk(), mean, of_tx, held.masters)
+        made, of_tx = step(of.chunk(), mean, held.of_tx, held.masters)
         masters = jax.tree.map(jnp.add, held.masters, made)
         changes = lacking(params, masters, of.chunk())
         wire = gather_wire if of.size > 1 else "32"
         return of.gather(changes, updates, wire), replace(state, own=MasteredState(of_tx, masters))
 
     return optax.GradientTransformation(init, update)
+
+
+def refuse_other_cut(state: ShardedState, of: Shards, updates: PyTree, strategy: str) -> None:
+    """Refuse a state that other workers have cut, or these have cut otherwise.
+
+    Raises:
+        UsageError: got, expected, and how to go on.
+    """
+    way_out = "restore it by jaxmpi.Checkpoints with this transformation's init"
+    check(
+        state.chunks == of.chunks,
+        f"sharded: got a state whose slices have the order {state.chunks}; expected {of.chunks}, that of "
+        f"{strategy} on these workers: {way_out}",
+    )
+    ranks = numbers_of(of.comm)
+    check(
+        state.ranks == ranks,
+        f"sharded: got a state of ranks {state.ranks}; expected one of ranks {ranks}, those of `comm`: {way_out}",
+    )
+    owners = (cut.deal.owners if isinstance(cut, Leaves) else () for cut in (state.cut, of.cut))
+    dealt = zip((name for name, _ in named_leaves(updates)), *owners, strict=False)
+    name, got, expected = next((row for row in dealt if row[1] != row[2]), ("", 0, 0))
+    check(
+        not name,
+        f"sharded: got a state with tensor {name} in share {got}; expected it in share {expected}, as by this "
+        f"`cost`: {way_out}",
+    )
 
 
 @functools.lru_cache(16)  # a program for each rate that is tried

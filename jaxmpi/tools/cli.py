@@ -63,7 +63,7 @@ COMMANDS = {
         "trainer.finished_runs:predict",
         "trainer.options:predict",
     ),
-    "models": CommandSpec("table of the models that come with jaxmpi", "models.__main__:main", "tools.options:models"),
+    "models": CommandSpec("table of the models that come with jaxmpi", "models.__main__:run", "tools.options:models"),
     "experiments": CommandSpec(
         "the experiments that come with jaxmpi, by name; a copy of one",
         "tools.experiments:main",

@@ -270,22 +270,9 @@ def run_in(
         }
         write_whole(folder / "config.json", (json.dumps(facts, indent=2) + "\n").encode())
         recorder.write("run", **facts)
-    place = f"resumed at step {start}" if start and there is None else "no checkpoint in it: from the start"
-    recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
-    how = f"strategy {functions.strategy}"
-    if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
-        how = f"wire {functions.strategy.partition(':')[2]}"
-    recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
-    if isinstance(saved, Saved) and there is not None:
-        say_continued(job, recorder, saved)
-    if saved and start:
-        say_changes(job, recorder, saved.extra, start)
-    if functions.why:
-        recorder.say(functions.why)
+    say_start(job, functions, recorder, folder, saved)
     if held:
         recorder.say(memory.words(held, workers.size))
-    if start >= plan.clock.total_steps:
-        recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     run = assembled(
         job,
@@ -308,6 +295,26 @@ def run_in(
 
 
 # ---------------------------------------------------------------- state in and out
+
+
+def say_start(job: Job, functions: Functions, recorder: Recorder, folder: Path, saved: Saved | Start | None) -> None:
+    """Say where and what the run is, and with what it begins."""
+    experiment, plan = job.experiment, job.plan
+    start, is_continued = saved.step if saved else 0, isinstance(saved, Saved) and saved.step_there is not None
+    place = f"resumed at step {start}" if start and not is_continued else "no checkpoint in it: from the start"
+    recorder.say(f"run directory {folder}" + f", {place}" * experiment.resume)
+    how = f"strategy {functions.strategy}"
+    if functions.rule.asynchronous:  # no strategy is run: of the one that was asked for the wire alone counts
+        how = f"wire {functions.strategy.partition(':')[2]}"
+    recorder.say(f"{plan.headline}; rule {experiment.rule.name}, {how}\n{functions.form}")
+    if isinstance(saved, Saved) and is_continued:
+        say_continued(job, recorder, saved)
+    if saved and start:
+        say_changes(job, recorder, saved.extra, start)
+    if functions.why:
+        recorder.say(functions.why)
+    if start >= plan.clock.total_steps:
+        recorder.say(f"nothing left to do: train_for ends at step {plan.clock.total_steps}")
 
 
 def say_continued(job: Job, recorder: Recorder, saved: Saved) -> None:
