@@ -186,7 +186,7 @@ def sharded(
 
 
 def refuse_other_cut(state: ShardedState, of: Shards, updates: PyTree, strategy: str) -> None:
-    """Refuse a state that other workers have cut, or these have cut otherwise.
+    """Refuse a state that was cut by other workers, or otherwise.
 
     Raises:
         UsageError: got, expected, and how to go on.
