@@ -3,6 +3,7 @@
 Open MPI and Slurm need flags that depend on the machine (root, cores, PMIx).
 """
 
+import ast
 import os
 import re
 import shlex
@@ -58,34 +59,55 @@ def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
     release = re.search(r"(\d+)\.\d+", version)
     if not train_args or release is None or int(release[1]) < 5:
         return False
-    text = " ".join([*train_args, "\n", text_of(train_args)])
-    if "shrink" not in text and has_known_rule(text):
+    text, table = text_of(train_args), {}
+    names = named_rules(train_args, text)
+    if names:
+        table = rules()
+    is_known = names is not None and all(name in table and not table[name].is_asynchronous for name in names)
+    if is_known and "shrink" not in " ".join([*train_args, text]):
         return False  # most runs need not wait for the experiment file here
     experiment, _ = experiment_file.parse(list(train_args))
     rule = lookup(rules(), experiment.rule.name, "rule")
     return rule.is_asynchronous or experiment.on_rank_loss == "shrink"
 
 
-def has_known_rule(text: str) -> bool:
-    """Return True if `text` surely has one of jaxmpi's synchronous rules.
+def named_rules(train_args: Sequence[str], text: str) -> set[str] | None:
+    """Names of all rules that an experiment can have, by the syntax of its text.
 
-    The text is the command line and the experiment file. It may have another rule if it has the name of one as a word.
-    The same holds if it gives a name that is no literal, or adds a rule to the table. It also holds if it imports from
-    elsewhere or from another experiment.
+    None: the text does not show them. It gives a name that is no literal, derives from RuleConfig, adds a rule to the
+    table, or imports another experiment or a package that may do so.
     """
-    words = set(re.findall(r"\w+", text))
-    lines = re.findall(r"^\s*(?:from\s+(\w+)|import\s+(.+))", text, re.MULTILINE)
-    imported = {re.split(r"\W", name.strip())[0] for one, several in lines for name in (one or several).split(",")}
-    is_elsewhere = imported - sys.stdlib_module_names - {"jaxmpi", "jax", "numpy", "flax", "optax"}
-    if is_elsewhere or "jaxmpi.experiments" in text or "RULES" in words:
-        return False
-    literal = r"RuleConfig\(\s*(?:name\s*=\s*)?[\"'](\w+)[\"']|--rule\.name[= ][\"']?(\w+)"
-    if re.search(r"RuleConfig\s*\(|RuleConfig\s+as\b|=\s*RuleConfig\b", re.sub(literal, "", text)):
-        return False
-    names = [first or second for first, second in re.findall(literal, text)]
-    return "rule" not in text.lower() or not any(
-        name not in rules() or rules()[name].is_asynchronous for name in [*names, *(words & set(rules()))]
-    )
+    given = re.findall(r"(?:^|\s)--rule\.name[= ](\S+)", " ".join(train_args))
+    if given:
+        return {given[-1]}
+    try:
+        nodes = [*ast.walk(ast.parse(text))]
+    except (SyntaxError, ValueError):  # as the trainer will report
+        return set()
+    aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module or "" if not node.level else "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {
+        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) == "RuleConfig"]
+    named = [call.args[:1] or [word.value for word in call.keywords if word.arg in ("name", None)] for call in calls]
+    if (
+        any(module.split(".")[0] not in PLAIN or module.startswith("jaxmpi.experiments") for module in modules)
+        or any(alias.asname and alias.name == "RuleConfig" for alias in aliases)
+        or sum(name_of(node) in ("RuleConfig", "RULES") for node in nodes) > len(calls)
+        or any(not isinstance(name, ast.Constant) for names in named for name in names)
+    ):
+        return None
+    return {str(name.value) for names in named for name in names if isinstance(name, ast.Constant)}
+
+
+PLAIN = sys.stdlib_module_names | {"jaxmpi", "jax", "numpy", "flax", "optax"}  # these know no rules of a user's
+
+
+def name_of(node: ast.AST) -> str:
+    """The last name of `a` or `a.b`; empty for other nodes."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def rules() -> dict[str, Any]:

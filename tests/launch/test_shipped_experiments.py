@@ -58,18 +58,30 @@ def test_an_unknown_name_is_answered_with_the_nearest_that_ships():
         experiment_file.parse(["digit"])
 
 
-def test_a_file_may_have_the_rule_that_it_names_or_builds_on():
-    """So that the launcher reads the file, instead of words in it."""
-    text = "from jaxmpi.config import Experiment\n{}\nexperiment = Experiment()\n"
-    assert command.has_known_rule(text.format("from jaxmpi.models.cnn import digits_cnn"))
-    assert command.has_known_rule(text.format("from jaxmpi.config import RuleConfig\nrule = RuleConfig('awagd')"))
-    assert not command.has_known_rule(text.format("from jaxmpi.experiments.gpt import experiment"))
-    assert not command.has_known_rule(text.format("from jaxmpi.config import RuleConfig as Rule\nrule = Rule('easgd')"))
-    assert not command.has_known_rule(text.format("import os\nrule = RuleConfig(os.environ.get('RULE', 'gradients'))"))
-    assert command.has_known_rule(text.format("import os, math as m"))
-    assert not command.has_known_rule(text.format("import os, my_rules"))
-    assert not command.has_known_rule("experiments/digits.py --rule.name=gosgd\n")
-    assert not command.has_known_rule("experiments/digits.py --rule.name gosdg\n")
+SHOWN = {  # lines of an experiment file: names of its rules, or None if the text does not show them
+    "from jaxmpi.models.cnn import digits_cnn": set(),
+    "import os, math as m": set(),
+    "# as the rule easgd": set(),
+    "from jaxmpi.config import RuleConfig\nrule = RuleConfig('awagd')": {"awagd"},
+    "from jaxmpi import config\nrules = config.RuleConfig(name='easgd', tau=2), config.RuleConfig()": {"easgd"},
+    "from jaxmpi.config import RuleConfig as Rule\nrule = Rule('easgd')": None,
+    "import os\nfrom jaxmpi.config import RuleConfig\nrule = RuleConfig(os.environ.get('RULE', 'gradients'))": None,
+    "from jaxmpi.config import RuleConfig\nclass Mine(RuleConfig): pass\nrule = Mine('mine')": None,
+    "from jaxmpi.rules.registry import RULES\nRULES['subgd'] = RULES['easgd']": None,
+    "from jaxmpi.experiments.gpt import experiment": None,
+    "from jaxmpi.experiments import gpt": None,
+    "from . import gpt": None,
+    "import os, my_rules": None,
+}
+
+
+@pytest.mark.parametrize("lines", SHOWN)
+def test_the_rules_of_a_file_are_read_in_its_text_if_it_shows_them(lines):
+    """Else the launcher runs the file."""
+    text = f"from jaxmpi.config import Experiment\n{lines}\nexperiment = Experiment()\n"
+    assert command.named_rules(["mine.py"], text) == SHOWN[lines]
+    assert command.named_rules(["mine.py", "--rule.name=gosgd"], text) == {"gosgd"}
+    assert command.named_rules(["mine.py", "--rule.name", "subgd", "--seed", "1"], text) == {"subgd"}
 
 
 def test_an_installed_experiment_belongs_to_no_project_above_it(elsewhere, monkeypatch):
