@@ -78,7 +78,13 @@ class Rank:
         if 0 <= shard < max(servers, 1):
             begin, end = self.layout.bounds(shard)
             progress = GlobalProgress(self.workers, 1e18, 0) if shard == 0 else None
-            server = Server(self.layout, shard, np.zeros(end - begin, np.float32), rule.serve, progress)
+            server = Server(
+                layout=self.layout,
+                number=shard,
+                center=np.zeros(end - begin, np.float32),
+                serve=rule.serve,
+                progress=progress,
+            )
             counter = ServerEndpoint(mpi, server, range(self.workers), self.layout.message_bytes())
             self._thread = threading.Thread(target=self._serve, args=(counter, Pauses()), daemon=True)
             self._thread.start()

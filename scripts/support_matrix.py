@@ -193,7 +193,7 @@ def ran(place: Place, name: str, line: Sequence[str]) -> Step:
     if code:
         print(text[-6000:], file=sys.stderr, flush=True)
     reason = reason_of(shown(place, text)) if code else ""
-    return Step(name, shown(place, shlex.join(line)), code, reason, round(spent, 1))
+    return Step(name=name, line=shown(place, shlex.join(line)), code=code, reason=reason, cpu_s=round(spent, 1))
 
 
 def reason_of(text: str) -> str:

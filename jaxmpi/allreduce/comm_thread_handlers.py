@@ -157,7 +157,9 @@ class ExchangeHandlers:
             total = HostSum.named(strategy, self.comm, half)
             steps = total.of(x, [(first_tag + i) % tags for i in range(total.segments(x.size))])
         opening = self._openings.get(number)
-        pending = PendingExchange(label, x, steps, opening, self.control, turn=turn, begin_in_c=begin)
+        pending = PendingExchange(
+            label=label, bucket=x, waiting=steps, opening=opening, control=self.control, turn=turn, begin_in_c=begin
+        )
         self.thread.unclaimed[key] = pending
         self.thread.note("start", label)
         self.thread.hand_over(pending)

@@ -96,7 +96,15 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     cases += [Case(shown.get(name, name), True, list(tree.values())) for name, tree in trees(models).items()]
     check(options.plot is None or any(case.floats for case in cases), "--plot: no case has any floats to draw")
     strategies = tuple(dict.fromkeys(options.strategies))
-    return BenchPlan(strategies, peers, tuple(cases), options.rounds, options.warm_up, options.rate_mbit, experiment)
+    return BenchPlan(
+        strategies=strategies,
+        peers=peers,
+        cases=tuple(cases),
+        rounds=options.rounds,
+        warm_up=options.warm_up,
+        rate_mbit=options.rate_mbit,
+        experiment=experiment,
+    )
 
 
 @functools.cache

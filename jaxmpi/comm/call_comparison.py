@@ -69,9 +69,18 @@ class CallComparison:
         reasons, used = zip(*comm.processes.allgather_object([_why_python(), _indices[-1]]), strict=True)
         _indices.append(max(used) + 1)
         self._calls = (
-            PythonCalls(comm, self._others, heard, f"{DIFFERS} {_indices[-1]}", self._refuse)
+            PythonCalls(
+                comm=comm, others=self._others, distances=heard, name=f"{DIFFERS} {_indices[-1]}", differs=self._refuse
+            )
             if any(reasons)
-            else CompiledCalls(comm, self._others, heard, _indices[-1], self.differs, self.failed)
+            else CompiledCalls(
+                comm=comm,
+                messages=self._others,
+                distances=heard,
+                index=_indices[-1],
+                differs=self.differs,
+                failed=self.failed,
+            )
         )
         first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
         if first == comm.rank:

@@ -110,7 +110,9 @@ class SharedParams:
             return made if made.path else SharedMemoryFile("", trouble=why)
 
         memory, _ = map_together(self._host, make)
-        self._board = Board(memory, rank, ranks, TIMEOUT_S, "an update of shared params")
+        self._board = Board(
+            memory=memory, rank=rank, size=ranks, timeout_s=TIMEOUT_S, what="an update of shared params"
+        )
         self._host.host_barrier()
         self._board.check_all_here()
         ends = np.cumsum([start, *sizes]).tolist()

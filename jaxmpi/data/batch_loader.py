@@ -137,7 +137,9 @@ class Loader:
         )
         check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
         augment = Augment(for_loaders(config), train, sampler.seed, load_mean_image(config))
-        self._reader = ExampleReader(source, augment, config.on_error == "skip", classes, labels)
+        self._reader = ExampleReader(
+            source=source, augment=augment, skip=config.on_error == "skip", classes=classes, labels=labels
+        )
         self._sampler = sampler
         self._next = start_step
         self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step

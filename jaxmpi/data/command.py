@@ -117,7 +117,13 @@ def pack_main(argv: list[str]) -> None:
     )
     check(0 < options.shard_mb < math.inf, f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
     shard_bytes = max(int(options.shard_mb * 2**20), 1)
-    chosen = PackingOptions(options.resize, options.quality, shard_bytes, options.on_error, options.verify)
+    chosen = PackingOptions(
+        resize=options.resize,
+        quality=options.quality,
+        shard_bytes=shard_bytes,
+        on_error=options.on_error,
+        verify=options.verify,
+    )
     for split in ("train", "validation") if options.validation_split else ("train",):
         with flags_of_pack():
             source = open_source(data, split)

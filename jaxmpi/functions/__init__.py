@@ -74,7 +74,7 @@ def function(
         isinstance(updates, (Variable, tuple, list)),
         f"updates: got {updates!r}; expected a jaxmpi.variable, a pair (variable, add), or several",
     )
-    return Function(f, inputs, outputs, updates, strategy)
+    return Function(function=f, inputs=inputs, outputs=outputs, updates=updates, strategy=strategy)
 
 
 def variable(tree: PyTree) -> Variable:

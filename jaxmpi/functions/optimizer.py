@@ -85,8 +85,10 @@ class Optimizer:
         reduced = [*(mean(x) for x in step), *(kept.flat[i](held[i]) for i in crossing)]
         local = tuple((held[i], kept.flat[i].op or "mean") for i in staying)  # over pieces
         outputs = (mean, [aux] if self.has_aux else [], *reduced)
-        self._gradient = Function(gradient, (self.params, *held, *inputs), outputs, local, strategy)
-        self._update = Function(update, (*step, *ours), (), ours, None)
+        self._gradient = Function(
+            function=gradient, inputs=(self.params, *held, *inputs), outputs=outputs, updates=local, strategy=strategy
+        )
+        self._update = Function(function=update, inputs=(*step, *ours), outputs=(), updates=ours, strategy=None)
 
     def __call__(
         self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1, **named: PyTree
@@ -193,4 +195,13 @@ def optimizer(
     Raises:
         UsageError: as `jaxmpi.function`; other params; a loss that does not return what is said above.
     """
-    return Optimizer(loss, params, tx, inputs, strategy, model_state, model_state_outputs, aux)
+    return Optimizer(
+        loss=loss,
+        params=params,
+        tx=tx,
+        inputs=inputs,
+        strategy=strategy,
+        model_state=model_state,
+        model_state_outputs=model_state_outputs,
+        aux=aux,
+    )

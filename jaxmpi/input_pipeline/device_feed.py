@@ -166,7 +166,17 @@ class DeviceFeed:
             source = source if self.train else source.with_own_readers()  # an evaluation may begin within another
             source.begin(start)
         loaders = [
-            Loader(source, s, self.data, self.train, start, stop, self.pool, self.classes, self.labels)
+            Loader(
+                source=source,
+                sampler=s,
+                config=self.data,
+                train=self.train,
+                start_step=start,
+                stop_step=stop,
+                pool=self.pool,
+                classes=self.classes,
+                labels=self.labels,
+            )
             for s in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
@@ -321,7 +331,16 @@ def open_feed(
     weigh = task_of(dataclasses.replace(experiment, model=model)).weight
     control = None if workers.asynchronous else workers.processes
     return DeviceFeed(
-        source, samplers, data, is_train, pool, workers.mesh, memory=memory, weigh=weigh, control=control, **facts
+        source=source,
+        samplers=samplers,
+        data=data,
+        train=is_train,
+        pool=pool,
+        mesh=workers.mesh,
+        memory=memory,
+        weigh=weigh,
+        control=control,
+        **facts,
     )
 
 

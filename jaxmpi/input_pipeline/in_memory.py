@@ -113,7 +113,15 @@ class InMemory:
         self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed, "group_size": sampler.parts}
         with closed_by(self._memory, UsageError):
             pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
-            self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
+            self._feed = DeviceFeed(
+                source=inside,
+                samplers=samplers,
+                data=config,
+                train=True,
+                pool=pool,
+                memory=self._memory,
+                labels="numbers",
+            )
             workers.processes.assert_same("the data", self._feed.facts())
             if state:
                 check_state(state, self._facts)

@@ -329,8 +329,18 @@ def keep(
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
         own = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
-        return MemoryShuffle(inside, control, own, None, samplers[0]), samplers
+        return MemoryShuffle(source=inside, control=control, own=own, group=None, sampler=samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
-        return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers
+        return MemoryShuffle(
+            source=inside, control=control, own=np.arange(n), group=None, sampler=samplers[0]
+        ), samplers
     group = control.world.Split(control.rank // (parts // each), control.rank)
-    return MemoryShuffle(inside, control, None, group, samplers[0], each, control.may_overlap), samplers
+    return MemoryShuffle(
+        source=inside,
+        control=control,
+        own=None,
+        group=group,
+        sampler=samplers[0],
+        each=each,
+        in_background=control.may_overlap,
+    ), samplers

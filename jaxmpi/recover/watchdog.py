@@ -237,7 +237,13 @@ def watching(
         yield "watchdog off: this job goes on without ranks that die"
     else:
         dog, ended = (
-            Watchdog(processes.mailbox(), processes.rank, processes.size, stall_timeout_s, on_stall),
+            Watchdog(
+                post=processes.mailbox(),
+                rank=processes.rank,
+                size=processes.size,
+                stall_timeout_s=stall_timeout_s,
+                on_stall=on_stall,
+            ),
             threading.Event(),
         )
         dog.judges = judges_of(processes.hosts if isinstance(processes, MpiProcesses) else [0])

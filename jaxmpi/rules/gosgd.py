@@ -25,7 +25,7 @@ def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
         return w, base
 
     def gossip(worker: int, workers: int, seed: int, weight: float) -> RandomGossip:
-        return RandomGossip(worker, workers, config.p, seed, weight)
+        return RandomGossip(worker=worker, workers=workers, p=config.p, seed=seed, weight=weight)
 
     deposit = Asynchronous(lambda w, base: w, serve, meet, gossip=gossip)  # alpha w of all, at the end of a run
     return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=deposit)

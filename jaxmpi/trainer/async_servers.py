@@ -76,7 +76,7 @@ def open_server(
     """A shard of the center; in gossip zeros, to which workers add."""
     begin, end = layout.bounds(number)
     shard = np.zeros(end - begin, np.float32) if rule.is_gossip else center[begin:end].copy()
-    return Server(layout, number, shard, rule.serve, progress)
+    return Server(layout=layout, number=number, center=shard, serve=rule.serve, progress=progress)
 
 
 def start_limit_s(stall_timeout_s: float) -> float:

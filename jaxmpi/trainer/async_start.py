@@ -122,4 +122,11 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
     )
     most = len(Counters._fields)
     manifests.undamaged(is_whole, f"{path}: tally: got {stored!r:.80}; expected at most {most} numbers: damaged")
-    return Start(Flat.of(state.params).vector(center), mine, Counters(*extra["tally"]), manifest["step"], extra, weight)
+    return Start(
+        center=Flat.of(state.params).vector(center),
+        state=mine,
+        counters=Counters(*extra["tally"]),
+        step=manifest["step"],
+        extra=extra,
+        weight=weight,
+    )

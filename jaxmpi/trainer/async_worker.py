@@ -194,7 +194,9 @@ class Worker:
         self, kind: int, vector: np.ndarray | None, report: Sequence[float] | None, **posted: Any
     ) -> ServerExchange:
         workers = 0 if self.number else self.workers
-        exchange = ServerExchange(self.connections.layout, kind, vector, report, workers, **posted)
+        exchange = ServerExchange(
+            layout=self.connections.layout, kind=kind, vector=vector, report=report, workers=workers, **posted
+        )
         with spans.span("wait", "the center"):
             self._held_s = run_exchange(exchange, self.connections.channels)
         return exchange

@@ -65,7 +65,9 @@ def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str
         serve(run, connections.endpoint, monitor)
         return {}
     worker = Worker(run, start, connections, trace)
-    coordinator = AsynchronousWorker(run, start, worker, thread, cores, partial(cores.begin, *neighbours))
+    coordinator = AsynchronousWorker(
+        run=run, start=start, worker=worker, server=thread, cores=cores, begin_turns=partial(cores.begin, *neighbours)
+    )
     with contextlib.closing(run.profiler):
         return run_steps(coordinator, run.callbacks, Position(int(start.state.step), start.state))
 
@@ -127,7 +129,11 @@ class AsynchronousWorker:
         self.parts = UncoordinatedCheckpoint(run.folder / "checkpoints", run.workers.size, keep)
         self.evaluation = SharedEvaluation(self.alone, worker)
         is_chief = worker.number == 0
-        self.chief = ChiefWorker(self.alone, worker, self.parts, start, self.evaluation) if is_chief else None
+        self.chief = (
+            ChiefWorker(run=self.alone, worker=worker, parts=self.parts, start=start, evaluation=self.evaluation)
+            if is_chief
+            else None
+        )
         self.report_every = run.experiment.log_every
         if not worker.rule.is_gossip:
             self.report_every = min(self.report_every, worker.tau)

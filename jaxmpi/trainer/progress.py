@@ -168,7 +168,14 @@ def open_recorder(
 ) -> Recorder:
     """The record, the sinks and the terminal; hosts are names by rank."""
     sinks = open_sinks(experiment.sinks, folder)
-    return Recorder(folder, elapsed_s, open_terminal(experiment.quiet), sinks, hosts, unit_of(experiment, feed))
+    return Recorder(
+        run_dir=folder,
+        elapsed_s=elapsed_s,
+        terminal=open_terminal(experiment.quiet),
+        sinks=sinks,
+        hosts=hosts,
+        unit=unit_of(experiment, feed),
+    )
 
 
 def unit_of(experiment: Experiment, feed: DeviceFeed) -> Unit:

@@ -163,7 +163,9 @@ def text(config: Data, split: str) -> TextSource:
     check(bool(config.dir), "text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/")
     folder = Path(config.dir) / (config.train_split if split == "train" else config.validation_split)
     check(folder.is_dir(), f"text: no folder {folder}; name the right one with --data.{split}-split")
-    return TextSource(folder, names(folder), config.window, "text", tokenizer_of(config.tokenizer))
+    return TextSource(
+        root=folder, files=names(folder), window=config.window, name="text", tokenizer=tokenizer_of(config.tokenizer)
+    )
 
 
 def stdlib(config: Data, split: str) -> TextSource:
@@ -178,7 +180,14 @@ def stdlib(config: Data, split: str) -> TextSource:
     root = Path(sysconfig.get_path("stdlib"))
     wanted = library_files(names(root, ".py"), held_out=split != "train")
     check(len(wanted) > 0, f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
-    return TextSource(root, wanted, config.window, "stdlib", tokenizer_of(config.tokenizer), errors="replace")
+    return TextSource(
+        root=root,
+        files=wanted,
+        window=config.window,
+        name="stdlib",
+        tokenizer=tokenizer_of(config.tokenizer),
+        errors="replace",
+    )
 
 
 def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
