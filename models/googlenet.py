@@ -1,4 +1,10 @@
-"""GoogLeNet of Szegedy et al. 2015, "Going deeper with convolutions", table 1."""
+"""GoogLeNet of Szegedy et al. 2015, "Going deeper with convolutions", table 1.
+
+An inception block concatenates 1x1, 3x3 and 5x5 convolutions and a pool. Convolutions of size 1x1 reduce the channels
+before the larger kernels, which limits the cost. Two auxiliary classifiers add 0.3 of their loss each in training. The
+`published` initialisation has Theano-MPI's standard deviations; `he` trains faster on small data. Theano-MPI's third
+local response normalisation, after 4e, is left out because the paper has none there.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

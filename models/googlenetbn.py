@@ -1,4 +1,10 @@
-"""IBM's "GoogleNetBN": GoogLeNet with batch normalisation (Ioffe & Szegedy 2015, figure 5)."""
+"""IBM's "GoogleNetBN": GoogLeNet with batch normalisation (Ioffe & Szegedy 2015, figure 5).
+
+The network replaces the 5x5 convolutions of GoogLeNet by two 3x3 convolutions. Batch normalisation follows every
+convolution, and there is no dropout. The widths are those of models/googlenetbn.lua in soumith/imagenet-multiGPU.torch.
+Initialisation differs from that file: He-normal kernels replace Torch's own. Mean pooling adds shifted images, which
+takes half the time of `reduce_window` on CPU. IBM's payload of 93 MB matches no parameter count that we found.
+"""
 
 import functools
 from collections.abc import Iterable

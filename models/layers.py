@@ -1,4 +1,11 @@
-"""Layers that several families share; images are [batch, height, width, channels]."""
+"""Layers that several families share; images are [batch, height, width, channels].
+
+Some XLA operations are slow on CPU, so several layers compute the same function in another way. A grouped convolution
+becomes one convolution a group, and a 1x1 convolution becomes a matrix product. Max pooling takes maxima along one axis
+and then along the other, with a backward pass of its own. Local response normalisation (Krizhevsky et al. 2012) also
+has a derivative by hand. NumPy draws the initial params, since `jax.random` compiles one program for each shape.
+`he_normal` follows He et al. 2015, and `glorot_uniform` follows Glorot & Bengio 2010.
+"""
 
 import functools
 import inspect

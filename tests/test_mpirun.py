@@ -1,4 +1,4 @@
-"""Real jobs of 2, 3, 4 and 8 ranks: what works over MPI, and how a job ends when a rank fails."""
+"""Real jobs: what works over MPI of 2, 3, 4 and, by hand, 8 ranks, and how a job ends when a rank fails."""
 
 import os
 import signal
@@ -16,10 +16,16 @@ HEAD += "comm = jaxmpi.world()\nx = np.ones(1000, np.float32)\njaxmpi.exchange(x
 WORK = "for i in range(10**6): jaxmpi.exchange(x).block_until_ready()"
 
 
-CORE, PARTITION = (f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "data_in_memory"))
+CORE, COLLECTIVES, PARTITION = (
+    f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "collectives", "data_in_memory")
+)
 SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
 ALL = ["tests/ranks", "-m", "not slow and not faults"]
-BY_HAND = [(4, [CORE, PARTITION, "-k", SOME]), *((ranks, ALL) for ranks in (3, 4, 8))]
+MORE_RANKS = [  # by two, a + b = b + a hides the order of ranks
+    (3, [CORE, COLLECTIVES, *ALL[1:]]),
+    (4, [CORE, PARTITION, "-k", SOME]),
+    *(pytest.param(ranks, ALL, marks=pytest.mark.slow) for ranks in (3, 4, 8)),
+]
 
 
 @pytest.mark.timeout(700)
@@ -29,10 +35,10 @@ def test_suite_over_mpi(request):
     passes_over_mpi(2, ["tests/ranks"] if is_quick else ALL)
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("ranks", "suite"), BY_HAND)
-def test_suite_over_mpi_by_hand(ranks, suite):
+@pytest.mark.parametrize(("ranks", "suite"), MORE_RANKS)
+def test_suite_over_mpi_of_more_ranks(ranks, suite):
     passes_over_mpi(ranks, suite)
 
 

@@ -155,12 +155,10 @@ BY_HAND = (
     "collectives",
     "in_memory",
     "majority",
-    "damped",
     "chain",
     "pack",
     "weights",
     "mpirun",
-    "doctor",
     "devices",
 )
 NOT_RUN = {

@@ -1,6 +1,10 @@
 """Numbers and names of exchanges, for comparison; one thread at a time.
 
-How ranks compare numbers while their programs run is in `jaxmpi.comm.call_comparison`.
+MPI's messages do not name the exchange that they belong to. So each exchange gets a number when all ranks trace it
+together, and programs compare numbers when they run. The user's lines tell exchanges of equal shapes apart. Lines
+outside the traced function are left out, since ranks may call it from different ones. Two threads could exchange in
+another order on each rank, so a second thread is refused. Letting it wait was dropped: another rank's other thread may
+come first. `jaxmpi.comm.call_comparison` compares the numbers.
 """
 
 import contextlib

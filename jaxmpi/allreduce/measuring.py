@@ -1,4 +1,10 @@
-"""Measurements of a probe: which are worth their time, and how."""
+"""Measurements of a probe: which are worth their time, and how.
+
+Timing every strategy at every length would take longer than a probe may. The probe first measures links, additions and
+calls, from which the cost model predicts all strategies. It then times up to four candidates of each wire and the
+baseline, at a short and a long vector. Strategies predicted 1.5 times as slow as the best are left out. A strategy's
+time is the median over repeats of the slowest rank. The least would promise more than a run then gets.
+"""
 
 import itertools
 import statistics

@@ -1,7 +1,10 @@
 """The exchange behind the backward pass, for use inside jit.
 
-Each bucket is under way as soon as its gradients exist, on the thread of `comm_thread`. Bits are those of `exchange`
-with the same order.
+An exchange after the backward pass leaves the network idle while gradients are computed. Here each bucket is sent as
+soon as its gradients exist, on the thread of `comm_thread`. The result has the same bits as `exchange` with the same
+order. For MPI ranks on one host `chosen` resolves `auto` to off, since the exchange needs cores and memory there.
+`delayed_gradients` hides the exchange behind the whole next step, and applies gradients one step late. This is another
+algorithm than synchronous SGD.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,11 @@
-"""A probe: measurements on a set of hosts, and its file."""
+"""A probe: measurements on a set of hosts, and its file.
+
+`auto` needs to know how fast messages and strategies are here, and measuring takes seconds. So a probe is kept in a
+file, named by a hash of hosts, ranks, cores, device and versions. It holds link prices, and the seconds of strategies
+by length of the vector. Factors between these seconds and the cost model's correct the model for other lengths. A
+strategy that was not measured gets the median factors, else it would look better than all that were. The file may be
+damaged or forged, so every number is checked. A probe that cannot be read is measured again.
+"""
 
 import hashlib
 import importlib.metadata

@@ -1,6 +1,9 @@
 """Checkpoints in the background: training waits only for copies in memory.
 
-A write error surfaces in a later call, so a `Saver` is polled. All ranks save the same checkpoints in the same order.
+Writing a checkpoint to disk takes long, and training need not wait for it. `Saver` copies the state in host memory, and
+a thread writes the copy over a communicator of its own. Without `MPI_THREAD_MULTIPLE` threads may not send, so `save`
+waits for the write. A write error is raised in a later call, so callers poll a `Saver`. All ranks save the same
+checkpoints in the same order. A state with NaN or infinite numbers is refused, since no run could resume from it.
 """
 
 import contextlib

@@ -1,6 +1,10 @@
 """Names and manifests of checkpoints, which are checked for damage.
 
-It imports no JAX: the supervisor of a job reads the newest step.
+A checkpoint may be cut off, damaged, or come from a stranger. Its folder gets its final name when it is whole, so the
+name alone finds candidates. The manifest has a checksum of itself and a row for each leaf. `read_manifest` opens a
+regular file of bounded size and checks every field before anyone uses it. A field of the wrong kind raises `Damaged`,
+after which the caller takes an older checkpoint. The module imports no JAX: the supervisor of a job reads the newest
+step.
 """
 
 import json

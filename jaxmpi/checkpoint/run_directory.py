@@ -1,7 +1,10 @@
 """Run directories: checks at start, and the identity of a resumed run.
 
-Rank 0 chooses the directory and locks it (`run_folder`), and all ranks check that they see it. A resumed run is
-compared with its newest checkpoint: a field of `identity` that differs is refused, other settings are reported.
+Two jobs in one directory would destroy each other's files, and a resume with other data gives wrong numbers. Rank 0
+chooses the directory and locks it (`run_folder`), and all ranks check that they see it. A checkpoint holds the fields
+of `identity`; one that differs is refused by name. Fields of `settings` may change, and the change is reported. All
+other fields change no update. The batch and the choice of `auto` come from the newest checkpoint (`stored`), or from
+config.json before there is one. So a run resumes with the same examples a step on another number of workers.
 """
 
 import contextlib

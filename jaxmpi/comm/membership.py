@@ -1,6 +1,10 @@
 """The ranks and their communicators, also after a death.
 
-Ranks of a job that may lose some agree that one is gone, and become a smaller job (ULFM; Bland et al. 2013).
+A rank that dies makes others block, or gives only some of them an error. MPI alone ends the job then. ULFM (Bland et
+al. 2013) lets the ranks that live go on. The first rank with an error revokes all communicators, so no rank blocks. All
+then vote, and the vote gives every living rank the same answer. `shrink` makes a smaller communicator, clones it for
+each use, and tries again if another rank dies meanwhile. Ranks keep handles of each other's processes, by which one
+that hangs is killed.
 """
 
 import contextlib

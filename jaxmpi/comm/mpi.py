@@ -1,6 +1,9 @@
 """Collectives over all workers, inside jit.
 
-Importing mpi4jax starts MPI, so it happens inside functions.
+Exchange algorithms need MPI's collectives inside compiled programs. `MpiComm` calls mpi4jax there, and sums over a host
+use shared memory. Each `MpiComm` clones its communicator, so messages of mpi4py and mpi4jax never meet. MPI lacks
+16-bit floats, so moves between ranks send them as uint16. Importing mpi4jax starts MPI, so the imports are inside
+functions.
 """
 
 import functools

@@ -1,6 +1,10 @@
 """One compilation for all ranks of a host; programs travel as StableHLO.
 
-Eight ranks that trace and compile the same step on two cores take eight times as long as one.
+Eight ranks that trace and compile the same step on two cores take eight times as long as one. The first rank of a host
+therefore traces the function and sends StableHLO to the others. It compiles first, and the others read the program from
+JAX's compilation cache. The cache does not help for programs over several processes' devices, whose keys contain the
+process's place. `loaded_jit` therefore sends the compiled executable, on CPUs only. A program that cannot be exported
+is compiled on every rank.
 """
 
 from collections.abc import Callable, Sequence

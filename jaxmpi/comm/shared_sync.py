@@ -1,6 +1,10 @@
 """Rows of shared memory in which a host's ranks publish their progress.
 
-A rank writes only its own row and reads the others'; it sleeps on a futex while it waits.
+Ranks that sum in shared memory must know how far the others are, without a message for each chunk. A rank writes
+counters in its own row and reads the rows of the others. A waiting rank first yields its core some times, then sleeps
+on a futex. Yielding is left out if a host has fewer cores than ranks, since it delays the waiting rank. Each sleep is
+at most 50 ms long, because an early wake-up is lost. A rank that waits longer also checks for dead processes, different
+calls and the time limit.
 """
 
 import ctypes

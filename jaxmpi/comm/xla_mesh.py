@@ -1,6 +1,9 @@
 """A `jax.distributed` job that MPI sets up, and its devices' mesh.
 
-XLA exchanges there: by NCCL between GPUs, by gloo over TCP between CPUs; by MPI between CPUs, if JAX is set so.
+`jax.distributed` needs an address of rank 0 that every other rank can reach. Rank 0 offers its addresses over MPI, and
+the others try to connect before one is chosen. XLA then exchanges by NCCL between GPUs, and by gloo over TCP between
+CPUs. CPUs can use MPI instead, if JAX is set so, through MPItrampoline. JAX would then start and end MPI a second time,
+so `take_mpi` registers a CPU client of its own.
 """
 
 import contextlib

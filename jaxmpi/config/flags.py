@@ -1,7 +1,10 @@
 """Command-line flags made from the fields of dataclasses, in groups.
 
-The first group has the flags used most. The parser is tyro's. It is given a dataclass made for it, whose parts are the
-groups, since tyro lists flags by part.
+Every setting needs a flag with help text, without a second list that repeats the fields. The flags therefore come from
+the dataclass fields, and the help texts from the comments beside them. Tyro parses the command line, and lists flags by
+part of a dataclass. It is given a dataclass made for it, whose parts are the groups of `GROUPS`. Building a parser of
+all flags is slow, so the first attempt knows only the flags that are named. Only `--help` or a mistake builds the full
+parser.
 """
 
 import ast

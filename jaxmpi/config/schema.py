@@ -1,7 +1,9 @@
 """Every setting of a run in `Experiment`, a dataclass that checks itself.
 
-Every field is a command-line flag of `python -m jaxmpi.train`; the comment after it is its help text.
-Importing this file starts neither MPI nor a device.
+A wrong setting should stop a run before it starts MPI or a device. `Experiment` therefore checks values and
+combinations when it is made, and importing this file starts neither. Fields become command-line flags of `python -m
+jaxmpi.train`, and the comment at each field is its help text. Fields marked `InPython` have no flag; an experiment file
+sets them. The table `REFUSALS` lists settings that exclude each other.
 """
 
 import re

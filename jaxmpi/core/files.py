@@ -1,7 +1,9 @@
 """Files opened, written and locked safely.
 
-A path from outside may be a device, a pipe or a folder; a write may end half-way; a lock may be of a file that has
-been replaced.
+A path from outside may be a device, a pipe or a folder. `open_plain` opens without waiting, then checks the descriptor
+and accepts regular files only. A write may end half-way, so `write_whole` and `made_whole` write aside and rename. A
+folder may be moved or replaced during a run, and a lock may be of a replaced file. `HeldFolder` therefore keeps a
+descriptor and compares it with its path.
 """
 
 import errno

@@ -1,8 +1,11 @@
 """The loaders of one worker: requests to them, answers and failures.
 
-Loaders are threads, or processes that see the same memory. Loaders receive requests (`loader_worker`), each through a
-queue or a pipe of its own, and write rows where they belong. A ticket is a request that has been sent; its answer ends
-it.
+One core often decodes more slowly than a device trains, so a worker has several loaders. They are threads, or processes
+that see the same memory. Each receives requests (`loader_worker`) through a queue or a pipe of its own, and writes rows
+where they belong. A ticket is a request that has been sent; its answer ends it. A batch is dealt row by row, and the
+first loader changes with the step. Every loader notes on a board in shared memory which example it is at. So a wait
+names the file at which a loader died or stalled. Processes are started anew, not forked: MPI and JAX have threads by
+then.
 """
 
 import contextlib

@@ -1,7 +1,9 @@
 """A loader: it receives requests for rows, makes them, and answers.
 
-A thread of the worker or a process of its own; the same code either way. A process must not import JAX: it would cost
-seconds and hundreds of megabytes a loader.
+Decoding images in the worker's own thread would delay its training steps. A loader therefore runs in a thread or in a
+process of its own, with the same code. It writes rows into a ring of batches and answers each request. A process must
+not import JAX, which would cost seconds and hundreds of megabytes a loader. The board in shared memory has the example
+that each loader is at, and since when. Loader processes can answer with `copy_finished`, the message of Theano-MPI.
 """
 
 import ctypes

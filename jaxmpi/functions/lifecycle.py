@@ -1,8 +1,10 @@
 """Start and end of the workers: ranks, forked processes, or devices.
 
-Ranks all run the script, or wait for commands of rank 0. A forked worker is a fresh Python process
-(`python -m jaxmpi.functions.worker_main`) with a socket to the master. It never runs the user's script: functions come
-to it as programs.
+The same script should run on one device, several, forked processes, or ranks of a launcher. `fork` takes what there is:
+ranks under a launcher, else devices, else a process a core. Ranks other than 0 then wait in `serve` for rank 0's
+commands and never return to the script. Without `fork` all ranks run the script and make each call together. A forked
+worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It never runs
+the user's script: functions come to it as programs (docs/decisions/0017).
 """
 
 import atexit

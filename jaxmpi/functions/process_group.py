@@ -1,4 +1,12 @@
-"""Workers in processes of their own: MPI's ranks, or forked ones."""
+"""Workers in processes of their own: MPI's ranks, or forked ones.
+
+A function's workers need two things from other processes: commands with arrays, and sums. The transport carries
+commands from rank 0, or none if all ranks run the script. The communicator sums and gathers, with any strategy; f32 on
+one host is summed without a program. `send` lays out all arrays before it sends one, so a failure there leaves the
+workers as they were. A failed sum leaves workers out of step, and the group ends. Forked workers have sockets, by which
+the master names the one that died. Processes by MPI's spawn were dropped: a child that dies takes its parent along
+(docs/decisions/0017).
+"""
 
 import contextlib
 import functools

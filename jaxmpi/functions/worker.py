@@ -1,6 +1,9 @@
 """One worker of a function: what it holds, and its report.
 
-`judged` has what follows from the reports of all workers: which error, if any, all of them raise.
+One worker may fail in a call while the others succeed, but all must raise an error. Each worker therefore catches its
+error and returns a report. `judged` decides from the reports of all workers which error, if any, they raise. An
+original exception is raised if no worker did its part; otherwise `WorkerFailed` has the text. A worker without a
+program reports it as missing, so that the master sends it and repeats the command.
 """
 
 import json

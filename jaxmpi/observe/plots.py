@@ -1,7 +1,9 @@
 """Line, bar, area and map plots in files.
 
-No other module calls matplotlib, which is imported at first use. A figure is a column of panels. Each panel is plain
-data with a `draw` method, so callers need no matplotlib.
+Reports, the benchmark and the planner need plots of one style, and matplotlib is slow to import. No other module calls
+matplotlib, and this one imports it at first use. A figure is a column of panels. Each panel is plain data with a `draw`
+method, so callers need no matplotlib. An axis is logarithmic only if its values span a factor of 10. Colours are the
+ten of Petroff 2021, which most eyes can distinguish.
 """
 
 import io

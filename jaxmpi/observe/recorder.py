@@ -1,7 +1,9 @@
 """The record: JSON lines of rank 0 in RUN/record.jsonl, sinks and terminal.
 
-The file is unbuffered, so a killed run loses at most the line being written. A resumed run first drops the lines after
-its checkpoint.
+A run may be killed at any time, and its record must stay readable. The file is unbuffered, so a killed run loses at
+most the line being written. A buffer's `close` would also repeat the error of a full disk. A resumed run first drops
+damaged lines and the lines after its checkpoint. `Classic` scales times to 5,120 images, the window of Theano-MPI's
+recorder. Own times of more than 64 ranks are reduced to the greatest of neighbouring ranks.
 """
 
 import dataclasses

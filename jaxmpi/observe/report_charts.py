@@ -1,7 +1,9 @@
 """Figures of a report: their list, page data, and static pictures.
 
-A chart is described once. The page draws it from the data below. `pictures` draws it from the same description with
-matplotlib, for print and as files.
+A report shows the same figures on an HTML page and in files. Each line chart is described once, as a `Chart`. The page
+draws it from packed data, and `pictures` draws it with matplotlib. A long record has more lines than a figure can show.
+Plain decimation would miss spikes, so each bin of a line keeps its least and its greatest value. Arrays are sent as
+base64 of uint32, float32 or float64 numbers.
 """
 
 import base64

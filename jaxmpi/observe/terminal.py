@@ -1,6 +1,9 @@
 """Output of rank 0: a live panel, lines through pipes, or nothing.
 
-All three are a `Terminal`, so the recorder does not depend on which one shows a run.
+A panel that is redrawn in place suits a terminal, but not a pipe or a file. `open_terminal` therefore chooses between
+`Panel`, `Plain` and the silent base class `Terminal`. All three have the same methods, so the recorder does not depend
+on the choice. `Plain` limits progress lines to one a second, and always prints the last step. The panel ends with an
+empty row, because mpirun passes on whole lines only.
 """
 
 import sys

@@ -1,6 +1,10 @@
 """Checkpoints of a loop's own trees, in the trainer's format.
 
-A checkpoint is atomic and checksummed, and can be restored on any number of ranks.
+A user's own loop has a tree that is equal on all ranks, and trees that differ by rank. `Checkpoints` saves both as a
+`TrainState`, so the trainer's code writes and restores them. Files are checksummed, and a damaged checkpoint is passed
+over for an older one. On another number of ranks, floats of the ranks' own trees become their mean. A state of
+`jaxmpi.sharded` over all ranks is cut anew for the new number. A state over a part of the ranks returns to the same
+ranks only.
 """
 
 import json

@@ -1,7 +1,9 @@
 """Sums and means of metrics over all ranks, exact for uneven counts.
 
-Numbers travel as 64-bit floats whatever JAX's settings are, integers in two halves. Their sums are rounded once, so
-that neither the number of ranks nor their order matters.
+A mean of the ranks' means is wrong if ranks have unequal numbers of examples. Sums of floats also depend on the order
+of additions. Numbers are therefore gathered as pairs of 64-bit floats, whatever JAX's settings are. An integer has a
+high and a low half; a float is split so that products with counts are exact. For floats `math.fsum` adds these products
+without intermediate rounding. `Fraction` replaces it for large or fractional counts, and after an overflow.
 """
 
 import builtins

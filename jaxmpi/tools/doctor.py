@@ -1,5 +1,10 @@
 """`jaxmpi doctor`: report machine, MPI and JAX, test exchanges, suggest changes.
 
+A slow or broken job often has its cause in the machine or in the launcher's settings. Each rank collects facts about
+its process and host, and an allgather joins them. The ranks then time messages between pairs, and exchanges by two
+strategies. The exchanges have a known mean, with which every result is compared bit for bit. Each function in `ADVICE`
+examines the facts of all ranks and returns suggestions.
+
 jaxmpi doctor                 this process
 jaxmpi doctor -n 4            four ranks, through the launcher that `jaxmpi train` would use
 mpirun -n 4 jaxmpi doctor     under any launcher, over hosts too

@@ -1,7 +1,10 @@
 """`jaxmpi plan`: estimates of speed with more workers, as table and plot.
 
-The cost model of `auto` predicts the exchange from link prices, probed or given. A single worker's step time is known,
-so efficiency follows for every layout of hosts and slots.
+Users want to know the efficiency on more hosts before they ask for them. The cost model of `auto` predicts the exchange
+from link prices, which are probed or given. The step time of one worker is known, so efficiency follows for every
+layout of hosts and slots. The best strategy of each layout counts. Overlap hides an exchange behind the rest of the
+step, and only the exposed time is added. A probe on one host says nothing about links between hosts, so its layouts end
+there.
 """
 
 import argparse

@@ -1,7 +1,10 @@
 """An asynchronous worker between its steps: exchanges, and reports to server 0.
 
-Nothing in here is a collective. Server 0 counts for all: examples of all workers make steps, epochs and the end of the
-run. Its answer to a report says how things stand, and what is asked of the worker.
+Workers make different numbers of steps, so no collective can count or stop them. Each worker adds up what it has done
+since its last report and sends the sums. Server 0 adds them for all, which gives steps, epochs and the end of the run.
+Its answer has this progress, and what the worker has to write or evaluate. An exchange sends the rule's vector, keeps
+the center as it was before, and merges both. A gossip step merges the pushes that have arrived and may send one. `end`
+gives the center the last steps, so none is lost.
 """
 
 import time

@@ -234,7 +234,6 @@ print("heard", [[*call] for call in jaxmpi.world().processes.roll.waiting_ranks.
 
 
 @pytest.mark.e2e
-@pytest.mark.slow  # of four ranks, like two
 def test_no_rank_has_a_result_if_one_of_four_is_at_another_exchange():
     script = IN_ANOTHER_ORDER.replace("rank == 0", "rank != 2")
     ended = mpirun(4, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)

@@ -141,7 +141,7 @@ def digits_run(tmp_path_factory):
     return run_dir, figures
 
 
-@pytest.mark.slow  # four jobs; the same by a notebook's processes below
+@pytest.mark.e2e
 def test_the_command_line_by_one_and_by_three_workers(digits_run, tmp_path):
     run_dir, figures = digits_run
     done = run([*mpirun_line(3), "jaxmpi", "evaluate", str(run_dir)], timeout_s=100)

@@ -113,8 +113,6 @@ WITH_TESTS = (
     "devices",
     "beside",
     "xla",
-    "late_gather",
-    "diloco",
     "in_memory",
     "easgd",
 )  # of their own that CI runs

@@ -1,7 +1,9 @@
 """The contract of a sink; its errors and delays harm no run.
 
-A sink may be slow or fail: it may send to a server or a database. `Background` gives it a thread of its own, and `send`
-drops one that raises.
+A sink is a function that takes each line of the record, on rank 0. It may be slow or fail, since it may send to a
+server or a database. `send` therefore catches its errors, reports them and drops the sink. `Background` gives a sink a
+thread and a bounded queue, so training does not wait for it. A sink that is 10,000 lines behind is dropped. Closing all
+background sinks takes about 60 seconds at most.
 """
 
 import json
