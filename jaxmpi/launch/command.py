@@ -1,9 +1,10 @@
 """`jaxmpi train -n N`: build, print and run the launcher's command line.
 
-Open MPI and Slurm need flags that depend on the machine (root, cores, PMIx).
+Open MPI and Slurm need flags that depend on the machine: root, cores, PMIx. A run that outlives ranks needs one more,
+as its experiment decides (`experiment_facts`). The line is printed without the values of launcher variables, which may
+be secret. A supervisor (`supervisor`) then runs it; a single worker without restarts replaces this process.
 """
 
-import ast
 import os
 import re
 import shlex
@@ -12,18 +13,27 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from jaxmpi.config import experiment_file
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
 from jaxmpi.runtime import affinity, failures, job_folder
 
 
-def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmpi.train") -> list[str]:
+def command(
+    options: Options, *, cores: int, is_root: bool, outlives_ranks: bool = False, module: str = "jaxmpi.train"
+) -> list[str]:
     """The line to run `python -m module` on every rank.
+
+    Args:
+        options: of the launcher.
+        cores: of this host.
+        is_root: the user is root.
+        outlives_ranks: the job is to go on without ranks that die, if this MPI can.
+        module: what ranks run.
 
     Raises:
         UsageError: the launcher is unknown or not installed.
@@ -32,115 +42,36 @@ def command(options: Options, *, cores: int, is_root: bool, module: str = "jaxmp
     if options.workers <= 1 and not options.launcher_args:
         return rank
     line = lookup({"mpirun": mpirun, "srun": srun}, options.launcher, "launcher")
-    return [*line(options, cores, is_root), *options.launcher_args, *rank]
+    return [*line(options, cores, is_root, outlives_ranks), *options.launcher_args, *rank]
 
 
-def mpirun(options: Options, cores: int, is_root: bool) -> list[str]:
+def mpirun(options: Options, cores: int, is_root: bool, outlives_ranks: bool = False) -> list[str]:
     """Mpirun's line, with Open MPI's flags for this machine and run."""
     path = find("mpirun")
     plain = [path, "-n", str(options.workers)]
     version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
     if "Open MPI" not in version and "prte" not in version.lower():
         return plain
+    release = re.search(r"(\d+)\.\d+", version)
+    has_ulfm = release is not None and int(release[1]) >= 5
     return [
         *plain,
         *(["--allow-run-as-root"] if is_root else []),
         *(["--oversubscribe"] if options.workers > cores // 2 else []),  # slots are physical cores
         *["--bind-to", "none"],  # the ranks divide the cores among themselves
-        *(["--with-ft", "ulfm"] if outlives_ranks(options.train_args, version) else []),
+        *(["--with-ft", "ulfm"] if outlives_ranks and has_ulfm else []),
     ]
 
 
-def outlives_ranks(train_args: Sequence[str], version: str) -> bool:
-    """Return True if the run and this Open MPI can outlive workers.
-
-    A run can by its rule, or by `--on-rank-loss shrink`; Open MPI from version 5 on.
-    """
-    release = re.search(r"(\d+)\.\d+", version)
-    if not train_args or release is None or int(release[1]) < 5:
-        return False
-    text, table = text_of(train_args), {}
-    names = named_rules(train_args, text)
-    if names:
-        table = rules()
-    is_known = names is not None and all(name in table and not table[name].is_asynchronous for name in names)
-    if is_known and "shrink" not in " ".join([*train_args, text]):
-        return False  # most runs need not wait for the experiment file here
-    experiment, _ = experiment_file.parse(list(train_args))
-    rule = lookup(rules(), experiment.rule.name, "rule")
-    return rule.is_asynchronous or experiment.on_rank_loss == "shrink"
-
-
-def named_rules(train_args: Sequence[str], text: str) -> set[str] | None:
-    """Names of all rules that an experiment can have, by the syntax of its text.
-
-    None: the text does not show them. It gives a name that is no literal, derives from RuleConfig, adds a rule to the
-    table, or imports another experiment or a package that may do so.
-    """
-    given = re.findall(r"(?:^|\s)--rule\.name[= ](\S+)", " ".join(train_args))
-    if given:
-        return {given[-1]}
-    try:
-        nodes = [*ast.walk(ast.parse(text))]
-    except (SyntaxError, ValueError):  # as the trainer will report
-        return set()
-    aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module or "" if not node.level else "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    modules |= {
-        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    calls = [node for node in nodes if isinstance(node, ast.Call) and name_of(node.func) == "RuleConfig"]
-    named = [call.args[:1] or [word.value for word in call.keywords if word.arg in ("name", None)] for call in calls]
-    if (
-        any(module.split(".")[0] not in PLAIN or module.startswith("jaxmpi.experiments") for module in modules)
-        or any(alias.asname and alias.name == "RuleConfig" for alias in aliases)
-        or sum(name_of(node) in ("RuleConfig", "RULES") for node in nodes) > len(calls)
-        or any(not isinstance(name, ast.Constant) for names in named for name in names)
-    ):
-        return None
-    return {str(name.value) for names in named for name in names if isinstance(name, ast.Constant)}
-
-
-PLAIN = sys.stdlib_module_names | {"jaxmpi", "jax", "numpy", "flax", "optax"}  # these know no rules of a user's
-
-
-def name_of(node: ast.AST) -> str:
-    """The last name of `a` or `a.b`; empty for other nodes."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def rules() -> dict[str, Any]:
-    """The table of rules."""
-    from jaxmpi.rules.registry import RULES  # noqa: PLC0415 - imports JAX, for which other MPIs than Open MPI 5 need not wait
-
-    return RULES
-
-
-def with_fields_of_file(train_args: Sequence[str]) -> tuple[str, ...]:
-    """Arguments with the file's fields that count for the first start only.
-
-    Raises:
-        UsageError: the file or a flag is wrong.
-    """
-    if not re.search("run_dir|resume|from_start", text_of(train_args)):
-        return tuple(train_args)  # most runs need not wait for the experiment file here
-    experiment, _ = experiment_file.parse(list(train_args))
+def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:
+    """Arguments with fields of the first start alone as flags."""
     for flag in ("--run-dir", "--resume", "--no-resume", "--from-start", "--no-from-start"):
         train_args = without(train_args, flag, takes_value=flag == "--run-dir")
-    fields = [*(["--run-dir", experiment.run_dir] if experiment.run_dir else []), *["--resume"] * experiment.resume]
-    return (*train_args, *fields, *["--from-start"] * experiment.from_start)
+    fields = [*(["--run-dir", facts.run_dir] if facts.run_dir else []), *["--resume"] * facts.resume]
+    return (*train_args, *fields, *["--from-start"] * facts.from_start)
 
 
-def text_of(train_args: Sequence[str]) -> str:
-    """The experiment file's text; empty if unreadable, as the trainer will report."""
-    try:
-        return experiment_file.located(train_args[0]).read_text(errors="replace") if train_args else ""
-    except OSError:
-        return ""
-
-
-def srun(options: Options, cores: int, is_root: bool) -> list[str]:
+def srun(options: Options, cores: int, is_root: bool, outlives_ranks: bool) -> list[str]:
     """Slurm's launcher, through PMIx."""
     return [find("srun"), "-n", str(options.workers), "--mpi=pmix"]
 
@@ -159,11 +90,13 @@ def find(launcher: str) -> str:
 
 def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; exec one worker without restarts."""
-    facts = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
+    host = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
+    is_alone = options.workers == 1 and not options.launcher_args
+    facts = None if is_alone and not options.restarts else facts_of(options.train_args)
 
     def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
         asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
-        line = command(asked, **facts)
+        line = command(asked, **host, outlives_ranks=facts is not None and facts.outlives_ranks)
         try:
             print("+ " + shown(line, launcher_args), flush=True)
         except OSError:  # as `| head` leaves it
@@ -173,10 +106,10 @@ def launch(options: Options) -> NoReturn:
     if options.workers == 1 and not options.restarts:
         line = printed(1, options.launcher_args, options.train_args)
         os.execv(line[0], line)
-    train_args = with_fields_of_file(options.train_args) if options.restarts else options.train_args
+    train_args = with_fields_of_file(options.train_args, facts) if options.restarts and facts else options.train_args
     parts = (options.launcher_args, train_args)
     asked = SupervisedJob(options.workers, options.least or options.workers, options.restarts, *parts)
-    raise SystemExit(keep_going(asked, printed, lambda host: answers(host, options, **facts)))
+    raise SystemExit(keep_going(asked, printed, lambda name: answers(name, options, **host)))
 
 
 SETTING = re.compile(r"(^|[,;=])([A-Za-z_]\w*)=[^,;]*")  # NAME=value, of a rank's environment
@@ -196,7 +129,8 @@ def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
 def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     """Return True if a process can be started on a host."""
     settings = without(without(options.launcher_args, "--host"), "-H")  # how to reach hosts, such as a port of ssh
-    line = [*mpirun(options._replace(workers=1), cores, is_root), *settings, "--host", f"{host}:1", "true"]
+    start = mpirun(options._replace(workers=1), cores, is_root)
+    line = [*start, *settings, "--host", f"{host}:1", "true"]
     try:
         return subprocess.run(job_folder.over_leftovers(line), capture_output=True, timeout=PROBE_S).returncode == 0
     except subprocess.TimeoutExpired:

@@ -6,7 +6,6 @@ import pytest
 
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
-from jaxmpi.launch import command
 from jaxmpi.launch.options import parse
 from jaxmpi.runtime import provenance
 from jaxmpi.tools import experiments
@@ -56,32 +55,6 @@ def test_the_launcher_knows_a_name_from_the_value_of_a_flag(line, train_args):
 def test_an_unknown_name_is_answered_with_the_nearest_that_ships():
     with pytest.raises(UsageError, match=r"no experiment file 'digit'; with jaxmpi come: did you mean 'digits'\?"):
         experiment_file.parse(["digit"])
-
-
-SHOWN = {  # lines of an experiment file: names of its rules, or None if the text does not show them
-    "from jaxmpi.models.cnn import digits_cnn": set(),
-    "import os, math as m": set(),
-    "# as the rule easgd": set(),
-    "from jaxmpi.config import RuleConfig\nrule = RuleConfig('awagd')": {"awagd"},
-    "from jaxmpi import config\nrules = config.RuleConfig(name='easgd', tau=2), config.RuleConfig()": {"easgd"},
-    "from jaxmpi.config import RuleConfig as Rule\nrule = Rule('easgd')": None,
-    "import os\nfrom jaxmpi.config import RuleConfig\nrule = RuleConfig(os.environ.get('RULE', 'gradients'))": None,
-    "from jaxmpi.config import RuleConfig\nclass Mine(RuleConfig): pass\nrule = Mine('mine')": None,
-    "from jaxmpi.rules.registry import RULES\nRULES['subgd'] = RULES['easgd']": None,
-    "from jaxmpi.experiments.gpt import experiment": None,
-    "from jaxmpi.experiments import gpt": None,
-    "from . import gpt": None,
-    "import os, my_rules": None,
-}
-
-
-@pytest.mark.parametrize("lines", SHOWN)
-def test_the_rules_of_a_file_are_read_in_its_text_if_it_shows_them(lines):
-    """Else the launcher runs the file."""
-    text = f"from jaxmpi.config import Experiment\n{lines}\nexperiment = Experiment()\n"
-    assert command.named_rules(["mine.py"], text) == SHOWN[lines]
-    assert command.named_rules(["mine.py", "--rule.name=gosgd"], text) == {"gosgd"}
-    assert command.named_rules(["mine.py", "--rule.name", "subgd", "--seed", "1"], text) == {"subgd"}
 
 
 def test_an_installed_experiment_belongs_to_no_project_above_it(elsewhere, monkeypatch):

@@ -1,7 +1,7 @@
 """Every fault on four ranks, for real: what the job does, who is named, and that nothing is lost or left behind.
 
 uv run pytest -m faults                            the suite.
-JAXMPI_WRITE_DOCS=1 uv run pytest -m faults        the same, and the table of docs/reliability.md from it.
+JAXMPI_WRITE_DOCS=1 uv run pytest -m faults        the same, and the table of docs/performance.md from it.
 JAXMPI_FAULTS_RANKS=8 uv run pytest -m faults      on more ranks.
 JAXMPI_FAULTS_HOSTS=4 uv run pytest -m faults      on emulated hosts (scripts/cluster.py).
 
@@ -33,7 +33,7 @@ RANKS, STEPS = int(os.environ.get("JAXMPI_FAULTS_RANKS", "4")), 40
 HOSTS = int(os.environ.get("JAXMPI_FAULTS_HOSTS", "1"))
 DIES_S, HANGS_S = 10.0, 30.0  # bars: from the fault to the end of the job
 JOB_S = 300  # no job may take longer, however busy the machine is
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "performance.md"
 MODEL = """
 import jax
 import jax.numpy as jnp

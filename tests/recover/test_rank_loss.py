@@ -24,7 +24,6 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.launch import command
 from jaxmpi.observe.flops import StepFlops
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.step_timing import LOCAL, Window
@@ -50,14 +49,6 @@ def test_an_unknown_way_is_named_with_those_there_are():
         UsageError, match=r"unknown on_rank_loss 'shrik'; did you mean 'shrink'\? there are: end, shrink"
     ):
         Experiment(on_rank_loss="shrik")
-
-
-def test_the_launcher_keeps_the_job_alive():
-    version = "mpirun (Open MPI) 5.0.11"
-    assert command.outlives_ranks((DIGITS, "--on-rank-loss", "shrink"), version)
-    assert command.outlives_ranks((DIGITS, "--on-rank-loss=shrink"), version)
-    assert not command.outlives_ranks((DIGITS, "--on-rank-loss", "end"), version)
-    assert not command.outlives_ranks((DIGITS, "--on-rank-loss", "shrink"), "mpirun (Open MPI) 4.1.6")
 
 
 @pytest.mark.slow

@@ -504,9 +504,12 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
 
 def surviving(ranks: int, *args: str) -> list[str]:
     """The line of `jaxmpi train`, under which a run goes on without ranks that die."""
-    line = command.mpirun(Options(ranks, "mpirun", (), args), 2, os.geteuid() == 0)
-    assert line[-2:] == ["--with-ft", "ulfm"]
-    return [*line, sys.executable, "-m", "jaxmpi.train", *args]
+    facts = facts_of(args)
+    assert facts
+    options = Options(ranks, "mpirun", (), args)
+    line = command.command(options, cores=2, is_root=os.geteuid() == 0, outlives_ranks=facts.outlives_ranks)
+    assert "--with-ft" in line
+    return line
 
 
 def rank_of(rank: int, run_dir: Path) -> int:
@@ -744,24 +747,6 @@ def test_of_a_strategy_the_wire_counts():
 
 
 # ---------------------------------------------------------------- the launcher's line
-
-
-def test_the_launcher_keeps_asynchronous_runs_alive(tmp_path):
-    version = "mpirun (Open MPI) 5.0.11"
-    assert command.outlives_ranks((DIGITS, "--rule.name", "easgd"), version)
-    assert command.outlives_ranks((DIGITS, "--rule.name=gosgd"), version)
-    assert not command.outlives_ranks((DIGITS, "--rule.name", "easgd_sync"), version)
-    assert not command.outlives_ranks((DIGITS,), version)
-    assert not command.outlives_ranks((DIGITS, "--rule.name", "easgd"), "mpirun (Open MPI) 4.1.6")
-    own = tmp_path / "own.py"
-    own.write_text(
-        "from jaxmpi.config import Experiment, RuleConfig\nfrom jaxmpi.rules.registry import RULES\n"
-        "RULES['mine'] = RULES['easgd']\nexperiment = Experiment(rule=RuleConfig('mine'))\n"
-    )
-    try:
-        assert command.outlives_ranks((str(own),), version)  # as the rule's row says
-    finally:
-        registry.RULES.pop("mine", None)
 
 
 # ---------------------------------------------------------------- the local halves, and the synchronous form

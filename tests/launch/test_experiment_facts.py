@@ -1,0 +1,85 @@
+"""What the launcher must know of an experiment before it starts ranks."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.launch import experiment_facts
+from jaxmpi.launch.experiment_facts import facts_of, may_differ
+from launching import ROOT
+
+DIGITS = str(ROOT / "experiments" / "digits.py")
+FILE = "from jaxmpi.config import Experiment, RuleConfig\n{}\n"
+OUTLIVES = {  # lines of a file, and flags: the run outlives ranks
+    "a flag": ("experiment = Experiment()", ["--rule.name", "easgd"], True),
+    "a flag for a file's rule": ("experiment = Experiment(rule=RuleConfig('easgd'))", ["--rule.name=awagd"], False),
+    "shrink": ("experiment = Experiment()", ["--on-rank-loss=shrink"], True),
+    "a synchronous rule": ("experiment = Experiment(rule=RuleConfig('local_sgd'))", [], False),
+    "a row of one's own": (
+        "from jaxmpi.rules.registry import RULES\nRULES['mine'] = RULES['gosgd']\n"
+        "experiment = Experiment(rule=RuleConfig('mine'))",
+        [],
+        True,
+    ),
+    "a file beside it": ("from beside import experiment", [], True),
+    "no import in sight": ("import importlib\nexperiment = importlib.import_module('beside').experiment", [], True),
+    "no name in sight": (
+        "import dataclasses\nexperiment = Experiment()\n"
+        "experiment = dataclasses.replace(experiment, rule=dataclasses.replace(experiment.rule, name='asgd'))",
+        [],
+        True,
+    ),
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("case", OUTLIVES)
+def test_a_run_that_outlives_ranks_is_known_by_running_its_file(case, tmp_path):
+    lines, flags, outlives = OUTLIVES[case]
+    (tmp_path / "mine.py").write_text(FILE.format(lines))
+    (tmp_path / "beside.py").write_text(FILE.format("experiment = Experiment(rule=RuleConfig('easgd'))"))
+    facts = facts_of([str(tmp_path / "mine.py"), *flags])
+    assert facts
+    assert facts.outlives_ranks is outlives
+
+
+@pytest.mark.e2e
+def test_a_mistake_is_named_before_ranks_start(capfd):
+    with pytest.raises(UsageError, match=r"optim\.lr: got -1\.0; expected > 0"):
+        facts_of([DIGITS, "--optim.lr", "-1"])
+    with pytest.raises(UsageError, match=r"unknown field --rule\.quorum"):
+        facts_of([DIGITS, "--rule.quorum", "3"])
+    with pytest.raises(SystemExit, match="2"):
+        facts_of([DIGITS, "--rule.tau", "often"])
+    assert "--rule.tau" in capfd.readouterr().err
+
+
+@pytest.mark.e2e
+def test_a_file_that_fails_or_takes_long_is_left_to_the_ranks(tmp_path, monkeypatch, capsys):
+    (tmp_path / "fails.py").write_text("rule = 1 / 0\n")
+    assert facts_of([str(tmp_path / "fails.py")]) is None
+    (tmp_path / "long.py").write_text("import time\nrule = time.sleep(100)\n")
+    monkeypatch.setattr(experiment_facts, "TIMEOUT_S", 0.5)
+    assert facts_of([str(tmp_path / "long.py")]) is None
+    assert "starting without its facts" in capsys.readouterr().err
+
+
+SURE = ["from jaxmpi.models.cnn import digits_cnn", "import os, math as m", "import jax.numpy as jnp, optax"]
+UNSURE = [
+    "from jaxmpi.experiments import gpt",
+    "from . import gpt",
+    "import my_package",
+    "eval('1')",
+    "x = (",
+    "x = {**{}}",
+]
+
+
+@pytest.mark.parametrize("line", [*SURE, *UNSURE])
+def test_most_files_need_not_run(line):
+    text = f"from jaxmpi.config import Experiment\n{line}\nexperiment = Experiment(seed=3)\n"
+    assert may_differ(["mine.py", "--seed", "1"], text) is (line in UNSURE)
+    assert may_differ(["mine.py", "--resume"], text)
+    assert not Path("mine.py").exists()
+    assert facts_of(["mine.py", "--resume"]) is None  # other hosts may have it
