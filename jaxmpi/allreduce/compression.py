@@ -314,7 +314,7 @@ def parse(spelling: str) -> tuple[Compressor, Strategy]:
     name, _, rest = spelling.partition("/")
     check(not rest.startswith("auto"), f"got {spelling!r}; after the / name a strategy, as in {name}/ring16")
     strategy = algorithms.parse(rest or "asa32")
-    check(strategy.name != "none:32", f"got {spelling!r}; strategy none exchanges nothing, compressed or not")
+    check(strategy.spec.exchanges, f"got {spelling!r}; strategy {rest} exchanges nothing, compressed or not")
     stem = next((stem for stem in STEMS if name.startswith(stem)), "")
     if not stem:
         raise UsageError(f"unknown compressor {name!r}; {nearest(name, COMPRESSORS)}")

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce.algorithms import exchanges, parse
 from jaxmpi.allreduce.api import Choice, check_leaves, exchange
 from jaxmpi.allreduce.buckets import fuse, split
 from jaxmpi.allreduce.building_blocks import pad
@@ -62,11 +62,11 @@ def over_local_devices(choice: Choice, mesh: Mesh) -> Callable[[PyTree], PyTree]
             programs[key] = summed_by(choice, mesh, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves])
         return jax.tree.unflatten(structure, programs[key](leaves))
 
-    return own if choice.strategy == "none:32" and choice.op == "mean" else call
+    return call if exchanges(choice.strategy) or choice.op == "sum" else own
 
 
 def own(tree: PyTree) -> PyTree:
-    """Every device's own, which strategy none calls a mean."""
+    """Every device's own, which a strategy that exchanges nothing calls a mean."""
     return tree
 
 
@@ -74,7 +74,7 @@ def summed_by(
     choice: Choice, mesh: Mesh, like: Sequence[jax.ShapeDtypeStruct]
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """The exchange of leaves with these shapes behind an axis of devices."""
-    if choice.strategy == "none:32":
+    if not exchanges(choice.strategy):
         workers = choice.comm.size * mesh.size
         return jax.jit(lambda leaves: [leaf * workers for leaf in leaves])
     buckets, devices = choice.buckets(like), list(mesh.devices.flat)

@@ -1,7 +1,7 @@
 """Contenders of the benchmark: exchanges whose first result is checked.
 
 A benchmark must not time an exchange that computes a wrong result. Each contender therefore exchanges a known pattern,
-which `check_result` compares with its sum or mean. Entries are integers from -6 to 6, so float32 sums are exact in any
+which `check_result` compares with its sum or mean. Entries are integers from 0 to 12, so float32 sums are exact in any
 order. The check has a tolerance, because 16-bit wires round. Compressors and `none` compute no plain mean, so their
 results are not checked. `COPY` and `LINK` measure memory and network speed for reference.
 """
@@ -27,8 +27,8 @@ from jaxmpi.core.errors import TrainingError
 Arrays = Sequence[Any]  # f32 each, of NumPy, JAX or torch
 Run = Callable[[], Arrays]  # one exchange, finished when it returns
 Shape = tuple[int, ...]
-PATTERN = np.arange(-6, 7, dtype=np.float32)  # whole numbers: sums are exact in any order
-ROUGH = 0.1  # of the largest entry: more than a wire rounds away, less than a wrong sum is off
+PATTERN = np.arange(13, dtype=np.float32)  # whole numbers: sums are exact in any order, and of no length zero
+ROUGH = 0.1  # of the largest sum there may be: more than a wire rounds away, less than a wrong sum is off
 COPY_BYTES = 64 << 20  # of one copy, beyond the caches if several ranks copy
 LINK_BYTES = 2 << 20  # of one message between hosts
 
@@ -59,7 +59,7 @@ class Inputs:
 
 
 def pattern(rank: int, shape: Shape) -> np.ndarray:
-    """f32[shape]: -6 ... 6 repeated, shifted by one place per rank."""
+    """f32[shape]: 0 ... 12 repeated, shifted by one place per rank."""
     floats = math.prod(shape)
     return np.tile(np.roll(PATTERN, rank), -(-floats // PATTERN.size))[:floats].reshape(shape)
 

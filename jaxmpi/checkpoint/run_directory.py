@@ -23,7 +23,7 @@ from jaxmpi.checkpoint.manifests import candidates, found, newest, step_of
 from jaxmpi.checkpoint.restore import AGAIN
 from jaxmpi.checkpoint.run_folder import locked, new, resumed, usable
 from jaxmpi.comm.job import Processes
-from jaxmpi.comm.topology import Workers, transport
+from jaxmpi.comm.topology import Workers
 from jaxmpi.config import flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.renamed import RENAMED
@@ -317,7 +317,6 @@ def facts_of(
         "workers": workers.size,
         "strategy": f"wire {strategy.partition(':')[2]}" if workers.asynchronous else strategy,
         "form": form,
-        "transport": transport(workers, strategy),
         "backend": jax.default_backend(),
         "experiment_file": digest,
         "versions": provenance.versions(),

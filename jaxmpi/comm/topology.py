@@ -146,34 +146,35 @@ def rows(x: jax.Array, workers: Workers) -> np.ndarray:
     return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
-def transport(workers: Workers, strategy: str) -> str:
+def transport(workers: Workers, *, exchanges: bool, in_shared_memory: bool) -> str:
     """Name the way of what workers exchange.
 
     Asynchronous workers send params to a center or to each other, from host memory, whatever the strategy.
 
     Args:
-        strategy: in full, as shm:32 or lowrank4/ring:32.
+        workers: of the job.
+        exchanges: the strategy exchanges anything.
+        in_shared_memory: its ranks of a host add in shared memory.
     """
     if workers.size == 1:
         return "none: one worker"
     on_gpu = jax.default_backend() == "gpu"
     if workers.asynchronous:
         return "MPI, through the host" if on_gpu else "MPI, from host memory"
-    algorithm = strategy.rpartition("/")[2].partition(":")[0]
-    if algorithm == "none":
-        return "none: strategy none"
-    between = between_processes(workers, algorithm, on_gpu)
+    if not exchanges:
+        return "none: the strategy exchanges nothing"
+    between = between_processes(workers, in_shared_memory, on_gpu)
     return f"{between}; each process adds up its {workers.devices} devices" if workers.devices > 1 else between
 
 
-def between_processes(workers: Workers, algorithm: str, on_gpu: bool) -> str:
+def between_processes(workers: Workers, in_shared_memory: bool, on_gpu: bool) -> str:
     """Name the transport between processes, or between devices of a single one."""
     over_axis = workers.mesh is not None and workers.devices == 1
     if over_axis and workers.processes.size > 1:
         return f"XLA collectives between processes, {'NCCL' if on_gpu else cpu_collectives()}"
     if over_axis:
         return "XLA collectives between devices of one process"
-    if algorithm == "shm":
+    if in_shared_memory:
         return "shared memory, through the host" if on_gpu else "shared memory"
     if not on_gpu:
         return "MPI, from host memory"

@@ -95,6 +95,7 @@ def with_new_names(argv: Sequence[str], say: Callable[[str], None]) -> list[str]
             say(f"{name} is {new} now")
         words = as_words(name)
         if words:
+            check(not equals, f"got {arg}; {name} takes no value, and is {' '.join(words)} now")
             check(words[0] not in given, f"got {name} and {words[0]}; give {words[0]} alone, with all its words")
             say(f"{name} is {' '.join(words)} now")
             last += words

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.allreduce.algorithms import in_shared_memory
 from jaxmpi.allreduce.api import Op, exchange
 from jaxmpi.comm.base import check_one_host
 from jaxmpi.comm.mpi import MpiComm
@@ -70,7 +71,7 @@ class ProcessGroup(WorkerGroup):
     def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` outside jit; f32 through shared memory needs no program."""
         [(rank, leaves)] = mine.items()
-        if self.size > 1 and strategy in ("shm", "shm:32") and all(x.dtype == jnp.float32 for x in leaves):
+        if self.size > 1 and in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
             sum_now = self.sum_now
             try:
                 return {rank: sum_now(leaves, self.size if op == "mean" else 1)}

@@ -26,7 +26,7 @@ from jaxmpi.checkpoint.manager import warn
 from jaxmpi.checkpoint.restore import Saved
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
-from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers
+from jaxmpi.comm.topology import Workers, gather_asynchronous, gather_fault_tolerant, gather_workers, transport
 from jaxmpi.config import experiment_file
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
@@ -266,6 +266,11 @@ def run_in(
     if is_first:
         recorder = open_recorder(experiment, folder, elapsed_s, hosts, plan.feed)
         facts = run_directory.facts_of(experiment, workers, functions.strategy, functions.form, root, digest) | {
+            "transport": transport(
+                workers,
+                exchanges=algorithms.exchanges(functions.strategy),
+                in_shared_memory=algorithms.in_shared_memory(functions.strategy),
+            ),
             "asked": functions.asked,
             "effective_batch": plan.clock.effective_batch,
             "scaled_for": plan.scaled_for,

@@ -268,7 +268,7 @@ def others(job: Job, strategy: str, *, is_whole: bool) -> Iterator[tuple[str, Wo
     """
     if job.experiment.optim.transform is not None:
         return
-    for name in (strategy,) if strategy in ("shm", "shm:32") else (strategy, "shm"):
+    for name in (strategy,) if algorithms.in_shared_memory(strategy) else (strategy, "shm"):
         on = with_exchange(with_shards(job, "on"), strategy=name)
         options = f"--exchange.strategy {name} " * (name != strategy)
         options += SHARDED * (job.experiment.exchange.shard_update != "on")

@@ -119,7 +119,7 @@ def shares_params(job: Job, strategy: str) -> bool:
         return False
     keeps = experiment.on_nonfinite == "skip" or experiment.on_rank_loss == "shrink"
     is_exact = experiment.exchange.gather_wire == "32"
-    is_in_reach = algorithms.parse(strategy).name == "shm:32" and jax.default_backend() == "cpu"
+    is_in_reach = algorithms.in_shared_memory(strategy) and jax.default_backend() == "cpu"
     return is_in_reach and is_exact and not keeps and is_split(job) and experiment.devices == 1
 
 

@@ -12,13 +12,24 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import references
-from jaxmpi.allreduce.algorithms import ALIASES, STRATEGIES, color_trees, exchanges, hierarchical, parse
+from jaxmpi.allreduce import compression
+from jaxmpi.allreduce.algorithms import (
+    ALIASES,
+    STRATEGIES,
+    color_trees,
+    exchanges,
+    hierarchical,
+    in_shared_memory,
+    parse,
+)
 from jaxmpi.allreduce.algorithms.color_trees import plant
-from jaxmpi.allreduce.api import exchange
+from jaxmpi.allreduce.api import Choice, exchange
 from jaxmpi.allreduce.building_blocks import alltoall_by_rotation
+from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.subgroups import SubComm
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import SoloComm
 from jaxmpi.core.errors import UsageError
 from references import sum_over_workers
 from tolerances import USUAL_EMITTERS, bound, height
@@ -196,6 +207,19 @@ def test_the_same_on_devices_through_shard_map(strategy, devices):
     got = np.asarray(jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("w"), out_specs=P("w"), check_vma=False))(rows))
     assert same_on_all_workers(got)
     assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(strategy, rows)).all()
+
+
+def test_a_row_says_what_it_does_whatever_its_name(monkeypatch):
+    monkeypatch.setitem(STRATEGIES, "still", STRATEGIES["none"])
+    monkeypatch.setitem(STRATEGIES, "held", STRATEGIES["shm"])
+    with pytest.raises(UsageError, match="strategy still exchanges nothing, compressed or not"):
+        compression.parse("topk1/still")
+    assert (exchanges("still"), in_shared_memory("held"), in_shared_memory("lowrank4/held")) == (False, True, True)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("devices",))
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for op, times in (("mean", 1), ("sum", 2)):
+        run = over_local_devices(Choice("still:32", op, SoloComm(), None), mesh)
+        np.testing.assert_array_equal(run([x])[0], times * x)
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])

@@ -434,9 +434,18 @@ def test_results_are_checked(op, floats):
     contenders.check_result(contender, [right, right.reshape(1, floats)], Job())
     for off in WRONG if floats else ():
         wrong = right.copy()
-        wrong[-1] += off * 18 * contenders.ROUGH * 1.01
+        wrong[-1] += off * 36 * contenders.ROUGH * 1.01
         with pytest.raises(TrainingError, match="x: array 1 is off by"):
             contenders.check_result(contender, [right, wrong], Job())
+
+
+@pytest.mark.parametrize("ranks", [2, 12, 13, 26, 64])
+def test_zeros_are_no_sum_of_any_number_of_ranks(ranks):
+    """The pattern had a mean of zero: zeros passed from 34 ranks on, and at 13."""
+    contender, job = contenders.Contender("x", False, "mean", lambda inputs: lambda: []), Job()
+    job.size = ranks
+    with pytest.raises(TrainingError):
+        contenders.check_result(contender, [np.zeros(26, np.float32)], job)
 
 
 def test_a_mean_that_was_not_divided_is_found():

@@ -342,6 +342,8 @@ def test_a_switch_of_old_is_a_word_beside_what_only_python_can_name(capsys, tmp_
     ]
     with pytest.raises(UsageError, match="got --tensorboard and --sinks; give --sinks alone, with all its words"):
         experiment_file.parse([file, "--sinks", "csv", "--tensorboard"])
+    with pytest.raises(UsageError, match="got --tensorboard=False; --tensorboard takes no value"):
+        experiment_file.parse([file, "--tensorboard=False"])
     with pytest.warns(FutureWarning, match=r"Experiment: tensorboard is sinks=\('tensorboard',\) now"):
         assert Experiment(sinks=(print,), tensorboard=True).sinks == (print, "tensorboard")  # pyright: ignore[reportCallIssue]
 

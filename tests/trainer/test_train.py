@@ -21,6 +21,7 @@ import pytest
 from PIL import Image
 
 import jaxmpi
+from jaxmpi.allreduce.algorithms import exchanges, in_shared_memory
 from jaxmpi.checkpoint import manifests, run_directory
 from jaxmpi.comm import topology
 from jaxmpi.config import experiment_file, flags
@@ -88,7 +89,7 @@ def test_ranks_learn_and_record(tmp_path):
         ("root:32", True, "cpu", 4, "MPI, from host memory"),
         ("root:32", True, "gpu", 4, "MPI, through the host"),  # though MPI takes device pointers
         ("ring:32", False, "gpu", 4, "MPI, CUDA-aware"),
-        ("none:32", False, "cpu", 4, "none: strategy none"),
+        ("none:32", False, "cpu", 4, "none: the strategy exchanges nothing"),
         ("shm:32", False, "cpu", 1, "none: one worker"),
     ],
 )
@@ -97,14 +98,19 @@ def test_transport_is_what_rule_and_strategy_use(strategy, is_asynchronous, back
     monkeypatch.setattr(topology.jax, "default_backend", lambda: backend)
     alone: Any = types.SimpleNamespace(size=size)
     ranks = topology.Workers(alone, alone, (0,), None, asynchronous=size if is_asynchronous else 0)
-    assert topology.transport(ranks, strategy) == told
+    assert told_of(ranks, strategy) == told
+
+
+def told_of(workers: topology.Workers, strategy: str) -> str:
+    facts = {"exchanges": exchanges(strategy), "in_shared_memory": in_shared_memory(strategy)}
+    return topology.transport(workers, **facts)
 
 
 def test_transport_says_that_devices_add_up_first():
     two: Any = types.SimpleNamespace(size=2)
     workers = topology.Workers(two, two, (0, 1), None, devices=2)
     assert workers.size == 4
-    assert topology.transport(workers, "shm:32").endswith("; each process adds up its 2 devices")
+    assert told_of(workers, "shm:32").endswith("; each process adds up its 2 devices")
 
 
 @pytest.mark.parametrize(("workers", "told"), [(4, "wire 16"), (0, "root:16")])

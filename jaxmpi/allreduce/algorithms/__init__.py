@@ -28,4 +28,5 @@ from jaxmpi.allreduce.algorithms.table import STRATEGIES as STRATEGIES
 from jaxmpi.allreduce.algorithms.table import Strategy as Strategy
 from jaxmpi.allreduce.algorithms.table import exchanges as exchanges
 from jaxmpi.allreduce.algorithms.table import find as find
+from jaxmpi.allreduce.algorithms.table import in_shared_memory as in_shared_memory
 from jaxmpi.allreduce.algorithms.table import parse as parse

@@ -53,5 +53,6 @@ SHARED_MEMORY = StrategySpec(
     fits=is_one,
     seconds=shared_memory_seconds,
     is_candidate=lambda net: net.hosts == 1,
+    in_shared_memory=True,
     arrays_at_work=1,
 )

@@ -122,6 +122,7 @@ class StrategySpec(NamedTuple):
     cut: Callable[..., tuple[int, int]] | None = None
     spelled: tuple[str, ...] = ()  # what to try if the name has a blank
     exchanges: bool = True  # else each worker keeps its own, and params drift apart
+    in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params
     arrays_at_work: float = 4  # as big as the gradients, results included: scripts/exchange_memory.py
 
 

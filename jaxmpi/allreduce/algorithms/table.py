@@ -88,6 +88,13 @@ def exchanges(spelling: str) -> bool:
     return row is None or row.exchanges
 
 
+def in_shared_memory(spelling: str) -> bool:
+    """Return True if ranks of a host add in shared memory."""
+    spelling = spelling.rpartition("/")[2]
+    row = STRATEGIES.get(ALIASES.get(spelling, spelling).partition(":")[0])
+    return row is not None and row.in_shared_memory
+
+
 def rows_of(algorithm: str) -> tuple[StrategySpec, ...]:
     """The rows that `find` takes, as they stand in the table."""
     if re.fullmatch(r"color\d+", algorithm):
