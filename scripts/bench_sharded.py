@@ -26,7 +26,6 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,6 +39,7 @@ import jaxmpi
 from jaxmpi.allreduce.api import BUCKET_BYTES, exchange
 from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.bench.plan import trees
+from jaxmpi.bench.rounds import card_bytes
 from jaxmpi.comm.job import processes
 from jaxmpi.config import Optim
 from jaxmpi.core.deals import deal
@@ -122,15 +122,9 @@ class Counted:
         self.loop, self.sent_bytes = loop, list[int]()
 
     def __call__(self) -> None:
-        before = sent_bytes()
+        before = card_bytes()
         self.loop(STEPS)
-        self.sent_bytes.append(sent_bytes() - before)
-
-
-def sent_bytes() -> int:
-    """Bytes that this host has sent to others, headers included."""
-    rows = [row.partition(":") for row in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
-    return sum(int(counters.split()[8]) for name, _, counters in rows if name.strip() != "lo")
+        self.sent_bytes.append(card_bytes() - before)
 
 
 def measured_steps(model: str, strategy: str, names: list[str], rounds: int) -> dict[str, Any]:

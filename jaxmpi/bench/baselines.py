@@ -141,7 +141,7 @@ CALLS = {  # of `options.PEERS`
 
 def peer(name: str) -> Contender:
     """A peer of the table."""
-    return Contender(name, True, PEERS[name].op, CALLS[name].start)
+    return Contender(name, PEERS[name].op, CALLS[name].start)
 
 
 def meeting_point(control: MpiProcesses) -> str:

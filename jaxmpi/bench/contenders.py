@@ -68,7 +68,6 @@ class Contender(NamedTuple):
     """Something to time."""
 
     name: str
-    is_peer: bool
     op: Op | None  # its result; None: no exchange
     start: Callable[[Inputs], Run]
 
@@ -80,7 +79,7 @@ def strategy(name: str) -> Contender:
         run = jax.jit(lambda leaves: exchange(leaves, name))
         return lambda: jax.block_until_ready(run(inputs.leaves))
 
-    return Contender(name, False, "mean" if exchanges(name) else None, start)
+    return Contender(name, "mean" if exchanges(name) else None, start)
 
 
 def automatic(name: str) -> Contender:
@@ -98,7 +97,7 @@ def automatic(name: str) -> Contender:
         run = jax.jit(mean)
         return lambda: jax.block_until_ready(run(inputs.leaves))
 
-    return Contender(name, False, "mean", start)
+    return Contender(name, "mean", start)
 
 
 def compressor(name: str) -> Contender:
@@ -115,7 +114,7 @@ def compressor(name: str) -> Contender:
 
         return run
 
-    return Contender(name, False, None, start)
+    return Contender(name, None, start)
 
 
 def ours(name: str) -> Contender:
@@ -198,5 +197,5 @@ def linking(inputs: Inputs) -> Run:
     return run
 
 
-COPY = Contender("copy", False, None, copying)
-LINK = Contender("link", False, None, linking)
+COPY = Contender("copy", None, copying)
+LINK = Contender("link", None, linking)

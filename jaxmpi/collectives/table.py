@@ -165,7 +165,6 @@ class Operation:
     adjoint: Callable[[Bind, MpiCall, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
     shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # what all ranks must give alike, of x
     ops: tuple[str, ...] = ()  # that it may reduce by
-    has_root: bool = False
     is_elementwise: bool = True  # leaves of a tree travel together, and an axis that is mapped stays
     is_message: bool = False  # from one rank to another: others take no part
     is_one_call: bool = False  # of MPI, which `run` makes by its argument `mpi`
@@ -251,7 +250,6 @@ OPERATIONS: dict[str, Operation] = {
         is_one_call=True,
         adjoint=_reduce_adjoint,
         ops=REDUCTIONS,
-        has_root=True,
     ),
     "bcast": Operation(
         equation="y_r = x_root",
@@ -260,7 +258,6 @@ OPERATIONS: dict[str, Operation] = {
         run=direct("bcast", "root"),
         is_one_call=True,
         adjoint=_bcast_adjoint,
-        has_root=True,
     ),
     "allgather": Operation(
         equation="y_r = [x_0, …, x_(w-1)]",
@@ -282,7 +279,6 @@ OPERATIONS: dict[str, Operation] = {
         is_one_call=True,
         alone=lambda call, x: x[None],
         adjoint=_gather_adjoint,
-        has_root=True,
         is_elementwise=False,
     ),
     "scatter": Operation(
@@ -295,7 +291,6 @@ OPERATIONS: dict[str, Operation] = {
         alone=lambda call, x: x[0],
         adjoint=_scatter_adjoint,
         shared=lambda call, x: x.shape[1:] if is_root(call) else x.shape,
-        has_root=True,
         is_elementwise=False,
     ),
     "alltoall": Operation(

@@ -206,9 +206,7 @@ def show(text: str, stream: TextIO) -> None:
     try:
         print(text, end="", file=stream, flush=True)
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # what Python still has is flushed there when it ends
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        failures.to_nowhere(stream)
 
 
 def hyphens(arg: str) -> str:

@@ -43,6 +43,7 @@ from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import notebook_workers
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.evaluate import figures_of
+from jaxmpi.trainer.options import config_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,8 +180,7 @@ def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experimen
         UsageError: it was not started by an experiment file, or that is not here; the one that is named sees other
             inputs than the run did.
     """
-    file = run_dir / "config.json"
-    check(file.is_file(), f"{file}: no such file; name a run directory")
+    file = config_file(run_dir)
     try:
         config = json.loads(file.read_text())
         command = [str(word) for word in config["command"][1:]]

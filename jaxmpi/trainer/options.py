@@ -77,10 +77,27 @@ def of_run(made: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
     return options
 
 
+def config_file(run_dir: Path) -> Path:
+    """The file of a run's configuration.
+
+    Raises:
+        UsageError: there is none.
+    """
+    file = run_dir / "config.json"
+    check(file.is_file(), f"{file}: no such file; name a run directory")
+    return file
+
+
 def evaluate(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `jaxmpi evaluate`."""
+    """Parse options of `jaxmpi evaluate`.
+
+    Raises:
+        UsageError: as `of_run` and `config_file`.
+    """
     made = run_parser("evaluate", "Evaluate a run's model on its validation data.", "runs/first --best")
-    return of_run(made, argv)
+    options = of_run(made, argv)
+    config_file(options.run_dir)
+    return options
 
 
 def predict_parser() -> argparse.ArgumentParser:
@@ -96,9 +113,10 @@ def predict(argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `jaxmpi predict`.
 
     Raises:
-        UsageError: as `of_run`; or the file exists, or is none of NumPy's by its name.
+        UsageError: as `of_run` and `config_file`; or the file exists, or is none of NumPy's by its name.
     """
     options = of_run(predict_parser(), argv)
+    config_file(options.run_dir)
     check(options.out.suffix == ".npz", f"{options.out}: expected a name that ends in .npz")
     check(not options.out.exists(), f"{options.out} exists; name a new file")
     return options

@@ -23,7 +23,7 @@ from jaxmpi.allreduce.algorithms import (
     parse,
 )
 from jaxmpi.allreduce.algorithms.color_trees import plant
-from jaxmpi.allreduce.api import Choice, exchange
+from jaxmpi.allreduce.api import Choice, Op, exchange
 from jaxmpi.allreduce.building_blocks import alltoall_by_rotation
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.subgroups import SubComm
@@ -217,7 +217,8 @@ def test_a_row_says_what_it_does_whatever_its_name(monkeypatch):
     assert (exchanges("still"), in_shared_memory("held"), in_shared_memory("lowrank4/held")) == (False, True, True)
     mesh = Mesh(np.array(jax.devices()[:2]), ("devices",))
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    for op, times in (("mean", 1), ("sum", 2)):
+    ops: dict[Op, int] = {"mean": 1, "sum": 2}
+    for op, times in ops.items():
         run = over_local_devices(Choice("still:32", op, SoloComm(), None), mesh)
         np.testing.assert_array_equal(run([x])[0], times * x)
 

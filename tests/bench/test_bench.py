@@ -428,7 +428,7 @@ WRONG = [1.0, math.nan, math.inf]
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("floats", [0, 1, 12, 13, 14, 13 << 16, (13 << 16) + 1])
 def test_results_are_checked(op, floats):
-    contender = contenders.Contender("x", False, op, lambda inputs: lambda: [])
+    contender = contenders.Contender("x", op, lambda inputs: lambda: [])
     total = np.sum([contenders.pattern(rank, (floats,)) for rank in range(3)], 0)
     right = total / 3 if op == "mean" else total
     contenders.check_result(contender, [right, right.reshape(1, floats)], Job())
@@ -442,14 +442,14 @@ def test_results_are_checked(op, floats):
 @pytest.mark.parametrize("ranks", [2, 12, 13, 26, 64])
 def test_zeros_are_no_sum_of_any_number_of_ranks(ranks):
     """The pattern had a mean of zero: zeros passed from 34 ranks on, and at 13."""
-    contender, job = contenders.Contender("x", False, "mean", lambda inputs: lambda: []), Job()
+    contender, job = contenders.Contender("x", "mean", lambda inputs: lambda: []), Job()
     job.size = ranks
     with pytest.raises(TrainingError):
         contenders.check_result(contender, [np.zeros(26, np.float32)], job)
 
 
 def test_a_mean_that_was_not_divided_is_found():
-    contender = contenders.Contender("x", False, "mean", lambda inputs: lambda: [])
+    contender = contenders.Contender("x", "mean", lambda inputs: lambda: [])
     total = np.sum([contenders.pattern(rank, (13,)) for rank in range(3)], 0)
     with pytest.raises(TrainingError):
         contenders.check_result(contender, [total], Job())
