@@ -63,7 +63,7 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     description = f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's."
     experiment = said_by_first(lambda: flags.parsed(base, argv, tables or {}, PROG, description))
     if path is None:
-        raise UsageError("name an experiment file first: python -m jaxmpi.train experiments/digits.py")
+        raise UsageError(NO_FILE)
     return experiment, path
 
 
@@ -93,11 +93,14 @@ def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
         SystemExit: a value of another type, after it has been said.
     """
     argv = refuse_unknown(argv)
-    before, after = file_first(argv)[:1], file_first(argv)[1:]
-    if file_is_here and before and not before[0].startswith("-"):
-        check_file(located(before[0]))
-    if {"-h", "--help"}.isdisjoint(argv) and not flags.unknown_flags(argv, Experiment()):
-        said_by_first(lambda: flags.typed(Experiment(), after, {}, PROG, ""))
+    if not {"-h", "--help"}.isdisjoint(argv):
+        return
+    name, *fields = file_first(argv) or [""]
+    errors.check(bool(name) and not name.startswith("-"), NO_FILE)
+    if file_is_here:
+        check_file(located(name))
+    if not any(field.startswith("rule.") for field in flags.names_in(fields)):  # a user's may be of other types
+        said_by_first(lambda: flags.typed(Experiment(), fields, {}, PROG, ""))
 
 
 def refuse_unknown(argv: Sequence[str]) -> list[str]:
@@ -169,6 +172,7 @@ def located(name: str) -> Path:
     return path if path.is_file() else shipped().get(name.removeprefix("experiments/").removesuffix(".py"), path)
 
 
+NO_FILE = "name an experiment file first: python -m jaxmpi.train experiments/digits.py"
 PROG = "python -m jaxmpi.train EXPERIMENT.py"
 T = TypeVar("T")
 

@@ -5,6 +5,7 @@ as its experiment decides (`experiment_facts`). The line is printed without the 
 be secret. A supervisor (`supervisor`) then runs it; a single worker without restarts replaces this process.
 """
 
+import functools
 import os
 import re
 import shlex
@@ -49,18 +50,28 @@ def mpirun(options: Options, cores: int, is_root: bool, outlives_ranks: bool = F
     """Mpirun's line, with Open MPI's flags for this machine and run."""
     path = find("mpirun")
     plain = [path, "-n", str(options.workers)]
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
+    version = version_of(path)
     if "Open MPI" not in version and "prte" not in version.lower():
         return plain
-    release = re.search(r"(\d+)\.\d+", version)
-    has_ulfm = release is not None and int(release[1]) >= 5
     return [
         *plain,
         *(["--allow-run-as-root"] if is_root else []),
         *(["--oversubscribe"] if options.workers > cores // 2 else []),  # slots are physical cores
         *["--bind-to", "none"],  # the ranks divide the cores among themselves
-        *(["--with-ft", "ulfm"] if outlives_ranks and has_ulfm else []),
+        *(["--with-ft", "ulfm"] if outlives_ranks and has_ulfm(version) else []),
     ]
+
+
+@functools.cache
+def version_of(mpirun: str) -> str:
+    """Text of `mpirun --version`."""
+    return subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60).stdout
+
+
+def has_ulfm(version: str) -> bool:
+    """Return True for Open MPI 5 and later, which can outlive ranks."""
+    release = re.search(r"(\d+)\.\d+", version)
+    return ("Open MPI" in version or "prte" in version.lower()) and release is not None and int(release[1]) >= 5
 
 
 def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:
@@ -92,7 +103,10 @@ def launch(options: Options) -> NoReturn:
     """Print the line and supervise it; exec one worker without restarts."""
     host = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
     is_alone = options.workers == 1 and not options.launcher_args
-    facts = None if is_alone and not options.restarts else facts_of(options.train_args)
+    may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
+    facts = None
+    if options.restarts or may_outlive:
+        facts = facts_of(options.train_args, file_is_here=options.launcher == "mpirun" and not options.launcher_args)
 
     def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
         asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
@@ -24,8 +24,8 @@ from jaxmpi.runtime import failures
 TIMEOUT_S = 60.0  # for an experiment file to run
 # Words in a line or a file by which these facts may change, and those by which code runs that is not in sight.
 TELLING = (
-    *("rule", "rank_loss", "rank-loss", "run_dir", "run-dir", "resume", "from_start", "from-start"),
-    *("**", "eval", "exec", "getattr", "setattr", "import_module", "__import__", "runpy", "experiment_file"),
+    *("rule", "shrink", "rank_loss", "rank-loss", "run_dir", "run-dir", "resume", "from_start", "from-start"),
+    *("**", "eval", "exec", "getattr", "setattr", "import_module", "__import__", "runpy", "pickle", "experiment_file"),
 )
 PLAIN = sys.stdlib_module_names | {"jaxmpi", "jax", "numpy", "flax", "optax"}  # these know nothing of a user's
 
@@ -39,40 +39,78 @@ class ExperimentFacts(NamedTuple):
     from_start: bool
 
 
-def facts_of(train_args: Sequence[str]) -> ExperimentFacts | None:
+def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> ExperimentFacts | None:
     """Facts of the experiment that these arguments of the trainer name.
 
-    None: it has no other facts than a new run of a synchronous rule, or they could not be found out.
+    None: these are those of a new run of a synchronous rule, or a line says why they are not known.
+
+    Args:
+        train_args: arguments of the trainer.
+        file_is_here: ranks run on this host, so that a mistake here is one there.
 
     Raises:
         UsageError: the file, or a field, is wrong.
         SystemExit: the same, if the other process has said so.
     """
     file = experiment_file.located(train_args[0]) if train_args else Path()
-    if not file.is_file() or not may_differ(train_args, file.read_text("utf-8-sig", errors="replace")):
-        return None  # ranks on other hosts may have the file
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
-        line = [sys.executable, "-m", "jaxmpi.launch.read_experiment", str(answer), *train_args]
-        environ = {"JAX_PLATFORMS": "cpu"} | os.environ  # a GPU's memory is the ranks'
-        try:
-            done = subprocess.run(line, capture_output=True, env=environ, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            print(
-                f"jaxmpi: {file} has run for {TIMEOUT_S:.0f} s: starting without its facts; for an asynchronous rule "
-                'give --launcher-args "--with-ft ulfm"',
-                file=sys.stderr,
-            )
+    try:
+        if not may_differ(train_args, file.read_text("utf-8-sig", errors="replace")):
             return None
-        if answer.exists():
-            facts = json.loads(answer.read_text())
-            if "error" in facts:
-                raise UsageError(facts["error"])
+    except OSError:  # ranks on other hosts may read it
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        answer, said = Path(folder) / "answer", Path(folder) / "said"
+        code = run_apart([str(answer), *train_args], said)
+        facts: dict[str, Any] = (
+            json.loads(answer.read_text()) if answer.exists() else {"error": f"{file}: {reason(code, said)}"}
+        )
+        if "error" not in facts:
             return ExperimentFacts(**facts)
-    if done.returncode == failures.MISUSED:
-        sys.stderr.write(done.stderr.decode(errors="replace"))
-        raise SystemExit(failures.MISUSED)
-    return None  # an error of the file's own, which the ranks show
+        if answer.exists() and file_is_here:
+            raise UsageError(facts["error"])
+        if code == failures.MISUSED and file_is_here:
+            sys.stderr.write(said.read_text(errors="replace"))
+            raise SystemExit(failures.MISUSED)
+    print(
+        f"jaxmpi: {facts['error']}; starting as if it had no asynchronous rule, no shrink, run_dir, resume and "
+        "from_start, but for those on the command line",
+        file=sys.stderr,
+    )
+    return None
+
+
+def run_apart(words: Sequence[str], said: Path) -> int | None:
+    """Run `read_experiment` in a process that ends with this one.
+
+    Its output goes to a file, since a process that it starts would keep a pipe open.
+
+    Returns: its exit code; None if it has run for too long.
+    """
+    line = [sys.executable, "-m", "jaxmpi.launch.read_experiment", str(os.getpid()), *words]
+    environ = {"JAX_PLATFORMS": "cpu"} | os.environ  # a GPU's memory is the ranks'
+    with said.open("wb") as output:
+        child = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environ,
+        )
+        try:
+            return child.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            child.kill()
+            child.wait()
+
+
+def reason(code: int | None, said: Path) -> str:
+    """Why there is no answer."""
+    if code is None:
+        return f"has run for {TIMEOUT_S:.0f} s"
+    last = said.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
+    return f"cannot be run by the launcher: {last[0]:.200}"
 
 
 def may_differ(train_args: Sequence[str], text: str) -> bool:

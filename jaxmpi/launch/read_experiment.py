@@ -7,9 +7,11 @@ from pathlib import Path
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.rules.registry import RULES
+from jaxmpi.runtime import launchers
 
 if __name__ == "__main__":
-    answer, *train_args = sys.argv[1:]
+    parent, answer, *train_args = sys.argv[1:]
+    launchers.end_with_parent(int(parent))
     try:
         experiment, _ = experiment_file.parse(train_args)
         rule = lookup(RULES, experiment.rule.name, "rule")

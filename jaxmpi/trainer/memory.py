@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jaxmpi.allreduce import algorithms
+from jaxmpi.allreduce import algorithms, compression
 from jaxmpi.allreduce.algorithms.spec import is_one
 from jaxmpi.allreduce.buckets import assign_buckets
 from jaxmpi.allreduce.shards import ONE_HOST_BUCKET_BYTES
@@ -268,7 +268,8 @@ def others(job: Job, strategy: str, *, is_whole: bool) -> Iterator[tuple[str, Wo
     """
     if job.experiment.optim.transform is not None:
         return
-    for name in (strategy,) if algorithms.in_shared_memory(strategy) else (strategy, "shm"):
+    is_shared = algorithms.in_shared_memory(strategy) and not compression.is_compressor(strategy)
+    for name in (strategy,) if is_shared else (strategy, "shm"):
         on = with_exchange(with_shards(job, "on"), strategy=name)
         options = f"--exchange.strategy {name} " * (name != strategy)
         options += SHARDED * (job.experiment.exchange.shard_update != "on")

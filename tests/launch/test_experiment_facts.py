@@ -1,7 +1,5 @@
 """What the launcher must know of an experiment before it starts ranks."""
 
-from pathlib import Path
-
 import pytest
 
 from jaxmpi.core.errors import UsageError
@@ -15,6 +13,7 @@ OUTLIVES = {  # lines of a file, and flags: the run outlives ranks
     "a flag": ("experiment = Experiment()", ["--rule.name", "easgd"], True),
     "a flag for a file's rule": ("experiment = Experiment(rule=RuleConfig('easgd'))", ["--rule.name=awagd"], False),
     "shrink": ("experiment = Experiment()", ["--on-rank-loss=shrink"], True),
+    "shrink by its name of 0.1": ("experiment = Experiment(ft='shrink')", [], True),
     "a synchronous rule": ("experiment = Experiment(rule=RuleConfig('local_sgd'))", [], False),
     "a row of one's own": (
         "from jaxmpi.rules.registry import RULES\nRULES['mine'] = RULES['gosgd']\n"
@@ -55,14 +54,31 @@ def test_a_mistake_is_named_before_ranks_start(capfd):
     assert "--rule.tau" in capfd.readouterr().err
 
 
+UNANSWERED = {  # an experiment file: why its facts are not known
+    "rule = 1 / 0": "cannot be run by the launcher: ZeroDivisionError: division by zero",
+    "import time\nrule = time.sleep(100)": "has run for 2 s",
+    "import os\nrule = open(0).read() or os._exit(7)": "cannot be run by the launcher: exit code 7",
+}
+
+
 @pytest.mark.e2e
-def test_a_file_that_fails_or_takes_long_is_left_to_the_ranks(tmp_path, monkeypatch, capsys):
-    (tmp_path / "fails.py").write_text("rule = 1 / 0\n")
-    assert facts_of([str(tmp_path / "fails.py")]) is None
-    (tmp_path / "long.py").write_text("import time\nrule = time.sleep(100)\n")
-    monkeypatch.setattr(experiment_facts, "TIMEOUT_S", 0.5)
-    assert facts_of([str(tmp_path / "long.py")]) is None
-    assert "starting without its facts" in capsys.readouterr().err
+@pytest.mark.parametrize("text", UNANSWERED)
+def test_a_file_that_gives_no_answer_is_said_and_left_to_the_ranks(text, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    monkeypatch.setattr(experiment_facts, "TIMEOUT_S", 2.0 if "sleep" in text else 60.0)
+    assert facts_of([str(file)], file_is_here=False) is None
+    said = capsys.readouterr().err
+    assert f"{file}: {UNANSWERED[text]}; starting as if it had no asynchronous rule" in said
+
+
+@pytest.mark.e2e
+def test_a_mistake_on_a_host_without_ranks_is_left_to_the_ranks(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import of_other_hosts")
+    assert facts_of([str(tmp_path / "mine.py")], file_is_here=False) is None
+    assert "No module named 'of_other_hosts'; starting as if" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="No module named 'of_other_hosts'"):
+        facts_of([str(tmp_path / "mine.py")])
 
 
 SURE = ["from jaxmpi.models.cnn import digits_cnn", "import os, math as m", "import jax.numpy as jnp, optax"]
@@ -81,5 +97,4 @@ def test_most_files_need_not_run(line):
     text = f"from jaxmpi.config import Experiment\n{line}\nexperiment = Experiment(seed=3)\n"
     assert may_differ(["mine.py", "--seed", "1"], text) is (line in UNSURE)
     assert may_differ(["mine.py", "--resume"], text)
-    assert not Path("mine.py").exists()
-    assert facts_of(["mine.py", "--resume"]) is None  # other hosts may have it
+    assert facts_of(["gone.py", "--resume"]) is None  # other hosts may have it

@@ -78,6 +78,8 @@ MISTAKES = {
     "train -n 8 digits --optim.rate 3": "unknown field --optim.rate; did you mean 'optim.name'? there are: ",
     "train -n 8 digits --optim.lr fast": "Error parsing --optim.lr",
     "train -n 8 gone.py": "no experiment file 'gone.py'",
+    "train --local-batch 8": "name an experiment file first",
+    "forecast --local-batch 8": "name an experiment file first",
     "train -n 8 digits --train-for": "Missing argument",
     "bench --speed": "unrecognized arguments: --speed",
     "plan --speed": "unrecognized arguments: --speed",
