@@ -72,8 +72,8 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
             sys.stderr.write(said.read_text(errors="replace"))
             raise SystemExit(failures.MISUSED)
     print(
-        f"jaxmpi: {facts['error']}; starting as if it had no asynchronous rule, no shrink, run_dir, resume and "
-        "from_start, but for those on the command line",
+        f"jaxmpi: {facts['error']}; starting a job that a dead rank ends; run_dir, resume and from_start count on the "
+        "command line alone",
         file=sys.stderr,
     )
     return None

@@ -69,14 +69,14 @@ def test_a_file_that_gives_no_answer_is_said_and_left_to_the_ranks(text, tmp_pat
     monkeypatch.setattr(experiment_facts, "TIMEOUT_S", 2.0 if "sleep" in text else 60.0)
     assert facts_of([str(file)], file_is_here=False) is None
     said = capsys.readouterr().err
-    assert f"{file}: {UNANSWERED[text]}; starting as if it had no asynchronous rule" in said
+    assert f"{file}: {UNANSWERED[text]}; starting a job that a dead rank ends" in said
 
 
 @pytest.mark.e2e
 def test_a_mistake_on_a_host_without_ranks_is_left_to_the_ranks(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("import of_other_hosts")
     assert facts_of([str(tmp_path / "mine.py")], file_is_here=False) is None
-    assert "No module named 'of_other_hosts'; starting as if" in capsys.readouterr().err
+    assert "No module named 'of_other_hosts'; starting a job" in capsys.readouterr().err
     with pytest.raises(UsageError, match="No module named 'of_other_hosts'"):
         facts_of([str(tmp_path / "mine.py")])
 
