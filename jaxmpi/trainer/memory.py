@@ -162,7 +162,7 @@ def held(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> WorkerMemory
 def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> WorkerMemory:
     """The same without other options."""
     experiment, workers, plan = job.experiment, job.workers, job.plan
-    state = jax.eval_shape(plan.init, jax.random.key(0))
+    state = plan.shapes
     params, model_state = map(size_bytes, state)
     shapes = plan.params()
     moments = size_bytes(rule_state(rule, shapes))

@@ -151,7 +151,7 @@ def eval_bytes(job: Job) -> int | None:
     batch = shapes_of_batch(job.plan.validation)
     if batch is None:
         return None
-    state = jax.eval_shape(job.plan.init, jax.random.key(0))
+    state = job.plan.shapes
     analysis = jax.jit(local_functions(job)[1]).lower(*state, batch).compile().memory_analysis()
     return analysis and analysis.temp_size_in_bytes
 
@@ -167,7 +167,7 @@ def shapes_of_batch(feed: DeviceFeed) -> PyTree:
 
 def compiled(experiment: Experiment, plan: TrainingPlan, gradients: Callable, batch: PyTree) -> jax.stages.Compiled:
     """The program of the gradients of one worker's batch."""
-    state = (*jax.eval_shape(plan.init, jax.random.key(0)), batch, worker_key(experiment.seed, 0), np.int32(0))
+    state = (*plan.shapes, batch, worker_key(experiment.seed, 0), np.int32(0))
     return jax.jit(gradients).lower(*state).compile()
 
 

@@ -8,6 +8,7 @@ run are made for it.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -64,9 +65,17 @@ class TrainingPlan:
         """Params and model state of state 0."""
         return self.task.init(key, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.feed.example()))
 
+    @functools.cached_property
+    def shapes(self) -> tuple[PyTree, PyTree]:
+        """Shapes of params and model state, traced once.
+
+        GoogLeNet takes a second, and 8 ranks on two cores trace it at the same time.
+        """
+        return jax.eval_shape(self.init, jax.random.key(0))
+
     def params(self) -> PyTree:
         """Shapes of the params."""
-        return jax.eval_shape(self.init, jax.random.key(0))[0]
+        return self.shapes[0]
 
     def lr_of(self, step: int) -> float | None:
         """The learning rate of a step, counted from 1, if known."""
