@@ -59,7 +59,7 @@ BLOCKS = {
     "5b": Widths(384, 192, 384, 48, 128, 128),
 }
 TINY_BLOCKS = ("3b", "4a", "4d", "5b")  # both auxiliary heads and one pool between blocks
-AUX_WEIGHT = 0.3  # of each auxiliary loss, in training
+AUX_WEIGHT = 0.3  # weight of each auxiliary loss, in training
 
 
 class Start(NamedTuple):

@@ -32,7 +32,7 @@ class Widths(NamedTuple):
     reduce3: int
     three: int
     reduce33: int
-    three33: int  # of both 3x3 in a row
+    three33: int  # channels of both 3x3 in a row
     pool: int
 
     def shrunk(self, shrink: int) -> "Widths":

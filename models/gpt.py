@@ -12,7 +12,7 @@ from jaxmpi.model import Model, nnx_model
 from jaxmpi.model.contract import check_whole
 from jaxmpi.models.layers import Array, Dense, normal, with_classes
 
-STD = 0.02  # of all kernels but those that add to the residual stream
+STD = 0.02  # standard deviation of initial kernels and embeddings, but for kernels that add to the residual stream
 EPS = 1e-5
 
 

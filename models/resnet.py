@@ -26,7 +26,7 @@ BASIC = Block((3, 3), 0, 1)
 BOTTLENECKS = {"v1": Block((1, 3, 1), 0, 4), "v1.5": Block((1, 3, 1), 1, 4)}
 STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # blocks, by depth
 TINY_STAGES = (1, 1, 1, 1)
-WIDTH = 64  # of the stem and the first stage; doubled by each later one
+WIDTH = 64  # channels of the stem and the first stage; doubled by each later one
 
 
 class Residual(nnx.Module):

@@ -23,7 +23,7 @@ from jaxmpi.observe import plots
 
 SIZES = [8 << 3 * i for i in range(8)] + [64 << 20]  # bytes: 8 B to 16 MB, 64 MB
 LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
-CALLS_MOST = 64  # of a program in one measurement
+CALLS_MOST = 64  # most calls of a program in one measurement
 
 
 SYMMETRIC = "allreduce", "sendrecv", "allgather", "messages", "alltoall"

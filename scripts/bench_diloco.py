@@ -78,12 +78,12 @@ CONTENDERS = {
 class Sizes(NamedTuple):
     """Sizes of a measurement."""
 
-    steps: int  # of ring32, to the goal
+    steps: int  # number of steps of ring32, to the goal
     period: int  # H
     local_batch: int
     window: int  # tokens of an example
     every: int  # steps from one evaluation to the next
-    lr: float  # of AdamW, after a warmup over a twentieth of the steps
+    lr: float  # learning rate of AdamW, after a warmup over a twentieth of the steps
     tiny: bool
 
 
@@ -283,7 +283,7 @@ class Found(NamedTuple):
     """Results of a contender."""
 
     losses: dict[str, Losses]  # by seed
-    seconds: list[list[float]]  # of steps on the cluster, job by job
+    seconds: list[list[float]]  # seconds of each step on the cluster, job by job
 
 
 def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:

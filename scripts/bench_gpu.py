@@ -62,7 +62,7 @@ DTYPES = ("float32", "bfloat16")
 PARTS = ("step", "to device", "forward", "forward+backward", "update")
 SETTLE = 2  # rounds not counted: in the first, programs are compiled
 BATCHES = 4  # in host memory, taken in turn
-SIZES = {  # of a measurement: dry or not
+SIZES = {  # sizes of a measurement, by its option --dry
     False: {
         "models": [name for name in TWINNED if not name.endswith("_tiny")],
         "batch": 128,
@@ -73,7 +73,7 @@ SIZES = {  # of a measurement: dry or not
 }
 TORCH_MODES = ("default", "reduce-overhead", "max-autotune")
 Run = Callable[[int], None]  # does a part so many times and waits for the last
-FORMS = {  # of a step between ranks
+FORMS = {  # forms of a step between ranks, by name
     "no exchange": ExchangeConfig("none"),
     "asa32": ExchangeConfig("asa32", overlap="off"),
     "shm": ExchangeConfig("shm"),

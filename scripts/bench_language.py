@@ -33,7 +33,7 @@ from jaxmpi.comm.job import processes
 from jaxmpi.model.contract import Model
 from jaxmpi.models.lstm import lstm
 
-WORDS, WIDTH, CELLS, WINDOW, BATCH = 72_000, 1024, 8192, 20, 32  # of lm300m, and the article's batch
+WORDS, WIDTH, CELLS, WINDOW, BATCH = 72_000, 1024, 8192, 20, 32  # sizes of lm300m, and the article's batch
 STRATEGY = "ring:32"
 
 

@@ -41,7 +41,7 @@ from jaxmpi.comm.job import processes
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
 CLASSES, PIXELS, LR = 10, 32, 0.01
-BUCKET_BYTES = 1 << 20  # of all contenders that have buckets
+BUCKET_BYTES = 1 << 20  # bytes of a bucket, for all contenders that have buckets
 WARM_UP = 2  # steps not counted
 IN_A_ROW = 6  # steps without a pause if one step's exchange continues in the next
 
@@ -53,7 +53,7 @@ class Timed(NamedTuple):
     exchange: Callable[[], Any]
     step: Callable[[], Any]
     first_s: Callable[[], float]  # time.perf_counter when the last step's first gradients existed; NaN if unknown
-    loss: float  # of the first step, which is the same for all contenders
+    loss: float  # loss of the first step, the same for all contenders
     steps: int = 1  # number that `step` makes
 
 

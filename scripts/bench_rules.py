@@ -33,7 +33,7 @@ from jaxmpi.rules.gossip_transport import GossipThread
 from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Server, ServerExchange, ServerLayout
 from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint, run_exchange
 
-STEP_S = 0.02  # of computing, in `slow`
+STEP_S = 0.02  # seconds of computing a step, in `slow`
 SLOW = 5  # times as long, for the slow worker
 IDLE_S = 4.0
 

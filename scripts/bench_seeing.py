@@ -46,8 +46,8 @@ class Took(NamedTuple):
     """Seconds of a window."""
 
     wall_s: float
-    cpu_s: float  # of all threads
-    calls_s: float  # of the training thread's CPU time, in the recorder's calls
+    cpu_s: float  # CPU seconds of all threads
+    calls_s: float  # CPU seconds of the training thread, in the recorder's calls
 
 
 class Source:

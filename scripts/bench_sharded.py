@@ -50,8 +50,8 @@ from jaxmpi.runtime import prepare
 from jaxmpi.runtime.allocator import keep_freed_memory
 
 SHARDED = "sharded "
-STEPS = 10  # of a turn with --step
-WAYS = {  # of the exchange, in the trainer's step
+STEPS = 10  # number of steps of a turn with --step
+WAYS = {  # settings of the exchange in the trainer's step, by name
     "whole, overlap off": {"overlap": "off"},
     "whole, overlap on": {"overlap": "on"},
     "sharded, overlap off": {"overlap": "off", "shard_update": "on"},

@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import NoReturn
 
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
-LATENCY = "100ms"  # of data that may wait in a card's queue: longer than any exchange bursts
+FRAME_PAYLOAD = 1448 / 1514  # share of payload in a full Ethernet frame, TCP with time stamps
+LATENCY = "100ms"  # longest wait of data in a card's queue: longer than any exchange bursts
 TUN = "/dev/net/tun"
 # Control groups by which cores are dealt out, of both kinds: folder, file of its weight, that of one task, the largest.
 GROUPS = (
@@ -108,7 +108,7 @@ def run(argv: list[str]) -> int:
     reason = refusal()
     if reason:
         print(f"cluster.py: no emulated cluster: {reason}", file=sys.stderr)
-        return 77  # what test suites take for "skipped"
+        return 77  # exit code that test suites take for "skipped"
     folder = tempfile.mkdtemp(prefix="cluster-")  # stays empty: what is in it is seen from inside only
     line = [*unshare(), sys.executable, __file__, "--inside", folder, *argv]
     job = subprocess.Popen(line, preexec_fn=lambda: begin(parse(argv).hosts))
@@ -135,7 +135,7 @@ def begin(hosts: int) -> None:
                 (group / "cgroup.procs").write_text("0")
                 (group / weight).write_text(str(min(hosts * usual, most)))
                 if (real_time := group / "cpu.rt_runtime_us").exists():
-                    real_time.write_text("100000")  # of each second, for the switch of `--delay-ms`
+                    real_time.write_text("100000")  # microseconds of each second, for the switch of `--delay-ms`
                 break
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -241,7 +241,7 @@ def slow_switch(cards: list[int], delay_s: float, bytes_per_s: float) -> NoRetur
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     header_bytes, address_bytes, largest = 10, 6, 1 << 17
     ports: dict[bytes, int] = {}  # by address
-    free_s: dict[int, float] = collections.defaultdict(float)  # of a card: when all that it was sent has come
+    free_s: dict[int, float] = collections.defaultdict(float)  # time when all that a card was sent has come, by card
     flying: list[tuple[float, int, int, bytes]] = []  # when it arrives, number, card, frame
     for number in itertools.count():
         wait_s = max(0.0, flying[0][0] - time.monotonic()) if flying else None

@@ -102,7 +102,7 @@ def figures7_to_9(printed: list[str], files: list[str]) -> list[Panel]:
     few, many = min(whole), max(whole)
     rows = {1: whole[many]} | groups
     layout = "by the layout"
-    leaving = {n: (n - 1) / n**2 * few**2 / (few - 1) for n in whole}  # of a share 1 / n, 1 / n stays
+    leaving = {n: (n - 1) / n**2 * few**2 / (few - 1) for n in whole}  # ratio to `few`: of a share 1 / n, 1 / n stays
     by_workers = (layout, {n: few / n for n in whole}), ("bytes that leave a worker", leaving)
     by_groups = (layout, {n: float(n) for n in rows}), ("the paper: not much better", dict.fromkeys(rows, 1.0))
     panels = list[Panel]()

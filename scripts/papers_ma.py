@@ -14,8 +14,8 @@ from papers import ERROR, PYTHON, PaperTable, Values, bench, from_one, medians, 
 from jaxmpi.core.errors import check
 from jaxmpi.observe.plots import Bars, Lines, Panel, Quantity
 
-MODELS = ("alexnet", "googlenet")  # of table 1
-RowOf1 = tuple[str, int, int]  # of that table: model, images a worker, bits of a float that travels
+MODELS = ("alexnet", "googlenet")  # models of table 1
+RowOf1 = tuple[str, int, int]  # row of table 1: model, images a worker, bits of a float that travels
 TOP5_ERROR = ", top-5 error %"
 # Tables 1 and 3. FIGURES: study, the paper's name, its images a worker over ours.
 FIGURES = {"figure4": ("AlexNet", 8), "figure5": ("GoogLeNet", 4)}

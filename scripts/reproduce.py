@@ -57,7 +57,7 @@ def run(job: PaperTable, options: argparse.Namespace, folder: Path) -> tuple[Val
     lines, printed, files = [], [], []
     for i, template in enumerate(job.lines(options)):
         out = folder / (f"kept_{i + 1}.jsonl" if "{kept}" in template else f"of_line_{i + 1}")
-        if out.is_dir():  # of an earlier call
+        if out.is_dir():  # output of an earlier call
             shutil.rmtree(out)
         if "{kept}" not in template:
             out.unlink(missing_ok=True)

@@ -107,7 +107,7 @@ class Seen:
     def __init__(self, folder: Path) -> None:
         self._folder, self._next_s = folder, 0.0
         self.samples: dict[int, list[Sample]] = {}
-        self.folders: set[bytes] = set()  # of the job, in the shared memory of each of its hosts
+        self.folders: set[bytes] = set()  # folders of the job, in the shared memory of each of its hosts
 
     def look(self) -> None:
         """Take a sample of every live process, once a second at most."""

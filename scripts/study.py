@@ -321,16 +321,16 @@ class Summary(NamedTuple):
     """A cell's metric over its seeds, and its difference from the reference."""
 
     title: str
-    unit: str  # of the mean
+    unit: str  # unit of the mean
     seeds: int  # that finished
     failed: int
     mean: float
     error: float  # standard error
     difference: float
     difference_error: float
-    elapsed_s: float  # of a run, to its last evaluation, mean over seeds
-    shares: list[float]  # of the steps, by worker, mean over seeds; none if workers run in lock-step
-    farthest: float  # of a worker's steps in one run from an equal share, as a part of that; 0 in lock-step
+    elapsed_s: float  # seconds of a run, to its last evaluation, mean over seeds
+    shares: list[float]  # shares of the steps, by worker, mean over seeds; none if workers run in lock-step
+    farthest: float  # largest distance of a run's worker steps from an equal share, as a part of that; 0 in lock-step
 
     @property
     def within(self) -> str:

@@ -29,8 +29,8 @@ ROOT = harness.ROOT
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- cells: scripts/support_matrix.py -->", "<!-- end of cells -->"
 UV = os.environ.get("UV", "uv")  # as `uv run` names itself, on PATH or not
-LIMIT_S = 1200.0  # of one command; a machine without wheels of mpi4jax compiles it
-PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # of pyproject.toml: the oldest
+LIMIT_S = 1200.0  # limit in seconds for one command; a machine without wheels of mpi4jax compiles it
+PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # packages; pyproject.toml pins the oldest
 NEWEST = ("jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12", "optax==0.2.8", "numpy==2.5.5")  # that CI takes
 TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 SHOWN = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")
@@ -156,7 +156,7 @@ def environ(place: Place) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # of Open MPI 4
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # name of this setting in Open MPI 4
         "OMPI_MCA_hwloc_base_binding_policy": "none",
     }
     waits = {"UV_LOCK_TIMEOUT": f"{LIMIT_S:.0f}"}  # another uv may be building the same package

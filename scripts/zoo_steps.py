@@ -44,7 +44,7 @@ from jaxmpi.trainer.training_plan import job_of
 TINY = [name for name in MODELS if name.endswith("_tiny")]
 FULL = [name for name in MODELS if name not in TINY]
 ALONE = Workers(SoloComm(), SoloProcesses(), (0,), None)
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # channel means and standard deviations of ImageNet
 
 
 def images(model: Model) -> Data:

@@ -1,9 +1,11 @@
 """The rooms of the package, and what a model may know."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -194,6 +196,24 @@ def test_a_sentence_of_a_docstring_begins_with_its_subject_or_a_condition():
     odd = ("Of ", "What ", "Whether ", "Who ")
     found = [(name, sentence.strip()) for name, text in docstrings(*CODE) for sentence in sentences(text)]
     assert [f"{name}: {sentence}" for name, sentence in found if sentence.startswith(odd)] == []
+
+
+def test_a_comment_begins_with_a_thing_an_act_or_a_condition():
+    odd = re.compile(r"# ?(of|what|whether|who|whoever|whose)\b", re.IGNORECASE)
+    found = [
+        f"{path.name}:{token.start[0]}: {token.string}"
+        for path in (path for folder in CODE for path in (PACKAGE.parent / folder).rglob("*.py"))
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.COMMENT and odd.match(token.string)
+    ]
+    assert found == []
+
+
+def test_a_sentence_of_a_page_begins_with_its_subject_or_a_condition():
+    odd = re.compile(r"(?:^|[.!?] )(?:Of|What|Whether|Who) .{0,40}", re.MULTILINE)
+    pages = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").rglob("*.md")]
+    prose = {page.name: re.sub(r"^```.*?^```|^    .*?$", "", page.read_text(), flags=re.S | re.M) for page in pages}
+    assert [f"{name}: {found}" for name, text in prose.items() for found in odd.findall(text)] == []
 
 
 def test_sentences_are_told_from_tables_and_lists():

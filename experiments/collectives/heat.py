@@ -19,9 +19,9 @@ SIDE, STEPS = 48, 40
 RATE = 0.1  # time step x diffusivity / spacing^2
 LAPLACIAN = np.array([[1, 4, 1], [4, -20, 4], [1, 4, 1]]) / 6
 ITSELF = np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]])
-WEIGHTS = (ITSELF + RATE * LAPLACIAN).astype(np.float32)  # of a step: all are positive, and they sum to 1
+WEIGHTS = (ITSELF + RATE * LAPLACIAN).astype(np.float32)  # weights of a step: all are positive, and they sum to 1
 AROUND = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
-EDGE = {-1: slice(0, 1), 0: slice(None), 1: slice(-1, None)}  # of a block, towards a neighbour
+EDGE = {-1: slice(0, 1), 0: slice(None), 1: slice(-1, None)}  # part of a block towards a neighbour, by direction
 
 
 def layout(ranks: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from jaxmpi import collectives as mpi
 SIDE, REPLICAS, ROUNDS, SWEEPS = 16, 8, 50, 4
 BETAS = 0.25 + np.arange(REPLICAS) / 32  # across the critical 0.4407; steps of 1 / 32 make products with energies exact
 DRAWN = np.log(np.random.default_rng(1).random((ROUNDS, REPLICAS - 1)))  # for swaps; the same on all ranks
-# Of 2^32, the chance of a flip at each temperature whose spin x sum of neighbours is -4, -2, 0, 2, 4.
+# Chance x 2^32 of a flip, by temperature, of a spin whose product with the sum of its neighbours is -4, -2, 0, 2, 4.
 CHANCES = np.uint32(np.minimum(np.exp(-2 * BETAS[:, None] * np.arange(-4, 5, 2)), 1) * (2**32 - 1))
 EVEN = np.indices((SIDE, SIDE)).sum(0) % 2 == 0
 

@@ -27,7 +27,7 @@ from jaxmpi.models.resnet import STAGES, TINY_STAGES, WIDTH, ResNet, bottleneck
 
 PX, CLASSES, DROPOUT = 32, 10, 0.25
 RATE = 0.01  # at 0.05 with momentum, one process that starts 1e-7 apart has other losses in the 2nd digit after 6 steps
-BOUND = 1e-3  # of the largest value of a leaf, for roundings
+BOUND = 1e-3  # share of a leaf's largest value, for roundings
 
 
 class Dropped(nnx.Module):

@@ -187,7 +187,7 @@ class Choice(NamedTuple):
             return jax.tree.leaves(_outside_jit(self)(jax.tree.unflatten(jax.tree.structure(tree), leaves)))
         self.comm.assert_same(here(self.fingerprint(tree, TRACED)))
         number = None if is_part else number_of(self.comm, f"{self.what(leaves)}, {caller()}")
-        leaves = [not_mapped(leaf) if over_mpi(self.comm) else leaf for leaf in leaves]  # what is refused began nothing
+        leaves = [not_mapped(leaf) if over_mpi(self.comm) else leaf for leaf in leaves]  # a refused call began nothing
         with compared(self.comm, number):
             return self.inside_jit(leaves)
 

@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
     strategy: str  # in full: asa:32
     bucket_bytes: int | None
-    overlap: bool  # whether exchanging beside the backward pass can pay: cores are free while messages travel
+    overlap: bool  # True if exchanging beside the backward pass can pay: cores are free while messages travel
     why: str  # one line
 
 

@@ -26,7 +26,7 @@ class Order:
 
     def __init__(self) -> None:
         """Nothing has been traced."""
-        self._places: tuple[int, ...] = ()  # of each leaf: which equation of the program gives it
+        self._places: tuple[int, ...] = ()  # number of the program's equation that gives each leaf
         self._is_shared = False
 
     def of(

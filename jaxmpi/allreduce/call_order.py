@@ -112,7 +112,7 @@ class OneThread:
     def __init__(self) -> None:
         """No thread exchanges yet."""
         self.lock, self.holder, self.depth = threading.RLock(), "", 0
-        self.last: tuple[int, jax.Array] | None = None  # who ran the last program outside jit, and its end
+        self.last: tuple[int, jax.Array] | None = None  # thread that ran the last program outside jit, and its end
 
 
 _door = OneThread()

@@ -40,7 +40,7 @@ THREAD = "jaxmpi exchange"
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S, HURRY_IN_C_S = 0.002, 0.0003, 0.00005
 YIELDS_IN_C = 20  # looks before the first pause, if somebody waits
-WHAT_BYTES = 256  # of an exchange's name, for messages; ranks compare its digest, too
+WHAT_BYTES = 256  # bytes of an exchange's name, for messages; ranks compare its digest, too
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
 MOST_IN_C_S = 0.1  # for which C carries sums on by itself
@@ -54,13 +54,13 @@ class PendingExchange:
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
     waiting: Iterator[Iterator[Requests]]  # segments not yet begun
     opening: "Opening | None" = None  # the exchange's, if ranks compare which it is
-    control: MpiProcesses | None = None  # of the ranks that all take part, which say who of them is late
-    lost: Callable[[], TrainingError] | None = None  # of a message, in which two ranks take part: its error
+    control: MpiProcesses | None = None  # control plane of the ranks that all take part; it says who is late
+    lost: Callable[[], TrainingError] | None = None  # error of a message, in which two ranks take part
     turn: int = 0  # the least of those under way has the link
     begin_in_c: Callable[[], CompiledSum] | None = None  # begins the sum, in place of segments
     sum: CompiledSum | None = None  # while it is under way
     under_way: int = 0  # segments
-    has_all: bool = False  # whether no segment is left to begin
+    has_all: bool = False  # True if no segment is left to begin
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
 
@@ -87,7 +87,7 @@ class Event(NamedTuple):
 
     what: str  # open | start | summed | wait | done
     label: str
-    time_s: float  # of time.perf_counter
+    time_s: float  # seconds of time.perf_counter
 
 
 class CommThread:

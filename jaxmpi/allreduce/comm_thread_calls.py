@@ -60,9 +60,9 @@ class Calls(NamedTuple):
 
     plan: str  # JSON: what must be the same on all ranks
     what: str  # this exchange's name, which ranks compare whenever a program comes to it; empty: they do not
-    buckets: list[dict[str, Any]]  # of each: strategy, half of it or all, number of its first segment, label
-    segments: int  # of all buckets
-    effect: Any  # what orders exchanges among other calls
+    buckets: list[dict[str, Any]]  # facts of each: strategy, half of it or all, number of its first segment, label
+    segments: int  # number of segments of all buckets
+    effect: Any  # JAX effect that orders exchanges among other calls
 
     @classmethod
     def of(
@@ -118,11 +118,11 @@ def travelled(vectors: Sequence[jax.Array], calls: Calls) -> list[jax.Array]:
     [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(calls.segments))
     is_copied = bool(host_callbacks.why_copies())
     place: list[tuple[int, int]] = [] if is_copied else [(0, 0)]
-    started = []  # of each bucket: on a CPU the buffer into which the sum comes, and a ticket
+    started = []  # results of each bucket's start: on a CPU the buffer into which the sum comes, and a ticket
     for vector, bucket in zip(vectors, calls.buckets, strict=True):
         results = [TICKET] if is_copied else [like(vector), TICKET]
         started.append(host_callbacks.call(START, [vector, ticket], results, place, None, **bucket))
-    before, sums = [own for *_, own in started], []  # what waits must not hold up what computes
+    before, sums = [own for *_, own in started], []  # tickets of all starts: no wait may hold up a computation
     is_free = calls.effect is host_callbacks.ORDERED and not is_copied  # a GPU's calls run one after another anyway
     effect = host_callbacks.KEPT if is_free else calls.effect
     for vector, buffer_and_ticket, bucket in zip(vectors, started, calls.buckets, strict=True):

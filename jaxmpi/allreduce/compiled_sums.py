@@ -34,7 +34,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.runtime import failures
 
-MOST_RECORDS, NO_MEMORY = 1 << 16, -1  # of programs; no error of MPI's
+MOST_RECORDS, NO_MEMORY = 1 << 16, -1  # records of programs at most; a number that is no error of MPI's
 NO_MEMORY_LINE = "there is no memory for the messages of a sum"
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 # A program that waits looks at once again, as MPI's calls do; after a while it leaves its core to others.
@@ -55,7 +55,7 @@ SOURCE = c_handlers.CSource(
 _sums_p = SOURCE.primitive(is_in_place=True)
 FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
 ODD = 0x5A17  # in MPI_ERROR, to see where it is
-_numbers = itertools.count()  # of programs' records
+_numbers = itertools.count()  # numbers of programs' records
 _programs = dict[int, MpiComm]()  # by number, whose ranks sum
 _seen = dict[int, Any]()  # rows of strategies and wires, by their identities, which thus stay theirs
 _seen.update({id(row): row for row in (*PACKAGED_STRATEGIES.values(), *PACKAGED_WIRES.values())})
@@ -182,7 +182,7 @@ def _numbers_of(
 
     None of them unless C can carry out all of them on all ranks, which come here together.
     """
-    del rows  # of `strategy`, by which this is kept
+    del rows  # rows of `strategy`, by which this is kept
     among = _comm_of_programs(comm)
     records = [record for n in sizes if among and (record := record_of(strategy, among, half, n))]
     numbers = tuple(record.numbered() for record in records)

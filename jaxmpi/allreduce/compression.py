@@ -30,10 +30,10 @@ PIECES = 8
 class Peers(NamedTuple):
     """Collectives that a compressor may use."""
 
-    mean: Callable[[PyTree], PyTree]  # of a tree, by the chosen strategy and wire, the same bits on all
+    mean: Callable[[PyTree], PyTree]  # mean of a tree, by the chosen strategy and wire, the same bits on all
     rows: Callable[[PyTree], PyTree]  # leaves [...] of all workers as [w, ...], in rank order
     wire: Wire
-    local: Callable[[Callable], Callable]  # what a worker computes by itself, as a program that need not communicate
+    local: Callable[[Callable], Callable]  # program of what a worker computes by itself; it need not communicate
 
 
 class Compressor(NamedTuple):

@@ -34,8 +34,8 @@ def cost_of(algorithm: str) -> Cost:
 class Fit(NamedTuple):
     """Measured factors on the two parts of a strategy's formula."""
 
-    latency: float = 1.0  # what does not grow with the bytes
-    volume: float = 1.0  # what does
+    latency: float = 1.0  # factor on the seconds that do not grow with the bytes
+    volume: float = 1.0  # factor on the seconds that do
 
 
 Fits = Mapping[str, Fit]

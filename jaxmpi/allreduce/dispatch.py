@@ -15,7 +15,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.runtime import host_callbacks
 
 SHORT_BYTES = 1 << 20  # 8 ms at 1 Gbit/s; two changes of threads take up to 2 ms, and are hidden by longer ones
-MPI_COUNTS = 2**31  # what MPI's counts stay below
+MPI_COUNTS = 2**31  # number below which MPI's counts stay
 
 
 def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1) -> list[jax.Array]:

@@ -154,13 +154,13 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
     looks, looking = looks_at(equations, gradients)
     computed = places(program)
     ends = np.maximum.accumulate([max(computed[i] for i in bucket) for bucket in buckets])
-    part_of: dict[Any, int] = {}  # of variables: the part that makes them
-    number: list[int] = []  # of equations: their part
+    part_of: dict[Any, int] = {}  # number of the part that makes each variable
+    number: list[int] = []  # part of each equation
     for i, equation in enumerate(equations):
         own = max(part_of.get(var, 0) for var in variables(equation.invars)) if i in looking else None
         number.append(int(np.searchsorted(ends, i)) if own is None else own)  # a look as soon as its gradient is there
         part_of |= dict.fromkeys(equation.outvars, number[-1])
-    used: dict[Any, list[int]] = {}  # of variables: in which parts, and behind all
+    used: dict[Any, list[int]] = {}  # parts that use each variable; results are used behind all
     for k, equation in zip(number, equations, strict=True):
         for var in variables(equation.invars):
             used.setdefault(var, []).append(k)
@@ -174,7 +174,7 @@ def parts(program: Jaxpr, count: int, buckets: Sequence[Sequence[int]]) -> list[
         fill = fill_of(equation)
         if fill and 0 < (first := min(used.get(fill.made, [0]))) <= last:
             fills[first - 1].append(fill)
-            number[i] = -1  # of no part
+            number[i] = -1  # number of no part
     filled = {fill.made for each in fills for fill in each}
 
     def goes_through(var: Any, k: int) -> bool:

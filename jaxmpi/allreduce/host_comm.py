@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmpi.allreduce.wires import BLOCK, HostWire
 
-Requests = list[Any]  # of mpi4py
+Requests = list[Any]  # requests of mpi4py
 Rows = Sequence[np.ndarray]  # f32[<= n / size] each, views of one vector; row i is worker i's to sum
 WINDOW = 24  # parts of a vector under way at once; with more of a tree's, what goes up holds up what comes down
 MESSAGE_BYTES = 63 << 10  # Open MPI sends up to 64 KiB, header included, without asking the receiver first

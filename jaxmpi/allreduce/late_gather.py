@@ -72,7 +72,7 @@ class LateGather:
         self.shards, self.like = shards, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         self.sliced = SlicedShards(*shards)  # for the rule of the step
         self.number = next(LATE)
-        self._turns: dict[int, int] = {}  # of each bucket, by the order of first use; found while the step is traced
+        self._turns: dict[int, int] = {}  # turn of each bucket, by order of first use; found while the step is traced
 
     @property
     def leaves(self) -> list[jax.ShapeDtypeStruct]:
@@ -156,7 +156,7 @@ class Arrivals:
         [self.ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=self.calls.effect, **opened)
         # Empty leaves do not travel.
         self.whole = {i: jnp.zeros(x.shape, x.dtype) for i, x in enumerate(gather.leaves) if not x.size}
-        self.order: list[int] = []  # of buckets, as they were asked for
+        self.order: list[int] = []  # numbers of buckets, as they were asked for
 
     def of(self, i: int) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
         """Function that gives leaf i, not before other arrays are there."""

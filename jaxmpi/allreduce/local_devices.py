@@ -125,9 +125,9 @@ class DeviceRows(NamedTuple):
     """The layout in which K devices' f32[n] travels over P processes."""
 
     devices: int
-    length: int  # of a device's part: what `hier-<strategy>` would send for it
-    parts: int  # of each, into which the strategy cuts it
-    width: int  # of each of these
+    length: int  # floats of a device's part: as many as `hier-<strategy>` would send for it
+    parts: int  # number of pieces into which the strategy cuts each
+    width: int  # floats of each of these
 
     @classmethod
     def of(cls, n: int, devices: int, processes: int, strategy: str) -> "DeviceRows":

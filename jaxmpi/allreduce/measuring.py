@@ -27,16 +27,16 @@ from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 
-BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # of a probe; what has begun when it is over is finished
+BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds of a probe; measurements that have begun by then are finished
 BUCKETS = (4 << 20, 1 << 20, 16 << 20, 64 << 20)  # bytes; the first stays unless another gains autotune.MARGIN
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
 LONGEST = 1 << 22  # floats of the longer one at most
-LONG_SHARE = 0.04  # of the budget: predicted seconds of the longer vector at most
+LONG_SHARE = 0.04  # share of the budget: predicted seconds of the longer vector at most
 REPEATS = 3
 HOPELESS = 1.5  # a prediction of so many times the best one's is not worth a measurement
 TIE = 1.1  # two predictions of so little between them do not say which is faster
 ENOUGH = 4  # strategies of a wire to measure
-BASELINE = "asa:32"  # what others must beat by autotune.MARGIN
+BASELINE = "asa:32"  # strategy that others must beat by autotune.MARGIN
 
 
 class AutotuneRequest(NamedTuple):
@@ -206,7 +206,7 @@ def measure_link(control: MpiProcesses, peers: Any, rings: Sequence[Sequence[int
     alpha, size = seconds(8, 64) / 64, 1 << 20
     while seconds(size, 1) < long_s and size < 1 << 24:
         size *= 2
-    some, more = seconds(size, 1), seconds(size, 3)  # what both begin with falls out
+    some, more = seconds(size, 1), seconds(size, 3)  # seconds that both begin with fall out
     each = (more - some) / 2
     if each <= alpha:  # other work has hidden the difference; no link is without end, so all of the time is counted
         return Link(alpha, more / 3 / size)

@@ -173,7 +173,7 @@ def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portabl
 class Late(NamedTuple):
     """State of `delayed_gradients`, each worker's own."""
 
-    gradients: PyTree  # of the last step, as they were sent
+    gradients: PyTree  # gradients of the last step, as they were sent
     number: jax.Array  # u32[]: of that step, under which they travel; if nothing does, they are sent again
 
 

@@ -37,9 +37,9 @@ class Net(NamedTuple):
     between: Link  # from host to host; beta of the host's card, which its ranks share
     gamma_s_per_byte: float = 0.0  # to add float32 numbers, on a core
     codec_s_per_float: Mapping[str, float] = {}  # by wire: to encode and decode one, on a core
-    cores: float = math.inf  # of a host; less than one if hosts are emulated
-    call_s: float = 0.0  # of a program that exchanges, whatever it exchanges
-    even: bool = True  # whether all hosts have equally many ranks; else `slots` is the largest number
+    cores: float = math.inf  # cores of a host; less than one if hosts are emulated
+    call_s: float = 0.0  # seconds of a program that exchanges, whatever it exchanges
+    even: bool = True  # True if all hosts have equally many ranks; else `slots` is the largest number
 
     @property
     def workers(self) -> int:

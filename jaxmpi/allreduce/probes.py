@@ -30,9 +30,9 @@ from jaxmpi.core.files import read_plain
 from jaxmpi.runtime import affinity, caches
 
 FORMAT = 1
-MOST_BYTES = 1 << 20  # of a saved probe; a few thousand are used
-MOST = 1e9  # of whatever a saved probe counts or times; its least time is 1 / MOST
-MOST_RANKS = 1 << 20  # of a saved probe
+MOST_BYTES = 1 << 20  # bytes of a saved probe at most; a few thousand are used
+MOST = 1e9  # largest count or time in a saved probe; its least time is 1 / MOST
+MOST_RANKS = 1 << 20  # hosts or ranks of a saved probe at most
 
 
 class Probe(NamedTuple):

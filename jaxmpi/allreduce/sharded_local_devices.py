@@ -40,7 +40,7 @@ class ShardsOfDevices:
     """
 
     of: Shards
-    mesh: Mesh  # of one axis; this process's devices, as many as of every other process
+    mesh: Mesh  # mesh of one axis; this process's devices, as many as of every other process
     deal: Deal | None = None  # over all devices
 
     @property

@@ -53,11 +53,11 @@ class Shards(NamedTuple):
 
     choice: Choice
     clip_norm: float = 0.0  # largest norm of the whole mean or summed gradient; 0: no clipping
-    gives_square: bool = False  # whether `scatter` is to give |g|^2 of the whole mean gradient g, before clipping
+    gives_square: bool = False  # True if `scatter` is to give |g|^2 of the whole mean gradient g, before clipping
     deal: Deal | None = None  # which worker has which leaves; None: each a slice of every leaf
-    gather_wire: str = "32"  # of new params; with a coarser one, of their changes
+    gather_wire: str = "32"  # wire of new params; with a coarser one, of their changes
     shared_params: SharedParams | None = None  # where workers of one host have one copy of the params
-    early: bool = False  # whether `scattering` has made slices of gradients when `scatter` gets them
+    early: bool = False  # True if `scattering` has made slices of gradients when `scatter` gets them
 
     @property
     def is_beside(self) -> bool:

@@ -25,7 +25,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import rows_of, shape_of_slice, whole_of
 
 Jit = Callable[[Callable[..., Any]], Callable[..., Any]]
-MOST_VECTORS = 1024  # of a row of whole tensors: each is a collective of the program
+MOST_VECTORS = 1024  # vectors of a row of whole tensors at most: each is a collective of the program
 
 
 def as_part(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,12 +21,12 @@ from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.allreduce.wires import PACKAGED_WIRES, HostWire
 
-NAMES = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # of steps, in the source
+NAMES = "SEND", "RECEIVE", "WAIT", "ADD", "ENCODE", "DECODE", "END"  # names of steps, in the source
 SEND, RECEIVE, WAIT, ADD, ENCODE, DECODE, END = range(len(NAMES))
 CODED = {"16": "F16", "bf16": "BF16", "8": "I8"}  # wires, and their names in the source
 OUR_WIRES = [PACKAGED_WIRES[name].on_host for name in CODED]
 LINE_BYTES, MOST_BYTES = 64, np.iinfo(np.int32).max
-TAG = 0  # of a recorded message; a part has one tag
+TAG = 0  # tag of a recorded message; a part has one tag
 
 
 class Unrecordable(Exception):
@@ -38,7 +38,7 @@ class RecordedSteps(NamedTuple):
 
     steps: np.ndarray  # i64: words, one step after another
     parts: np.ndarray  # i64: where in them each part begins
-    memory_bytes: int  # of a part, in whole lines
+    memory_bytes: int  # bytes of a part, in whole lines
     floats: int
 
     def words(self) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class SumRecorder:
         self._vector.flags.writeable = False
         self.x = self._vector.view(np.float32).view(Place)
         self.steps, self.parts, self.memory_bytes = list[int](), list[int](), 0
-        self._under_way = list[np.ndarray]()  # of messages
+        self._under_way = list[np.ndarray]()  # arrays of messages
         self._places = list[tuple[int, int]]()  # (begin, end) of the part's memory in use, in order
         self._begins = dict[int, int]()  # by the id of an array that owns it
 

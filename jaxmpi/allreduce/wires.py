@@ -28,7 +28,7 @@ SMALLEST_NORMAL = 2.0**-126
 class HostWire(NamedTuple):
     """A wire in NumPy, to and from the bytes of one message."""
 
-    size_bytes: Callable[[int], int]  # of n floats
+    size_bytes: Callable[[int], int]  # bytes of n floats
     encode: Callable[[np.ndarray], np.ndarray]  # f32[n] -> u8[size_bytes(n)]; a view if nothing changes
     decode: Callable[[np.ndarray], np.ndarray]  # u8[size_bytes(n)] -> f32[n]; a view if nothing changes
     is_exact: bool = False

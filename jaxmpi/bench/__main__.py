@@ -37,7 +37,7 @@ TWO_JOBS = "two jobs take turns through files, on one machine; leave the launche
 def main(argv: Sequence[str] | None = None) -> None:
     """`python -m jaxmpi.bench [-n N] [options]`, alone or under a launcher."""
     if launchers.launched_workers() > 1:
-        failures.install_excepthooks()  # of several ranks one says what is wrong
+        failures.install_excepthooks()  # one of several ranks says what is wrong
         return run(parse(sys.argv[1:] if argv is None else argv))
     try:
         options = parse(sys.argv[1:] if argv is None else argv)

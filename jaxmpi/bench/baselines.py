@@ -127,7 +127,7 @@ def torch_allreduce(inputs: Inputs) -> Run:
     return run
 
 
-CALLS = {  # of `options.PEERS`
+CALLS = {  # calls of the peers in `options.PEERS`
     "mpi4py": Call(nothing_to_connect, mpi4py_allreduce),
     "mpi4jax": Call(nothing_to_connect, mpi4jax_tree),
     "mpi4jax-flat": Call(nothing_to_connect, mpi4jax_flat),

@@ -28,9 +28,9 @@ Arrays = Sequence[Any]  # f32 each, of NumPy, JAX or torch
 Run = Callable[[], Arrays]  # one exchange, finished when it returns
 Shape = tuple[int, ...]
 PATTERN = np.arange(13, dtype=np.float32)  # whole numbers: sums are exact in any order, and of no length zero
-ROUGH = 0.1  # of the largest sum there may be: more than a wire rounds away, less than a wrong sum is off
-COPY_BYTES = 64 << 20  # of one copy, beyond the caches if several ranks copy
-LINK_BYTES = 2 << 20  # of one message between hosts
+ROUGH = 0.1  # share of the largest sum there may be: more than a wire rounds away, less than a wrong sum is off
+COPY_BYTES = 64 << 20  # bytes of one copy, beyond the caches if several ranks copy
+LINK_BYTES = 2 << 20  # bytes of one message between hosts
 
 
 class Inputs:

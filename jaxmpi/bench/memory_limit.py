@@ -7,7 +7,7 @@ from jaxmpi.bench.options import PEERS
 from jaxmpi.bench.plan import Case
 from jaxmpi.core.shared_memory import available_bytes as free_bytes
 
-BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # of a process, without any case
+BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # bytes of a process without any case, and of torch in it
 AT_WORK_PEERS = 1  # arrays as big as a case that a peer has beside its operands
 Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
 

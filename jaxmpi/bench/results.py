@@ -17,7 +17,7 @@ from jaxmpi.bench.options import PEERS
 from jaxmpi.observe import plots
 
 AS_IT_COMES, TUNED = "as it comes", "tuned"
-FRAME_PAYLOAD = 1448 / 1514  # of a full Ethernet frame, TCP with time stamps
+FRAME_PAYLOAD = 1448 / 1514  # payload's share of a full Ethernet frame, TCP with time stamps
 TIME = plots.Quantity("median time of one exchange", "s")
 Json = dict[str, Any]
 

@@ -153,7 +153,7 @@ def sample(run: Run, repeats: int, control: Processes) -> ContenderMeasurement:
     for _ in range(repeats):
         run()
     seconds = (time.perf_counter() - begin) / repeats
-    control.barrier()  # what this rank has sent may still wait for its card
+    control.barrier()  # messages that this rank has sent may still wait for its card
     return ContenderMeasurement(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
 
 

@@ -128,7 +128,7 @@ def averages_of(path: Path, files: dict[str, list[dict[str, Any]]]) -> dict[str,
         z = leaves_of(path, name, files[name], f"{where}/z")
         fits = all(leaf in params and params[leaf].shape == z[leaf].shape for leaf in z) and not b1.shape
         undamaged(fits, f"{path / name}: damaged, {where}/z is not of these params")
-        state: Any = SimpleNamespace(b1=b1, z=z)  # of Optax's class all that it looks at
+        state: Any = SimpleNamespace(b1=b1, z=z)  # all fields of Optax's class that it looks at
         x = schedule_free_eval_params(state, {leaf: params[leaf] for leaf in z})
         params |= {leaf: value.astype(params[leaf].dtype) for leaf, value in x.items()}
     return params

@@ -33,7 +33,7 @@ class Retention(NamedTuple):
     """Number of checkpoints to keep."""
 
     newest: int
-    best: int = 0  # of lowest score, beside the newest
+    best: int = 0  # checkpoints of lowest score, beside the newest
 
 
 def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bool = True) -> Files:

@@ -111,7 +111,7 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
     else:
         results = _each(operation, leaves, chosen, given, op=op, root=root)
     finished = [y.astype(narrow) for y, (_, narrow) in zip(results, plans, strict=True)]
-    if operation == "exscan" and op in ("max", "min") and chosen.rank == 0:  # of a wider type it would be cut off
+    if operation == "exscan" and op in ("max", "min") and chosen.rank == 0:  # a wider type's would be cut off
         finished = [jnp.full_like(y, neutral(op, y.dtype)) for y in finished]
     return jax.tree.unflatten(jax.tree.structure(x), finished)
 

@@ -27,7 +27,7 @@ class MpiCall:
     mean_of: str = ""  # dtype of what is summed for a mean, of which the operands may be parts of another
     root: int | None = None
     counts: tuple[tuple[int, ...], ...] = ()  # rows that rank i sends to rank j
-    source: int | None = None  # of a message; None: any
+    source: int | None = None  # rank that a message comes from; None: any
     dest: int = NOBODY
     sendtag: int = 0
     recvtag: int | None = None  # None: any
@@ -37,7 +37,7 @@ class MpiCall:
     is_differentiated: bool = False  # beside it there is a call of tangents, or a transposed one
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # to the first call of a tree: `given_by`
     may_differ: bool = False  # in its line, from rank to rank
-    line: str = ""  # of the user's
+    line: str = ""  # line of the user's code
     lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare
 
     def what(self, *operands: Any) -> str:

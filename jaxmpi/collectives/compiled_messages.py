@@ -34,7 +34,7 @@ from jaxmpi.runtime import failures
 from jaxmpi.runtime.mpi_end import before_mpi_ends
 
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
-EAGER_BYTES = 2048  # of messages that any MPI copies, so that their sender waits for no receiver
+EAGER_BYTES = 2048  # bytes of messages that any MPI copies, so that their sender waits for no receiver
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     HEADER_BYTES=messages.HEADER.size,

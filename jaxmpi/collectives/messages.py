@@ -49,8 +49,8 @@ SIZE_AT, SENDER_AT, NUMBER_AT, TYPE_AT = 0, 8, 16, 20  # in a header, for C
 ANY = -2  # source or tag
 INLINE, INLINE_BYTES = -1, 32768  # in place of a number: the array, of so many bytes at most, is behind its header
 MOST_AHEAD = 1024  # messages of that kind that nobody has received: they are copies, and their sender goes on
-MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
-Requests = list[Any]  # of mpi4py
+MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
+Requests = list[Any]  # requests of mpi4py
 
 
 # ---------------------------------------------------------------- in a program
@@ -192,7 +192,7 @@ class Unreceived(NamedTuple):
 _unreceived: deque[Unreceived] = deque()
 ALMOST_S = 1.0  # for what is left at the end to be received
 LOOKED_AT = 4  # headers at a send: all would take time quadratic in the number of messages sent ahead
-_lock = threading.Lock()  # of the headers: programs send from several threads
+_lock = threading.Lock()  # lock of the headers: programs send from several threads
 _sent_numbers = itertools.count()
 
 

@@ -59,8 +59,8 @@ class Handle:
     args: tuple
     kwargs: dict[str, Any]
     line: str
-    tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # of its calls, one for each array that travels
-    told: list[Any] = dataclasses.field(default_factory=list)  # what ranks said to each other when it was started
+    tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # tickets of its calls, one for each array
+    told: list[Any] = dataclasses.field(default_factory=list)  # facts that ranks told each other at its start
     is_waited: bool = False
     trace: Any = dataclasses.field(default_factory=lambda: traced_function())
 
@@ -214,7 +214,7 @@ ad.primitive_jvps[_start_p] = batching.primitive_batchers[_start_p] = _refuse
 # ---------------------------------------------------------------- in the process
 
 _calls: list[tuple[MpiCall, list[jax.ShapeDtypeStruct], str]] = []  # in programs, with results and description
-_lock = threading.Lock()  # of these: several threads may compile
+_lock = threading.Lock()  # lock of these: several threads may compile
 _tickets = itertools.count()
 
 

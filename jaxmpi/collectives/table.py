@@ -163,11 +163,11 @@ class Operation:
     run: Callable[..., list[jax.Array]]  # (call, *operands) -> in a program, over MPI
     alone: Callable[..., Any] = lambda call, x: x  # (call, *operands) -> with one worker
     adjoint: Callable[[Bind, MpiCall, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
-    shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # what all ranks must give alike, of x
+    shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # part of x's shape that ranks must share
     ops: tuple[str, ...] = ()  # that it may reduce by
     is_elementwise: bool = True  # leaves of a tree travel together, and an axis that is mapped stays
     is_message: bool = False  # from one rank to another: others take no part
-    is_one_call: bool = False  # of MPI, which `run` makes by its argument `mpi`
+    is_one_call: bool = False  # True if it is one call of MPI, which `run` makes by its argument `mpi`
 
 
 def only_at(root: bool, x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ class Fingerprint(NamedTuple):
     what: str
     value: Any
     digest: bytes
-    place: bytes = bytes(PLACE_BYTES)  # of the call in the user's code, which may differ between ranks, but not swap
+    place: bytes = bytes(PLACE_BYTES)  # place of the call in the user's code; it may differ between ranks, but not swap
 
 
 def different_calls(calls: Mapping[int, str]) -> str:

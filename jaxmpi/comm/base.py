@@ -20,7 +20,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime.launchers import my_rank
 
 Pairs = Sequence[tuple[int, int]]  # (source, destination), static
-Turn = Callable[[jax.Array, PyTree], PyTree]  # of a loop: number of the turn, carry -> carry
+Turn = Callable[[jax.Array, PyTree], PyTree]  # turn of a loop: (number of the turn, carry) -> carry
 
 
 class Comm(Protocol):

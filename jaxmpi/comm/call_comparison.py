@@ -51,7 +51,7 @@ from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
 ALL_BELOW = 17  # ranks: of so many and more, each receives from those at distances 1, 2, 4, ...
-_indices = [-1]  # of comparisons; a communicator's is the same on all its ranks
+_indices = [-1]  # numbers of comparisons; a communicator's is the same on all its ranks
 
 
 class CallComparison:
@@ -171,7 +171,7 @@ class CallComparison:
         """
         from mpi4py import MPI
 
-        kinds = MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS  # of one message, or of one among several
+        kinds = MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS  # errors of one message, or of one among several
         if MPI.Get_error_class(code) not in kinds or not (held := self.held()):
             return
         theirs = {rank: number for rank in self._calls.receives_from if (number := self._number_of(rank, held.count))}
@@ -274,7 +274,7 @@ def _why_python() -> str:
 
 def _let_programs_end() -> None:
     """Wait at exit for programs that exchange; `exchange_watch` limits the time."""
-    with contextlib.suppress(Exception):  # of a program: mpi4jax's hook raises it again
+    with contextlib.suppress(Exception):  # errors of a program: mpi4jax's hook raises them again
         jax.effects_barrier()
 
 

@@ -12,7 +12,7 @@ Then it was at `b` while the other was at `c`, and so on back to `a`. Any permut
 
 from collections.abc import Sequence
 
-MOST_MEETINGS = 1024  # of two ranks at different places; then no more are noted
+MOST_MEETINGS = 1024  # number of meetings of two ranks at different places; then no more are noted
 
 
 class CallPlaces:

@@ -29,12 +29,12 @@ OPS = "SUM", "PROD", "MAX", "MIN", "BAND", "BOR", "BXOR"
 # In the order of `struct setup`.
 FUNCTIONS = "Send", "Recv", "Iprobe", *(name.capitalize() for name in OPERATIONS), "Reduce_local"
 MOST_COMPARISONS, TYPES = 1 << 16, 64
-PLACES, PLACE_WORDS = 256, 72  # of a rank: how many calls it may be ahead; a number and a short array behind it
-NUMBERS_WORDS = 8  # of each of two places, for numbers alone
+PLACES, PLACE_WORDS = 256, 72  # places of a rank, the calls it may be ahead; words of each: a number, a short array
+NUMBERS_WORDS = 8  # words of each of two places, for numbers alone
 ROUNDS_WORDS = 8  # a cache line for the count of rounds through slots
-SLOT_BYTES = 256 << 10  # of a chunk: a core's second-level cache holds it with what is made of it
-SLOTS_BYTES = 4 << 20  # of all ranks' slots, about: of many ranks each has less
-LEAST_BYTES = 16 << 10  # of a slot
+SLOT_BYTES = 256 << 10  # bytes of a chunk: a core's second-level cache holds it with what is made of it
+SLOTS_BYTES = 4 << 20  # bytes of all ranks' slots, about: with many ranks each has less
+LEAST_BYTES = 16 << 10  # bytes of a slot at least
 MOST_SHARED = 16  # communicators with slots: a script may split a thousand times
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
@@ -132,7 +132,7 @@ class CompiledCalls:
             setup.ops[number] = MPI._handleof(getattr(MPI, op))
         setup.rank, setup.size = comm.rank, comm.size
         setup.places, setup.place_words = self._places, place_words
-        self._kept = setup, sends_to, receives_from  # what the handler has addresses of
+        self._kept = setup, sends_to, receives_from  # objects that the handler has addresses of
         self._library.jaxmpi_open(index, ctypes.byref(setup))
 
     def share_slots(self) -> None:

@@ -40,7 +40,7 @@ LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
 WORD_S = 5.0  # beyond that, for rank 0 to say who did not
 ECHO_S = 1.0  # for the word that a rank has ended the job to come, once it is seen to be gone
 AGREE_TIMEOUT_S = seconds_from("JAXMPI_AGREE_TIMEOUT_S", 300)
-MAX_BYTES = 1 << 30  # of one MPI message: counts are C ints
+MAX_BYTES = 1 << 30  # bytes of one MPI message; counts are C ints
 
 
 class MpiProcesses(Membership):
@@ -163,7 +163,7 @@ class MpiProcesses(Membership):
         classes = [getattr(MPI, name, None) for name in names]
         if not (survives_losses() and isinstance(error, MPI.Exception) and error.Get_error_class() in classes):
             return None
-        # Who ends the job speaks first, then revokes, then is gone.
+        # The rank that ends the job speaks first, then revokes, then is gone.
         has_spoken = wait(lambda: any(comm.Is_revoked() for comm in self._own), ECHO_S)
         return "" if has_spoken else "ends, since a rank that it needs is gone"
 

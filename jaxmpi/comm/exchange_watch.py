@@ -36,7 +36,7 @@ LOOK_S = 0.5  # between looks
 PROBES = 3  # MPI may fetch a message in the first, and find it in the next
 SAID_AFTER_S = 20.0  # that an exchange waits for other ranks, or for another one of its process
 ANSWER_S = 2.5  # after which a rank that was asked where it is does not answer
-PLACE_BYTES = 256  # of a rank's answer
+PLACE_BYTES = 256  # bytes of a rank's answer at most
 NAMED = 8  # absent ranks whose places are said
 EXCHANGE_TIMEOUT = "JAXMPI_EXCHANGE_TIMEOUT_S"
 
@@ -44,7 +44,7 @@ EXCHANGE_TIMEOUT = "JAXMPI_EXCHANGE_TIMEOUT_S"
 class CallId(NamedTuple):
     """Numbers by which ranks know a call that they make together."""
 
-    number: int  # of an exchange in programs, or of the ranks that meet, else 0
+    number: int  # number of an exchange in programs, or of the ranks that meet, else 0
     count: int  # how many of its way this process has begun; of meetings: with these ranks
 
 
@@ -58,7 +58,7 @@ class Wait:
     limit_s: float
     partners: tuple[int, ...]
     is_in_program: bool = False  # MPI waits, without a limit
-    thread: int | None = None  # of Python, that waits
+    thread: int | None = None  # number of the Python thread that waits
     seconds: WaitClock | None = None  # since the thread has found it first
     is_sent: bool = False
     asked_s: float = 0.0  # after so many seconds of it
@@ -87,7 +87,7 @@ def message_lost(what: str, where: str) -> TrainingError:
 class Note(NamedTuple):
     """A message that a program exchanges, as found in a look."""
 
-    number: int  # of its call in this process
+    number: int  # number of its call in this process
     is_known: bool  # from an earlier look
     what: str
     partners: tuple[int, ...]
@@ -129,9 +129,9 @@ class Roll:
         self.counts = [0] * len(WAYS)
         self.meetings: Counter[int] = Counter()  # by the number of the ranks that meet
         self.may_watch = may_watch
-        self.waits: set[Wait] = set()  # of Python
+        self.waits: set[Wait] = set()  # waits of Python threads
         self.lookup: ExchangeLookup | None = None
-        self.held: Wait | None = None  # of a program
+        self.held: Wait | None = None  # wait of a program
         self.notes: Callable[[], list[Note]] | None = None  # those that programs have left now
         self.exchanged: dict[int, Wait] = {}  # messages of programs, by number
         self.waiting_ranks: dict[tuple[int, int], CallId] = {}  # by way and rank, where it last said that it waits
@@ -220,7 +220,7 @@ class Roll:
         """Programs' waits for messages, by number; the same object while one lasts."""
         found = {}
         notes = self.notes() if self.notes else []
-        for note in sorted(notes, key=lambda note: note.is_known):  # of one call in two threads the older counts
+        for note in sorted(notes, key=lambda note: note.is_known):  # if two threads are in one call the older counts
             known = self.exchanged.get(note.number) if note.is_known else None
             self.counts[PARTNER] += known is None
             call = CallId(0, self.counts[PARTNER])

@@ -27,7 +27,7 @@ class Membership:
     A subclass has the messages, and finds which hosts the ranks are on.
     """
 
-    hosts: tuple[int, ...]  # of all ranks, numbered in order of first appearance
+    hosts: tuple[int, ...]  # hosts of all ranks, numbered in order of first appearance
 
     def __init__(self) -> None:
         """Begin with all ranks of the job; MPI runs."""
@@ -48,7 +48,7 @@ class Membership:
         """Make communicators of the ranks that vote; all these call it together."""
         self.world = self.clone(self._votes)
         self.rank, self.size = self.world.rank, self.world.size
-        self._exit = self.clone()  # of its own: a rank may be at its end while others still talk
+        self._exit = self.clone()  # a communicator of its own: a rank may be at its end while others still talk
         self._local = self.world.Split_type(self._on_host, key=self.rank)
         self._own.append(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
@@ -136,7 +136,7 @@ class Membership:
                 break
         gone = sorted(set(before) - set(self.numbers))
         if not gone:
-            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # of the rank that has seen it
+            why = next(filter(None, self.allgather_object(why)), "no rank knows why")  # reason of a rank that knows it
             raise AgreedError(f"a message between ranks has failed though none of them is gone: {why}")
         self.hosts = tuple(self.hosts[before.index(rank)] for rank in self.numbers)
         return gone

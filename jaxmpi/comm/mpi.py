@@ -94,7 +94,7 @@ class RankComm(CommDefaults):
 _sums = [-1]  # numbers of Comms that sum in shared memory
 
 
-made: list["MpiComm"] = []  # of this process
+made: list["MpiComm"] = []  # communicators of this process
 
 
 class MpiComm(RankComm):

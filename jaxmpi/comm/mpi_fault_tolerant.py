@@ -22,7 +22,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.runtime import host_callbacks
 
 Buffers = Sequence[np.ndarray]
-_numbers = itertools.count()  # of comms, the same on all ranks
+_numbers = itertools.count()  # numbers of comms, the same on all ranks
 
 
 class FaultTolerantComm(RankComm):
@@ -31,7 +31,7 @@ class FaultTolerantComm(RankComm):
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world; all ranks come here together, again after `processes.shrink`."""
         super().__init__(processes, processes.clone())
-        self.is_lost = False  # whether a collective has failed, so that results are worth nothing
+        self.is_lost = False  # True if a collective has failed, so that results are worth nothing
         self.why = ""  # the error of it
         self._name, self._names = f"fault-tolerant comm {next(_numbers)}", list[str]()
         for move in (self._allreduce, self._alltoall, self._allgather, self._permute, self._bcast):

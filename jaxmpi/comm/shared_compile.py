@@ -26,7 +26,7 @@ from jaxmpi.runtime.host_callbacks import EXPORTABLE
 class CompiledFunction(NamedTuple):
     """A function compiled for arguments of one kind."""
 
-    run: Callable[[tuple], PyTree]  # of the arguments
+    run: Callable[[tuple], PyTree]  # function of the arguments
     compiled: Callable[[], jax.stages.Compiled]
 
 
@@ -79,7 +79,7 @@ class SerializedProgram(NamedTuple):
     """Parts of a traced program that travel to the other ranks."""
 
     exported: bytes  # StableHLO over flat leaves; empty if the program cannot travel
-    structure: Any  # of the result
+    structure: Any  # tree structure of the result
 
 
 def compile_together(
@@ -91,7 +91,7 @@ def compile_together(
     argument = np.repeat(range(len(args)), [len(jax.tree.leaves(arg)) for arg in args])
     donated = tuple(np.flatnonzero(np.isin(argument, donate_argnums)).tolist())
     jax.effects_barrier()  # the control plane speaks only when the exchange is silent
-    name = getattr(getattr(function, "func", function), "__name__", "a program")  # of a partial, too
+    name = getattr(getattr(function, "func", function), "__name__", "a program")  # name of a partial's function, too
     with phases.phase(f"tracing {name}"):
         program = control.bcast_from_host_leader(lambda: trace(function, structure, shapes))
     if not program.exported:
@@ -136,7 +136,7 @@ def stablehlo(jitted: Any, shapes: Sequence[jax.ShapeDtypeStruct], disabled_chec
         return bytes(jax.export.export(jitted, disabled_checks=disabled_checks)(*shapes).serialize())
     except NotImplementedError:  # host callbacks stay in the process that made them
         return b""
-    except ValueError as error:  # of XLA's own calls only those of some age may be exported
+    except ValueError as error:  # XLA's own calls: only those of some age may be exported
         if "custom calls" not in str(error):
             raise
         return b""

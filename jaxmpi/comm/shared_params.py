@@ -58,7 +58,7 @@ class SharedParams:
         self._host, self._cut, self._number = host, cut, number
         self._views: PyTree = None  # which stay here, to be written
         self._arrays: list[jax.Array] = []  # that are read now
-        self._held: list[weakref.ref[np.ndarray]] = []  # of each: a view that goes when nothing reads it any more
+        self._held: list[weakref.ref[np.ndarray]] = []  # view of each, which goes when nothing reads it any more
         self._turns = 0
 
     def filled(self, params: PyTree) -> PyTree:

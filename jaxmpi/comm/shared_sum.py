@@ -82,7 +82,7 @@ class SharedSum:
         floats = np.frombuffer(memory, np.float32, offset=table_bytes(self.size))
         self.small = SMALL // self.size // 16 * 16
         self.rows, self.ring = np.split(floats, [2 * self.size * self.small])
-        self.rows = self.rows.reshape(2, self.size, self.small)  # of even and of odd calls
+        self.rows = self.rows.reshape(2, self.size, self.small)  # rows of even and of odd calls
         self.ring = self.ring[: self.slots * self.chunk].reshape(self.slots, self.chunk)
         # The last rank can divide for all, in cache, but others with cores of their own wait for it meanwhile.
         self.each_divides = self.size <= 3 * (os.cpu_count() or 1)
@@ -180,7 +180,7 @@ class SharedSum:
                 vectors, totals = self._of_all_ranks(vectors), self._of_this_rank(totals)
             elif half == "gather":
                 vectors, totals = self._of_this_rank(vectors), self._of_all_ranks(totals)
-            whole = totals if half == "gather" else vectors  # of which each has a size
+            whole = totals if half == "gather" else vectors  # arrays that all have a size: none is None
             sizes = tuple(x.size for x in whole if x is not None)
             is_fit = len(vectors) == len(totals) and all(
                 x is None or x.size == size for x, size in zip((*vectors, *totals), 2 * sizes, strict=True)
@@ -339,7 +339,7 @@ def all_is_done() -> bool:
     """
     try:
         jax.effects_barrier()
-    except Exception:  # of any program
+    except Exception:  # error of any program
         return False
     return True
 

@@ -26,7 +26,7 @@ from jaxmpi.core.process_stat import stat_of
 from jaxmpi.core.shared_memory import folder, reserve
 from jaxmpi.runtime import job_folder
 
-SEGMENT_BYTES = 46 << 20  # of shared memory at most, whatever the vectors' sizes
+SEGMENT_BYTES = 46 << 20  # bytes of shared memory at most, whatever the vectors' sizes
 TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 
 

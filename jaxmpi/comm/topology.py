@@ -25,7 +25,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import affinity
 
-AXIS = "workers"  # of the mesh when one process drives several devices
+AXIS = "workers"  # axis of the mesh when one process drives several devices
 
 
 # ---------------------------------------------------------------- several workers in one process
@@ -42,8 +42,8 @@ class Workers(NamedTuple):
     comm: Comm
     processes: Processes
     mine: tuple[int, ...]
-    mesh: jax.sharding.Mesh | None  # of all workers' devices, if XLA exchanges between them; else of this process's
-    devices: int = 1  # of each process, if `comm` is between processes, whose devices add theirs up before
+    mesh: jax.sharding.Mesh | None  # mesh of all workers' devices if XLA exchanges between them; else of this process's
+    devices: int = 1  # devices of each process, if `comm` is between processes, whose devices add theirs up before
     asynchronous: int = 0  # all workers, if each runs programs of its own (asynchronous rules) and `comm` is one's
 
     @property

@@ -46,7 +46,7 @@ class Data:
     name: str = ""  # tfds: data set, such as imagenet2012 or mnist:3.0.1
     train_split: str = "train"  # folder under `dir` or tfds split
     validation_split: str = "validation"  # the same, for evaluation
-    # of tables: names of the input and of the label, or any other number of names for a task; empty: image label
+    # tables: names of the input and of the label, or any other number of names for a task; empty: image label
     columns: tuple[str, ...] = ()
     resize: int = 0  # px: shorter side after decoding, aspect kept; 0 keeps the size; not for crops by `crop_area`
     crop: int = 0  # px: random square in training, the centre one in evaluation; 0 takes the whole image
@@ -57,19 +57,19 @@ class Data:
     mean: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], subtracted
     std: tuple[float, ...] = ()  # per channel, of pixels in [0, 1], divided by
     mean_image: str = ""  # .npy file, u8 or f32[height, width, channels] in [0, 255]; instead of `mean`
-    channels: int = 3  # of the model's input; grey images are repeated
+    channels: int = 3  # channels of the model's input; grey images are repeated
     synthetic_examples: int = 4096  # size of the synthetic training set
     window: int = 128  # text, stdlib: tokens that an example predicts
     # text, stdlib: JSON file of tokenizers; in Python also an object that encodes, or a function; empty: bytes
     tokenizer: Any = ""
-    on_error: Annotated[str, OneOf("stop", "skip")] = "stop"  # what a corrupt image does
+    on_error: Annotated[str, OneOf("stop", "skip")] = "stop"  # action at a corrupt image
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
-    # who makes batches; auto: processes to decode images
+    # kind of loaders that make batches; auto: processes to decode images
     loader: Annotated[str, OneOf("auto", "processes", "threads", "spawn")] = "auto"
-    loaders: int = 2  # of them, per worker
+    loaders: int = 2  # number of loaders per worker
     prefetch: int = 2  # batches made ahead, per worker
     stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
-    # what is put in a new order each epoch; auto: see docs/data.md
+    # unit that is put in a new order each epoch; auto: see docs/data.md
     shuffle_by: Annotated[str, OneOf("auto", "examples", "files", "files-mixed")] = "auto"
     memory: Annotated[str, OneOf(*MEMORY)] = "none"  # keep compressed examples in the memory of the workers
     # partition: workers that hold one full copy together; 0 = all workers; auto: the fewest whose hosts have the memory

@@ -14,19 +14,19 @@ from jaxmpi.core.errors import check
 class Optim:
     """The optimizer that every worker runs."""
 
-    name: str = "momentum"  # of the optimizer: docs/rules.md
+    name: str = "momentum"  # name of the optimizer: docs/rules.md
     lr: float = 0.01  # learning rate of each worker, before `lr_for_batch` and `lr_scaling`
     lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
-    # of lr in the number of workers; rule = the rule's own default
+    # growth of lr with the number of workers; rule = the rule's own default
     lr_scaling: Annotated[str, OneOf("rule", "none", "linear", "sqrt")] = "rule"
     momentum: float | None = None  # mu, in [0, 1), if the optimizer has one; None: its own
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     b1: float | None = None  # decay of the mean of gradients, if the optimizer has one; None: its own
     b2: float | None = None  # decay of the mean of their squares, likewise
-    eps: float | None = None  # what is added to a denominator, likewise
+    eps: float | None = None  # number added to a denominator, likewise
     weight_decay: float = 0.0  # lambda; added to the gradient, or decoupled: docs/rules.md
     bias_lr_factor: float = 1.0  # tensors of one axis run this times lr; the papers use 2
-    decay_bias: bool = True  # whether weight decay covers tensors of one axis; the papers say no
+    decay_bias: bool = True  # apply weight decay to tensors of one axis, too; the papers say no
     clip_norm: float = 0.0  # largest global norm of the gradients a rule steps with; 0 = no clipping
     ema: float = 0.0  # decay of a moving average of params, which is then evaluated and exported; 0 = none
     decay_mask: InPython[Callable[[Any], Any] | None] = None  # params -> tree of bool: tensors that decay

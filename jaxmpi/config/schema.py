@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     Sinks = tuple[str | Callable[[dict[str, Any]], None], ...]
 else:  # as the command line's parser is to see it
     Sinks = Annotated[tuple[str, ...], WORDS]
-# What a job does that gets no further.
+# Actions of a job that gets no further.
 ON_STALL = {"abort": "ends, with a code other than 0", "warn": "says so and goes on"}
-# What becomes of a step whose gradients or loss are not finite.
+# Outcomes of a step whose gradients or loss are not finite.
 RECOVERIES = {
     "stop": "the run stops",
     "skip": "the step changes nothing; params that differ between workers stop the run",
     "rollback": "back to the newest checkpoint; a step that fails twice is left out",
 }
-# What becomes of the other workers if one dies.
+# Outcomes for the other workers if one dies.
 LOSSES = {
     "end": "the job ends; jaxmpi train --restarts starts it again",
     "shrink": "they do the step again without it and go on, on one host under mpirun --with-ft ulfm; experimental",
@@ -47,7 +47,7 @@ BATCH_STATISTICS = {
     "averaged": "a worker's own batch; the mean of all workers' running ones",
     "synchronised": "all workers' batches, exchanged at every layer; the same",
 }
-# Who carries what workers exchange.
+# Transports of what workers exchange.
 COMMS = {
     "mpi": "MPI, one process a worker",
     "xla": "XLA's collectives over a jax.distributed job that MPI sets up: NCCL between GPUs, gloo between CPUs",
@@ -90,7 +90,7 @@ class Experiment:
     loss: InPython[Callable[..., Any] | None] = (
         None  # (outputs, labels i32[batch, ...]) -> f32[batch, ...]; default: softmax cross-entropy
     )
-    fallback: InPython["Experiment | None"] = None  # what runs when no data folder is given
+    fallback: InPython["Experiment | None"] = None  # experiment that runs when no data folder is given
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
@@ -115,28 +115,28 @@ class Experiment:
     # steps between steps without exchange, on a copy, if only they show its time; 0 = never
     compute_only_every: int = 200
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
-    on_stall: Annotated[str, OneOf(*ON_STALL)] = "abort"  # what then happens
+    on_stall: Annotated[str, OneOf(*ON_STALL)] = "abort"  # action once late ranks are named
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
     # run directory whose newest checkpoint a new run goes on from, with another effective batch
     continue_from: str = ""
     params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
-    # what steps that are not finite, or params that differ, do
+    # action at steps that are not finite, or params that differ
     on_nonfinite: Annotated[str, OneOf(*RECOVERIES)] = "stop"
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     replica_check_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
     # if a worker dies the job ends, or the others go on without it (experimental)
     on_rank_loss: Annotated[str, OneOf(*LOSSES)] = "end"
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
-    seed: int = 0  # of initialisation, order, augmentation and dropout
-    # of batch norm, see docs/models.md
+    seed: int = 0  # seed of initialisation, order, augmentation and dropout
+    # statistics of batch norm, see docs/models.md
     batch_statistics: Annotated[str, OneOf(*BATCH_STATISTICS)] = "averaged"
-    # of forward and backward; params stay float32
+    # dtype of forward and backward; params stay float32
     compute_dtype: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
     # local devices of each process, a worker each; over MPI they add theirs up before processes exchange
     devices: int = 1
-    # who carries what workers exchange; xla: NCCL between GPUs, gloo between CPUs
+    # transport of what workers exchange; xla: NCCL between GPUs, gloo between CPUs
     comm: Annotated[str, OneOf(*COMMS)] = "mpi"
     # one jit for the step, or gradients, exchange and update apart
     step_mode: Annotated[str, OneOf("auto", "fused", "split")] = "auto"

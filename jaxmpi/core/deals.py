@@ -46,7 +46,7 @@ class DealtState(NamedTuple):
 class Deal(NamedTuple):
     """Which worker updates which leaf."""
 
-    structure: Any  # of params
+    structure: Any  # tree structure of params
     shapes: tuple[tuple[int, ...], ...]  # by leaf
     owners: tuple[int, ...]  # by leaf: the number of the row that has it
     workers: int
@@ -161,7 +161,7 @@ def cut_up(row: Any, shapes: Sequence[Sequence[int]]) -> Iterator[Any]:
 class StateLayout(NamedTuple):
     """Place of each leaf of an optimizer's state."""
 
-    names: tuple[str, ...]  # of the whole state
+    names: tuple[str, ...]  # names of the whole state's leaves
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     structure: Any
     owners: tuple[int, ...]  # by leaf: the row that has it, or SHARED
@@ -255,7 +255,7 @@ class Leaves(NamedTuple):
     """The cut into whole leaves, unlike `core.slices.Entries`; nothing communicates."""
 
     deal: Deal
-    layout: StateLayout | None = None  # of the optimizer's state, for `saved` and `restored`
+    layout: StateLayout | None = None  # layout of the optimizer's state, for `saved` and `restored`
 
     @property
     def name(self) -> str:

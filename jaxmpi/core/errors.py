@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# What moves a terminal's cursor or changes its colours or title, and what turns the direction of text.
+# Characters that move a terminal's cursor, change its colours or title, or turn the direction of text.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 

@@ -74,7 +74,7 @@ class HeldFolder:
 
     def place(self) -> Path | None:
         """Its present path, on Linux; None if removed or without its lock."""
-        place = Path(os.readlink(f"/proc/self/fd/{self._handle}"))  # of a removed one with ` (deleted)` behind it
+        place = Path(os.readlink(f"/proc/self/fd/{self._handle}"))  # if removed, with ` (deleted)` behind it
         return place if is_same(self._handle, place) and self._keeps_lock(place) else None
 
     def _keeps_lock(self, place: Path) -> bool:
@@ -85,7 +85,7 @@ class HeldFolder:
         os.close(self._handle)
 
 
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems without locks
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # error numbers of file systems without locks
 
 
 def is_same(handle: int, path: Path) -> bool:

@@ -180,7 +180,7 @@ def by_others(whole: "Traced", tx: Any, like: PyTree, owners: Sequence[int], wor
 class Traced(NamedTuple):
     """The two programs of an Optax transformation for params of some shapes."""
 
-    names: tuple[str, ...]  # of params
+    names: tuple[str, ...]  # names of params
     state: PyTree  # its shapes
     keeps_shapes: bool  # updates have those of params, and a state those of the state before
     keeps_dtypes: bool  # likewise
@@ -299,12 +299,12 @@ def expressions(program: Any, given: Sequence[int], with_shapes: bool) -> list[i
     """Hash how results are computed, given operands' hashes; loops are one equation."""
 
     def constant(x: Any) -> int:
-        if isinstance(x, Tracer):  # of a program in which the optimizer is made
+        if isinstance(x, Tracer):  # value of a program in which the optimizer is made
             return id(x)
         with jax.ensure_compile_time_eval():  # under jit as well
             known = np.asarray(jax.random.key_data(x) if is_key(x) else x)
         if not with_shapes and known.size and (known == known.flat[0]).all():
-            known = known.flat[:1]  # of one number, as zeros in a tensor's shape
+            known = known.flat[:1]  # one number for all entries, as of zeros in a tensor's shape
         return hash((str(known.dtype), known.shape if with_shapes else (), known.tobytes()))
 
     def of(equation: Any, given: list[int]) -> list[int]:
@@ -362,7 +362,7 @@ class Origin(NamedTuple):
 
 
 CONSTANT = Origin(frozenset(), True)  # one number, in all entries
-UNKNOWN = Origin(frozenset({-1}), False)  # of other workers, of Python while the program runs, of references
+UNKNOWN = Origin(frozenset({-1}), False)  # values of other workers, of Python while the program runs, of references
 COLLECTIVES = frozenset(
     "all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pmax pmin ppermute precv "
     "psend psum psum_invariant ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter".split()

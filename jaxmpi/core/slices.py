@@ -127,7 +127,7 @@ class Entries(NamedTuple):
             whole = read(name)
             if whole.shape == mine.shape:
                 is_elsewhere = whole.size == 1 and chunk > 0 and MASTERS in name.split("/")
-                return np.zeros_like(whole) if is_elsewhere else whole  # of a param of one entry
+                return np.zeros_like(whole) if is_elsewhere else whole  # zeros for a one-entry param's master
             flat = whole.reshape(-1)[chunk * mine.size : (chunk + 1) * mine.size]
             return np.pad(flat, (0, mine.size - flat.size)).reshape(mine.shape)
 

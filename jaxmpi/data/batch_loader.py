@@ -267,7 +267,7 @@ class Loader:
 
     def _lent(self, making: _Making, ring: Ring) -> np.ndarray:
         self._ahead.popleft()
-        if not self._free and not self._ahead:  # whoever keeps all slots gets copies, else nothing would go on
+        if not self._free and not self._ahead:  # a caller that keeps all slots gets copies, else nothing would go on
             self._free.append(making.slot)
             lent = ring.rows(making.slot)[ring.layout.largest].copy()
         else:

@@ -18,11 +18,11 @@ from jaxmpi.core.errors import TrainingError, check
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
 SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
-# Of a JPEG that libjpeg-turbo decodes, and of an image that has been scaled; Pillow warns of larger files, and refuses
-# the largest.
+# Pixels at most of a JPEG that libjpeg-turbo decodes, and of an image that has been scaled; Pillow warns of larger
+# files, and refuses the largest.
 MAX_PIXELS = 1 << 26
 OBJECT = re.compile(r" <\S+ object at \w+>")  # the bytes, which Pillow names so
-MAX_SCANS = 500  # of a progressive JPEG, which has ten: each goes over all blocks, and may be a few bytes
+MAX_SCANS = 500  # scans of a progressive JPEG at most; ten are usual. Each goes over all blocks, and may be a few bytes
 
 
 class CorruptExample(TrainingError):
@@ -196,7 +196,7 @@ def _without_rows_below(picture: Picture, bottom: int) -> Picture:
 class _Frame(NamedTuple):
     """Layout of a JPEG file's rows."""
 
-    place: int  # of the height, two bytes
+    place: int  # offset of the height, which has two bytes
     block: int  # px: rows that are coded together
 
 

@@ -41,7 +41,7 @@ class ExampleReader:
 
     source: Source
     augment: Augment
-    skip: bool  # whether a run goes on without corrupt examples
+    skip: bool  # True if a run goes on without corrupt examples
     classes: int = 0  # that labels may name if the source does not say; 0: any number
     labels: str = "classes"  # a key of LABELS
 

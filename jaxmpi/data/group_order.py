@@ -20,7 +20,7 @@ from jaxmpi.data.sampler import Sampler, random_bits
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
-MOST_BYTES = 1 << 30  # of all parts together, and of a record: their sum stays below 2^31, whatever the lengths
+MOST_BYTES = 1 << 30  # bytes of all parts together, and of a record; their sum stays below 2^31, whatever the lengths
 
 
 @dataclass(frozen=True)

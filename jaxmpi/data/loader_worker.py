@@ -27,8 +27,8 @@ from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.ring_buffer import Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
 
-# Of a loader's row on the board: the example that it is at, NOTHING between two messages, and since when by
-# time.monotonic_ns, 0 before its first message.
+# Columns of a loader's row on the board: JOB and INDEX tell the example that it is at, NOTHING between two messages;
+# SINCE is the time from which it is there, in ns of time.monotonic_ns, 0 before its first message.
 # HERE is its process once it has started; STOP is set by the worker if all work is to be dropped.
 JOB, INDEX, SINCE, HERE, STOP = range(5)
 NOTHING = -1
@@ -300,7 +300,7 @@ def handled(member: LoaderWorker, message: bytes) -> LoaderAnswer | None:
     try:
         return member.handle(pickle.loads(message))
     except GoneError:
-        return None  # of a job that was closed meanwhile
+        return None  # the job was closed meanwhile
 
 
 def words(answer: LoaderAnswer) -> bytes:

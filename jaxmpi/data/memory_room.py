@@ -14,8 +14,8 @@ import numpy as np
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
 
-CHUNK_BYTES = 64 << 20  # of records that have been read and wait for the memory they will lie in
-SHARE = 0.5  # of the memory left that `auto` gives to records: the rest is the run's, and held-out examples'
+CHUNK_BYTES = 64 << 20  # bytes of a chunk of records as read; while it is copied, it is in memory twice
+SHARE = 0.5  # share of the free memory that `auto` gives to records; the rest is the run's, and held-out examples'
 NO_GROUP = "data.group_size: got {size} with {workers}; expected one of {fits}"
 
 

@@ -30,7 +30,7 @@ from jaxmpi.data.thread_map import in_order
 
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
-MORE = 16  # of an arena's pages one in so many is more than it needs
+MORE = 16  # bytes that an arena needs for each spare byte of its pages
 TEXT = "data.memory: got partition; {source} is text, which every worker holds in memory as it is; use none"
 ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so none can be kept: use none"
 
@@ -260,7 +260,7 @@ class MemorySource:
         while len(chunk := _joined(run_of(blobs))):
             chunks.append(chunk)
         arena, at = Arena(records, self.lengths), 0
-        while chunks:  # what is copied goes, so that no more than one chunk is there twice
+        while chunks:  # each chunk is dropped once it is copied, so that no more than one is there twice
             chunk = chunks.pop(0)
             arena.bytes[at : at + len(chunk)] = chunk
             at += len(chunk)

@@ -41,7 +41,7 @@ from jaxmpi.data.thread_map import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
 JOB = "packing.json"
-MOST_NOTE_BYTES = 1 << 16  # of a file that says what is packed, or how far; a few hundred are used
+MOST_NOTE_BYTES = 1 << 16  # bytes read of a file that says what is packed, or how far; a few hundred are used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PackingOptions:
     """Treatment of images and errors, and the size of a shard."""
 
     resize: int = 0  # px: shorter side; 0 keeps the size
-    quality: int = 90  # of images that are compressed anew: JPEG 1 to 100, or 0 for PNG
+    quality: int = 90  # quality of images that are compressed anew: JPEG 1 to 100, or 0 for PNG
     shard_bytes: int = 1 << 30  # at which a shard ends
     on_error: str = "stop"  # stop | skip: what a corrupt image does
     verify: str = "decode"  # decode | header: how an image that keeps its bytes is verified

@@ -101,7 +101,7 @@ class Ring:
         `take_back(slot)` is called once nothing in the process, a device included, uses the memory any more.
         """
         lent = self.rows(slot)[self.layout.largest]
-        assert isinstance(lent.base, np.ndarray)  # what all views of it keep alive, and no others
+        assert isinstance(lent.base, np.ndarray)  # the array that all views of it keep alive, and no others
         weakref.finalize(lent.base, take_back, slot).atexit = False
         return lent
 

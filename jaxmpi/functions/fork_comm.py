@@ -51,7 +51,7 @@ class ForkComm(SoloComm):
             self.effect, self.rows_name = ForkEffect(number), f"rows of fork {number}"
             instead = f'take devices of one process: JAX_NUM_CPU_DEVICES={self.size} and fork(kind="devices")'
             self.shared = SharedSum(line, f"sum of fork {number}", effect=self.effect, instead=instead)
-            rows = self.shared.rows.view(np.uint8)  # of even and of odd calls, a row a worker
+            rows = self.shared.rows.view(np.uint8)  # rows of even and of odd calls, one a worker
             self.rows = SharedMemoryAllgather(self.shared.board, rows)
             host_callbacks.register(self.rows_name, self.rows)
 
@@ -131,7 +131,7 @@ class SharedMemoryAllgather:
     def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
         """Every worker's u8[n] of any n, if wanted; a collective call."""
         size = np.array([data.size]).view(np.uint8)
-        taken = self.room - size.size  # of the first piece, which says how many bytes there are
+        taken = self.room - size.size  # bytes of data in the first piece, which also says how many bytes there are
         with self._failing():
             rows = self._piece((size, data[:taken]), -1)
             sizes = rows[:, : size.size].copy().view(np.int64)[:, 0].tolist()

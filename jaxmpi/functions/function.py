@@ -146,9 +146,8 @@ class Function:
             structures, leaves = perform(group, self.name, prepare)
         except BaseException:
             self.sent = []
-            if (
-                not group.is_serial
-            ):  # of ranks, others may not have come to the same forms; waiting workers keep programs
+            # Ranks that run the script may not all have come to the same forms; waiting workers keep programs.
+            if not group.is_serial:
                 self._forget_forms(known)
             raise
         return self._results(structures, leaves, made, chosen[0])
@@ -235,7 +234,7 @@ class Function:
         return self.programs[form, shapes]
 
     def _traced(self, form: int, shapes: tuple) -> WorkerProgram:
-        me = weakref.proxy(self)  # whoever drops the function lets go at once of what it holds on the workers
+        me = weakref.proxy(self)  # a weak reference: dropping the function lets go at once of what workers hold of it
         jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._parts(form, flat)))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, says = [], []
@@ -245,7 +244,7 @@ class Function:
                 leaves.append(leaf._replace(index=index))
                 if is_key and (leaf.place, leaf.op) != ("update", "mean"):  # its default
                     check_op(leaf.op, aval.shape, f"{self.name}: output {name}")
-                if leaf.place in ("result", "into"):  # of others only pieces combine, if there are several
+                if leaf.place in ("result", "into"):  # in other places only pieces combine, if there are several
                     check_reducible(leaf.op, aval.dtype, aval.shape, f"{self.name}: output {name}")
                 says.append(said(leaves[-1], aval))
         structures = tuple(jax.tree.structure(part) for part in parts)
@@ -409,7 +408,7 @@ class Bound:
         self.group = group
         self.inputs: list[list[Any]] = []  # how each leaf comes; see `compute`
         self.given: list[Any] = []  # the leaf itself, if it comes with the call
-        self.lengths: dict[str, int] = {}  # of scattered leaves, by name
+        self.lengths: dict[str, int] = {}  # lengths of scattered leaves, by name
         self.broadcast: list[Any] = []
         self.rows: RowSelection | None = None
         self.local: list[Any] = [None] * group.size

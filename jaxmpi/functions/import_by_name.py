@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmpi.core.errors import UsageError, check
 
-SCRIPT = "__jaxmpi_main__"  # what a worker calls the master's script: not __main__, so that guarded code does not run
+SCRIPT = "__jaxmpi_main__"  # module name of the master's script on a worker; not __main__: guarded code does not run
 
 
 def name_of(function: Callable) -> dict[str, Any]:

@@ -40,7 +40,7 @@ KINDS = ("auto", "devices", "processes")
 _group: WorkerGroup | None = None
 _led: ProcessGroup | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
 _lost = ""  # why they no longer listen
-_is_worker = False  # whether this process waits for a master's commands
+_is_worker = False  # True if this process waits for a master's commands
 _forks = itertools.count()
 
 
@@ -275,7 +275,7 @@ def serve(waiting: ProcessGroup) -> None:
             return
         except SumFailed:  # the master will close
             pass
-        except Exception as error:  # of a worker's own part, or that others' parts failed, is in the reports
+        except Exception as error:  # a failure of the worker's own part, or of others' parts, is in the reports
             waiting.note(error)
             if waiting.gone:
                 raise

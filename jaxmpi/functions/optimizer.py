@@ -107,7 +107,7 @@ class Loss:
     """The user's loss, its model state in the parts that variables hold."""
 
     function: Callable
-    kept: Outputs  # of the model state; no tree if there is none
+    kept: Outputs  # reductions of the model state; no tree if there is none
     has_aux: bool
 
     def __call__(self, params: PyTree, parts: Sequence[PyTree], examples: Sequence[PyTree]) -> tuple[Any, Any]:

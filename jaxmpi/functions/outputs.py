@@ -15,7 +15,7 @@ from jaxmpi.functions.reductions import Output, from_word
 class Chosen(NamedTuple):
     """The outputs that a call computes."""
 
-    structure: Any  # of what is returned
+    structure: Any  # tree structure of the value that is returned
     returned: tuple[int, ...]  # numbers of its leaves, in its order
     computed: tuple[int, ...]  # numbers of all, ascending
 
@@ -24,7 +24,7 @@ class Chosen(NamedTuple):
 class Outputs:
     """A tree of reductions per output; each reduces all leaves below it."""
 
-    trees: tuple[PyTree, ...]  # of Output
+    trees: tuple[PyTree, ...]  # trees of `Output`
     is_single: bool  # one output, which the function returns in no tuple
 
     @functools.cached_property

@@ -43,9 +43,9 @@ class Profile:
         self.path = path
         self._totals: dict[Key, dict[str, float]] = {}
         self._file: TextIO | None = None
-        self._call: dict[str, float] = {}  # of the call under way
+        self._call: dict[str, float] = {}  # figures of the call under way, by name
         self._open: list[str] = []  # its parts, the innermost last
-        self._is_first = False  # whether this process has worker 0
+        self._is_first = False  # True if this process has worker 0
         self._key: Key = "", None
         self._since_s, self._thread = 0.0, 0
 

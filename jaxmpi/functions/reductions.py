@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError, check, lookup
 
-FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))  # what `exchange` takes
+FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))  # dtypes that `exchange` takes
 LONGEST = 8  # workers named in one message at most
 
 
@@ -48,7 +48,7 @@ class Output:
 
 scatter = Scatter()
 mean, sum, prod, min, max, gather = (Output(op) for op in ("mean", "sum", "prod", "min", "max", "gather"))
-add = Output("add")  # of updates only
+add = Output("add")  # reduction of updates only
 local = Output("", stays=True)
 WORDS = {output.op or "local": output for output in (mean, sum, prod, min, max, gather, add, local)}
 
@@ -62,7 +62,7 @@ class ReductionSpec(NamedTuple):
     """How two partial results become one."""
 
     kinds: str  # letters of the dtypes that it takes, as of `letter`
-    jnp: Callable | None  # of arrays on a device; None: placed one after another
+    jnp: Callable | None  # function of two arrays on a device; None: placed one after another
     numpy: Callable | None
     way_out: str
 

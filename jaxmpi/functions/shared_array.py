@@ -69,7 +69,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return out[0] if len(out) == 1 else result
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what this object lacks, and what libraries ask of any object
+        if name.startswith("_"):  # names that this object lacks, and hooks that libraries look for in any object
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.array, name)
 
@@ -293,7 +293,7 @@ def forget_the_dead(path: str) -> None:
     """Remove memory whose maker is gone."""
     # nobody has it; another user has; its maker is just writing the page
     with contextlib.suppress(FileNotFoundError, PermissionError, ValueError), open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # of two that find it the second must not remove what the first makes then
+        fcntl.flock(file, fcntl.LOCK_EX)  # the second of two finders must not remove what the first makes then
         said = json.loads(file.read(PAGE).rstrip(b"\0"))
         try:
             os.kill(said["pid"], 0)

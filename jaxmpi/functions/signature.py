@@ -20,8 +20,8 @@ class Form(NamedTuple):
     The form and the leaves' shapes and dtypes together determine the program.
     """
 
-    structure: Any  # of all arguments, in a tuple
-    keywords: tuple[str, ...]  # of the last arguments, which are passed by name
+    structure: Any  # tree structure of all arguments, in a tuple
+    keywords: tuple[str, ...]  # names of the last arguments, which are passed by name
     outputs: tuple[int, ...]  # numbers of the outputs that are computed
 
     def call(self, function: Callable, flat: Sequence[Any]) -> PyTree:

@@ -43,7 +43,7 @@ class CallReport(NamedTuple):
     """How one worker's part of a call went."""
 
     kind: str  # ok | missing (a program) | error
-    text: str  # what must be the same on all workers; which program; what went wrong
+    text: str  # values that must be the same on all workers; name of the program; error message
     count: int = 0  # examples
 
 
@@ -120,7 +120,7 @@ class Watched(NamedTuple):
 
     name: str  # for messages
     pid: int
-    is_absent: Callable[[], bool]  # whether it is stopped now, or has been silent since the last look
+    is_absent: Callable[[], bool]  # returns True if the worker is stopped now, or has been silent since the last look
     limit_s: float = TIMEOUT_S
 
 

@@ -21,7 +21,7 @@ from jaxmpi.functions.shared_array import SharedArray
 from jaxmpi.functions.transport import CallReport
 
 Leaves = list[jax.Array]
-Device = Any  # of JAX
+Device = Any  # a device of JAX
 
 
 class WorkerFailed(TrainingError):
@@ -49,9 +49,9 @@ class MissingPrograms(Exception):
 class Command(NamedTuple):
     """A command to all workers."""
 
-    kind: str  # of COMMANDS in `commands`
+    kind: str  # a key of COMMANDS in `commands`
     header: dict[str, Any]  # plain JSON values
-    given: Any = None  # what the caller's own workers take directly
+    given: Any = None  # inputs that the caller's own workers take directly
     arrays_for: Callable[[int], list[Any]] = lambda rank: []  # arrays that travel to a worker of another process
     received: Iterator[np.ndarray] = iter(())  # in such a worker: those arrays
 
@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
     place: str  # result | into | local | update
     target: int  # number of the output, or of the variable
     index: int  # among the leaves of the target
-    name: str  # of the target, for messages
+    name: str  # name of the target, for messages
 
 
 class WorkerProgram(NamedTuple):
@@ -72,7 +72,7 @@ class WorkerProgram(NamedTuple):
     run: Callable[..., Leaves]
     leaves: tuple[Leaf, ...]
     says: str  # dtypes and shapes that must be the same on all workers
-    structures: tuple[Any, ...] = ()  # of the outputs, then of the updates, if the function is in Python
+    structures: tuple[Any, ...] = ()  # tree structures of the outputs, then the updates, if the function is in Python
 
 
 NO_PROGRAM = WorkerProgram(lambda: [], (), "")
@@ -83,7 +83,7 @@ class WorkerSlot:
 
     def __init__(self, rank: int, device: Device) -> None:
         self.rank, self.device = rank, device
-        self.values: dict[int, Leaves] = {}  # of variables, by number
+        self.values: dict[int, Leaves] = {}  # leaves of variables, by number
         self.kept: dict[tuple[int, int], jax.Array] = {}  # broadcast inputs, by function and leaf
         self.programs: dict[str, WorkerProgram] = {}  # that have come from the master
         self.known: dict[tuple, WorkerProgram] = {}  # the same, by function, form and shapes
@@ -92,10 +92,10 @@ class WorkerSlot:
 
     def rest(self) -> None:
         """Let go of the command that was carried out."""
-        self.out: Leaves = []  # of the command that is going on
-        self.program = NO_PROGRAM  # of the call that is going on
+        self.out: Leaves = []  # leaves that the command under way has made
+        self.program = NO_PROGRAM  # program of the call under way
         self.count = 0  # examples of the call that is going on
-        self.done: CallReport | None = None  # of the call that is going on, if this worker has done its part
+        self.done: CallReport | None = None  # report of the call under way, if this worker has done its part
 
     def put(self, array: Any) -> jax.Array:
         """On this worker's device."""

@@ -29,7 +29,7 @@ from jaxmpi.functions.worker_group import WorkerGroup
 class RowSource(NamedTuple):
     """Rows that this worker can fetch: `fetch(a, b)` gives examples [a, b)."""
 
-    shape: tuple[int, ...]  # of one row
+    shape: tuple[int, ...]  # shape of one row
     dtype: Any
     fetch: Callable[[int, int], Any]
 

@@ -37,17 +37,17 @@ class WorkerGroup:
 
     size: int
     slots: list[WorkerSlot]  # this process's workers
-    is_the_world = False  # whether its workers are the job's ranks, each of which runs the script
-    leads = True  # whether results are wanted in this process
-    is_serial = False  # whether one process leads and the others wait for its commands
-    is_one_process = False  # whether all its workers are in this process, which are always in step
+    is_the_world = False  # True if its workers are the job's ranks, each of which runs the script
+    leads = True  # True if results are wanted in this process
+    is_serial = False  # True if one process leads and the others wait for its commands
+    is_one_process = False  # True if all its workers are in this process, which are always in step
     default_strategy = "asa32"
     way_out = "the ranks of a job cannot meet again: end it"  # if they are out of step
 
     def __init__(self) -> None:
         self.made = 0  # variables so far, which are numbered alike in all processes
         self.functions: weakref.WeakValueDictionary[int, Library] = weakref.WeakValueDictionary()
-        self.is_used = False  # whether functions have been bound to it
+        self.is_used = False  # True once functions have been bound to it
         self.dropped: list[int] = []  # variables that nobody asks for any more; functions as -1 - number
         self.gone = ""  # why it can do no more
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places

@@ -55,14 +55,14 @@ class DeviceFeed:
     """A source, and the share of it that this process's workers read."""
 
     source: Source
-    samplers: tuple[Sampler, ...]  # of this process's workers
+    samplers: tuple[Sampler, ...]  # samplers of this process's workers
     data: Data
     train: bool
     pool: LoaderPool  # the loaders of all feeds of this process
-    mesh: Mesh | None = None  # of all workers, if XLA exchanges between them
+    mesh: Mesh | None = None  # mesh of all workers, if XLA exchanges between them
     skipped: int = 0  # corrupt examples so far
     wait_s: float = 0.0  # seconds that batches have been waited for so far
-    memory: MemoryShuffle | None = None  # what keeps the source's records in memory
+    memory: MemoryShuffle | None = None  # keeps the source's records in memory
     classes: int = 0  # that labels may name if the source does not say; 0: any number
     labels: str = "classes"  # a key of example.LABELS
     model: Any = None  # a Model, which the source's classes fit; None: the task is the user's own
@@ -285,43 +285,15 @@ def open_feed(
     model = (
         experiment.model if spec is None or labels == "numbers" else fitted(experiment.model, source, split == "train")
     )
-    is_train, seed, multiple, data = split == "train", experiment.seed, micro_batch or 1, experiment.data
+    is_train, multiple, data = split == "train", micro_batch or 1, experiment.data
     memory = None
     if data.memory == "partition":
-        memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
+        memory, samplers = keep(source, data, experiment.seed, effective_batch, is_train, workers, multiple)
         source = memory.source
     elif isinstance(source, StreamSource):
-        check(
-            not data.shuffle_by.startswith("files"),
-            f"data.shuffle_by: got {data.shuffle_by}; {source.name} is a stream: leave it out",
-        )
-        samplers = tuple(
-            StreamSampler(
-                len(source),
-                effective_batch,
-                rank,
-                workers.size,
-                seed,
-                multiple=multiple,
-                place=place,
-                lengths=source.lengths,
-            )
-            for place, rank in enumerate(workers.mine)
-        )
+        samplers = samplers_of_stream(source, experiment, effective_batch, workers, multiple)
     else:
-        ends = file_ends(source, data)
-        if is_train and ends and data.shuffle_by == "auto" and not is_mixed(source):
-            ends = None
-            if workers.processes.rank == 0:
-                print(NOT_MIXED.format(source.name), file=sys.stderr)
-        sampler, whole_files = Sampler, getattr(source, "whole_files", None)
-        if ends:
-            sampler = partial(FileSampler, file_ends=ends, mixed=bool(whole_files) and data.shuffle_by != "files")
-            source = whole_files() if whole_files else source
-        samplers = tuple(
-            sampler(len(source), effective_batch, rank, workers.size, seed, shuffle=is_train, multiple=multiple)
-            for rank in workers.mine
-        )
+        source, samplers = samplers_of_files(source, experiment, effective_batch, workers, multiple, is_train=is_train)
     kind = kind_for(data, source)
     loaders = 1 if isinstance(source, StreamSource) else data.loaders * len(workers.mine)  # a stream has one order
     if pool is None or (pool.kind, pool.size) != (kind, loaders):
@@ -342,6 +314,57 @@ def open_feed(
         control=control,
         **facts,
     )
+
+
+def samplers_of_stream(
+    source: StreamSource, experiment: Experiment, effective_batch: int, workers: Workers, multiple: int
+) -> tuple[StreamSampler, ...]:
+    """A sampler for each worker, of a stream's own order.
+
+    Raises:
+        UsageError: files are to be shuffled, which a stream does by itself.
+    """
+    shuffle_by = experiment.data.shuffle_by
+    check(
+        not shuffle_by.startswith("files"),
+        f"data.shuffle_by: got {shuffle_by}; {source.name} is a stream: leave it out",
+    )
+    return tuple(
+        StreamSampler(
+            len(source),
+            effective_batch,
+            rank,
+            workers.size,
+            experiment.seed,
+            multiple=multiple,
+            place=place,
+            lengths=source.lengths,
+        )
+        for place, rank in enumerate(workers.mine)
+    )
+
+
+def samplers_of_files(
+    source: Source, experiment: Experiment, effective_batch: int, workers: Workers, multiple: int, *, is_train: bool
+) -> tuple[Source, tuple[Sampler, ...]]:
+    """A sampler for each worker, and the source that it reads.
+
+    The source gives examples, or whole files if batches are made of some files at a time.
+    """
+    data, ends = experiment.data, file_ends(source, experiment.data)
+    if is_train and ends and data.shuffle_by == "auto" and not is_mixed(source):
+        ends = None
+        if workers.processes.rank == 0:
+            print(NOT_MIXED.format(source.name), file=sys.stderr)
+    sampler, whole_files = Sampler, getattr(source, "whole_files", None)
+    if ends:
+        sampler = partial(FileSampler, file_ends=ends, mixed=bool(whole_files) and data.shuffle_by != "files")
+        source = whole_files() if whole_files else source
+    made = (
+        sampler(len(source), effective_batch, rank, workers.size, experiment.seed, shuffle=is_train, multiple=multiple)
+        for rank in workers.mine
+    )
+    return source, tuple(made)
 
 
 def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data, workers: Workers) -> None:

@@ -29,7 +29,7 @@ from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, Shuffle, keep
 from jaxmpi.model.contract import check_whole
 
 MOST_BATCHES = 1 << 32  # between two shuffles
-STATE = ("shuffles", "batches", "examples", "effective_batch", "seed", "group_size")  # what `state()` has
+STATE = ("shuffles", "batches", "examples", "effective_batch", "seed", "group_size")  # keys of `state()`
 
 
 @dataclass(frozen=True)

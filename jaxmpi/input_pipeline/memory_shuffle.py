@@ -104,7 +104,7 @@ class MemoryShuffle:
             if self.neighbours.is_forbidden and control.rank == 0:
                 print(FORBIDDEN, file=sys.stderr)
         self._is_loaded = False
-        self._turn, self._last = -1, None  # of the sampler: that is read, and the last that will be
+        self._turn, self._last = -1, None  # turns of the sampler: the one that is read, and the last that will be
         self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
         # Shuffles, which keep this object alive until they are done; the thread does not.
         self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

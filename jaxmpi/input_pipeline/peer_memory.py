@@ -16,7 +16,7 @@ import numpy as np
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.data.memory_source import Arena
 
-MOST_SPANS = 1024  # of one call, by POSIX's IOV_MAX
+MOST_SPANS = 1024  # spans in one call, by POSIX's IOV_MAX
 LAUNCHER_FIRST_S = 5.0  # if a process is gone
 _readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
 if _readv is not None:

@@ -54,7 +54,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     values |= {"--elastic": "", "--comm": ""}
     argv = with_new_names(argv, lambda text: print(f"jaxmpi: {text}", file=sys.stderr))
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
-    fields: list[str] = []  # of the experiment, given before its file
+    fields: list[str] = []  # words about the experiment's fields that come before its file
     while argv and argv[0] not in ("-h", "--help"):
         if experiment_file.is_experiment(argv[0], fields[-1] if fields else ""):
             break

@@ -3,8 +3,8 @@
 import re
 from typing import NamedTuple
 
-TAIL_BYTES = 200_000  # of what a job writes, searched for the culprit
-SHOWN_LINES = 12  # of its last message
+TAIL_BYTES = 200_000  # bytes at the end of a job's output, searched for the culprit
+SHOWN_LINES = 12  # lines of the culprit's last message
 
 
 class Culprit(NamedTuple):

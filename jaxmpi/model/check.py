@@ -20,7 +20,7 @@ from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.model.contract import Model, a, check_facts, check_pair, shown
 
 EXAMPLES = 2  # in the batch that a model is tried on
-FLOATS = ("float32", "bfloat16", "float16")  # what an exchange takes
+FLOATS = ("float32", "bfloat16", "float16")  # names of the dtypes that an exchange takes
 
 
 def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtype: Any = jnp.float32) -> None:

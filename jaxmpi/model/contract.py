@@ -27,10 +27,10 @@ class Model(NamedTuple):
     name: str
     init: Callable[[jax.Array, jax.Array], tuple[PyTree, PyTree]]
     apply: Callable[[PyTree, PyTree, jax.Array, jax.Array, bool], tuple[Any, PyTree]]
-    input_shape: tuple[int, ...]  # of one example: (height, width, channels), or (window,) of tokens
+    input_shape: tuple[int, ...]  # shape of one example: (height, width, channels), or (window,) of tokens
     classes: int
     input_dtype: Any = jnp.float32  # int32: tokens, which come as they are
-    label_shape: tuple[int, ...] = ()  # of one example: () for one class, (window,) for one a token
+    label_shape: tuple[int, ...] = ()  # shape of one example's label: () for one class, (window,) for one a token
     with_classes: "Callable[[int], Model] | None" = None  # the same model for data of another number of classes
 
     def example(self, batch: int = 1) -> jax.ShapeDtypeStruct:

@@ -216,9 +216,9 @@ def cores_of_hosts(ranks: Sequence[tuple[str, Sequence[int], int]]) -> int:
 class Work(NamedTuple):
     """A step's model FLOPs and what they are compared with."""
 
-    flops_per_step: float  # of all workers
-    examples: int  # of a whole step
-    peak: Peak | None  # of all workers' devices
+    flops_per_step: float  # model FLOPs of all workers
+    examples: int  # number in a whole step
+    peak: Peak | None  # sum over all workers' devices
 
     def fields(self, examples_per_s: float) -> dict[str, float]:
         """Fields of the record at this speed; short steps count by examples."""

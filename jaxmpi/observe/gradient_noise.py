@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-KEPT = 0.9  # of the means, from one progress line to the next
+KEPT = 0.9  # share of the moving averages that stays from one progress line to the next
 
 
 class Means(NamedTuple):
     """Mean squared gradient norms over some steps and all workers."""
 
-    local: float  # of |g_i|^2, g_i one worker's gradient, the mean over its b examples
-    whole: float  # of |g|^2, g = (1/k) sum_i g_i
+    local: float  # mean of |g_i|^2, g_i one worker's gradient, the mean over its b examples
+    whole: float  # mean of |g|^2, g = (1/k) sum_i g_i
 
 
 class Noise:

@@ -33,7 +33,7 @@ class Quantity(NamedTuple):
 
     name: str
     unit: str = ""  # ticks get a prefix: 10 ms
-    base: int | None = 10  # of a logarithmic axis, used if values span a factor of 10; None: never
+    base: int | None = 10  # base of a logarithmic axis, used if values span a factor of 10; None: never
     low: float | None = 0.0  # start of an axis that is not logarithmic; None: near the least value
 
     @property
@@ -50,7 +50,7 @@ class Lines(NamedTuple):
     y: Quantity
     series: Mapping[str, Sequence[Point]]
     bound: Sequence[Point] = ()
-    errors: Mapping[str, Sequence[float]] = MappingProxyType({})  # of y, by line: whiskers so long to each side
+    errors: Mapping[str, Sequence[float]] = MappingProxyType({})  # half lengths of the whiskers along y, by line
 
     @property
     def height(self) -> float:
@@ -137,7 +137,7 @@ class Map(NamedTuple):
     x: Quantity
     y: Quantity
     value: Quantity
-    at: Sequence[float]  # of the columns, evenly apart
+    at: Sequence[float]  # x of the columns, evenly apart
     rows: Sequence[Sequence[float]]  # from the top; NaN if nothing is known
     each: int = 1  # units of the y axis in a row
 

@@ -24,13 +24,13 @@ from jaxmpi.core.files import read_plain
 from jaxmpi.observe.record_format import FORMAT, PARTS, SOURCES
 from jaxmpi.observe.samples import Sample, newest
 
-MOST_LINES = 4_000  # of steps that are read in full; in a longer record the others have their numbers only
-COLUMNS = 200  # of a map
+MOST_LINES = 4_000  # lines of steps that are read in full; in a longer record the others have their numbers only
+COLUMNS = 200  # columns of a map at most
 MOST_RANKS = 1 << 20
 MOST = 1e100  # so that sums of drawn values are finite
 MOST_RECORD_BYTES = 1 << 30  # a million lines of 64 ranks
 MOST_DEEP = 32  # nested objects in a line
-MOST_FIELDS = 100  # of numbers in lines of a kind
+MOST_FIELDS = 100  # fields with numbers in lines of a kind
 MOST_FUNCTIONS = 1000  # rows of a profile
 FIGURES = {float, int, bool}  # types of a value that a curve can show
 # A line of a step as the recorder writes it: its numbers, then its lists, if any.
@@ -49,17 +49,17 @@ class Record:
     """A run's record, parsed."""
 
     name: str
-    facts: dict[str, Any]  # of the line of kind `run`, the last one if the run was resumed
+    facts: dict[str, Any]  # fields of the line of kind `run`, the last one if the run was resumed
     train: Table  # parts as `compute`
     evaluations: Table
-    shuffles: Table  # of data in memory
-    workers: Table  # of asynchronous rules; the steps of worker 3 as `worker_steps.3`
+    shuffles: Table  # shuffles of data in memory
+    workers: Table  # lines of asynchronous rules; the steps of worker 3 as `worker_steps.3`
     own: np.ndarray  # f64[lines, ranks], NaN if unknown
     own_ranks: int  # neighbouring ranks in a column of `own`, which holds the slowest
-    buckets: list[list[Any]]  # of the last line of kind `exchange`
-    functions: list[dict[str, float | str]]  # of the last line of kind `functions`: its name and figures of each
+    buckets: list[list[Any]]  # rows of the last line of kind `exchange`: label, seconds in flight, seconds waited for
+    functions: list[dict[str, float | str]]  # rows of the last line of kind `functions`: name and figures of each
     exchange_time: dict[str, int]  # lines by source of the exchange times
-    slowest: list[str]  # of every line that has an anatomy: the rank that others waited for, empty if none
+    slowest: list[str]  # the rank that others waited for, by line that has an anatomy; empty if none
     notes: list[str]  # warnings for the page
     samples: Sequence[Sample] = ()  # texts and pictures, the newest of each name
 

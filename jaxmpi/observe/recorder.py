@@ -246,7 +246,7 @@ class Recorder:
         if means:
             figures = [figure(name.removeprefix("eval_"), value) for name, value in means.items()]
             shown = "  ".join(map(" ".join, figures))
-            first = min(1, len(figures) - 1)  # of the task, if it has any
+            first = min(1, len(figures) - 1)  # index of the first figure after the loss, if there is one
             self._terminal.evaluated(*figures[first], value=[*means.values()][first])
         self.say(f"step {step}  evaluation on {eval_count}: {shown}  {self.elapsed_s():.1f} s")
 
@@ -335,7 +335,7 @@ class Classic:
         """Nothing measured yet, of examples that are called so."""
         self.counted = counted
         self.spent, self.images = np.zeros((len(PARTS), 0)), 0  # seconds of every rank
-        self.sources: set[str] = set()  # of the exchange times since the last line
+        self.sources: set[str] = set()  # sources of the exchange times since the last line
 
     def add(self, anatomy: Summary, images: int, examples: int) -> dict[str, Any] | None:
         """Return the fields of a line after another 5,120 images, else None.

@@ -11,7 +11,7 @@ from jaxmpi.observe import plots, report_charts
 from jaxmpi.observe.record_reader import Record, plain_text, read, read_study
 from jaxmpi.observe.report_page import MOST_PRINTED, page
 
-IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # of pictures with another name
+IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # sections of pictures named otherwise
 NOT_PRINTED = ("by_epoch", "by_elapsed_s")
 
 

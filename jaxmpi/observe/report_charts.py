@@ -18,13 +18,13 @@ from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
 from jaxmpi.observe.record_format import ESTIMATED, PARTS
 from jaxmpi.observe.record_reader import XS, Record, Table, number, thinned
 
-BINS = 800  # of a line on the page, each with its least and its greatest value; fewer if there are many runs
+BINS = 800  # bins of a line on the page, each with its least and its greatest value; fewer if there are many runs
 LEAST_BINS = 100
-ALL_BINS = 3 * BINS  # of all runs
-POINTS = 400  # of a line in a picture: extremes of stretches; of a stacked area, means of neighbours
+ALL_BINS = 3 * BINS  # bins of a line, in all runs together
+POINTS = 400  # points of a line in a picture: extremes of stretches; of a stacked area, means of neighbours
 MOST_BUCKETS = 40  # drawn; the slowest
 MOST_NAMED = 10  # slow ranks
-MOST_WORKERS = 64  # whose steps are drawn
+MOST_WORKERS = 64  # workers whose steps are drawn, at most
 STACKED = tuple(part for part in PARTS if part != "hidden")
 AXES = {
     "step": Quantity("step", base=None),
@@ -37,7 +37,7 @@ SHOWN_ELSEWHERE = {"wait_s", "skipped", *PARTS}  # as parts of a step, or as not
 class Series(NamedTuple):
     """A field of a record, drawn for every run."""
 
-    table: str  # of the record: train, evaluations, shuffles or workers
+    table: str  # name of a table of the record: train, evaluations, shuffles or workers
     field: str
     label: str = ""  # beside the run's name; empty if a chart has one series
     factor: float = 1.0

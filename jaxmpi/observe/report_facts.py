@@ -23,8 +23,8 @@ class Headline(NamedTuple):
 
     name: str
     value: str  # empty if unknown
-    more: str = ""  # of this run, beside it
-    note: str = ""  # what the value is, the same for all runs
+    more: str = ""  # text beside the value, about this run
+    note: str = ""  # meaning of the value, the same for all runs
 
 
 def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:

@@ -12,10 +12,10 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import read_plain, write_whole
 
 FOLDER = "samples"
-FILE = re.compile(rf"{FOLDER}/[\w-]+\.png")  # of a line, which may come from a stranger
+FILE = re.compile(rf"{FOLDER}/[\w-]+\.png")  # file name in a line, which may come from a stranger
 MOST_PICTURE_BYTES = 1 << 22
 MOST_TEXT = 10_000  # characters of a text in the report
-MOST_NAMES = 50  # of samples in the report of a run
+MOST_NAMES = 50  # names of samples in the report of a run
 
 
 class Sample(NamedTuple):

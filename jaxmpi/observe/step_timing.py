@@ -29,8 +29,8 @@ LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # parts t
 OWN = [[*PARTS].index(part) for part in ("data", "transfer", "compute")]
 HEAD = len(LOCAL) + 3  # values of a `flat` window before `exposed`
 LATER = float("inf"), float("inf")  # than the loop has had its next batch
-MOST_SPANS = 1 << 20  # of a window; later ones are lost
-MOST_ROWS = 128  # of a window that ranks compare; in a longer one, several steps together
+MOST_SPANS = 1 << 20  # spans of a window; later ones are lost
+MOST_ROWS = 128  # rows of a window that ranks compare; in a longer one, several steps together
 NEIGHBOURS = 10  # steps whose median duration is compared with that beside a probe
 ALIKE = 1.25  # ratio of such durations up to which an estimate holds
 SAMPLES = 3  # steps without exchange whose median counts
@@ -59,15 +59,15 @@ class Window(NamedTuple):
     exposed: np.ndarray  # f64[rows]: seconds of waits for exchanges, of each step or of a few together
     source: int  # into SOURCES
     spans: list[Span]
-    durations_s: tuple[float, ...] = ()  # of the last NEIGHBOURS steps on the device, exchange included
+    durations_s: tuple[float, ...] = ()  # seconds of the last NEIGHBOURS steps on the device, exchange included
     probed_s: float = 0.0  # their median beside the last steps without exchange; 0 if there were none
 
 
 class ComputeOnlyTimes(NamedTuple):
     """Times of steps without exchange, of one phase of a run."""
 
-    seconds: tuple[float, ...] = ()  # of the last SAMPLES of them
-    step_s: float = 0.0  # of the steps with exchange beside them
+    seconds: tuple[float, ...] = ()  # durations of the last SAMPLES of them
+    step_s: float = 0.0  # median duration of the steps with exchange beside them
 
 
 class StepTimer:
@@ -81,9 +81,9 @@ class StepTimer:
         """
         self.has_exchange, self.to_device = workers > 1, to_device
         self._compute_only = ComputeOnlyTimes()
-        self._durations_s: tuple[float, ...] = ()  # of the last steps, of earlier windows, too
+        self._durations_s: tuple[float, ...] = ()  # durations of the last steps, of earlier windows, too
         self._rows: list[StepTimes] = []
-        self._noted: list[Span] = []  # of a long window
+        self._noted: list[Span] = []  # spans of a long window so far
         self._under_way: Any = None  # a result of the last step
         self._step_s: float | None = None  # last known duration of a step
         self._last_s: float | None = None  # end of the last iteration of this window or the one before
@@ -349,10 +349,10 @@ class Summary(NamedTuple):
     """A window over all ranks; seconds a step, except `spent`."""
 
     steps: float  # under asynchronous rules the workers' mean
-    source: str  # of SOURCES
+    source: str  # a name from SOURCES
     table: dict[str, Spread]  # by part; those that are known
     means: dict[str, float]  # part: mean over ranks
-    own_s: list[float]  # of every rank: time without waits for other ranks or their messages
+    own_s: list[float]  # seconds of every rank, without waits for other ranks or their messages
     step_s: float  # mean over ranks
     spent: np.ndarray  # f64[PARTS, ranks], seconds of all steps; zeros for a worker that has left
 

@@ -21,7 +21,7 @@ from jaxmpi.observe.record_format import ESTIMATED
 from jaxmpi.runtime import failures, phases
 from jaxmpi.runtime.screen import columns_of
 
-MOST_WORKERS = 8  # whose steps are shown one by one
+MOST_WORKERS = 8  # workers up to which each one's steps are shown
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 BARS = "▁▂▃▄▅▆▇█"
@@ -45,11 +45,11 @@ class ProgressLine:
     total_steps: int
     epoch: float
     loss: float
-    per_s: float  # of `unit`
+    per_s: float  # number of `unit` a second
     lr: float | None  # None: not known
     elapsed_s: float
     skipped: int = 0
-    shares: Mapping[str, float] = field(default_factory=dict)  # of a step's time, by part
+    shares: Mapping[str, float] = field(default_factory=dict)  # shares of a step's time, by part
     slowest: str = ""  # the rank that the others wait for
     estimated: bool = False
     unit: str = "images"
@@ -57,7 +57,7 @@ class ProgressLine:
     flops_per_s: float | None = None  # model FLOP/s, if they are known
     mfu: float | None = None
     peak_is_measured: bool = False  # that `mfu` is a share of
-    shuffles: tuple[tuple[float, int], ...] = ()  # of data in memory: seconds, bytes
+    shuffles: tuple[tuple[float, int], ...] = ()  # seconds and bytes of each shuffle of data in memory
 
     @property
     def shuffled(self) -> str:
@@ -177,7 +177,7 @@ class Panel(Terminal):
         self.out = out
         self.console = Console(file=out, force_terminal=True, width=columns, highlight=False)
         self.losses: deque[float] = deque(maxlen=400)
-        self.values: deque[float] = deque(maxlen=100)  # of evaluations
+        self.values: deque[float] = deque(maxlen=100)  # figures of evaluations, for the curve
         self.figure = "", ""  # its name, and the last one as text
         self._first: ProgressLine | None = None
         self._now: ProgressLine | None = None

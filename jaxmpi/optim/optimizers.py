@@ -35,13 +35,13 @@ class OptimizerSpec(NamedTuple):
 
     direction: Callable[[Optim], Transform] | None = None
     whole: Callable[[Optim, optax.Schedule, Mask], Transform] | None = None
-    linear: bool = False  # whether the mean of workers' updates is the update of their mean gradient
+    linear: bool = False  # True if the mean of workers' updates is the update of their mean gradient
     decays_after: bool = False  # decay is decoupled: added to the direction, not to the gradient
     averages: bool = False  # schedule-free: all of the chain but clipping moves z, from which Optax makes y and x
-    takes: tuple[str, ...] = ()  # of SETTINGS
-    # what workers can each update a share of: "entries" of every tensor, whole "leaves"; empty: neither
+    takes: tuple[str, ...] = ()  # names from SETTINGS
+    # pieces of which workers can each update a share: "entries" of every tensor, whole "leaves"; empty: neither
     cut: str = ""
-    cost: Callable[[Sequence[int]], float] = math.prod  # of the update of a tensor, by its shape
+    cost: Callable[[Sequence[int]], float] = math.prod  # relative cost of the update of a tensor, by its shape
     # as big as the params, that XLA allots to an update on CPUs beside arguments and results, at most
     arrays: int = 0
 
@@ -129,14 +129,14 @@ def clip_by_global_norm(largest: float) -> Transform:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-MOMENTUM = 0.9  # of `momentum` and `nesterov`, if Optim names none
+MOMENTUM = 0.9  # coefficient of `momentum` and `nesterov`, if Optim names none
 MOMENTS = ("b1", "b2", "eps")
 VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
 OWN_ARRAYS = 1  # `OptimizerSpec.arrays` of an optimizer of the user's own: not tried out
 TRIED_UPDATES = 20  # some begin as another: RAdam is momentum for five steps
 LEAST_STEPS, TRIED_STEPS = 40, 2000  # some move params, or some of them, only every k steps
-TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # of gradients: clipping shows at one of them
+TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # factors of gradients; clipping shows at one of them
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
     "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, cut="entries"),

@@ -131,7 +131,7 @@ def _array(where: str, leaf: Any) -> np.ndarray:
         check(is_held, f"{where}: got a whole number beyond 85 bits; expected a smaller one, or a float")
         return array
     is_plain = array.dtype != object
-    if is_plain and jnp.issubdtype(array.dtype, jnp.integer):  # of fewer than 8 bits
+    if is_plain and jnp.issubdtype(array.dtype, jnp.integer):  # integers of fewer than 8 bits
         return array.astype(np.int64)
     is_number = is_plain and jnp.issubdtype(array.dtype, jnp.inexact)
     check(is_number, f"{where}: got {array.dtype if is_plain else type(leaf).__name__}; expected numbers")

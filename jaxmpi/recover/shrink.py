@@ -34,8 +34,8 @@ class CommittedState(NamedTuple):
 
     step: int
     state: TrainState
-    sums: np.ndarray  # of this process since the last progress line
-    is_settled: bool  # whether this rank has done all that was due after the step
+    sums: np.ndarray  # sums of this process's metrics since the last progress line
+    is_settled: bool  # True if this rank has done all that was due after the step
     slices: Slices | None = None  # with sharded updates: this worker's slice, and copies of others'
 
 
@@ -46,10 +46,10 @@ class ShrinkCoordinator:
     control: MpiProcesses
     comm: Comm
     began: int  # how many ranks there were
-    recorder: Recorder | None  # of the rank that keeps the record
+    recorder: Recorder | None  # None on ranks that keep no record
     held: CommittedState | None = None
-    copies: Copies | None = None  # of slices, with sharded updates
-    is_unsaved: bool = False  # whether a checkpoint was dropped after a loss, and none has been begun since
+    copies: Copies | None = None  # copies of slices, with sharded updates
+    is_unsaved: bool = False  # True if a checkpoint was dropped after a loss, and none has been begun since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
     def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:

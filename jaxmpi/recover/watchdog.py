@@ -30,7 +30,7 @@ RANKS = 500
 SILENT_BEATS = 3.5  # without a message: a rank that does not answer
 ANSWER_S = 2.5  # for stacks to come: they are asked for within a beat
 SHOWN = 16  # ranks named one by one
-STACKS = 6  # of ranks shown: of late ones first
+STACKS = 6  # ranks whose stacks are shown; late ones first
 STALLED = 1  # exit code: to start again may help
 
 

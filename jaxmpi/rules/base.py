@@ -195,7 +195,7 @@ class Sharding(NamedTuple):
     """How a rule's state is cut over workers (`core.slices` or `core.deals`)."""
 
     shards: ShardedMean
-    tx: optax.GradientTransformation  # whose state it is
+    tx: optax.GradientTransformation  # optimizer whose state is cut
     init: Callable[[PyTree, Any], PyTree]  # (params, number of a slice) -> the state of that slice
 
     @property
@@ -219,9 +219,9 @@ class Rule(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-    state_is_replicated: bool  # whether all workers hold the same state
+    state_is_replicated: bool  # True if all workers hold the same state
     eval_params: Callable[[PyTree, PyTree], PyTree] | None = None
-    params_are_replicated: bool = True  # whether all workers hold the same params after each step
+    params_are_replicated: bool = True  # True if all workers hold the same params after each step
     measured: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, jax.Array]] | None = None
     asynchronous: "Asynchronous | None" = None
     distance: Callable[[PyTree], Any] | None = None
@@ -232,7 +232,7 @@ class ScheduledPush(NamedTuple):
     """A push that one worker is to send to another."""
 
     to: int
-    share: float  # of the sender's weight, alpha_s
+    share: float  # share of the sender's weight, alpha_s
 
 
 class Gossip(Protocol):

@@ -41,7 +41,7 @@ class GossipThread:
         """Start the thread on its own communicator; all workers call it together."""
         self.mpi, self.body_bytes = mpi, body_bytes
         self.arrived: deque[PushMessage] = deque()  # for the main thread to take
-        self.ended: set[int] = set()  # who will send no more
+        self.ended: set[int] = set()  # workers that will send no more
         self.gone: set[int] = set()
         self._peers = [peer for peer in range(workers) if peer != worker]
         self._to_send: deque[tuple[int, PushMessage | None]] = deque()

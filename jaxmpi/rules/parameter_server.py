@@ -21,7 +21,7 @@ from jaxmpi.allreduce.wires import BLOCK, HostWire, host_wire
 
 PUSH, READ, REPORT, POST, FETCH, END, LEAVE = range(7)  # kinds of messages; LEAVE ends a run that is to be resumed
 HEADER_BYTES = 16
-PIECE_BYTES = 16  # of i64[2] (whose post, bytes of the piece) before a piece of a post
+PIECE_BYTES = 16  # bytes of i64[2] (worker whose post it is, bytes of the piece) before a piece of a post
 PIECES = 64  # a shard is cut into so many segments at least, for then the answer trails by little
 LEAST = 64 * BLOCK  # floats of a segment: shorter ones cost more in looks for messages than they save
 WINDOW = 8  # messages to one server that may be unanswered
@@ -87,7 +87,7 @@ class Counters(NamedTuple):
     exchange_s: float = 0.0
     sent_bytes: float = 0.0  # by workers, which get as many back
     distance: float = 0.0  # L2, of a worker from what it met, summed over exchanges
-    square: float = 0.0  # of the norms of gradients, summed over steps
+    square: float = 0.0  # squared norms of gradients, summed over steps
     plus = _plus
 
 
@@ -138,7 +138,7 @@ class ServerAnswer(NamedTuple):
     """Server 0's answer to a worker's report."""
 
     status: GlobalStatus
-    counters: Counters  # of all workers
+    counters: Counters  # sums over all workers
     staleness: tuple[float, ...]  # exchanges by how many others came between, [LONGEST + 1]
     times: np.ndarray  # f64[workers, TimeSpent]: where the time of all has gone; to worker 0 alone, else empty
 
@@ -160,8 +160,8 @@ class GlobalProgress:
         """
         self.workers, self.target, self.bound, self.counters = workers, target, bound, counters or Counters()
         self.reports = {worker: WorkerReport(0.0, 0.0) for worker in range(workers)}  # the last of each that is there
-        self.absent = set(range(workers))  # who has not reported yet: nobody is answered before all have
-        self.told: set[int] = set()  # who has been sent the end
+        self.absent = set(range(workers))  # workers that have not reported yet; nobody is answered before all have
+        self.told: set[int] = set()  # workers that have been sent the end
         self.staleness = Counter[int]()
         self.spent = np.zeros((workers, len(TimeSpent._fields)))
         self._exchanges, self._last = 0, dict[int, int]()
@@ -440,7 +440,7 @@ class ServerExchange:
             return packed(READ, number, np.empty(0, np.uint8))
         body = self._wire.encode(vector[begin:end])
         if self.sent is not vector:
-            self.sent[begin:end] = self._wire.decode(body)  # what the server will know
+            self.sent[begin:end] = self._wire.decode(body)  # values as the server will decode them
         return packed(kind, number, body)
 
 

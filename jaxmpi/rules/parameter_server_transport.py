@@ -95,7 +95,7 @@ class ServerEndpoint:
         self.mpi, self.server = mpi, server
         self._outbox, self._message_bytes = Outbox(mpi, ANSWERED), message_bytes
         self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
-        self._first = itertools.count()  # of a round
+        self._first = itertools.count()  # counts rounds, to begin each with another worker
         self.lost: list[int] = []
         self.heard_s: dict[int, float] = {}  # by worker: the time of the last message from it or to it
 

@@ -44,7 +44,7 @@ def use_compilation_cache() -> None:
     """Keep compiled programs in a private folder, so that ranks share them."""
     import jax
 
-    own = getattr(jax.config, "jax_compilation_cache_dir", None)  # of JAX_COMPILATION_CACHE_DIR, too
+    own = getattr(jax.config, "jax_compilation_cache_dir", None)  # user's folder, JAX_COMPILATION_CACHE_DIR included
     try:
         if own is None:
             jax.config.update("jax_compilation_cache_dir", str(cache_folder("xla")))

@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxmpi.core.errors import check
 from jaxmpi.runtime.launchers import launched
 
-MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU, that JAX takes when its device starts
+MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # share of a GPU's memory that JAX takes when its device starts
 
 
 def pin_gpu(local_rank: int, local_size: int, devices: int = 1) -> None:
@@ -69,7 +69,7 @@ def share_gpu(ranks: int) -> None:
         os.environ[MEMORY_SHARE] = _share
 
 
-_share = ""  # what `share_gpu` has set, to distinguish it from the user's
+_share = ""  # value that `share_gpu` has set, to distinguish it from the user's
 
 
 def take_devices(devices: int) -> None:

@@ -188,8 +188,8 @@ class At(NamedTuple):
     """The phase of this process, and since when."""
 
     phase: str
-    since_s: float  # of time.monotonic
-    count: int  # of phases so far: it is stuck if this stays
+    since_s: float  # seconds of time.monotonic
+    count: int  # phases so far; the process is stuck if this stays the same
     patience: float = 1.0  # how many times longer than others the phase may last
 
 

@@ -32,12 +32,12 @@ from jaxmpi.runtime import affinity
 
 LOOK_S = 0.02  # between two looks, each of which takes less than 0.1 ms
 MARGIN_S = 0.04  # that a process may be ahead, besides one step
-KEPT_S, KEPT = 0.5, 4  # of a lag that are made up for, besides so many steps
+KEPT_S, KEPT = 0.5, 4  # seconds, and number of steps besides, of a lag that are made up for
 PHASE_S = 10.0  # over which the time of a step is taken
 ALIKE = 4 / 3  # times as long as this process a peer may run, for as many steps; and its waits count for so much
 MOST = 16  # peers that a process looks at: the next ones in a circle of all
 
-Address = tuple[int, int, int, int]  # of a `Segment`; its first number is that of the process
+Address = tuple[int, int, int, int]  # address of a `Segment`; its first number is the process id
 
 
 class FairCores:
@@ -51,7 +51,7 @@ class FairCores:
         """Make the memory that others read."""
         self.address: Address | None = None
         self._mine = np.zeros(1)  # steps made, and 1; 0 before the first and after the last
-        self._files: list[list[int]] = []  # of this process, then of its peers: a file a thread
+        self._files: list[list[int]] = []  # file descriptors of this process, then of its peers: one a thread
         with contextlib.suppress(UsageError):
             segment = self._segment = Segment(self._mine.nbytes)
             self.address, self._mine = segment.address, segment.array(0, (1,), np.float64)
@@ -66,7 +66,7 @@ class FairCores:
         """
         here = affinity.core_mask()
         alike = [tuple(address) for address in addresses if here and mask_of(address[0]) == here]
-        self._enough = affinity.cores() / max(len(alike) - 1, 1)  # of the peers to keep all cores busy
+        self._enough = affinity.cores() / max(len(alike) - 1, 1)  # share of the peers that keeps all cores busy
         self._counts = [self._mine]
         if self.address in alike and self._enough <= 1:
             place = alike.index(self.address)
@@ -97,7 +97,7 @@ class FairCores:
         if not self._lags.size or awake_s < LOOK_S:
             return 0.0
         before, self._figures = self._figures, self._read()
-        grown = np.maximum(self._figures - before, 0.0)  # what a thread has had goes with it when it ends
+        grown = np.maximum(self._figures - before, 0.0)  # sums fall when a thread ends, since its seconds go with it
         self._recent = self._recent * np.exp(-(awake_s + self._sleep_s) / PHASE_S) + grown[0, :2]
         step_s = self._recent[1] / max(self._recent[0], 1.0)
         in_s, kept_s = np.array([max(step_s, 1e-6), 1.0, 1.0]), KEPT_S + KEPT * step_s

@@ -210,7 +210,7 @@ KINDS: dict[str, Kind] = {
     "corrupt_checkpoint": Kind("saved", {"file": "common.bin"}, damage, "a bit of a checkpoint flips once it is whole"),
     "drop_link": Kind("step", {"at": "step"}, drop_link, "TCP connections to other hosts are cut"),
 }
-PLACES = ("step", "save", "eval")  # what `at` takes
+PLACES = ("step", "save", "eval")  # values that `at` takes
 
 
 # ---------------------------------------------------------------- on request

@@ -25,7 +25,7 @@ from jaxmpi.core.errors import TrainingError
 DRIVER = "libcuda.so.1"
 PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for all devices of the process
 ALIGNED_BYTES = 64
-LEAST_BYTES = 1 << 20  # of a page-locked block
+LEAST_BYTES = 1 << 20  # bytes of a page-locked block at least
 
 
 class DriverError(TrainingError):

@@ -287,7 +287,7 @@ def _run_on_gpu(frame: FfiCallFrame, name: str, attributes: dict[str, Any]) -> N
         with gpu_buffers.on_host(asked.stream, *buffers) as (operands, results):
             _thread.sees_copies = True
             _run(name, operands, results, attributes)
-    except gpu_buffers.DriverError as error:  # of a copy; the other ranks would wait
+    except gpu_buffers.DriverError as error:  # a copy has failed; the other ranks would wait
         _end_job_if_asked(name, error)
         raise
     finally:

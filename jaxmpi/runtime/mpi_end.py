@@ -23,7 +23,7 @@ def before_mpi_ends(hook: Callable[[], object]) -> None:
 def run_hooks() -> None:
     """Call the remaining hooks, in which MPI can still be used."""
     while _hooks:
-        with suppress(Exception):  # of a program that failed: mpi4jax's hook raises it again at exit
+        with suppress(Exception):  # errors of a program that failed; mpi4jax's hook raises them again at exit
             _hooks[-1]()
 
 

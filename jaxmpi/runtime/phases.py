@@ -18,7 +18,7 @@ class Phase(NamedTuple):
     """Something that takes time."""
 
     name: str
-    begin_s: float  # of time.monotonic
+    begin_s: float  # seconds of time.monotonic
 
     def __str__(self) -> str:
         return f"{self.name}: {time.monotonic() - self.begin_s:.0f} s so far"

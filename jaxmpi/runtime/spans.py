@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-# What spans are of, and whether the step waits meanwhile.
+# Tracks, and the activity that each one's spans record.
 TRACKS = {
     "data": "the loop waits for a batch",
     "transfer": "a batch is handed to the device",
@@ -27,7 +27,7 @@ MOST = 1 << 15  # kept if nobody reads them
 class Span(NamedTuple):
     """Something that took time."""
 
-    track: str  # of TRACKS
+    track: str  # a key of TRACKS
     name: str
     begin_s: float
     end_s: float

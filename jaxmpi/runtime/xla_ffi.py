@@ -23,7 +23,7 @@ from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void
 import ml_dtypes
 import numpy as np
 
-MAJOR, MINOR = 0, 3  # of the header followed here; 0.5 has the same fields in the same places
+MAJOR, MINOR = 0, 3  # version of the header followed here; 0.5 has the same fields in the same places
 EXECUTE, METADATA, STRING, INTERNAL = 3, 1, 4, 13  # stage, extension, kind of attribute, error code
 
 

@@ -21,7 +21,7 @@ class Supervised(NamedTuple):
     model: Model
     loss: Loss
     data: Data  # its mean and standard deviation
-    dtype: Any = jnp.float32  # of the model's input; outputs are cast back
+    dtype: Any = jnp.float32  # dtype of the model's input; outputs are cast to 32 bits
 
     def outputs(
         self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool

@@ -16,7 +16,7 @@ class CommandSpec(NamedTuple):
     """A command, by `module:function` below `jaxmpi`."""
 
     about: str
-    run: str  # of the command line's words, or of what `options` makes of them
+    run: str  # function of the command line's words, or of the result of `options`
     options: str = ""  # parses the words without JAX
 
 

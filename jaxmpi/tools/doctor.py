@@ -34,7 +34,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.runtime import affinity, c_library, device_setup, failures, launchers, prepare, provenance
 
-TEST_S = 5.0  # of exchanges, in all
+TEST_S = 5.0  # seconds of exchanges, in all
 LENGTHS = (1 << 10, 1 << 20)  # floats
 TRIALS = 3  # before them, to see how many there is time for
 MOST_ROUNDS = 1000

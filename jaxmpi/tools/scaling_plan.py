@@ -31,10 +31,10 @@ class Question(NamedTuple):
     """Inputs of an estimate."""
 
     net: Net  # its links and prices count, not its size
-    probe: Probe  # whose measured strategies count
-    source: str  # of the prices, for the heading
+    probe: Probe  # probe whose measured strategies count
+    source: str  # source of the prices, for the heading
     sizes: tuple[int, ...]  # floats of every leaf
-    step_s: float  # of one worker, without any exchange
+    step_s: float  # seconds of one worker's step, without any exchange
     slots: tuple[int, ...]
     wires: tuple[str, ...]
     first: float | None  # share of the step after which the exchange can overlap it; None: no overlap

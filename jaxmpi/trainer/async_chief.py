@@ -50,9 +50,9 @@ class ChiefWorker:
         self.before = self.at = start.counters  # at the last progress line; when the last checkpoint was begun
         self.done = start.step  # the last step for which it is known what is due
         self.evaluated, self.begun = -1, start.step  # steps
-        self.number = 0.0  # of the last checkpoint: its step + 1, and 1/2 more for that of the end, maybe of that step
+        self.number = 0.0  # number of the last checkpoint: its step + 1, 1/2 more at the end, maybe of the same step
         self.is_writing = False  # a checkpoint, whose parts workers still write
-        self.states: list[list[Any]] = []  # of callbacks, when it was begun
+        self.states: list[list[Any]] = []  # states of callbacks, when the last checkpoint was begun
         self.overdue = DueEvents(log=True)  # the run starts with a progress line
         self.alive, self.times = 0, np.zeros((worker.workers, len(TimeSpent._fields)))  # as at the last line
         self.behind: frozenset[int] = frozenset()  # workers that were, at the last line

@@ -26,7 +26,7 @@ class Connections(NamedTuple):
     """How this rank reaches the others."""
 
     layout: ServerLayout
-    channels: Sequence[ServerChannel]  # of a worker, to all servers
+    channels: Sequence[ServerChannel]  # channels of a worker, one to each server
     endpoint: ServerEndpoint | None  # if this rank keeps a shard
     gossiper: GossipThread | None
 

@@ -78,7 +78,7 @@ class Start:
     counters: Counters
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
-    weight: float = 0.0  # of this worker in gossip
+    weight: float = 0.0  # weight of this worker in gossip
 
 
 def starting(
@@ -116,7 +116,7 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
     )  # a new worker's is of step 0
     extra = manifest["extra"]
     stored = extra.get("tally")
-    # Of an older version: what it did not count begins at 0.
+    # A tally of an older version may be shorter: what it did not count begins at 0.
     is_whole = (
         isinstance(stored, list) and len(stored) <= len(Counters._fields) and all(type(x) is float for x in stored)
     )

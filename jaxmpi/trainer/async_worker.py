@@ -58,7 +58,7 @@ class Worker:
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new, self.spent = Counters(), TimeSpent()  # since the last report
         self.clock, self.saved, self.evaluated = 0, 0.0, 0.0
-        self._held_s = 0.0  # of the last exchange: waited for nothing but the answer to its report
+        self._held_s = 0.0  # seconds of the last exchange in which only the answer to its report was missing
         self.is_done = False
         self.tau = config.tau
         self._waited = 0, 0.0

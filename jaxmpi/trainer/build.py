@@ -54,7 +54,7 @@ class Ahead(NamedTuple):
     """The step's largest program, compiled once, before the step or with it."""
 
     compiled: Callable[[TrainState, train_state.Batch], jax.stages.Compiled]
-    is_whole: bool  # of the whole step; else of its gradients
+    is_whole: bool  # True: program of the whole step; False: of its gradients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,17 +69,17 @@ class Functions:
     fingerprints: Callable[[PyTree], np.ndarray]  # u32[workers of this process, leaves]
     predict: Callable[
         [PyTree, PyTree, train_state.Batch], Any
-    ]  # of one worker: (params, model state, batch) -> outputs
+    ]  # function of one worker: (params, model state, batch) -> outputs
     strategy: str
     form: str  # which jits the step is made of, for the log
-    flops: StepFlops  # of a worker's gradients
+    flops: StepFlops  # FLOPs of a worker's gradients
     ahead: Ahead
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
-    why: str = ""  # what `auto` came to, for the log
+    why: str = ""  # reasons for the choices of `auto`, for the log
     compute_only: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
     with_whole_params: Callable[[TrainState], TrainState] = lambda state: (
         state
-    )  # whose params are whole, for those who look
+    )  # the same state with whole params: with a late gather they may be under way
 
     @property
     def exchanges(self) -> bool:
@@ -94,7 +94,7 @@ class StepParts:
     job: Job
     strategy: str  # in full, as asa:32
     form: StepForm
-    gradients: Callable  # of one worker, not compiled; as the other functions
+    gradients: Callable  # function of one worker, not compiled; so are the next two
     evaluate: Callable
     predict: Callable
     mean_state: Callable
@@ -192,7 +192,7 @@ def split_form(of: StepParts) -> Functions:
 def fused_form(of: StepParts) -> Functions:
     """The fused form: one jit, whose exchange may overlap the backward pass."""
     experiment, workers, is_beside = of.job.experiment, of.job.workers, of.form.is_beside
-    # Of a single worker no exchange is to begin early.
+    # A single worker has no exchange that is to begin early.
     gradients = steps.in_place(of.gradients) if workers.comm.size == 1 else of.gradients
     rule = of.rule(of.exchange(is_beside))
     eval_params, guard = rule.eval_params or own_params, steps.or_before if of.skips else None

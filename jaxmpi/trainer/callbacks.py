@@ -27,6 +27,8 @@ from jaxmpi.observe.trace import Profiler
 from jaxmpi.optim.optimizers import times_rate
 from jaxmpi.runtime import fault_injection, in_flight
 
+NO_STOP = "Moment.stop: got an asynchronous rule, whose workers end at train_for"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
@@ -72,9 +74,9 @@ class Callback:
     `before_step`, `after_dispatch` and `after_checkpoint` may not communicate: an exchange may be under way.
     """
 
-    first_rank_only = False  # whether rank 0 alone calls its methods, but for `state` and `restore`
-    needs_lock_step = False  # whether it makes no sense if workers do not wait for each other
-    scales_rate = False  # whether it changes the learning rate, by `rate_factor` in the optimizer's state
+    first_rank_only = False  # True if rank 0 alone calls its methods, but for `state` and `restore`
+    needs_lock_step = False  # True if it makes sense only where workers wait for each other
+    scales_rate = False  # True if it changes the learning rate, by `rate_factor` in the optimizer's state
 
     @property
     def looks_between_steps(self) -> bool:
@@ -173,7 +175,7 @@ class Plateau(Callback):
         check(patience >= 1, f"{name}: patience: got {patience}; expected evaluations >= 1")
         check(min_delta >= 0, f"{name}: min_delta: got {min_delta}; expected >= 0")
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
-        self.best, self.count = math.inf, 0  # of the figure, negated for max
+        self.best, self.count = math.inf, 0  # best figure, negated for max; evaluations without a better one
 
     def after_evaluation(self, moment: Moment) -> None:
         """Count; NaN is never better."""
@@ -222,7 +224,7 @@ class ReduceOnPlateau(Plateau):
         """Nothing seen yet."""
         super().__init__(**plateau)
         check(0 < factor < 1, f"ReduceOnPlateau: factor: got {factor}; expected 0 < factor < 1")
-        self.factor, self.due = factor, 1.0  # what the rate is to be multiplied by before the next step
+        self.factor, self.due = factor, 1.0  # factor by which the rate is to be multiplied before the next step
 
     def reached(self, moment: Moment) -> None:
         """Lower the rate from the next step on."""

@@ -30,7 +30,7 @@ from jaxmpi.recover import shrink
 from jaxmpi.rules import averaged, registry
 from jaxmpi.runtime.launchers import launched_workers
 from jaxmpi.tasks.base import Task
-from jaxmpi.trainer import step
+from jaxmpi.trainer import callbacks, step, training_plan
 
 
 def shrinks(experiment: Experiment) -> bool:
@@ -310,6 +310,8 @@ IN_A_JOB = (
     AVERAGES,
     WHOLE_AVERAGES,
     step.NO_BATCH_MEAN,
+    callbacks.NO_STOP,
+    training_plan.NO_EPOCHS,
     memory_source.TEXT,
     memory_source.ENDLESS,
     memory_room.NO_GROUP,

@@ -23,7 +23,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.optim.optimizers import rate_factors
 from jaxmpi.runtime import failures, fault_injection, in_flight, phases
-from jaxmpi.trainer.callbacks import Moment, each, of_rank
+from jaxmpi.trainer.callbacks import NO_STOP, Moment, each, of_rank
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.step import EvalMetrics
 
@@ -121,10 +121,7 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
         each([callback], "after_evaluation", moment, is_asynchronous=bool(run.workers.asynchronous))
         if not callback.first_rank_only:
             run.workers.processes.assert_same(CALLS, {"next": f"the end of {type(callback).__name__}.after_evaluation"})
-    check(
-        not (wanted and run.workers.asynchronous),
-        "Moment.stop: got an asynchronous rule, whose workers end at train_for",
-    )
+    check(not (wanted and run.workers.asynchronous), NO_STOP)
     return next(filter(None, run.workers.processes.allgather_object(wanted[0] if wanted else "")), "")
 
 

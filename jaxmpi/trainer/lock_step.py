@@ -50,11 +50,11 @@ class LockStep:
         self.run = run
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
         self.sums = np.zeros(SUMS) if sums is None else sums
-        self.result: dict[str, float] = {}  # of the last evaluation
+        self.result: dict[str, float] = {}  # figures of the last evaluation
         self.is_stopped = False  # by a callback
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # the step of it
-        self._batch: Batch | None = None  # of the last step
+        self._batch: Batch | None = None  # batch of the last step
         self._held = None if run.is_measured else run.held
 
     def begin(self, position: Position) -> TrainState:
@@ -63,7 +63,7 @@ class LockStep:
         if run.shrinking:
             run.shrinking.keep(position.step, position.state, self.sums, is_settled=not any(position.overdue))
         with phases.phase("comparing the params of all workers"):
-            self.compare(position.step, position.state)  # what must be compiled for it is so from now on
+            self.compare(position.step, position.state)  # programs of the comparison are compiled here, once
         run.recorder.start_window(run.plan.examples(position.step))
         compute_only, config = run.functions.compute_only if run.functions.exchanges else None, run.experiment
         self._probe = ComputeOnlyProbe(compute_only, self.start, config.compute_only_every, config.log_every)

@@ -23,7 +23,7 @@ from jaxmpi.trainer.timetable import DueEvents
 class Position(NamedTuple):
     """Start of the loop."""
 
-    step: int  # of this process's workers
+    step: int  # last step that this process's workers have made; 0: none
     state: TrainState  # after it
     overdue: DueEvents = DueEvents()  # was due after the step, and has not been done
 
@@ -31,7 +31,7 @@ class Position(NamedTuple):
 class RunProgress(NamedTuple):
     """How far a run has come."""
 
-    step: int  # of the run, to which `due` refers; asynchronous workers have a count of their own besides
+    step: int  # step of the run, to which `due` refers; asynchronous workers have a count of their own besides
     due: DueEvents = DueEvents()
     is_over: bool = False
 
@@ -39,7 +39,7 @@ class RunProgress(NamedTuple):
 class Coordinator(Protocol):
     """A rule's steps, and this process's part of what is due."""
 
-    is_asynchronous: bool  # whether workers do not wait for each other
+    is_asynchronous: bool  # True if workers do not wait for each other
 
     @property
     def is_stopped(self) -> bool:

@@ -197,7 +197,7 @@ def check_before_data(experiment: Experiment) -> None:
     """Raise `UsageError` unless sinks are known and a model fits the trainer."""
     check_sinks(experiment.sinks)
     spec = spec_of(experiment)
-    if spec:  # of a row with a loss of its own the labels, and so the loss, are known with the data
+    if spec:  # if its labels are not just classes, they and the loss are known with the data
         loss = experiment.loss if spec.labels == "classes" else None
         check_model(experiment.model, loss, experiment.compute_dtype)
 

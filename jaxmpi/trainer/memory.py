@@ -33,7 +33,7 @@ from jaxmpi.trainer.training_plan import Job, with_exchange
 DEALT_ARRAYS = 5  # at most, as big as its row, that whole tensors take on their way into an update and back: 2 to 5
 KEPT_FREED = 2  # times what is held at once that there must be to keep freed memory; at most 1.9 was seen
 SHARDED = "--exchange.shard-update on"
-EARLY = "slices of gradients", "activations and a bucket"  # of gradients that are added up when they come
+EARLY = "slices of gradients", "activations and a bucket"  # names, if gradients are added up when they come
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,31 +42,31 @@ class WorkerMemory:
 
     params: int
     model_state: int
-    moments: int  # of the rule's state, which the optimizer's is
+    moments: int  # bytes of the rule's state, with the optimizer's in it
     whole_moments: int  # the same without sharded updates, and so without masters
-    copies: int  # of other workers' slices, `--exchange.buddy`: those that count, and those to come
-    before: int  # of params and state as they were, if the step keeps them until it counts
+    copies: int  # bytes of other workers' slices, `--exchange.buddy`: those that count, and those to come
+    before: int  # bytes of params and state as they were, if the step keeps them until it counts
     gradients: int  # that exist together
-    exchange: int  # what an exchange between programs has beside gradients, about
-    update: int  # what an update has beside gradients, about: their mean, and what XLA allots
-    chosen: int = 0  # of the state before and the outcome, if a step may be skipped: a third state
-    is_whole: bool  # whether one program is the whole step: its figure has gradients and buckets in it
-    process: int = 0  # of the process itself, before it is there
-    compiler: int = 0  # of the one of the host that compiles for all, more
-    saved: int = 0  # of a checkpoint, copied while steps go on: what each worker writes
+    exchange: int  # bytes of an exchange between programs beside gradients, about
+    update: int  # bytes of an update beside gradients, about: their mean, and what XLA allots
+    chosen: int = 0  # bytes of a third state, chosen from that before and the outcome, if a step may be skipped
+    is_whole: bool  # True if one program is the whole step: its figure has gradients and buckets in it
+    process: int = 0  # bytes of the process itself, in a forecast; 0 once it runs
+    compiler: int = 0  # bytes more of the rank that compiles for its host, in a forecast
+    saved: int = 0  # bytes of a checkpoint that each worker writes, copied while steps go on
     saved_once: int = 0  # and what one worker of the host writes for all
-    shares_params: bool = False  # whether the workers of a host have one copy of the params
-    is_sharded: bool = False  # whether the optimizer's state, and what goes with it, is a slice
-    is_early: bool = False  # whether gradients leave their program as slices; activations then have a bucket in them
-    bucket: int = 0  # of gradients that leave early, the largest
-    is_summed: bool = False  # whether gradients of micro-batches are added up; activations have the last of them
-    takes_micro_batches: bool = True  # whether the step keeps its form with them
-    batch_stays: bool = False  # whether the run is resumed, which keeps its batches
-    devices: int = 1  # of a rank; each is a worker
-    workers: int = 0  # of the job
-    padding: float = 0.0  # of rows of whole tensors, as a share of the params
-    activations: int | None = None  # what XLA allots to the program beside arguments and results, if it is known
-    average: int = 0  # of all params, which an evaluation gathers and keeps to its end
+    shares_params: bool = False  # True if the workers of a host have one copy of the params
+    is_sharded: bool = False  # True if the optimizer's state, and what goes with it, is a slice
+    is_early: bool = False  # True if gradients leave their program as slices; activations then have a bucket in them
+    bucket: int = 0  # bytes of the largest bucket of gradients that leave early
+    is_summed: bool = False  # True if gradients of micro-batches are added up; activations have the last of them
+    takes_micro_batches: bool = True  # True if the step keeps its form with micro-batches
+    batch_stays: bool = False  # True if the run is resumed, which keeps its batches
+    devices: int = 1  # number of devices of a rank; each is a worker
+    workers: int = 0  # number of workers of the job
+    padding: float = 0.0  # padding of rows of whole tensors, as a share of the params
+    activations: int | None = None  # bytes that XLA allots to the program beside arguments and results, if known
+    average: int = 0  # bytes of all params, which an evaluation gathers and keeps to its end
     average_buckets: int = 0  # there beside the average while it is gathered, about
     eval_activations: int | None = None  # as `activations`, of the program that evaluates a local batch
     others: tuple[tuple[str, "WorkerMemory"], ...] = ()  # the same step with other options, by their spelling
@@ -463,7 +463,7 @@ def ways(of: WorkerMemory, here: int, batch: int, free_bytes: int) -> list[str]:
         for flag, form in forms.items():
             named = f"{options} with {flag}" if options else flag
             any(add(f"{named} {size}", form.with_share(size / batch)) for size in smaller)
-    least = of.is_sharded and here == of.workers  # of a single worker in all nothing is sharded
+    least = of.is_sharded and here == of.workers  # a single worker in all has nothing to shard
     for workers in range(here - of.devices, least, -of.devices) if not of.batch_stays else ():
         fewer = of.with_fewer(workers / here)
         if fewer.on_host(workers) <= free_bytes:

@@ -36,8 +36,8 @@ from jaxmpi.trainer.step_form import shares_params
 from jaxmpi.trainer.training_plan import Job, TrainingPlan, job_of, with_exchange
 
 NO_SUM = "a sum that is not made"  # its name in a program that is compiled and not run
-# Measured: docs/performance.md#memory-of-a-process. Of a rank without its programs, which are Python, JAX and MPI;
-# of a loader process.
+# Bytes measured, docs/performance.md#memory-of-a-process: a rank without its programs, that is Python, JAX and MPI;
+# a loader process.
 RANK_BYTES, LOADER_BYTES = 200_000_000, 25_000_000
 # For a character of the text of its largest program, of each rank, and more of the one that compiles for its host.
 LOADED_BYTES, COMPILED_BYTES = 100, 200
@@ -75,7 +75,7 @@ class Forecast(NamedTuple):
     off: WorkerMemory
     on: WorkerMemory | None  # with sharded updates; None if they cannot be
     notes: list[str]
-    is_sharded: bool  # whether a run has sharded updates, as asked for or as `auto` settles it
+    is_sharded: bool  # True if a run has sharded updates, as asked for or as `auto` settles it
 
 
 def forecast(experiment: Experiment, workers: Workers) -> Forecast:

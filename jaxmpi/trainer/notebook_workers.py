@@ -50,7 +50,7 @@ finally:
     if os.getppid() != parent:  # which would have removed it
         shutil.rmtree(folder, ignore_errors=True)
 """
-TOLD_LINES = 30  # of the workers' output, in an error
+TOLD_LINES = 30  # last lines of the workers' output that an error shows
 
 
 class KeepFigures(Callback):

@@ -57,8 +57,8 @@ class ProgressLog:
     noise: Noise | None  # if the rule measures it
     max_skipped: float  # share of the data
     flops: StepFlops
-    peak: Peak | None  # of all workers' devices, if it is known
-    shuffles: int = 0  # of data in memory, that have been recorded
+    peak: Peak | None  # most FLOP/s of all workers' devices, if known
+    shuffles: int = 0  # number of shuffles of data in memory that have been recorded
 
     def loaded(self, memory: MemoryShuffle, step: int) -> None:
         """Say and record which data is in memory; all ranks call it."""

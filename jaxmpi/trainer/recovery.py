@@ -178,7 +178,7 @@ def memory_of_fewer(run: Run, job: Job, functions: Functions) -> memory.WorkerMe
     # The state of now, with both sets of copies, is free once the new one is made of it.
     here, before = memory.workers_here(workers), run.held
     if before and before.activations is not None and before.is_whole == held.is_whole:
-        held = dataclasses.replace(held, activations=before.activations)  # of as many examples at a time
+        held = dataclasses.replace(held, activations=before.activations)  # bytes for as many examples at a time
     mine = memory.allocated(before, here, has_copies=True) + here * (before.copies // 2) if before else 0
     short = ""
     try:

@@ -206,7 +206,7 @@ def go_on(job: Job, saved: Saved | Start | None, at_start: Sequence[Sequence[Any
     extra, feed = saved.extra if saved else {}, job.plan.feed
     # Corrupt examples of all workers, as the first rank's own: they are summed.
     feed.skipped = extra.get("skipped", 0) if job.workers.processes.rank == 0 else 0
-    is_other = isinstance(saved, Saved) and saved.step_there is not None  # of the run that this one continues
+    is_other = isinstance(saved, Saved) and saved.step_there is not None  # True: of the run that this one continues
     feed.go_to(saved.step if saved else 0, extra.get("streams", []))
     kept = extra.get("callbacks", [])
     callbacks.restore(job.experiment.callbacks, kept if saved and not is_other else at_start)

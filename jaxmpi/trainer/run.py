@@ -130,5 +130,5 @@ class Run(Job):
     shrinking: shrink.ShrinkCoordinator | None  # between ranks that go on without each other
     callbacks: Sequence[Callback]
     at_start: Sequence[Sequence[Any]]  # the states of the user's own
-    held: WorkerMemory | None  # what a worker holds
+    held: WorkerMemory | None  # bytes that a worker holds, by kind
     is_measured: bool = False  # else it is measured before the first step

@@ -43,7 +43,7 @@ class TrainingPlan:
     lr: optax.Schedule  # by step, scaling included
     has_lr: bool  # else the user's own optimizer has its rates to itself
     headline: str
-    data: dict[str, Any]  # what distinguishes it from other data, wherever it lies
+    data: dict[str, Any]  # facts that distinguish it from other data, wherever it lies
     scaled_for: int  # workers that the run began with, by which lr is scaled
     micro_batch: int  # examples of an accumulation slice; 0: no accumulation
 
@@ -186,19 +186,23 @@ def by_batch(optim: Optim, local_batch: float) -> float:
     return local_batch / optim.lr_for_batch if optim.lr_for_batch else 1.0
 
 
+NO_EPOCHS = "{field}: got {got} with {source}, a stream, whose epochs have no known length: give steps, as in 500st"
+
+
 def check_durations(experiment: Experiment, feed: DeviceFeed) -> None:
     """Raise `UsageError` if durations or schedule count epochs that the data lacks."""
     if feed.has_epochs:
         return
-    schedule, instead = experiment.schedule, "whose epochs have no known length: give steps, as in 500st"
+    schedule, source = experiment.schedule, feed.source.name
     names = ("train_for", "eval_every", "checkpoint_every", "replica_check_every")
     given = {name: getattr(experiment, name) for name in names}
     given |= {"schedule.warmup": schedule.warmup, "schedule.span": schedule.span}
     given |= {"schedule.boundaries": " ".join(schedule.boundaries)}
     for name, value in given.items():
-        errors.check("ep" not in value, f"{name}: got {value} with {feed.source.name}, a stream, {instead}")
+        errors.check("ep" not in value, NO_EPOCHS.format(field=name, got=value, source=source))
     by_epoch = schedule.decay == "poly_epoch" or schedule.warmup_shape == "geometric"
-    errors.check(not by_epoch, f"schedule: got one that changes once an epoch with {feed.source.name}, {instead}")
+    changing = NO_EPOCHS.format(field="schedule", got="one that changes once an epoch", source=source)
+    errors.check(not by_epoch, changing)
 
 
 def worker_words(workers: Workers) -> str:

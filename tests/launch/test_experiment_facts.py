@@ -1,4 +1,4 @@
-"""What the launcher must know of an experiment before it starts ranks."""
+"""Facts of an experiment that the launcher finds out before it starts ranks."""
 
 import pytest
 

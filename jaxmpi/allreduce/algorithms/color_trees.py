@@ -44,15 +44,15 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     _, part = coloured_cut(x.size, comm.size, colours)
     packets = packets_of(x.size, k, height)
     own = jax.vmap(lambda row: pad(row, packets))(pad(x, k * part).reshape(k, part)).reshape(k, packets, -1)
-    depth = jnp.asarray(forest.depth)[:, place]  # of this place in each tree
+    depth = jnp.asarray(forest.depth)[:, place]  # depth of this place in each tree
     home = jnp.asarray(forest.home)[place]  # the one tree in which it has children
     colour = [jnp.asarray(row)[place] for row in forest.colour]  # in each round, the tree in which it has a parent
     climbs = [[(comm.order[child], comm.order[parent]) for _, child, parent in edges] for edges in forest.rounds]
     descents = [[(parent, child) for child, parent in edges] for edges in climbs]
 
     def landed(t: int | jax.Array, down: PyTree, rows: jax.Array) -> jax.Array:
-        packet = t - 1 - height - depth  # what came in the turn before goes where its own was, which has left by now
-        place_out = (jnp.arange(k), jnp.where(packet < 0, packets, packet))  # what is no packet falls off the end
+        packet = t - 1 - height - depth  # number of the packet that came in the turn before; own data there has left
+        place_out = (jnp.arange(k), jnp.where(packet < 0, packets, packet))  # if there is none, it falls off the end
         return put(rows, place_out, wire.decode(down))
 
     def step(t: jax.Array, carry: tuple) -> tuple:

@@ -32,7 +32,7 @@ def all_to_root_seconds(net: Net, n: float, wire: str) -> float:
 
     Messages go one after another, and one rank adds: the growth with w that Gibiansky 2017 begins with.
     """
-    alone = net._replace(slots=1)  # who does not send or receive waits, and leaves its core to the others
+    alone = net._replace(slots=1)  # a rank that does not send or receive waits, and leaves its core to the others
     inside = (net.slots - 1) * turn(alone._replace(slots=2), n, wire, 0)
     between = (net.workers - net.slots) * turn(alone, n, wire, 1)
     return 2 * (inside + between) + (net.workers - 1) * (add(alone, n) + code(alone, n, wire) / 2)

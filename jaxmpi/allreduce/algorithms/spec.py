@@ -17,7 +17,7 @@ Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
 Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
 Wholes = Callable[[list[jax.Array], Comm], list[jax.Array]]
 SumOnHost = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
-PartsOnHost = Callable[[int, HostComm, HostWire], "Iterator[Part]"]  # of f32[n], the same on all ranks
+PartsOnHost = Callable[[int, HostComm, HostWire], "Iterator[Part]"]  # parts of f32[n], the same on all ranks
 Cost = Callable[[Net, float, str], float]  # (network, floats, wire) -> seconds
 ALL = WIRES.keys()  # and what is added later
 
@@ -25,8 +25,8 @@ ALL = WIRES.keys()  # and what is added later
 class Part(NamedTuple):
     """Rows of a vector that are summed by themselves, beside other parts."""
 
-    rows: Sequence[slice]  # of the vector
-    sum: SumOnHost  # of these rows
+    rows: Sequence[slice]  # slices of the vector
+    sum: SumOnHost  # sum of these rows
 
     def of(self, x: np.ndarray, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
         """A generator that sums this part of f32[n], C-contiguous, in place."""
@@ -110,17 +110,17 @@ class StrategySpec(NamedTuple):
 
     sum: Callable[..., jax.Array]  # a Sum
     wires: Collection[str]
-    crosses: bool = False  # whether it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
+    crosses: bool = False  # True if it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
     means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
     fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
     on_host: Callable[..., Iterator[Part]] | None = None  # a PartsOnHost: the bits of `sum`, beside a program
     fits_on_host: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
     seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
-    is_candidate: Callable[[Net], bool] = lambda net: True  # whether `auto` may take it
+    is_candidate: Callable[[Net], bool] = lambda net: True  # True if `auto` may take it
     halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
     # (n, workers) -> number and floats of parts, each of which is added in one order; without one as many as workers
     cut: Callable[..., tuple[int, int]] | None = None
-    spelled: tuple[str, ...] = ()  # what to try if the name has a blank
+    spelled: tuple[str, ...] = ()  # names to try if the name has a blank
     exchanges: bool = True  # else each worker keeps its own, and params drift apart
     in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params
     arrays_at_work: float = 4  # as big as the gradients, results included: scripts/exchange_memory.py

@@ -25,7 +25,7 @@ PACKAGE = "animal-shape-mnist"
 FILES = ("animal_data_version_3.gz", "animal_label_version_3.gz")
 SHAPE = (10_000, 28, 28)
 CLASSES = 10
-MOST_BYTES = 1 << 24  # of a file, unpacked: twice the larger one
+MOST_BYTES = 1 << 24  # bytes of a file at most, unpacked; twice the larger one
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): lambda cls, shape, kind: np.ndarray.__new__(np.ndarray, shape, "u1"),
     ("numpy", "ndarray"): np.ndarray,

@@ -86,7 +86,7 @@ class BatchFileSource:
         _check_order(self.folder, self.files)
         headers = [header(os.path.join(self.folder, name)) for name in self.files]
         self.shape = headers[0].shape[1:]
-        each = math.prod(self.shape)  # of a file with holes, which is larger than its disk
+        each = math.prod(self.shape)  # bytes of an image; a file with holes can be larger than its disk
         check(each <= MOST_IMAGE_BYTES, f"{self._path(0)}: got {each} bytes an image; expected <= {MOST_IMAGE_BYTES}")
         odd = [i for i, found in enumerate(headers) if found.shape[1:] != self.shape]
         check(not odd, f"{self._path(odd[0] if odd else 0)}: got images of another shape than {self.shape} before it")

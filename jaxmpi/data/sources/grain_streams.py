@@ -85,7 +85,7 @@ class StreamReader:
         """State of the iterator behind a step, as JSON."""
         if step not in self._states:
             with self._lock:
-                while self._at < step * self.per_step:  # of other workers
+                while self._at < step * self.per_step:  # examples that other workers read
                     self._advance()
         return self._states[step]
 
@@ -149,7 +149,7 @@ class StreamSource(PythonSource):
         super().__init__(given, name)
         self.is_own = callable(given)  # each worker has a stream of its own
         self.examples_in_all = UNBOUNDED
-        self.lengths: tuple[int, ...] = ()  # of the streams of all workers; empty: all read one
+        self.lengths: tuple[int, ...] = ()  # examples in each worker's stream, of all workers; empty: all read one
         self.readers: tuple[StreamReader, ...] = ()
 
     def open(self, mine: Sequence[int], workers: int, per_step: int) -> None:

@@ -66,7 +66,7 @@ def _loaded(folder: str) -> Any:
         raise UsageError(f"huggingface: {error}; install it with {installing('jaxmpi[huggingface]')}") from error
     try:
         found = datasets.load_from_disk(folder)
-    except Exception as error:  # of JSON, Arrow, files: there is no one error for damage
+    except Exception as error:  # errors of JSON, Arrow, files; there is no one error for damage
         raise UsageError(f"{folder}: {error}; expected a folder that Dataset.save_to_disk has written") from error
     if not isinstance(found, datasets.Dataset):
         raise UsageError(

@@ -78,7 +78,7 @@ class Mixture:
         """The part with example `number` of all epochs, and its number there."""
         epoch, index = divmod(int(number), len(self))
         k = int(np.searchsorted(self.ends, index, side="right"))
-        visits = epoch * self.counts[k] + index - (int(self.ends[k]) - self.counts[k])  # of the part, before this one
+        visits = epoch * self.counts[k] + index - (int(self.ends[k]) - self.counts[k])  # part's examples before this
         turn, place = divmod(visits, self.lengths[k])
         part, found = self.parts[k], int(self.orders[k][place])
         return part, found + turn * self.lengths[k] * bool(getattr(part, "endless", False))

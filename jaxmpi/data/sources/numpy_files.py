@@ -28,7 +28,7 @@ from jaxmpi.data.sources.columns import TableSource, chosen, split_files
 from jaxmpi.data.sources.open_files import OpenFiles
 
 ARRAYS = Expected("numbers[n, ...]", lambda found: found.dtype.kind in "biuf" and bool(found.shape))
-LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip file: lengths of the name and of what else precedes a member
+LOCAL_HEADER = struct.Struct("<26xHH")  # local header of a zip file's member: lengths of its name and its extra field
 
 
 class StoredArray(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-SPAN_BYTES = 64 << 20  # of a file that are read in one go at most, and one example
-KEPT_BYTES = 4 * SPAN_BYTES  # of spans that are kept, by each loader process or all threads of a worker; two at least
+SPAN_BYTES = 64 << 20  # bytes of a file that are read in one go at most, or one example if it is longer
+KEPT_BYTES = 4 * SPAN_BYTES  # bytes of spans kept by a loader process or all threads of a worker; two spans at least
 MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or between two
 
 

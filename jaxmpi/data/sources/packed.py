@@ -46,7 +46,7 @@ class Manifest(NamedTuple):
 
     records: int
     classes: int  # 0 if it is not known
-    names: tuple[str, ...]  # of the classes; may be empty
+    names: tuple[str, ...]  # names of the classes; may be empty
     shard_bytes: tuple[int, ...]
     index_sha256: str
     made: dict[str, Any]  # from what and how; for people

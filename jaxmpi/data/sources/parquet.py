@@ -21,7 +21,7 @@ from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, who
 from jaxmpi.data.sources.base import Source, place_in_parts
 from jaxmpi.data.sources.columns import TableSource, chosen, split_files
 
-KEPT_BYTES = 1 << 28  # of row groups, in each process that reads them
+KEPT_BYTES = 1 << 28  # bytes of row groups kept by each process that reads them; two groups at least
 
 
 class ParquetSource(TableSource):

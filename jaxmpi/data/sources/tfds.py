@@ -140,7 +140,7 @@ def tfds(config: Data, split: str) -> Source:
         with _known_features():
             builder = read_only_builder.builder_from_files(config.name, data_dir=folder or None)
         return TfdsSource(builder, name, config.channels, config.resize)
-    except ImportError as error:  # of tensorflow-datasets or array-record
+    except ImportError as error:  # tensorflow-datasets or array-record is missing
         raise UsageError(f"tfds: {error}; install it with {installing('jaxmpi[tfds]')}") from error
     except (LookupError, NotImplementedError, OSError, ValueError) as error:
         if isinstance(error, UsageError):

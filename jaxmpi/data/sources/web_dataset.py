@@ -32,7 +32,7 @@ from jaxmpi.data.sources.open_files import OpenFiles
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
 MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
-VERSION = 1  # of the index
+VERSION = 1  # version of the index
 
 
 class Index(NamedTuple):
@@ -185,7 +185,7 @@ def _kept(place: Path, signature: str) -> Index | None:
         with place.open("rb") as file, np.load(file, allow_pickle=False) as found:
             is_this = found["signature"].tobytes() == signature.encode()
             return Index(*(found[field] for field in Index._fields)) if is_this else None
-    except Exception:  # of files, zip, NumPy: an index that is damaged is made again
+    except Exception:  # errors of files, zip, NumPy; an index that is damaged is made again
         return None
 
 

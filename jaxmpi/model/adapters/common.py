@@ -14,7 +14,7 @@ from jaxmpi.model.contract import Model, a, check_facts, check_image
 # ---------------------------------------------------------------- arguments
 
 
-# What a module's call may name its switch, and whether it is on in training.
+# Names of the switch for training in a module's call, with its value in training.
 TRAIN_ARGUMENTS = {
     **dict.fromkeys(("train", "training", "is_training", "is_train"), True),
     **dict.fromkeys(("deterministic", "inference"), False),

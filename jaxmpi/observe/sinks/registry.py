@@ -16,7 +16,7 @@ from jaxmpi.observe.sinks.services import Mlflow, Trackio, Wandb
 class SinkSpec(NamedTuple):
     """A row of `SINKS`."""
 
-    open: Callable[[Path], Sink]  # of a run directory
+    open: Callable[[Path], Sink]  # opens the sink for a run directory
     summary: str
     package: str = ""  # that it imports
     install: str = ""  # that has the package

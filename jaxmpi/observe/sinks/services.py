@@ -21,7 +21,7 @@ from jaxmpi.observe.sinks.base import Row, importing, keep, kept, numbers
 
 PROJECT = "jaxmpi"  # unless the service's own variable names another
 MOST_TEXT = 500  # characters of a parameter
-MOST_METRICS = 1000  # of MLflow in one call
+MOST_METRICS = 1000  # metrics that MLflow takes in one call
 
 
 class Wandb:
