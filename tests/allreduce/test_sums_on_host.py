@@ -278,7 +278,7 @@ def extremes(rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+@pytest.mark.parametrize("workers", [2, 3, 4, pytest.param(8, marks=pytest.mark.e2e)])  # eight take 6 s a wire
 def test_c_gives_the_bits_of_python_whatever_the_order_of_arrival(workers, wire, library, monkeypatch):
     """One packet and several; parts of which more wait than may be under way; zeros, tiny and huge numbers, NaN."""
     monkeypatch.setattr(color_trees, "PRICE", 256)

@@ -99,6 +99,7 @@ def test_two_ranks_time_every_strategy_and_peer(two_ranks):
     assert result["versions"]["jax"] in json.dumps(result)
 
 
+@pytest.mark.e2e
 def test_the_tree_is_that_of_the_model(two_ranks):
     params, _, _ = report.shapes(MODELS["digits_cnn_tiny"]())
     sizes = [math.prod(leaf.shape) for leaf in report.jax.tree.leaves(params)]
@@ -106,6 +107,7 @@ def test_the_tree_is_that_of_the_model(two_ranks):
     assert (case["case"], case["floats"], case["leaves"]) == ("digits_cnn_tiny", sum(sizes), len(sizes))
 
 
+@pytest.mark.e2e
 def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
     for case in two_ranks[1]["cases"]:
         for allocator in ("tuned", "as it comes"):
@@ -117,6 +119,7 @@ def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
                 assert said["ratio"][0] == pytest.approx(np.median(np.divide(row["seconds"], fastest["seconds"])))
 
 
+@pytest.mark.e2e
 def test_the_plot_names_what_was_timed_and_the_bound(two_ranks):
     _, result, plot = two_ranks
     drawn = plot.read_text()
@@ -319,6 +322,7 @@ experiment = Experiment(model=model)
 """
 
 
+@pytest.mark.e2e
 def test_a_tree_is_a_model_that_ships_or_an_experiments_in_any_folder(tmp_path, monkeypatch, capsys, no_launcher):
     """Beside another project's `models`, too."""
     (tmp_path / "models").mkdir()
@@ -382,6 +386,7 @@ def test_the_launchers_arguments_may_look_like_ours(value, no_launcher):
     assert options.parse([f"--launcher-args={value}"]).launcher_args == value
 
 
+@pytest.mark.e2e
 def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
     def lengths(*argv: str) -> list[int]:
         return [case.floats for case in plan.make_plan(options.parse([*argv, "--peers", "none"])).cases]
@@ -393,6 +398,7 @@ def test_lengths_are_baidus_unless_given(monkeypatch, no_launcher):
     assert lengths("--tree", "digits_cnn", "--sizes") == [*plan.BAIDU, 53_002]  # no number: Baidu's, and the model
 
 
+@pytest.mark.e2e
 def test_plan_survives_the_way_to_the_ranks(no_launcher):
     here = plan.make_plan(options.parse(["--tree", "digits_cnn", "--sizes", "5", "--peers", "mpi4py"]))
     there = plan.BenchPlan.of_json(json.loads(json.dumps(dataclasses.asdict(here))))
