@@ -1,4 +1,8 @@
-"""C sources of the package, compiled at their first use and kept."""
+"""C sources of the package, compiled at their first use and cached.
+
+A crash may leave part of a file, and to load a library that is cut kills the process by SIGBUS. So a cached library
+ends with a SHA-256 of its name and content. It is compared before each use, and what does not match is compiled again.
+"""
 
 import ctypes
 import hashlib
@@ -15,9 +19,11 @@ from typing import Any
 import jax
 
 from jaxmpi.core.errors import UsageError
+from jaxmpi.core.files import read_plain, sync_file
 from jaxmpi.runtime.caches import cache_folder
 
 COMPILE_S = 120.0  # at most; it takes 0.2 s
+MOST_BYTES = 64 << 20  # of a library; the largest has 0.1 MB
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-fast-math", "-shared", "-fPIC", "-pthread")
 
 
@@ -30,12 +36,11 @@ def compiler() -> list[str]:
 def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any] | None = None) -> ctypes.CDLL:
     """Load a source, compiled against XLA's header at the first use.
 
-    A library is kept under a digest of all that it is made of. Ranks that compile it at once make the same one. Where
-    nothing can be kept, each process compiles it.
+    A library is cached under a digest of all that it is made of. Where nothing can be cached, each process compiles it.
 
     Args:
         source: to compile.
-        headers: of its own that it includes.
+        headers: of the package that it includes.
         constants: to define.
 
     Raises:
@@ -48,22 +53,32 @@ def load(source: Path, headers: Sequence[Path] = (), constants: Mapping[str, Any
     name = f"{source.stem}-{digest[:16]}.so"
     options += [f"-I{folder}" for folder in (jax.ffi.include_dir(), *{path.parent for path in headers})]
     try:
-        return _kept(source, options, cache_folder("c") / name)
-    except (OSError, RuntimeError, UsageError):  # not writable, full, not private, nothing is run there, nobody's home
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:  # NFS keeps a file that is loaded
-            return ctypes.CDLL(str(_compiled(source, options, Path(own, name))))
+        cached = cache_folder("c") / name
+        if not _is_whole(cached):
+            _compile(source, options, cached)
+        return ctypes.CDLL(str(cached))
+    # Not writable, full, not private, a folder of that name, no home, a file system from which nothing is run.
+    except (OSError, RuntimeError, UsageError):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # NFS keeps a file that is loaded
+            _compile(source, options, Path(folder, name))
+            return ctypes.CDLL(str(Path(folder, name)))
 
 
-def _kept(source: Path, options: Sequence[str], path: Path) -> ctypes.CDLL:
-    if path.exists():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:  # damaged, or of another compiler's machine
-            path.unlink(missing_ok=True)
-    return ctypes.CDLL(str(_compiled(source, options, path)))
+def _is_whole(path: Path) -> bool:
+    """Return True if a library is what `_compile` wrote under this name."""
+    try:
+        content = read_plain(path, MOST_BYTES, "a compiled library")
+    except UsageError:
+        return False
+    return content.endswith(_checksum(path.name, content[:-32]))
 
 
-def _compiled(source: Path, options: Sequence[str], to: Path) -> Path:
+def _checksum(name: str, library: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + library).digest()
+
+
+def _compile(source: Path, options: Sequence[str], to: Path) -> None:
+    """Compile a source to a file that appears only when its content is on the disk."""
     if not (command := compiler()):
         raise OSError("no C compiler is on the path (cc, gcc, clang, or CC)")
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
@@ -72,11 +87,14 @@ def _compiled(source: Path, options: Sequence[str], to: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
         if done.returncode:
             raise OSError(f"{command[0]} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
-        # The first one stays: on NFS another host's process may have it loaded, and would lose it.
+        checksum = _checksum(to.name, made.read_bytes())
+        with made.open("ab") as file:
+            file.write(checksum)  # the loader reads no further than the headers say
+            sync_file(file)
+        # Ranks may compile at once. The first library stays, since on NFS another host's process that has loaded it
+        # would lose it; only what is damaged is replaced.
         try:
             os.link(made, to)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            made.replace(to)
-        return to
+        except OSError:  # it exists, or the file system has no links
+            if not _is_whole(to):
+                made.replace(to)
