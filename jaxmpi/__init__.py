@@ -4,7 +4,6 @@ A public name is imported when it is first used: importing jaxmpi starts neither
 """
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,8 +90,6 @@ _NAMES = {
     ),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-# Words for inputs and outputs of functions. They stood here in 0.1, and a reader took `jaxmpi.sum` for a collective.
-_MOVED = ("add", "gather", "local", "max", "mean", "min", "prod", "scatter", "sum")
 
 
 def __getattr__(name: str) -> Any:
@@ -100,9 +97,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"jaxmpi.{name}")
     if name == "metrics":
         return importlib.import_module("jaxmpi.own_loop.metrics")
-    if name in _MOVED:
-        warnings.warn(f"jaxmpi.{name} is jaxmpi.functions.{name} now", FutureWarning, stacklevel=2)
-        return getattr(importlib.import_module("jaxmpi.functions"), name)
     if name not in _HOME:
         raise AttributeError(f"module 'jaxmpi' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

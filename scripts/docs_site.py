@@ -21,7 +21,7 @@ MENU = {
     "Own loop": ("own_loop", "collectives", "functions", "porting"),
     "Inside": ("strategies", "exchange", "plan", "rules"),
     "Figures": ("results", "performance", "papers"),
-    "Extend": ("extending", "api", "design", "removed_tests"),
+    "Extend": ("extending", "api", "design"),
 }
 DECISIONS = "decisions"  # a section of its own: its README, then records by number
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

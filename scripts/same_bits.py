@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import harness
 
-from jaxmpi.config.renamed import RENAMED
 from jaxmpi.rules.registry import RULES
 from jaxmpi.runtime import job_folder
 
@@ -86,20 +85,18 @@ def runs() -> list[Run]:
     ]
 
 
-def flag(field: str) -> str:
-    """The flag of a field, with hyphens."""
-    return f"--{field.replace('_', '-')}"
-
-
 def outcome(code: Path, run: Run, folder: Path) -> Outcome:
     """Make a run with the code of a folder."""
     environ = {**os.environ, "PYTHONPATH": str(code), "JAX_PLATFORMS": "cpu"}
-    is_new = (code / "jaxmpi" / "tools").is_dir()  # else it is 0.1, where flags had old names
-    old = {flag(new): flag(name) for name, new in RENAMED.items()} if not is_new else {}
-    module = "jaxmpi.tools.cli" if is_new else "jaxmpi.cli"
     for job in run.jobs:
-        line = [*(harness.cluster(run.hosts, "1gbit") if run.hosts else ()), sys.executable, "-m", module, "train"]
-        line = job_folder.over_leftovers([*line, *(old.get(word, word) for word in job), "--run-dir", str(folder)])
+        line = [
+            *(harness.cluster(run.hosts, "1gbit") if run.hosts else ()),
+            sys.executable,
+            "-m",
+            "jaxmpi.tools.cli",
+            "train",
+        ]
+        line = job_folder.over_leftovers([*line, *job, "--run-dir", str(folder)])
         ended = subprocess.run(line, cwd=code, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if ended.returncode:
             said = ended.stdout.decode(errors="replace").replace(str(folder), "RUN").replace(str(code), ".")

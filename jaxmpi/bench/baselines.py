@@ -18,7 +18,6 @@ from jaxmpi.bench.options import PEERS
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
-from jaxmpi.comm.xla_mesh import cpu_collectives, make_communicator, take_mpi
 
 
 class Call(NamedTuple):
@@ -68,24 +67,16 @@ def by_mpi4py(strategy: str) -> Callable[[Inputs], Run]:
     return start
 
 
-def connect_jax(collectives: str) -> Callable[[MpiProcesses], None]:
-    """`jax.distributed`, whose CPU collectives are gloo's or MPI's."""
-
-    def connect(control: MpiProcesses) -> None:
-        jax.config.update("jax_cpu_collectives_implementation", collectives)
-        if collectives == "mpi":
-            take_mpi(devices=1)
-        jax.distributed.initialize(meeting_point(control), control.size, control.rank)
-
-    return connect
+def connect_jax(control: MpiProcesses) -> None:
+    """`jax.distributed`, whose CPU collectives are gloo's."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(meeting_point(control), control.size, control.rank)
 
 
 def psum(inputs: Inputs) -> Run:
     """`lax.psum` of the tree over all processes' devices, mean: JAX's own method."""
     control, axis = of_several(inputs), PartitionSpec("workers")
     mesh = Mesh(np.array(jax.devices()), ("workers",))
-    if cpu_collectives() == "mpi":
-        make_communicator(mesh)
     spread = NamedSharding(mesh, axis)
 
     def whole(leaf: jax.Array) -> jax.Array:
@@ -133,8 +124,7 @@ CALLS = {  # calls of the peers in `options.PEERS`
     "mpi4jax-flat": Call(nothing_to_connect, mpi4jax_flat),
     "asa32-by-mpi4py": Call(nothing_to_connect, by_mpi4py("asa32")),
     "ring32-by-mpi4py": Call(nothing_to_connect, by_mpi4py("ring32")),
-    "psum": Call(connect_jax("gloo"), psum),
-    "psum-over-mpi": Call(connect_jax("mpi"), psum),
+    "psum": Call(connect_jax, psum),
     "torch": Call(connect_torch, torch_allreduce),
 }
 

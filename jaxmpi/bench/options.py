@@ -33,7 +33,6 @@ PEERS = {  # `baselines.CALLS` has how each is called
     "asa32-by-mpi4py": Peer("mpi4py", "mean", is_other=False),
     "ring32-by-mpi4py": Peer("mpi4py", "mean", is_other=False),
     "psum": Peer("jax", "mean"),
-    "psum-over-mpi": Peer("jax", "mean", is_other=False),
     "torch": Peer("torch", "sum", receives=True),
 }
 

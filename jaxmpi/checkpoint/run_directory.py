@@ -26,7 +26,6 @@ from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config import flags
 from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.config.renamed import RENAMED
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.files import HeldFolder, refuse_ways_out
@@ -418,6 +417,5 @@ def changes(saved: Any, now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     Args:
         saved: the checkpoint's `settings`; older checkpoints have none, and then no change is known.
     """
-    saved = {RENAMED.get(name, name): value for name, value in saved.items()} if isinstance(saved, dict) else {}
-    names = [name for name in now if name in saved]
+    names = [name for name in now if name in saved] if isinstance(saved, dict) else []
     return {name: (saved[name], now[name]) for name in names if saved[name] != now[name]}

@@ -175,19 +175,3 @@ def complete(pairs: Pairs, size: int) -> list[tuple[int, int]]:
     sources = sorted(set(range(size)) - {source for source, _ in pairs})
     destinations = sorted(set(range(size)) - {destination for _, destination in pairs})
     return [*pairs, *zip(sources, destinations, strict=True)]
-
-
-class XlaMpiComm(GlooComm):
-    """`GlooComm` over XLA's MPI collectives, which cannot gather short floats."""
-
-    def allgather(self, x: PyTree) -> PyTree:
-        as_bits = jax.tree.map(lambda leaf: lax.bitcast_convert_type(leaf, travels_as(leaf.dtype)), x)
-        return jax.tree.map(
-            lambda bits, leaf: lax.bitcast_convert_type(bits, leaf.dtype), super().allgather(as_bits), x
-        )
-
-
-def travels_as(dtype: jnp.dtype) -> jnp.dtype:
-    """The unsigned integer for a float under 32 bits; else `dtype`."""
-    short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.dtype(f"uint{8 * dtype.itemsize}") if short else dtype

@@ -20,7 +20,7 @@ from jaxmpi.comm.job import Processes, processes
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.comm.xla_mesh import cpu_collectives, global_mesh, local_mesh
+from jaxmpi.comm.xla_mesh import global_mesh, local_mesh
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.runtime import affinity
@@ -171,7 +171,7 @@ def between_processes(workers: Workers, in_shared_memory: bool, on_gpu: bool) ->
     """Name the transport between processes, or between devices of a single one."""
     over_axis = workers.mesh is not None and workers.devices == 1
     if over_axis and workers.processes.size > 1:
-        return f"XLA collectives between processes, {'NCCL' if on_gpu else cpu_collectives()}"
+        return f"XLA collectives between processes, {'NCCL' if on_gpu else 'gloo'}"
     if over_axis:
         return "XLA collectives between devices of one process"
     if in_shared_memory:

@@ -2,24 +2,21 @@
 
 `jax.distributed` needs an address of rank 0 that every other rank can reach. Rank 0 offers its addresses over MPI, and
 the others try to connect before one is chosen. XLA then exchanges by NCCL between GPUs, and by gloo over TCP between
-CPUs. CPUs can use MPI instead, if JAX is set so, through MPItrampoline. JAX would then start and end MPI a second time,
-so `take_mpi` registers a CPU client of its own.
+CPUs.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxmpi.comm.axis import AxisComm, GlooComm, XlaMpiComm
+from jaxmpi.comm.axis import AxisComm, GlooComm
 from jaxmpi.comm.control import AGREE_TIMEOUT_S, MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError, check
@@ -44,18 +41,14 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
 
     Raises:
         UsageError: the device has started, or there are too few; ranks that are absent, ask for something else, or do
-            not reach rank 0; a host's name that gloo cannot use; MPI collectives that cannot be.
+            not reach rank 0; a host's name that gloo cannot use.
     """
     control = processes()
     device_setup.make_cpu_devices(devices)
     if isinstance(control, MpiProcesses):
-        asked = {"axis": axis, "devices": devices, "JAX_CPU_COLLECTIVES_IMPLEMENTATION": cpu_collectives()}
-        control.assert_same("the mesh of all devices", asked)
-        if cpu_collectives() == "mpi":
-            take_mpi(devices)
+        control.assert_same("the mesh of all devices", {"axis": axis, "devices": devices})
         start(control)
-        if cpu_collectives() == "gloo":
-            check_gloo(control)
+        check_gloo(control)
     by_rank = [sorted(jax.local_devices(rank), key=lambda device: device.id) for rank in range(control.size)]
     check_devices([len(row) for row in by_rank], devices)
     chosen = np.array([row[:devices] for row in by_rank]).reshape(-1)
@@ -63,9 +56,6 @@ def global_mesh(axis: str = "workers", devices: int = 1) -> tuple[Mesh, AxisComm
     mesh = Mesh(chosen, (axis,))
     if control.size == 1 or jax.default_backend() != "cpu":
         return mesh, AxisComm(axis, len(chosen), hosts)
-    if cpu_collectives() == "mpi":
-        make_communicator(mesh)
-        return mesh, XlaMpiComm(axis, len(chosen), hosts)
     return mesh, GlooComm(axis, len(chosen), hosts)
 
 
@@ -171,69 +161,6 @@ def own_address() -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
-
-
-def cpu_collectives() -> str:
-    """JAX's setting for XLA's collectives between CPUs: `gloo` or `mpi`."""
-    return getattr(jax.config, "jax_cpu_collectives_implementation", None) or "gloo"
-
-
-def take_mpi(devices: int) -> None:
-    """Register a CPU client with collectives over the MPI that mpi4py started.
-
-    XLA calls MPI through MPItrampoline, which loads the wrapper of an MPI. JAX would start and end MPI a second time.
-
-    Args:
-        devices: of each process: XLA takes one.
-
-    Raises:
-        UsageError: no wrapper, one of another MPI, or several devices a process.
-    """
-    from jax._src import xla_bridge  # nothing public gives a client its collectives
-    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] # it has no stub
-
-    if trouble := mpi_trouble():
-        raise UsageError(f"got JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi; {trouble}; or unset it, for gloo")
-    check(devices == 1, f"XLA's MPI collectives take one device a process; got --devices {devices}; take gloo")
-
-    def client() -> Any:
-        made = xla_bridge.make_cpu_client(collectives=_jax.make_mpi_collectives())
-        # XLA frees communicators with the client, at whose end mpi4py has ended MPI: it is kept for ever.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-        return made
-
-    xla_bridge.register_backend_factory("cpu", client, priority=0, fail_quietly=False)
-
-
-def make_communicator(mesh: Mesh) -> None:
-    """Make XLA's communicator of a mesh, in the thread that started MPI.
-
-    XLA makes it in the first program that needs it, and refuses to in any other thread. One that only adds runs in the
-    thread that calls it, larger ones run in XLA's own.
-
-    Communicates: a sum of one number a device, by MPI.
-    """
-    [axis] = mesh.axis_names
-    add = jax.shard_map(
-        lambda x: jax.lax.psum(x, axis), mesh=mesh, in_specs=PartitionSpec(axis), out_specs=PartitionSpec()
-    )
-    ones = np.ones(mesh.local_mesh.size, np.float32)
-    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(axis)), ones)
-    jax.block_until_ready(jax.jit(add)(rows))
-
-
-def mpi_trouble() -> str:
-    """Return why XLA cannot use the started MPI; empty if it can."""
-    library = os.environ.get("MPITRAMPOLINE_LIB", "")
-    if not library:
-        return "MPITRAMPOLINE_LIB is not set; set it to the libmpiwrapper.so of this MPI (docs/launching.md)"
-    try:
-        initialized = ctypes.CDLL(library).MPIABI_Initialized
-    except (OSError, AttributeError) as error:  # jaxlib would have ended the process at its start
-        return f"MPITRAMPOLINE_LIB={library} is no MPIwrapper ({error})"
-    flag = ctypes.c_int(0)
-    initialized(ctypes.byref(flag))
-    return "" if flag.value else f"MPITRAMPOLINE_LIB={library} is of another MPI than mpi4py's; build it with that one"
 
 
 def check_gloo(control: MpiProcesses) -> None:

@@ -2,7 +2,7 @@
 
 In reading order: `schema`, the experiment; `data`, `optim`, `rule_config` and `exchange_config`, its parts; `choices`,
 fields that take one of a few words; `refusals`, options that do not go together; `durations`, turned into steps;
-`flags`, made from fields; `renamed`, names of 0.1; `experiment_file`, file and command line as one experiment.
+`flags`, made from fields; `experiment_file`, file and command line as one experiment.
 
 It imports `core` and `runtime`.
 """

@@ -18,7 +18,6 @@ import tyro
 from jaxmpi.config import durations
 from jaxmpi.config.choices import OneOf, check_choices
 from jaxmpi.config.refusals import not_with, refuse
-from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.core.errors import check
 
 InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
@@ -36,7 +35,6 @@ REFUSALS = not_with(
 )
 
 
-@takes_old_names("data.")
 @dataclass(frozen=True)
 class Data:
     """Source of examples, and the way of an image to the model."""

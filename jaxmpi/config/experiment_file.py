@@ -23,7 +23,6 @@ from typing import Any, TextIO, TypeVar
 
 from jaxmpi.config import flags
 from jaxmpi.config.data import Data, data_dir
-from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.errors import UsageError
@@ -42,9 +41,7 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     Raises:
         UsageError: no such file, no `experiment` in it, or a field out of range.
     """
-    argv = [hyphens(arg) for arg in argv]
-    argv = with_new_names(argv, say_once)
-    argv = file_first(argv)
+    argv = file_first([hyphens(arg) for arg in argv])
     given = argv[0] if argv else ""
     path = located(argv.pop(0)) if argv and not argv[0].startswith("-") else None
     if path and path != Path(given):
@@ -104,14 +101,14 @@ def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
 
 
 def refuse_unknown(argv: Sequence[str]) -> list[str]:
-    """The arguments with names of now, if all flags are an experiment's.
+    """The arguments with hyphens in their flags, if all are an experiment's.
 
     A rule of the user's own may have settings of its own, so `--rule.field` waits for the file.
 
     Raises:
         UsageError: the flag, and the nearest.
     """
-    known, argv = Experiment(), with_new_names([hyphens(arg) for arg in argv], lambda text: None)
+    known, argv = Experiment(), [hyphens(arg) for arg in argv]
     for name in flags.unknown_flags(argv, known):
         if not name.startswith("rule."):
             raise unknown_field(name, flags.flags(known))

@@ -19,7 +19,6 @@ from jaxmpi.config.durations import check_divides, step_range, steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.refusals import GIVE_ONE, PAIR, not_with, refuse
-from jaxmpi.config.renamed import takes_old_names
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check
 
@@ -78,7 +77,6 @@ REFUSALS = (
 )
 
 
-@takes_old_names()
 @dataclass(frozen=True)
 class Experiment:
     """One training run. An experiment file holds one as `experiment`."""
@@ -110,7 +108,7 @@ class Experiment:
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
-    sinks: Sinks = ()  # csv, mlflow, tensorboard, trackio, wandb: get every line of the record; functions may, too
+    sinks: Sinks = ()  # csv, mlflow, tensorboard, wandb: get every line of the record; functions may, too
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
     # steps between steps without exchange, on a copy, if only they show its time; 0 = never
     compute_only_every: int = 200

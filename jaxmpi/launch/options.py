@@ -6,13 +6,11 @@ Nothing here imports JAX, so a mistyped line ends at once.
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import flags, unknown_flags
-from jaxmpi.config.renamed import with_new_names
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, nearest
 
@@ -52,7 +50,6 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     """
     values = {"-n": "", "--launcher": default_launcher(environ), "--launcher-args": "", "--restarts": "0"}
     values |= {"--elastic": "", "--comm": ""}
-    argv = with_new_names(argv, lambda text: print(f"jaxmpi: {text}", file=sys.stderr))
     argv = [*split_n(argv[0]), *argv[1:]] if argv else argv
     fields: list[str] = []  # words about the experiment's fields that come before its file
     while argv and argv[0] not in ("-h", "--help"):

@@ -2,8 +2,8 @@
 
 A run may be killed at any time, and its record must stay readable. The file is unbuffered, so a killed run loses at
 most the line being written. A buffer's `close` would also repeat the error of a full disk. A resumed run first drops
-damaged lines and the lines after its checkpoint. `Classic` scales times to 5,120 images, the window of Theano-MPI's
-recorder. Own times of more than 64 ranks are reduced to the greatest of neighbouring ranks.
+damaged lines and the lines after its checkpoint. Own
+times of more than 64 ranks are reduced to the greatest of neighbouring ranks.
 """
 
 import dataclasses
@@ -26,13 +26,12 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.files import write_all, write_whole, writing
 from jaxmpi.observe import samples
 from jaxmpi.observe.flops import Work
-from jaxmpi.observe.record_format import KINDS, PARTS, SOURCES
+from jaxmpi.observe.record_format import KINDS, PARTS
 from jaxmpi.observe.sinks.base import Sink, close, send
-from jaxmpi.observe.step_timing import Summary, known, own_of, spreads
+from jaxmpi.observe.step_timing import Summary
 from jaxmpi.observe.terminal import Plain, ProgressLine, Terminal, decimals
 from jaxmpi.runtime.spans import Span
 
-CLASSIC = 5120  # images of a window, as Theano-MPI's recorder had it
 COMPUTE = [*PARTS].index("compute")
 BEHIND = 1.1  # times the median: a rank that is reported as slow
 MOST_RANKS = 64  # values in a line; with more ranks, the slowest of each group of neighbours
@@ -80,7 +79,7 @@ class Recorder:
         self._start = self._begin - elapsed_s
         self._window = self._begin, 0
         self._compute_s = 0.0  # in steps, since this start
-        self._classic, self._buckets, self._is_warm = Classic(unit.counted), Buckets(), False
+        self._buckets = Buckets()
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -200,12 +199,6 @@ class Recorder:
             shown = dataclasses.replace(shown, slowest=slowest, **shares(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
-        # The steps of the first line after a start include compilation, so they do not count.
-        if anatomy and self._is_warm and (line := self._classic.add(anatomy, images, examples)):
-            own_s = line.pop("own_s")
-            self.write("window", step=step, **line, slowest=self._slowest(own_s))
-            self._terminal.classic(classic_line(line))
-        self._is_warm |= anatomy is not None
 
     def _of_anatomy(self, anatomy: Summary, now: float) -> dict[str, Any]:
         """Record fields of an anatomy."""
@@ -326,55 +319,6 @@ class Buckets:
         rows = [[name, *map(jsonable, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())]
         self.seconds, self.steps = {}, 0.0
         return rows
-
-
-class Classic:
-    """Time of 5,120 examples, scaled from the time since the last line."""
-
-    def __init__(self, counted: str = "images") -> None:
-        """Nothing measured yet, of examples that are called so."""
-        self.counted = counted
-        self.spent, self.images = np.zeros((len(PARTS), 0)), 0  # seconds of every rank
-        self.sources: set[str] = set()  # sources of the exchange times since the last line
-
-    def add(self, anatomy: Summary, images: int, examples: int) -> dict[str, Any] | None:
-        """Return the fields of a line after another 5,120 images, else None.
-
-        Args:
-            images: in the anatomy's window.
-            examples: so far.
-        """
-        if self.spent.shape != anatomy.spent.shape:  # the first, or ranks have left
-            self.spent, self.images, self.sources = np.zeros_like(anatomy.spent), 0, set()
-        self.sources |= {anatomy.source}
-        self.spent = self.spent + anatomy.spent
-        self.images += images
-        if images <= 0 or examples // CLASSIC == (examples - images) // CLASSIC:
-            return None
-        each, counted = self.spent * (CLASSIC / self.images), np.asarray(self.spent.any(axis=0))
-        source = min(self.sources, key=SOURCES.index)  # the least certain of the line
-        self.spent, self.images, self.sources = np.zeros_like(each), 0, set()
-        mean = dict(zip(PARTS, each[:, counted].mean(axis=1).tolist(), strict=True))
-        train_s = mean["compute"] + mean["transfer"] + mean["other"]
-        told = {"train_s": train_s, "sync_s": mean["sync"], "comm_s": mean["exchange"], "wait_s": mean["data"]}
-        own_s = own_of(each).tolist()
-        place = {self.counted: CLASSIC, "time_s": sum(told.values()), **told, "exchange_time": source}
-        if source == "unknown":
-            place |= {"sync_s": None, "comm_s": None}
-        return {**place, "anatomy": listed(known(spreads(each, counted), source)), "own_s": own_s}
-
-
-def classic_line(fields: dict[str, Any]) -> str:
-    """Theano-MPI's line: train (compute, transfer, other), sync, comm (exchange), wait (data).
-
-    An estimate has `~` before it; an unknown time is `-` and counts in `train`.
-    """
-    mark = "~" if fields["exchange_time"] == "estimated" else ""
-    shown = {name: fields[f"{name}_s"] for name in ("train", "sync", "comm", "wait")}
-    texts = {name: "-" if s is None else f"{mark * (name != 'wait')}{s:.2f}" for name, s in shown.items()}
-    parts = " ".join(f"{name} {text}" for name, text in texts.items())
-    counted = "images" if "images" in fields else "examples"
-    return f"time per {fields[counted]} {counted}: {fields['time_s']:.2f} ({parts})"
 
 
 def per_block(ranks: int) -> int:

@@ -129,9 +129,6 @@ class Terminal:
     def progress(self, progress: ProgressLine) -> None:
         """Show the progress of the run."""
 
-    def classic(self, text: str) -> None:
-        """Show the time of 5,120 examples."""
-
     def evaluated(self, name: str, text: str, value: float) -> None:
         """Show a figure of an evaluation."""
 
@@ -145,7 +142,7 @@ class Plain(Terminal):
     def __init__(self, out: TextIO, line_s: float = LINE_S) -> None:
         """Write to `out`, a progress line every `line_s` seconds at most."""
         self.out, self.line_s = out, line_s
-        self._last_s = self._classic_s = -float("inf")
+        self._last_s = -float("inf")
 
     def say(self, text: str) -> None:
         """Print a line; if the reader is gone, the run goes on."""
@@ -162,12 +159,6 @@ class Plain(Terminal):
             self._last_s = time.monotonic()
             self.say(progress.line)
 
-    def classic(self, text: str) -> None:
-        """Print a line, unless one was just printed, as in fast runs."""
-        if time.monotonic() - self._classic_s >= self.line_s:
-            self._classic_s = time.monotonic()
-            self.say(text)
-
 
 class Panel(Terminal):
     """A panel redrawn in place, below permanent lines."""
@@ -181,7 +172,6 @@ class Panel(Terminal):
         self.figure = "", ""  # its name, and the last one as text
         self._first: ProgressLine | None = None
         self._now: ProgressLine | None = None
-        self._classic = ""
         self._is_live = False
         self.live = Live(
             console=self.console,
@@ -210,10 +200,6 @@ class Panel(Terminal):
             self.live.start()
             self.console.show_cursor(True)  # a killed process could not restore it
             self._is_live = True
-
-    def classic(self, text: str) -> None:
-        """Set a row of the panel, shown from the next redraw on."""
-        self._classic = text
 
     def evaluated(self, name: str, text: str, value: float) -> None:
         """Redraw with a new figure."""
@@ -246,8 +232,6 @@ class Panel(Terminal):
         rows.append(fitted(f"{now.speed}  {now.elapsed_s:.0f} s", width))
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
-        if self._classic:
-            rows.append(fitted(self._classic, width))
         if now.slowest:
             rows.append(fitted(f"slowest {now.slowest}", width))
         if now.made:

@@ -178,7 +178,7 @@ class Checkpoints:
         if saved.workers != control.size:
             is_kept = lambda x: is_key_data(x) or isinstance(x, ShardedState)  # noqa: E731
             mine = jax.tree.map(lambda x, here: here if is_key_data(x) else x, mine, given[1], is_leaf=is_kept)
-        extra = saved.extra.get(OF_USER, saved.extra)  # those of 0.1 have the user's alone
+        extra = saved.extra[OF_USER]
         return Restored(saved.step, unpacked(common), unpacked(mine), extra)
 
 

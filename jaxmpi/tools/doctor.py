@@ -29,7 +29,6 @@ from jaxmpi.comm.job import Processes, processes, start_trouble
 from jaxmpi.comm.link_times import pings, trips
 from jaxmpi.comm.mpi import is_cuda_aware, world
 from jaxmpi.comm.mpi_info import mpi_facts
-from jaxmpi.comm.xla_mesh import mpi_trouble
 from jaxmpi.core.errors import UsageError
 from jaxmpi.recover.watchdog import watching
 from jaxmpi.runtime import affinity, c_library, device_setup, failures, launchers, prepare, provenance
@@ -352,7 +351,6 @@ def examine() -> None:
     mpi = mpi_facts()
     if control.size > 1:
         mpi["device pointers"] = "handed to MPI" if is_cuda_aware() else "copied through the host"
-        mpi["XLA's collectives over it"] = mpi_trouble() or "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"
     trouble = start_trouble() if control.size == 1 else ""
     ranks = control.allgather_object(mine())
     trips_s = [trip_s for trip_s, _ in pings(control)]

@@ -9,16 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmpi.checkpoint import run_directory
 from jaxmpi.config import experiment_file, flags, rule_config
 from jaxmpi.config.data import Data
 from jaxmpi.config.durations import steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
-from jaxmpi.config.renamed import RENAMED, with_new_names
 from jaxmpi.config.schema import Experiment, local_batch
 from jaxmpi.core.errors import UsageError, lookup
-from jaxmpi.launch.options import parse as parse_launch
 from launching import ROOT
 
 DURATIONS = [
@@ -223,69 +220,6 @@ def test_a_mean_image_goes_with_every_shipped_recipe_by_one_flag(name, tmp_path,
     assert (said in capsys.readouterr().err) == bool(own.crop_area)
 
 
-# ---------------------------------------------------------------- names of 0.1
-
-
-def test_an_old_name_of_a_field_is_taken_and_the_new_one_said():
-    with pytest.warns(FutureWarning, match="Experiment: ft is on_rank_loss now"):
-        experiment = Experiment(ft="shrink")  # pyright: ignore[reportCallIssue]
-    assert experiment.on_rank_loss == "shrink"
-    with pytest.warns(FutureWarning, match="Data: stall_s is stall_timeout_s now"):
-        assert Data(stall_s=7.0).stall_timeout_s == 7.0  # pyright: ignore[reportCallIssue]
-
-
-def test_an_old_flag_is_taken_and_the_new_one_said(capsys):
-    digits = str(ROOT / "experiments" / "digits.py")
-    experiment, _ = experiment_file.parse([digits, "--recover=skip", "--data.stall_s", "7", "--lone-every", "3"])
-    assert (experiment.on_nonfinite, experiment.data.stall_timeout_s, experiment.compute_only_every) == ("skip", 7.0, 3)
-    assert capsys.readouterr().err.splitlines() == [
-        "jaxmpi: --recover is --on-nonfinite now",
-        "jaxmpi: --data.stall-s is --data.stall-timeout-s now",
-        "jaxmpi: --lone-every is --compute-only-every now",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: Experiment(stall_s=5.0, stall_timeout_s=9.0),  # pyright: ignore[reportCallIssue]
-            r"Experiment: got stall_s 5\.0 and stall_timeout_s 9\.0, which are one field; give stall_timeout_s alone",
-        ),
-        (
-            lambda: Data(stall_timeout_s=9.0, stall_s=9.0),  # pyright: ignore[reportCallIssue]
-            r"Data: got stall_s 9\.0 and stall_timeout_s 9\.0, which are one field",
-        ),
-    ],
-)
-def test_both_names_of_a_field_are_refused(make, message):
-    with pytest.raises(UsageError, match=message):
-        make()
-
-
-def test_an_old_name_still_replaces_a_field():
-    with pytest.warns(FutureWarning, match="Experiment: stall_s is stall_timeout_s now"):
-        replaced = dataclasses.replace(Experiment(stall_timeout_s=9.0), stall_s=5.0)  # pyright: ignore[reportCallIssue]
-    assert replaced.stall_timeout_s == 5.0
-
-
-@pytest.mark.parametrize("parse", [experiment_file.parse, parse_launch])
-def test_both_names_of_a_flag_are_refused(parse):
-    digits = str(ROOT / "experiments" / "digits.py")
-    for old in (["--stall-s", "5"], ["--stall_s=5"]):
-        for new in (["--stall-timeout-s", "9"], ["--stall_timeout_s=9"]):
-            for both in ([*old, *new], [*new, *old]):
-                with pytest.raises(UsageError, match=r"got --stall.s and --stall-timeout-s, which are one flag; give"):
-                    parse([digits, *both])
-
-
-def test_every_new_name_is_a_flag_or_a_field():
-    known = {name.replace("-", "_") for name in flags.flags(Experiment())}
-    known |= {field.name for field in dataclasses.fields(Experiment)}
-    assert set(RENAMED.values()) <= known
-    assert not set(RENAMED) & known
-
-
 OWN_RULE = '''
 import dataclasses
 from jaxmpi.config import Experiment, RuleConfig
@@ -318,43 +252,3 @@ def test_an_experiment_imports_what_lies_beside_it(tmp_path, monkeypatch):
         "from beside_it import WORKERS\nfrom jaxmpi.config import Experiment\nexperiment = Experiment(seed=WORKERS)\n"
     )
     assert experiment_file.parse([str(tmp_path / "mine.py")])[0].seed == 3
-
-
-def test_a_switch_of_old_is_a_word_beside_what_only_python_can_name(capsys, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from jaxmpi.config import Experiment\nexperiment = Experiment(sinks=('csv', print))\n"
-    )
-    file = str(tmp_path / "mine.py")
-    cases = {
-        (): ("csv", print),
-        ("--sinks", "wandb", "mlflow"): ("wandb", "mlflow", print),
-        ("--sinks",): (print,),
-        ("--tensorboard",): ("tensorboard", print),
-        ("--no-tensorboard",): (print,),
-    }
-    for switch in ("--tensorboard", "--no-tensorboard"):  # before the experiment
-        assert with_new_names(["-n", "2", switch, "digits"], lambda text: None)[:3] == ["-n", "2", "digits"]
-    for argv, expected in cases.items():
-        assert experiment_file.parse([file, *argv])[0].sinks == expected
-    assert capsys.readouterr().err.splitlines() == [
-        "jaxmpi: --tensorboard is --sinks tensorboard now",
-        "jaxmpi: --no-tensorboard is --sinks now",
-    ]
-    with pytest.raises(UsageError, match="got --tensorboard and --sinks; give --sinks alone, with all its words"):
-        experiment_file.parse([file, "--sinks", "csv", "--tensorboard"])
-    with pytest.raises(UsageError, match="got --tensorboard=False; --tensorboard takes no value"):
-        experiment_file.parse([file, "--tensorboard=False"])
-    with pytest.warns(FutureWarning, match=r"Experiment: tensorboard is sinks=\('tensorboard',\) now"):
-        assert Experiment(sinks=(print,), tensorboard=True).sinks == (print, "tensorboard")  # pyright: ignore[reportCallIssue]
-
-
-@pytest.mark.parametrize("sinks", ["csv", (5,)])
-def test_sinks_that_are_none_are_refused(sinks):
-    with pytest.raises(UsageError, match=r"sinks: got ('csv'|5); expected a (tuple|word or a function)"):
-        Experiment(sinks=sinks)
-
-
-def test_settings_of_an_old_checkpoint_are_compared_under_their_new_names():
-    assert run_directory.changes({"form": "split", "seed": 0}, {"step_mode": "auto", "seed": 0}) == {
-        "step_mode": ("split", "auto")
-    }

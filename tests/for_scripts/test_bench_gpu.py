@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import math
-import re
 import sys
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 
 import jaxmpi.models.__main__ as report
 from jaxmpi.models import MODELS
-from launching import ROOT, run
+from launching import run
 
 SCRIPT = [sys.executable, "scripts/bench_gpu.py"]
 TWINNED = [name for name, make in MODELS.items() if not (name.startswith("digits") or make().takes_tokens)]
@@ -60,53 +58,12 @@ def test_dry_run_measures_the_twin_in_turn(dry):
     assert f"({low:.2f} to {high:.2f})" in dry["tables"]
 
 
-@pytest.mark.slow
-def test_dry_run_shows_the_device_of_every_rank(dry):
-    assert dry["facts"]["GPU, driver, memory"] == "none used: nothing here is a measurement"
-    for rank in range(2):
-        line = dry["facts"][f"device {rank}"]
-        assert line.startswith(f"rank {rank}, local rank {rank}: cpu")
-        assert line.endswith("sum of ranks + 1: 3")  # they have spoken with each other
-
-
-@pytest.mark.slow
-def test_dry_run_steps_in_every_form_between_ranks():
-    ended = run([*SCRIPT, "--dry", "--only-exchange", "--models", "alexnet_tiny", "--dtypes", "float32"], timeout_s=280)
-    assert ended.code == 0, ended.out[-4000:]
-    rows = re.findall(r"^\| alexnet_tiny \| float32 \| ([\w, ]+) \| [\d,]+ \(", ended.out, re.M)
-    assert rows == ["no exchange", "asa32", "shm", "asa32, overlap on"]
-
-
 @pytest.mark.e2e
 def test_where_there_is_no_gpu_it_says_so_and_stops():
     ended = run(SCRIPT, timeout_s=120, env={"JAX_PLATFORMS": "cpu"})
     assert ended.code == 77
     assert ended.out.startswith("bench_gpu.py: no GPU: JAX finds none")
     assert len(ended.out.splitlines()) == 1
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a script of benchmarks
-def test_a_model_that_fails_is_named_and_fails_the_run():
-    args = ("--dry", "--models", "alexnet_tiny", "--dtypes", "float32", "--batch", "-1")
-    ended = run([*SCRIPT, *args], timeout_s=240)
-    assert ended.code == 1
-    assert "error: local_batch: got -1; expected >= 0" in ended.out
-    assert "alexnet_tiny, float32: jaxmpi ended in step with code 2" in ended.out
-
-
-def test_memory_of_a_step_is_that_of_state_and_batch_and_more(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    script = importlib.import_module("zoo_steps")
-    memory = script.step_memory(script.recipe("alexnet_tiny", local_batch=8))
-    params, state, _ = report.shapes(MODELS["alexnet_tiny"]())
-    assert memory.params == 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    assert not jax.tree.leaves(state)
-    batch = 8 * (64 * 64 * 3 + 4 + 4)  # u8 pixels, i32 labels, f32 weights
-    counters = 4 + 8 + 4  # step, key, the schedule's own step
-    assert memory.kept == 2 * memory.params + batch + counters
-    activations = 4 * 8 * 14 * 14 * 6  # of the first convolution alone, which the backward pass needs
-    assert memory.total > memory.kept + activations
 
 
 @pytest.mark.parametrize("name", TWINNED)

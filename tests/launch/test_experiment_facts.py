@@ -13,7 +13,6 @@ OUTLIVES = {  # lines of a file, and flags: the run outlives ranks
     "a flag": ("experiment = Experiment()", ["--rule.name", "easgd"], True),
     "a flag for a file's rule": ("experiment = Experiment(rule=RuleConfig('easgd'))", ["--rule.name=awagd"], False),
     "shrink": ("experiment = Experiment()", ["--on-rank-loss=shrink"], True),
-    "shrink by its name of 0.1": ("experiment = Experiment(ft='shrink')", [], True),
     "a synchronous rule": ("experiment = Experiment(rule=RuleConfig('local_sgd'))", [], False),
     "a row of one's own": (
         "from jaxmpi.rules.registry import RULES\nRULES['mine'] = RULES['gosgd']\n"

@@ -24,7 +24,7 @@ from jaxmpi.observe import record_reader, report_charts, report_facts
 from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.record_format import PARTS, SOURCES
-from jaxmpi.observe.recorder import MOST_RANKS, Classic, Recorder, Unit, blocks, classic_line, cut_record, jsonable
+from jaxmpi.observe.recorder import MOST_RANKS, Recorder, Unit, blocks, cut_record, jsonable
 from jaxmpi.observe.sinks.files import TensorBoard
 from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_asynchronous
 from jaxmpi.observe.terminal import Plain
@@ -109,11 +109,10 @@ def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_
         for k in (1, 2, 3):
             record.train(**{**TRAIN, "examples": k * 5120}, anatomy=seen(), images=5120)
         record.close()
-        *_, row, window = rows(folder)
+        *_, row = rows(folder)
         assert "images" not in out.getvalue()
         assert f" {shown}  " in out.getvalue()
-        assert "time per 5120 examples: 17.50 (" in out.getvalue()
-        assert (window["examples"], "images" in window, "images_per_s" in row) == (5120, False, False)
+        assert "images_per_s" not in row
         if unit.bytes_each:
             assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
         drawn = record_reader.read(folder)
@@ -331,30 +330,6 @@ def test_ranks_that_are_alike_have_no_slowest(tmp_path):
     record.close()
 
 
-@pytest.mark.parametrize("batch", [96, 128, 700, 5120, 12_000])
-def test_time_per_5120_images_whatever_the_batch(batch):
-    """1.75 s a step of `batch` images; windows of 10 steps."""
-    classic, lines, examples = Classic(), [], 0
-    for _ in range(40):
-        examples += 10 * batch
-        lines.append(classic.add(seen(), 10 * batch, examples))
-    told = [line for line in lines if line]
-    assert len(told) == min(40, 400 * batch // 5120)
-    for line in told:
-        assert line["time_s"] == pytest.approx(1.75 * 5120 / batch)
-        assert line["sync_s"] == pytest.approx(0.375 * 5120 / batch)  # three of four ranks wait 0.5
-        assert line["anatomy"].keys() == PARTS.keys()
-        least, median, most, rank = line["anatomy"]["compute"]
-        assert [least, median, most] == pytest.approx([5120 / batch, 5120 / batch, 1.5 * 5120 / batch], rel=1e-5)
-        assert rank == 2
-        assert line["anatomy"]["sync"][3] != 2
-    fields = {"images": 5120, "time_s": 10, "train_s": 7, "sync_s": 1, "comm_s": 2, "wait_s": 0}
-    line = classic_line(fields | {"exchange_time": "measured"})
-    assert line == "time per 5120 images: 10.00 (train 7.00 sync 1.00 comm 2.00 wait 0.00)"
-    line = classic_line(fields | {"exchange_time": "estimated"})
-    assert line == "time per 5120 images: 10.00 (train ~7.00 sync ~1.00 comm ~2.00 wait 0.00)"
-
-
 def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
     """The exchange is within compute until a step without one was made; then it is an estimate."""
     record, out = recorder(tmp_path)
@@ -369,14 +344,6 @@ def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
     _, unknown, mixed, estimated = [row for row in rows(tmp_path) if row["kind"] == "train"]
     assert not {"exchange", "sync", "hidden"} & unknown["anatomy"].keys()
     assert mixed["anatomy"]["exchange"] == estimated["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
-    windows = [row for row in rows(tmp_path) if row["kind"] == "window"]
-    assert [(row["exchange_time"], row["sync_s"], row["comm_s"]) for row in windows] == [
-        ("unknown", None, None),
-        ("estimated", 0.0, 5.0),
-        ("estimated", 0.0, 5.0),
-    ]
-    assert not {"exchange", "sync"} & windows[0]["anatomy"].keys()
-    assert "time per 5120 images: 10.00 (train 10.00 sync - comm - wait 0.00)" in out.getvalue()
     assert "compute ~67 % exchange ~33 %" in out.getvalue()
     drawn = record_reader.read(tmp_path)
     assert drawn.exchange_time == {"unknown": 1, "estimated": 2}
@@ -388,39 +355,16 @@ def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
     assert told == "unknown in 1 of 3 lines, estimated in 2 of 3 lines"
 
 
-def test_a_window_of_5120_images_names_its_worst_rank_too(tmp_path):
-    record, _ = recorder(tmp_path, hosts=["a", "a", "node07", "b"])
-    for k in (1, 2, 3):  # the first line tells of what was compiled, and counts for nothing
-        record.train(**{**TRAIN, "examples": k * 5120}, anatomy=seen(), images=5120)
-    record.close()
-    windows = [row for row in rows(tmp_path) if row["kind"] == "window"]
-    assert [row["slowest"] for row in windows] == ["rank 2 on node07"] * 2
-    assert windows[0]["anatomy"]["compute"] == [10.0, 10.0, 15.0, 2]  # 10 steps
-    assert "own_s" not in windows[0]
-
-
 def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_path):
     """10 s each, in 20 steps and in 10; a third is gone, and computes nothing."""
     spent = {name: np.zeros(3) for name in ("data", "transfer", "other", "exchange")}
     spent |= {"steps": np.array([20.0, 10.0, 0.0]), "compute": np.array([8.0, 6.0, 0.0])}
     spent |= {"sync": np.array([2.0, 4.0, 0.0])}
-    line = Classic().add(summary_asynchronous(spent), 5120, 5120)
-    assert line is not None
-    assert (line["time_s"], line["train_s"], line["sync_s"]) == (10.0, 7.0, 3.0)
-    assert line["anatomy"]["compute"] == [6.0, 7.0, 8.0, 0]
     record, _ = recorder(tmp_path)
     record._begin -= 100.0
     record.train(**TRAIN, anatomy=summary_asynchronous(spent), images=96)
     assert rows(tmp_path)[0]["goodput"] == pytest.approx(14.0 / 3 / 100.0, rel=1e-2)
     record.close()
-
-
-def test_a_window_begins_anew_where_ranks_are_gone():
-    classic = Classic()
-    assert classic.add(seen(ranks=4), 5000, 5000) is None
-    line = classic.add(seen(ranks=3), 5120, 10_120)
-    assert line is not None
-    assert line["time_s"] == pytest.approx(17.5)
 
 
 def test_many_ranks_are_listed_in_blocks_of_neighbours():

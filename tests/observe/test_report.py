@@ -210,7 +210,7 @@ def test_a_record_of_a_later_version(tmp_path):
 ODD = [None, True, -1, 0, 1e300, "x", [], [1], ["x", "y", "z", "w"], {}, {"compute": 3}, {"compute": ["x", {}]}]
 
 
-@pytest.mark.parametrize("kind", ["run", "train", "eval", "window", "exchange"])
+@pytest.mark.parametrize("kind", ["run", "train", "eval", "exchange"])
 def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_path):
     """As a later version may write it: every field in turn with every odd value."""
     lines = [*map(json.loads, (write_run(tmp_path / "run", lines=10) / "record.jsonl").read_text().splitlines())]

@@ -320,8 +320,8 @@ def test_mlflow_has_a_failed_run_as_failed_until_it_is_resumed(tmp_path, monkeyp
 
 @pytest.mark.e2e
 def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(tmp_path):
-    """Weights & Biases offline, MLflow in a database, trackio in its own."""
-    env = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    """Weights & Biases offline, MLflow in a database."""
+    env = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     env |= {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu"}
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -339,15 +339,6 @@ def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(t
     assert (status, found) == ("FINISHED", losses)
     assert (params["experiment.optim.name"], params["workers"]) == (record[0]["experiment"]["optim"]["name"], "1")
 
-    with sqlite3.connect(tmp_path / "trackio" / "jaxmpi.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
-        [configured] = {config for (config,) in database.execute("select config from configs")}
-    database.close()
-    assert {name for name, _, _ in rows} == {"run"}
-    logged = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    assert [(step, metrics["train/loss"]) for step, metrics in logged if "train/loss" in metrics] == losses
-    assert json.loads(configured)["experiment.optim.name"] == params["experiment.optim.name"]
-
     first, second = sorted(path for path in (run_dir / "wandb").glob("offline-run-*"))
     wandb_id = json.loads((run_dir / "sinks.json").read_text())["wandb"]
     for folder in (first, second):
@@ -359,9 +350,6 @@ def test_a_run_and_its_resumption_are_one_run_at_every_tracker_and_say_nothing(t
     assert json.loads((run_dir / "sinks.json").read_text())["mlflow"] == run_id
     names = [path.name for path in sorted((tmp_path / artifacts.removeprefix("file://") / "samples").iterdir())]
     assert names == [f"{name}_0000000{step}{end}" for name, end in SAMPLES.items() for step in (1, 5)]
-    samples = [metrics for _, metrics in logged if any(name.startswith("sample/") for name in metrics)]
-    assert [metrics.get("sample/words", "a & b") for metrics in samples] == ["a & b"] * 4
-    assert sum("sample/picture" in metrics for metrics in samples) == 2
     events = b"".join(path.read_bytes() for path in sorted((run_dir / "tensorboard").iterdir()))
     assert b"a & b" in events
     assert b"sample/picture" in events

@@ -67,14 +67,6 @@ def test_lines_come_every_few_seconds_and_at_the_end():
     assert re.findall(r"^step (\d+)", out.getvalue(), re.M) == ["1", "120"]
 
 
-def test_a_fast_run_does_not_flood_the_terminal_with_times_of_5120_images():
-    out = io.StringIO()
-    plain = Plain(out, line_s=3600)
-    for i in range(5):
-        plain.classic(f"time per 5120 images: {i}.00")
-    assert out.getvalue() == "time per 5120 images: 0.00\n"
-
-
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_a_panel_fits_its_terminal(columns):
     out = io.StringIO()
@@ -83,7 +75,6 @@ def test_a_panel_fits_its_terminal(columns):
         panel.losses.append(2.0 / step)
     panel.evaluated("top-1", "50.00 %", 0.5)
     panel.evaluated("top-1", "75.00 %", 0.75)
-    panel.classic("time per 5120 images: 12.34 (train 9.99 sync 1.11 comm 1.22 wait 0.02)")
     panel._first = dataclasses.replace(NOW, step=10, elapsed_s=20.0)
     panel.console.print(panel.drawn(NOW))
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines()
@@ -93,7 +84,6 @@ def test_a_panel_fits_its_terminal(columns):
     assert "top-1 75.00" in text
     assert "loss  0.4321" in text
     assert "█" in text
-    assert "time per 5120 images: 12.34"[:columns] in text
     if columns >= 40:
         assert "0:03:00 left" in text  # 90 steps of 2 s
         assert "compute ~60 %" in text

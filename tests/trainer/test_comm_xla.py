@@ -1,9 +1,7 @@
 """`--comm xla`: XLA's collectives over a jax.distributed job that MPI sets up, here gloo between CPU processes."""
 
-import importlib
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,11 @@ import pytest
 
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.comm.axis import after
-from jaxmpi.comm.xla_mesh import take_mpi
 from jaxmpi.config.schema import COMMS
-from jaxmpi.core.errors import UsageError
-from launching import PATH, ROOT, Ended, mpirun, run, train
+from launching import PATH, ROOT, Ended, mpirun, train
 from tolerances import WIRE, U
 
 sys.path.insert(0, str(ROOT / "scripts"))
-mpiwrapper = importlib.import_module("mpiwrapper")
 
 ON_CPU = {"JAX_PLATFORMS": "cpu"}
 EXPERIMENT = """
@@ -198,90 +193,3 @@ def test_a_start_that_cannot_be_is_named(start, folder):
     ended = job(folder, start, code, "pass", {"JAXMPI_AGREE_TIMEOUT_S": "3"})
     assert message in ended.out, ended.out[-3000:]
     assert "Traceback" not in ended.out
-
-
-OVER_MPI = """
-import jax, jax.numpy as jnp, numpy as np, jaxmpi
-from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxmpi.comm.xla_mesh import global_mesh
-
-mesh, comm = global_mesh("workers")
-rows = NamedSharding(mesh, P("workers"))
-mine = jax.make_array_from_process_local_data(rows, np.full((1, 257, 257), jax.process_index() + 1, np.float32))
-
-def share(x):  # enough work for XLA's own threads, in which it makes no communicator
-    y = jnp.tanh(x[0] @ x[0])[:1, :7] * x[0, :1, :7]
-    whole = {name: jaxmpi.exchange(y, name, comm=comm) for name in ("ar", "ring32", "asa16")}
-    return whole | {"halves of ar": comm.allgather(comm.reduce_scatter(y[0, :6])).reshape(1, 6) / comm.size}
-
-mean = jax.jit(jax.shard_map(share, mesh=mesh, in_specs=P("workers"), out_specs=P("workers"), check_vma=False))(mine)
-for name, row in mean.items():
-    assert (np.asarray(row.addressable_data(0)) == 1.5).all(), (name, row.addressable_data(0))
-jaxmpi.comm.job.processes().barrier()
-print("summed", flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def wrapped(tmp_path_factory) -> dict[str, str]:
-    """Variables of a job in which XLA finds the MPI that runs it."""
-    mpicc = Path(sys.executable).parent / "mpicc"
-    if not mpicc.exists() or not shutil.which("cc"):
-        pytest.skip("a wrapper of MPI needs its mpicc and a C compiler")
-    library = tmp_path_factory.mktemp("wrapper") / "libmpiwrapper.so"
-    mpiwrapper.build(library, str(mpicc))
-    return ON_CPU | {"MPITRAMPOLINE_LIB": str(library)}
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a job more
-def test_xlas_collectives_go_over_the_mpi_that_runs_already(wrapped, tmp_path):
-    (tmp_path / "over_mpi.py").write_text(OVER_MPI)
-    by_mpi = wrapped | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi"}
-    ended = mpirun(2, str(tmp_path / "over_mpi.py"), timeout_s=100, env=by_mpi)
-    assert ended.code == 0, ended.out[-3000:]
-    assert ended.out.count("summed") == 2
-
-
-@pytest.mark.slow  # two jobs
-def test_a_run_over_mpi_leaves_the_params_of_one_over_gloo(wrapped, folder):
-    """A sum of two has one order of its terms, so all bits are the same."""
-    left = {}
-    for kind in ("gloo", "mpi"):
-        args = ("--comm", "xla", "--exchange.strategy", "ar", "--run-dir", str(folder / f"over-{kind}"))
-        ended = train(2, str(folder / "tiny.py"), *args, env=wrapped | {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": kind})
-        assert ended.code == 0, ended.out[-3000:]
-        [run_of] = record(folder / f"over-{kind}", "run")
-        assert run_of["transport"] == f"XLA collectives between processes, {kind}"
-        left[kind] = params(folder / f"over-{kind}")
-    assert left["mpi"].tobytes() == left["gloo"].tobytes()
-    assert losses(folder / "over-mpi") == losses(folder / "over-gloo")
-
-
-@pytest.mark.slow
-def test_the_doctor_finds_xlas_collectives_over_mpi_or_says_what_they_lack(wrapped):
-    cases = (wrapped, "by JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi"), (ON_CPU, "MPITRAMPOLINE_LIB is not set")
-    for env, said in cases:
-        ended = mpirun(2, "-m", "jaxmpi.tools.cli", "doctor", timeout_s=100, env=env)
-        assert ended.code == 0, ended.out[-3000:]
-        assert re.search(rf"^MPI .*, XLA's collectives over it {said}", ended.out, re.M), ended.out[-3000:]
-
-
-@pytest.mark.slow
-def test_the_bench_times_xlas_collectives_over_mpi_whose_mean_is_right(wrapped, tmp_path):
-    """A contender whose result is wrong ends the bench."""
-    out = tmp_path / "bench.json"
-    args = ("--strategies", "ring32", "--peers", "psum-over-mpi", "--sizes", "999", "--rounds", "2", "--warm-up", "1")
-    ended = run([sys.executable, "-m", "jaxmpi.bench", "-n", "2", *args, "--out", str(out)], timeout_s=200, env=wrapped)
-    assert ended.code == 0, ended.out[-3000:]
-    [case] = json.loads(out.read_text())["cases"]
-    assert [(row["by"], row["is_peer"]) for row in case["rows"]] == [("ring32", False), ("psum-over-mpi", True)]
-
-
-def test_a_wrapper_that_is_missing_or_no_wrapper_is_named(monkeypatch):
-    monkeypatch.delenv("MPITRAMPOLINE_LIB", raising=False)
-    with pytest.raises(UsageError, match="got JAX_CPU_COLLECTIVES_IMPLEMENTATION=mpi; MPITRAMPOLINE_LIB is not set"):
-        take_mpi(devices=1)
-    monkeypatch.setenv("MPITRAMPOLINE_LIB", "libc.so.6")
-    with pytest.raises(UsageError, match=r"MPITRAMPOLINE_LIB=libc\.so\.6 is no MPIwrapper"):
-        take_mpi(devices=1)

@@ -10,7 +10,7 @@ from jaxmpi.core.env import installing
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.observe.sinks.base import Background, Sink, own_threads, say_failed
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
-from jaxmpi.observe.sinks.services import Mlflow, Trackio, Wandb
+from jaxmpi.observe.sinks.services import Mlflow, Wandb
 
 
 class SinkSpec(NamedTuple):
@@ -34,9 +34,6 @@ SINKS: dict[str, SinkSpec] = {
         "tensorboardX",
         "jaxmpi[tensorboard]",
         in_background=True,
-    ),
-    "trackio": SinkSpec(
-        Trackio, "a run of trackio, local or in a Space", "trackio", "jaxmpi[trackio]", in_background=True
     ),
     "wandb": SinkSpec(
         Wandb,

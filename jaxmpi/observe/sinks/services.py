@@ -1,4 +1,4 @@
-"""Sinks that are trackers of experiments: Weights & Biases, trackio, MLflow.
+"""Sinks that are trackers of experiments: Weights & Biases, MLflow.
 
 Each is set up by its own variables of the environment, such as WANDB_PROJECT or MLFLOW_TRACKING_URI. It says nothing on
 the run's terminal. The line of kind `run` becomes the run's configuration. The run's identity is kept in the run
@@ -88,52 +88,6 @@ class Wandb:
         if not self.is_finished and service.owns_service:
             service._cleanup()  # nothing public removes that hook, nor ends the process at once
             service._proc._process.kill()
-
-
-class Trackio:
-    """A run of trackio (`trackio show`), local unless TRACKIO_SPACE_ID names a Space."""
-
-    def __init__(self, run_dir: Path) -> None:
-        """Begin with the first line, which has the configuration."""
-        with importing:
-            import trackio
-
-        for name, module in [*sys.modules.items()]:
-            if name.partition(".")[0] == "trackio":  # which has no option to be silent
-                vars(module)["print"] = lambda *args, **kwargs: None
-        self.trackio, self.run_dir, self.run = trackio, run_dir, None
-
-    def __call__(self, row: Row) -> None:
-        """Log the numbers of a line by its step, and samples."""
-        if self.run is None:
-            self.run = self._begun({name: value for name, value in row.items() if row["kind"] == "run"})
-        if row["kind"] == "sample":
-            shown = row["text"] if "text" in row else self.trackio.Image(str(self.run_dir / row["file"]))
-            self.run.log({f"sample/{row['name']}": shown}, step=row["step"])
-        elif "step" in row:
-            self.run.log(numbers(row), step=row["step"])
-
-    def _begun(self, facts: Row) -> Any:
-        name = kept(self.run_dir).get("trackio")
-        run = self.trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=name or self.run_dir.name,
-            resume="allow" if name else "never",
-            config=flatten_json(facts),
-            embed=False,
-            auto_log_cpu=False,
-            auto_log_gpu=False,
-        )
-        keep(self.run_dir, "trackio", run.name)
-        return run
-
-    def close(self) -> None:
-        """Write what is left; retry once after a race with another thread."""
-        if self.run is not None:
-            try:
-                self.trackio.finish()
-            except RuntimeError:
-                self.trackio.finish()
 
 
 class Mlflow:
