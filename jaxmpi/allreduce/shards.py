@@ -334,7 +334,6 @@ def squares(slices: PyTree) -> jax.Array:
 
 
 # The most for slices in programs of their own: inside a host a message costs less than joining leaves
-# (docs/decisions/0024).
 ONE_HOST_BUCKET_BYTES = 1 << 20
 SCATTER, GATHER, NORM = "reduce-scatter", "allgather:", "norm"  # halves; behind GATHER stands the wire
 NO_HALVES = (

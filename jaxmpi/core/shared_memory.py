@@ -4,7 +4,7 @@ Large arrays should pass between processes without a copy, and no memory may sta
 `Segment` has no name: pickled, it is a process, a descriptor and an inode. Others open it through /proc, and the kernel
 frees it with its last user. A page that is missing at its first write kills the process. So `reserve` compares the size
 with the memory left and takes all pages beforehand. `available_bytes` is the least of the machine's memory and the
-limits of the control groups. Sums and arrays with names use files in `folder()` instead (docs/decisions/0032).
+limits of the control groups. Sums and arrays with names use files in `folder()` instead.
 """
 
 import errno

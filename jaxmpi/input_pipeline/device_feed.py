@@ -5,7 +5,7 @@ been made, `DeviceFeed.batches` starts its copy before it yields the current one
 examples from seed, epoch and step alone. So ranks send no messages about them; only streams have a state. Weights of
 examples need their sum over all workers before the backward pass: ranks add two numbers on the host just before the
 step. An allreduce inside the gradients' program was dropped, since every rank would have to compile that program for
-itself (docs/decisions/0021).
+itself.
 """
 
 import collections

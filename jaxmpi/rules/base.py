@@ -5,7 +5,7 @@ or with each other without waiting. Each of these is a `Rule`: two pure function
 all. A rule returns params, not updates as Optax does: a mean written as p + (mean - p) is not exact in floating point.
 Its exchange is an argument, so a rule knows neither strategy nor wire. `NoExchange` leaves the exchange out of a step
 that is timed and thrown away. Asynchronous rules give the arithmetic of both ends in NumPy, apart from the messages; so
-tests can run random schedules without MPI (docs/decisions/0009).
+tests can run random schedules without MPI.
 """
 
 import functools

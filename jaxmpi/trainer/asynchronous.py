@@ -2,7 +2,7 @@
 
 A slow worker holds up all others if every step exchanges. Under these rules each worker runs the trainer's loop alone.
 Every tau steps it exchanges with the center, or after some steps it sends its params to another worker.
-`AsynchronousWorker` answers the loop's questions as the lock-step coordinator does (docs/decisions/0018). Its reports
+`AsynchronousWorker` answers the loop's questions as the lock-step coordinator does. Its reports
 to server 0 take the place of collectives, and the answers carry the progress of all. Worker 0 is also chief: it logs,
 evaluates and saves by the examples of all workers. Workers that share cores take turns (`fair_cores`). A rank with a
 shard of the center serves it in a thread, or does nothing else.

@@ -2,8 +2,8 @@
 
 Workers have unequal shares at the end of the validation data, so a mean of their means would be wrong. Each rank sums
 over its own examples, without those that only fill a batch up. Ranks add sums and counts in float64 and divide once, so
-each example counts once for any number of workers. Figures such as F1 are quotients of sums anyway
-(docs/decisions/0021). Params are those that the rule evaluates, such as a mean or the center. Then the user's callbacks
+each example counts once for any number of workers. Figures such as F1 are quotients of sums anyway.
+Params are those that the rule evaluates, such as a mean or the center. Then the user's callbacks
 run; before a sum that one of them makes, ranks compare which call they have reached.
 """
 

@@ -6,7 +6,7 @@
 A mistake should end a run before it has cost much time. So the parts stand in the order in which they can fail. First
 come the experiment file, the workers and the model's shapes. Then come the data, the exchange, the step and the run
 directory. `run_in` restores or makes the state and opens the record. The loop (`loop.py`) makes the steps, under any
-rule (docs/decisions/0018). "Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run
+rule. "Step k" is the state after k updates. Blocks that only rank 0 runs say so; all others run
 on all ranks.
 """
 

@@ -4,7 +4,7 @@ A line covers the steps since the line before, of all workers: loss, gradient no
 up its own steps, and one allgather a line brings sums and timings together; so no step sends a message for the log.
 Sums are divided by counts here, which is exact for unequal shares. The noise scale compares |g_i|^2 with |g|^2, so
 steps with a short batch are left out of it. Synchronous and asynchronous runs had a logger each; both write by
-`ProgressLog.write` now (docs/decisions/0018).
+`ProgressLog.write` now.
 """
 
 import math
