@@ -43,8 +43,12 @@ def found(alike, batch):
     return {"found": (hit, jnp.ones(len(alike)))}
 
 
+def predict(params, model_state, batch):
+    return embed(params, batch["pixels"] / 255)
+
+
 experiment = Experiment(
-    task=Task(name="pairs", init=init, loss=loss, metrics=found, predict=lambda p, s, b: embed(p, b["pixels"] / 255)),
+    task=Task(name="pairs", init=init, loss=loss, metrics=found, maximize=("found",), predict=predict),
     data=Data("array", train=digits("train"), validation=digits("validation")),
     optim=Optim("adam", lr=3e-3),
     local_batch=32,

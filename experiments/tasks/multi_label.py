@@ -27,7 +27,6 @@ experiment = Experiment(
     ),
     optim=Optim("adam", lr=3e-3),
     monitor="eval_f1",
-    monitor_mode="max",
     effective_batch=32,
     train_for="5ep",
 )

@@ -42,7 +42,6 @@ experiment = Experiment(
     data=data,
     optim=Optim("adam", lr=3e-3),
     monitor="eval_iou",
-    monitor_mode="max",
     effective_batch=32,
     train_for="4ep",
 )

@@ -25,8 +25,7 @@ def sentences(n, seed):
 
 def loss(params, model_state, batch, key, train):
     target = batch["target"]
-    before = jnp.pad(target, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
-    logits = apply(params, batch["source"], before)
+    logits = apply(params, batch["source"], jnp.pad(target, ((0, 0), (1, 0)), constant_values=1)[:, :-1])
     each = optax.softmax_cross_entropy_with_integer_labels(logits, target) * (target > 0)
     return each.sum(-1) / words(batch), model_state, logits  # 2 words or more
 
@@ -40,7 +39,14 @@ def right(logits, batch):
 
 
 experiment = Experiment(
-    task=Task(name="translation", init=lambda key, batch: (init(key), {}), loss=loss, metrics=right, weight=words),
+    task=Task(
+        name="translation",
+        init=lambda key, batch: (init(key), {}),
+        loss=loss,
+        metrics=right,
+        maximize=("words",),
+        weight=words,
+    ),
     data=Data("array", train=sentences(2048, 0), validation=sentences(256, 1)),
     optim=Optim("adam", lr=2e-3),
     effective_batch=64,

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ _EXTRA: dict[str, Callable[[Any], bool]] = {  # checks of the values with which 
     "chunks": lambda got: isinstance(got, list) and all(map(is_count, got)) and sorted(got) == [*range(len(got))],
     "cut": lambda got: got in ("entries", "leaves"),
     "experiment": lambda got: isinstance(got, dict),
+    "monitor": lambda got: isinstance(got, str),
     "tally": lambda got: isinstance(got, list) and all(type(n) is float and abs(n) < COUNT for n in got),
 }
 _ROW = {"path": str, "shape": list, "dtype": str, "offset": int, "crc32": int}
@@ -121,13 +122,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def score_of(path: Path) -> float | None:
-    """A checkpoint's score; None if absent, unreadable or not finite."""
-    try:
-        score = read_manifest(path).get("score")
-    except (UsageError, OSError):  # damaged: kept only as one of the newest; resuming reports it
-        return None
-    return score if isinstance(score, float) and math.isfinite(score) else None
+def best_first(paths: Iterable[Path]) -> list[Path]:
+    """The checkpoints that were evaluated, the best first, the older first among equals.
+
+    A run may go on with another `monitor`, whose values compare with none before: only those of the newest count.
+    """
+    scores: dict[Path, float] = {}
+    monitor = None
+    for path in sorted(paths, key=step_of, reverse=True):
+        try:
+            manifest = read_manifest(path)
+        except (UsageError, OSError):  # damaged: kept only as one of the newest; resuming reports it
+            continue
+        score, by = manifest.get("score"), manifest["extra"].get("monitor", "")
+        if isinstance(score, float) and math.isfinite(score):
+            monitor = by if monitor is None else monitor
+            if by == monitor:
+                scores[path] = score
+    return sorted(scores, key=lambda path: (scores[path], step_of(path)))
 
 
 def check_fields(file: Path, manifest: dict[str, Any]) -> None:

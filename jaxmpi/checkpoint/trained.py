@@ -118,9 +118,10 @@ def chosen(run_dir: Path, step: int | None = None, best: bool = False) -> Path:
     check(bool(kept), f"{run_dir}: no checkpoint; name a run directory")
     check(step is None or not best, f"{run_dir}: got step {step} and best; give one of them")
     if best:
-        scores = {k: score for k, path in kept.items() if (score := manifests.score_of(path)) is not None}
-        check(bool(scores), f"{run_dir}: none of its checkpoints was evaluated; leave best out")
-        step = min(scores, key=lambda k: (scores[k], k))
+        best_path = next(iter(manifests.best_first(kept.values())), None)
+        if best_path is None:
+            raise UsageError(f"{run_dir}: none of its checkpoints was evaluated; leave best out")
+        return best_path
     step = max(kept) if step is None else step
     check(step in kept, f"{run_dir}: step: got {step}; there are {', '.join(map(str, sorted(kept)))}: name one of them")
     return kept[step]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.checkpoint.leaves import halves
-from jaxmpi.checkpoint.manifests import FORMAT, found, own_file, score_of, sealed, step_of
+from jaxmpi.checkpoint.manifests import FORMAT, best_first, found, own_file, sealed, step_of
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.files import sync_file
@@ -146,8 +146,7 @@ def put_in_place(aside: Path, final: Path) -> None:
 def prune(folder: Path, step: int, keep: Retention) -> None:
     """Drop checkpoints up to `step` beyond the newest and best of `keep`."""
     upto = [path for path in found(folder) if step_of(path) <= step]
-    scores = {path: score for path in upto if (score := score_of(path)) is not None}
-    best = sorted(scores, key=lambda path: (scores[path], step_of(path)))[: keep.best]
+    best = best_first(upto)[: keep.best] if keep.best else []
     for path in upto[: -keep.newest]:
         if path not in best:
             shutil.rmtree(path)

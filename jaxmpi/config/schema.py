@@ -103,7 +103,7 @@ class Experiment:
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, the best by `monitor`, of steps that were evaluated and saved
     monitor: str = "eval_loss"  # figure of the evaluation by which checkpoints are the best, such as eval_top1
-    monitor_mode: Annotated[str, OneOf("min", "max")] = "min"  # which of its values is the best
+    monitor_mode: Annotated[str, OneOf("auto", "min", "max")] = "auto"  # its best value; auto: as its metric says
     log_every: int = 10  # steps between lines of the record; the first step always has one
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory

@@ -91,6 +91,10 @@ class DeviceFeed:
         if self.model and self.labels != "numbers":
             label = jax.ShapeDtypeStruct((1, *self.model.label_shape), np.int32)
             return {"image": self.model.example(), "label": label}
+        return self.source_example()
+
+    def source_example(self) -> train_state.Batch:
+        """Shapes and dtypes of the source's first example as a batch of one: u8 for images to be normalised."""
         augment = Augment(for_loaders(self.data), self.train, self.samplers[0].seed, load_mean_image(self.data))
         check(len(self.source) > 0, f"{self.source.name}: got 0 examples; expected >= 1")
         row = ExampleReader(self.source, augment, False, labels=self.labels).row(0, 0)

@@ -36,6 +36,8 @@ class Task:
             worker's; in evaluation nothing may be random.
         metrics: (outputs, batch) -> {name: (sums, counts)}, f32[batch] or f32[batch, k] each. `eval_<name>` is
             sum_j sums_j / sum_j counts_j, of k columns the mean over those with a count.
+        maximize: names of the metrics whose highest value is the best, such as `("accuracy",)`; of all others, and of
+            the loss, it is the lowest. The best checkpoint and `EarlyStop` follow.
         predict: (params, model_state, batch) -> outputs [batch, ...], any tree; None: the outputs of `loss`.
         weight: (batch) -> w f32[batch], such as an example's number of tokens; None: 1 each. It gets NumPy arrays and
             JAX's, so it may use operators and methods only: `(batch["label"] >= 0).sum(-1)`.
@@ -48,6 +50,7 @@ class Task:
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]] = field(repr=False)
     loss: Callable[[PyTree, PyTree, Batch, jax.Array, bool], Judged] = field(repr=False)
     metrics: Callable[[Any, Batch], Ratios] = field(default=no_metrics, repr=False)
+    maximize: tuple[str, ...] = ()
     predict: Callable[[PyTree, PyTree, Batch], Any] | None = field(default=None, repr=False)
     weight: Callable[[Batch], Any] | None = field(default=None, repr=False)
 
@@ -57,3 +60,9 @@ class Task:
             value = getattr(self, part)
             is_left_out = value is None and part in ("predict", "weight")
             check(is_left_out or callable(value), f"task {self.name}: {part}: got {value!r}; expected a function")
+        is_names = isinstance(self.maximize, tuple) and all(isinstance(name, str) for name in self.maximize)
+        check(is_names, f"task {self.name}: maximize: got {self.maximize!r}; expected a tuple of names of metrics")
+
+    def mode_of(self, figure: str) -> str:
+        """`max` or `min`: which value of a figure such as `eval_top1` is the best."""
+        return "max" if figure.removeprefix("eval_") in self.maximize else "min"

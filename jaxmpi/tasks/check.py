@@ -46,7 +46,11 @@ def check_task(task: Task, example: Batch, held_out: Batch, compute_dtype: Any =
 
 
 def metric_names(task: Task, example: Batch) -> list[str]:
-    """Names of a task's metrics, without the trainer's `eval_` before them."""
+    """Names of a task's metrics, without the trainer's `eval_` before them.
+
+    Args:
+        example: shapes of a batch of one example of validation, with the source's dtypes.
+    """
     params, model_state = shapes_of_init(task, example)
     batch = batch_like(example)
 
@@ -102,6 +106,8 @@ def check_judged(
     with noting(f"before training, jaxmpi was trying metrics of task {task.name} on shapes"):
         ratios = jax.eval_shape(task.metrics, outputs, batch)
     check(isinstance(ratios, dict), f"{what}: metrics: got {a(ratios)}; expected a dict of name: (sums, counts)")
+    unknown = [name for name in task.maximize if name not in ratios]
+    check(not unknown, f"task {task.name}: maximize: got {unknown}; its metrics are {', '.join(ratios) or 'none'}")
     for name, ratio in ratios.items():
         is_pair = isinstance(ratio, tuple) and len(ratio) == 2 and all(hasattr(x, "shape") for x in ratio)
         each = f"task {task.name}: metrics: {name}"

@@ -10,6 +10,8 @@ from jaxmpi.core.errors import check
 from jaxmpi.tasks.base import Batch, Ratios, Task
 from jaxmpi.tasks.supervised import Supervised, an_example, count_of, mean_of, sum_of
 
+TOP = ("top1", "top5")
+
 
 def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     """Softmax cross-entropy of logits f32[..., classes] and labels i32[...]: f32[...], in nats."""
@@ -68,22 +70,22 @@ def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
 
 def classification(made: Supervised) -> Task:
     """One class an example."""
-    return made.task("classification", top)
+    return made.task("classification", top, maximize=TOP)
 
 
 def language_model(made: Supervised) -> Task:
     """One class a token; an example's loss is the mean over tokens."""
-    return made.task("language model", top)
+    return made.task("language model", top, maximize=TOP)
 
 
 def token_classification(made: Supervised) -> Task:
     """One class a token, all of one weight; negative labels are padding."""
-    return made.task("token classification", top_of_counted, tokens)
+    return made.task("token classification", top_of_counted, tokens, TOP)
 
 
 def segmentation(made: Supervised) -> Task:
     """One class a pixel; negative labels do not count, images weigh alike."""
-    return made.task("segmentation", overlaps)
+    return made.task("segmentation", overlaps, maximize=("accuracy", "iou"))
 
 
 def tokens(batch: Batch) -> Any:

@@ -60,4 +60,4 @@ def regression(made: Supervised) -> Task:
 
 def multi_label(made: Supervised) -> Task:
     """Any number of classes an example, each with a yes or no."""
-    return made.task("multi-label", hits)
+    return made.task("multi-label", hits, maximize=("accuracy", "exact", "f1"))

@@ -45,6 +45,7 @@ class Supervised(NamedTuple):
         name: str,
         metrics: Callable[[Any, Batch], Ratios],
         weight: Callable[[Batch], Any] | None = None,
+        maximize: tuple[str, ...] = (),
     ) -> Task:
         """The task of this model."""
         return Task(
@@ -52,6 +53,7 @@ class Supervised(NamedTuple):
             init=lambda key, batch: self.model.init(key, batch["image"]),
             loss=self.judged,
             metrics=metrics,
+            maximize=maximize,
             predict=self.predicted,
             weight=weight,
         )

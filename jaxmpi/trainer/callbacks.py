@@ -50,6 +50,7 @@ class Moment:
         show: (name, text or picture) -> a sample for the record, the report and the sinks, by rank 0. A picture is u8
             or bool [height, width] or u8 [height, width, 3]; it is kept as a PNG file in `folder/samples`.
         stop: (why) -> the run ends after this evaluation, with a checkpoint; on all ranks alike.
+        mode_of: (figure) -> `max` or `min`: which of its values is the best.
     """
 
     step: int
@@ -66,6 +67,7 @@ class Moment:
     write: Callable[..., None]
     show: Callable[[str, str | np.ndarray], None]
     stop: Callable[[str], None]
+    mode_of: Callable[[str], str]
 
 
 class Callback:
@@ -159,7 +161,7 @@ class Plateau(Callback):
 
     Args:
         monitor: figure of the evaluation.
-        mode: min or max, its best.
+        mode: min or max, its best value; auto: as the task's `maximize` says.
         patience: evaluations without a better one, at least 1.
         min_delta: by how much a better one is better.
     """
@@ -167,11 +169,11 @@ class Plateau(Callback):
     needs_lock_step = True
 
     def __init__(
-        self, monitor: str = "eval_loss", mode: str = "min", patience: int = 3, min_delta: float = 0.0
+        self, monitor: str = "eval_loss", mode: str = "auto", patience: int = 3, min_delta: float = 0.0
     ) -> None:
         """Nothing seen yet."""
         name = type(self).__name__
-        check(mode in ("min", "max"), f"{name}: mode: got {mode!r}; expected min or max")
+        check(mode in ("auto", "min", "max"), f"{name}: mode: got {mode!r}; expected auto, min or max")
         check(patience >= 1, f"{name}: patience: got {patience}; expected evaluations >= 1")
         check(min_delta >= 0, f"{name}: min_delta: got {min_delta}; expected >= 0")
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
@@ -182,7 +184,8 @@ class Plateau(Callback):
         if self.monitor not in moment.figures:
             known = ", ".join(moment.figures)
             raise UsageError(f"{type(self).__name__}: monitor: got {self.monitor}; this run has {known}")
-        value = moment.figures[self.monitor] * (-1 if self.mode == "max" else 1)
+        mode = moment.mode_of(self.monitor) if self.mode == "auto" else self.mode
+        value = moment.figures[self.monitor] * (-1 if mode == "max" else 1)
         if value < self.best - self.min_delta:
             self.best, self.count = value, 0
         else:

@@ -115,6 +115,7 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
         write=partial(run.recorder.note, step=step),
         show=partial(run.recorder.sample, step),
         stop=wanted.append,
+        mode_of=run.plan.task.mode_of,
     )
     for callback in of_rank(run.experiment.callbacks, moment.rank):
         failures.doing(f"callback {type(callback).__name__} after step {step}", failures.LONG)

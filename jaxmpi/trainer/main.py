@@ -156,6 +156,8 @@ def train_until(
         job = job_of(experiment, workers, begun)
         if workers.processes.rank == 0:
             check_with_data(job)
+    if experiment.monitor_mode == "auto":
+        job = job.with_fields(monitor_mode=job.plan.task.mode_of(experiment.monitor))
     plan = job.plan
     # Without a common step a fast worker may make the steps of others, too.
     last_step = plan.clock.total_steps * (workers.size if is_asynchronous else 1)
@@ -209,7 +211,7 @@ def check_with_data(job: Job) -> None:
     if spec is None or spec.labels == "numbers":
         check_task(plan.task, plan.feed.example(), plan.validation.example(), experiment.compute_dtype)
     if asked != "eval_loss":
-        figures = ["eval_loss", *(f"eval_{name}" for name in metric_names(plan.task, plan.feed.example()))]
+        figures = ["eval_loss", *(f"eval_{name}" for name in metric_names(plan.task, plan.validation.source_example()))]
         check(asked in figures, f"monitor: got {asked}; task {plan.task.name} gives {', '.join(figures)}")
 
 

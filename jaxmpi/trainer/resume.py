@@ -50,6 +50,7 @@ def extra_of(job: Job, functions: Functions, elapsed_s: float) -> dict[str, Any]
             "overlap": job.experiment.exchange.overlap,
         },
         "experiment": identity(job),
+        "monitor": f"{job.experiment.monitor_mode} {job.experiment.monitor}",
         **({"chunks": list(sharding.chunks), "cut": sharding.shards.cut.name} if sharding else {}),
         "settings": run_directory.settings(job.experiment),
     }

@@ -1,6 +1,7 @@
 """Tasks: batches of any fields, figures by their definitions, N workers against one, bad parts named before a step."""
 
 import dataclasses
+import json
 import runpy
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import Task
-from jaxmpi.config import Data
+from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler
 from jaxmpi.data.example import nested
@@ -25,6 +26,7 @@ from line_task import BY_TOKEN, LINE, STEPS, line, lines, loss
 from tolerances import U
 
 EXAMPLES = sorted(Path("experiments/tasks").glob("*.py"))
+FARTHEST = dataclasses.replace(LINE, maximize=("far",))
 LONGEST = ("translation", "contrastive", "multi_label")
 WITHOUT = [file for file in EXAMPLES if file.stem != "gan"]  # which has a test of its own
 
@@ -267,13 +269,71 @@ def test_a_sentence_in_a_packed_window_has_the_loss_that_it_has_alone():
     assert sums[0] == pytest.approx(sums[1], rel=100 * U)  # sums of 32 terms, in another order
 
 
-def test_the_best_checkpoint_is_that_of_the_monitored_figure(tmp_path):
-    asked = {"monitor": "eval_far", "monitor_mode": "max", "keep_checkpoints": 1, "keep_best": 1}
-    experiment = lines(tmp_path, train_for="4st", eval_every="1st", checkpoint_every="1st", **asked)
+@pytest.mark.parametrize(
+    ("task", "asked"),
+    [(LINE, {"monitor_mode": "max"}), (FARTHEST, {}), (FARTHEST, {"monitor_mode": "max"})],
+    ids=["by the flag", "by the metric", "by both"],
+)
+def test_the_best_checkpoint_is_that_of_the_monitored_figure(task, asked, tmp_path):
+    asked = {"monitor": "eval_far", "keep_checkpoints": 1, "keep_best": 1, **asked}
+    experiment = lines(tmp_path, task, train_for="4st", eval_every="1st", checkpoint_every="1st", **asked)
     main.train(experiment, "lines")
+    assert jaxmpi.load(experiment.run_dir, best=True).step == 1
     # It only gets better, so the farthest is the first one.
     kept = sorted(path.name for path in (Path(experiment.run_dir) / "checkpoints").glob("step_*"))
     assert kept == ["step_00000001", "step_00000004"]
+
+
+def test_scores_of_another_monitor_are_not_compared(tmp_path):
+    each = {"eval_every": "1st", "checkpoint_every": "1st", "keep_checkpoints": 9}
+    experiment = lines(tmp_path, FARTHEST, train_for="2st", **each)
+    main.train(experiment, "lines")
+    main.train(dataclasses.replace(experiment, train_for="4st", monitor="eval_far", resume=True), "lines")
+    assert jaxmpi.load(experiment.run_dir, best=True).step == 3  # the first that was judged by `eval_far`
+
+
+def test_training_stops_early_by_the_direction_of_the_metric(tmp_path):
+    stop = jaxmpi.EarlyStop("eval_far", patience=2)
+    main.train(lines(tmp_path, FARTHEST, eval_every="1st", callbacks=(stop,)), "lines")
+    rows = [json.loads(line) for line in next(tmp_path.glob("*/record.jsonl")).read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "stopped"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("model", "figure", "mode"),
+    [("classification", "eval_top1", "max"), ("classification", "eval_loss", "min"), ("regression", "eval_mae", "min")],
+)
+def test_a_figure_of_normalised_images_is_monitored(model, figure, mode, tmp_path):
+    image = np.random.default_rng(0).integers(0, 256, (16, 4, 4, 1), np.uint8)
+    label = np.arange(16, dtype=np.int32) % 2 if model == "classification" else image.mean((1, 2)).astype(np.float32)
+    init = lambda key: {"w": jnp.zeros((16, 2 if model == "classification" else 1))}  # noqa: E731
+    experiment = Experiment(
+        task=model,
+        model=plain_model(
+            init,
+            lambda p, x: x.reshape(len(x), -1) @ p["w"],
+            name="m",
+            input_shape=(4, 4, 1),
+            classes=2 if model == "classification" else 1,
+        ),
+        data=Data(
+            "array",
+            channels=1,
+            mean=(0.3,),
+            std=(0.4,),
+            train={"image": image, "label": label},
+            validation={"image": image, "label": label},
+            loader="threads",
+        ),
+        optim=Optim("sgd", lr=0.01, lr_scaling="none"),
+        effective_batch=8,
+        train_for="1st",
+        monitor=figure,
+        run_dir=str(tmp_path / "run"),
+        quiet=True,
+    )
+    main.train(experiment, "m")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["experiment"]["monitor_mode"] == mode
 
 
 # ---------------------------------------------------------------- bad parts, named before the first step
@@ -306,6 +366,7 @@ BAD = {
     ),
     "reserved": (dataclasses.replace(LINE, metrics=lambda o, b: {"loss": (o, o)}), "loss: the trainer has a figure of"),
     "weight": (dataclasses.replace(LINE, weight=lambda b: b["x"]), r"weight: got float32\[2, 3\]; expected \[2\]"),
+    "maximize": (dataclasses.replace(LINE, maximize=("near",)), "maximize: got .*near.*its metrics are far"),
     "no params": (dataclasses.replace(LINE, init=lambda key, batch: ({}, {})), "init: expected params, got none"),
 }
 
