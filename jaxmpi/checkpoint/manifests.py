@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.json_tree import parse_json
 
 FORMAT = 2
 MANIFEST_BYTES = 1 << 28  # limit of a plausible manifest: a leaf takes some hundred bytes
@@ -109,11 +110,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         undamaged(size <= MANIFEST_BYTES, f"{file}: damaged, more than {MANIFEST_BYTES} bytes")
         text = opened.read(size)  # asked for more, Python would reserve as much
     try:
-        manifest = json.loads(text)
-        undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")
-        is_sealed = manifest.get("crc32") == checksum(manifest)
-    except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, Damaged) else Damaged(f"{file}: damaged, it is no JSON ({error})") from error
+        manifest = parse_json(text, file)
+    except UsageError as error:
+        raise Damaged(str(error)) from error
+    undamaged(isinstance(manifest, dict), f"{file}: damaged, got {type(manifest).__name__}; expected an object")
+    is_sealed = manifest.get("crc32") == checksum(manifest)
     got = manifest.get("format")
     undamaged(is_sealed or "crc32" not in manifest, f"{file}: damaged, its checksum does not match")
     check(type(got) is int and got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT}")

@@ -24,12 +24,12 @@ from jaxmpi.checkpoint.restore import AGAIN
 from jaxmpi.checkpoint.run_folder import locked, new, resumed, usable
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config import flags
+from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.files import HeldFolder, refuse_ways_out
-from jaxmpi.core.json_tree import flatten_json
+from jaxmpi.core.json_tree import MALFORMED, flatten_json, read_json
 from jaxmpi.runtime import provenance
 
 
@@ -108,8 +108,9 @@ def claim(experiment: Experiment, name: str, held: contextlib.ExitStack) -> Held
     return home
 
 
+CONFIG, MOST_CONFIG_BYTES = "config.json", 1 << 24  # a run's configuration, and a plausible limit of its size
 # Names that a run writes to as files.
-FILES = ("record.jsonl", "record.tmp", "config.json", "config.tmp", "trace.json", "trace.tmp", "lock")
+FILES = ("record.jsonl", "record.tmp", CONFIG, "config.tmp", "trace.json", "trace.tmp", "lock")
 
 
 def check_kinds(folder: Path) -> None:
@@ -181,7 +182,7 @@ def saved_steps(record: Path) -> list[int]:
     steps = []
     for line in record.read_bytes().splitlines():
         if b'"checkpoint"' in line:
-            with contextlib.suppress(ValueError, RecursionError):  # a torn line
+            with contextlib.suppress(*MALFORMED):  # a torn line
                 row = json.loads(line)
                 if isinstance(row, dict) and row.get("kind") == "checkpoint" and type(row.get("step")) is int:
                     steps.append(row["step"])
@@ -263,11 +264,11 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
 def begun(experiment: Experiment, run_dir: Path) -> StoredSettings | None:
     """Settings of a run without checkpoints; None if batch or exchange differ."""
     try:
-        facts = json.loads((run_dir / "config.json").read_text())
+        facts = read_json(run_dir / CONFIG, MOST_CONFIG_BYTES, "a run's configuration")
         workers, scaled_for, batch = (int(facts[name]) for name in ("workers", "scaled_for", "effective_batch"))
         exchange = {name: facts["experiment"]["exchange"][name] for name in ("strategy", "bucket_bytes", "overlap")}
         is_same = facts["asked"] == experiment.exchange.strategy
-    except (OSError, ValueError, KeyError, TypeError):  # it did not come so far, or an earlier version wrote it
+    except (ValueError, KeyError, TypeError):  # it did not come so far, or an earlier version wrote it
         return None
     asked_batch = experiment.effective_batch or experiment.local_batch * scaled_for
     exchange["asked"] = experiment.exchange.strategy
@@ -320,8 +321,19 @@ def facts_of(
         "experiment_file": digest,
         "versions": provenance.versions(),
         "commit": provenance.commit(root),
-        "command": sys.argv,
+        **begun_by(sys.argv),
     }
+
+
+def begun_by(command: list[str]) -> dict[str, Any]:
+    """A command line, the experiment file that it names, and this user's signature of both.
+
+    The signature tells later commands that this user has begun the run, so that its experiment file may be executed.
+    """
+    words = experiment_file.file_first(command[1:])
+    is_file = bool(words) and experiment_file.is_experiment(words[0], "")
+    path = str(experiment_file.located(words[0]).resolve()) if is_file else ""
+    return {"command": command, "experiment_path": path, "signature": provenance.sign([command, path])}
 
 
 # Fields that decide, together with the model, which leaves a state has.

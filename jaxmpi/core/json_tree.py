@@ -1,7 +1,44 @@
-"""JSON values as flat tables, and their differences."""
+"""JSON values of any origin: parsed within limits, as flat tables, and their differences."""
 
 import json
+from pathlib import Path
 from typing import Any
+
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import read_plain
+
+MALFORMED = (ValueError, RecursionError, MemoryError)  # what `json.loads` raises for text of any origin
+MOST_LEVELS = 64  # of lists and objects within each other: code that walks a value recurses once a level
+
+
+def parse_json(text: bytes | str, name: str | Path) -> Any:
+    """Parse a text that a stranger may have written.
+
+    Args:
+        name: of the text, for the error.
+
+    Raises:
+        UsageError: it is no JSON, too large for memory, or nested more deeply than MOST_LEVELS.
+    """
+    try:
+        value = json.loads(text)
+    except MALFORMED as error:
+        raise UsageError(f"{name}: damaged, it is no JSON ({type(error).__name__}: {error})") from error
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list)))
+        level = [each for part in parts for each in part]
+    check(not level, f"{name}: damaged, got JSON nested more than {MOST_LEVELS} levels deep")
+    return value
+
+
+def read_json(path: Path, most_bytes: int, expected: str) -> Any:
+    """Parse a plain file as `parse_json` does.
+
+    Raises:
+        UsageError: as `read_plain` and `parse_json`.
+    """
+    return parse_json(read_plain(path, most_bytes, expected), path)
 
 
 def differences(rank: int, got: str, first: int, expected: str) -> list[str]:

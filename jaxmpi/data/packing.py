@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import refuse_ways_out, sync_file, write_all
+from jaxmpi.core.json_tree import parse_json
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
 from jaxmpi.data.sources.base import Source, pair, where
 from jaxmpi.data.sources.packed import (
@@ -221,8 +222,8 @@ def _begin(file: io.FileIO, folder: Path, job: dict[str, Any]) -> bool:
         raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
     file.seek(0)
     try:
-        begun = json.loads(file.read(MOST_NOTE_BYTES) or "null")
-    except (ValueError, RecursionError):
+        begun = parse_json(file.read(MOST_NOTE_BYTES) or "null", folder / JOB)
+    except UsageError:
         begun = None  # it was stopped before it had written anything else
     check(
         begun is None or _is_of(begun, job),
@@ -284,12 +285,12 @@ def _whole(folder: Path, number: int, first: int, examples: int) -> Shard | None
     note, rows_file = _note(folder, number), _rows(folder, number)
     try:
         with note.open("rb") as file:
-            shard = Shard(**json.loads(file.read(MOST_NOTE_BYTES)))
+            shard = Shard(**parse_json(file.read(MOST_NOTE_BYTES), note))
         bin_bytes = (folder / shard_name(number)).stat().st_size
         if not _is_sound(shard, first, examples) or rows_file.stat().st_size != shard.records * ROW.itemsize:
             return None
         rows = rows_file.read_bytes()
-    except (FileNotFoundError, RecursionError, TypeError, ValueError):
+    except (FileNotFoundError, TypeError, ValueError):
         return None
     except OSError as error:  # it may be there again tomorrow: hours of packing are not thrown away for that
         raise UsageError(

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import read_plain
+from jaxmpi.core.json_tree import MALFORMED
 from jaxmpi.observe.record_format import FORMAT, PARTS, SOURCES
 from jaxmpi.observe.samples import Sample, newest
 
@@ -180,7 +181,7 @@ def loaded(text: bytes) -> Any:
     """The JSON value of a text; None if it is damaged."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except MALFORMED:
         return None
 
 
@@ -210,7 +211,7 @@ def parsed(lines: Sequence[bytes], known: Mapping[int, dict[str, Any]]) -> tuple
         try:
             row = json.loads(line) if line else None
             row = row if is_printable(line) and is_flat(line) else plain_text(row)
-        except (ValueError, RecursionError):
+        except MALFORMED:
             broken += i < len(lines) - 1
             continue
         if isinstance(row, dict):

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import write_all, write_whole, writing
+from jaxmpi.core.json_tree import MALFORMED
 from jaxmpi.observe import samples
 from jaxmpi.observe.flops import Work
 from jaxmpi.observe.record_format import KINDS, PARTS
@@ -342,7 +343,7 @@ def cut_record(path: Path, step: int) -> None:
             row = json.loads(line)
             if row.get("step", 0) <= step:
                 kept.append(line + b"\n")
-        except (ValueError, AttributeError, TypeError, RecursionError):  # no line of ours
+        except (*MALFORMED, AttributeError, TypeError):  # no line of ours
             continue
     write_whole(path, b"".join(kept))
 

@@ -1,11 +1,20 @@
-"""Origin of a run: commit, versions of packages, digests of files."""
+"""Origin of a run: commit, versions of packages, digests of files, the signature of the user who has begun it."""
 
 import hashlib
+import hmac
 import importlib.metadata
+import json
+import os
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime.caches import cache_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent  # jaxmpi
 
@@ -50,4 +59,23 @@ def commit(root: Path | None) -> str:
         head = git(["git", "rev-parse", "HEAD"]).stdout.strip()
         return head + ("+" if git(["git", "status", "--porcelain"]).stdout.strip() else "")
     except (OSError, subprocess.SubprocessError):  # there is no git, no repository, or no answer in time
+        return ""
+
+
+def sign(value: Any) -> str:
+    """A signature of a JSON value by this user's own key; empty if no private folder can keep the key.
+
+    A run directory may come from anyone and still belong to this user, as an unpacked archive does. The key never
+    leaves this user's folder, so a value with this signature was written by this user.
+    """
+    try:
+        key = cache_folder("key") / "key"
+        if not key.exists():
+            with tempfile.NamedTemporaryFile(dir=key.parent) as file:
+                file.write(os.urandom(32))
+                file.flush()
+                with suppress(FileExistsError):  # another process was first
+                    os.link(file.name, key)
+        return hmac.new(key.read_bytes(), json.dumps(value).encode(), "sha256").hexdigest()
+    except (OSError, RuntimeError, UsageError):
         return ""

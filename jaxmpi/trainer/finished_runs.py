@@ -6,14 +6,15 @@
     mpirun -n 4 jaxmpi evaluate RUN                                          the same by four workers
 
 Fields are those of the experiment, such as `--data.dir` and `--data.validation-split` for other examples. The run's own
-command line, in its config.json, says which experiment file it was and with which fields. A run that `jaxmpi.Trainer`
-started in a script or a notebook has none: `--experiment FILE.py` names it. A pickle of the experiment in the run
-directory would do without, but no file that stays is ever unpickled.
+command line, in its config.json, says which experiment file it was and with which fields. `--experiment FILE.py` names
+the file for a run that `jaxmpi.Trainer` started in a script or a notebook, and for a run that somebody else has begun:
+an experiment file is code, and config.json may come from anyone.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import hmac
 import json
 import shlex
 import zipfile
@@ -28,17 +29,18 @@ import numpy as np
 
 from jaxmpi.checkpoint import trained
 from jaxmpi.checkpoint.manifests import read_manifest
+from jaxmpi.checkpoint.run_directory import MOST_CONFIG_BYTES
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.json_tree import flatten_json
+from jaxmpi.core.json_tree import flatten_json, read_json
 from jaxmpi.core.pytrees import PyTree, named_leaves, zeros_for
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
-from jaxmpi.runtime import failures
+from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import task_of
 from jaxmpi.trainer import notebook_workers
 from jaxmpi.trainer import step as steps
@@ -176,17 +178,20 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
 def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experiment:
     """A run's experiment, from config.json or a named file, with `argv` applied.
 
+    An experiment file is code. One that config.json names is executed only if it comes with jaxmpi, or if the
+    signature shows that this user has begun the run with it.
+
     Raises:
-        UsageError: it was not started by an experiment file, or that is not here; the one that is named sees other
-            inputs than the run did.
+        UsageError: it was not started by an experiment file, or that is not here; somebody else may have begun the run;
+            the file that is named sees other inputs than the run did.
     """
     file = config_file(run_dir)
-    try:
-        config = json.loads(file.read_text())
-        command = [str(word) for word in config["command"][1:]]
-        saved = flatten_json(config["experiment"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{file}: damaged: {error!r}") from error
+    config = read_json(file, MOST_CONFIG_BYTES, "a run's configuration")
+    check(
+        isinstance(config, dict) and {"command", "experiment"} <= config.keys() and is_command(config["command"]),
+        f"{file}: damaged: expected a run's command and experiment",
+    )
+    command, saved = config["command"][1:], flatten_json(config["experiment"])
     if named:
         experiment = experiment_file.parse([named, *argv])[0]
         refuse_other_inputs(named, saved, flatten_json(json.loads(json.dumps(flags.resolved(experiment)))))
@@ -199,8 +204,21 @@ def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experimen
             "FILE.py, or use jaxmpi.Trainer(experiment).evaluate() there"
         )
     path = experiment_file.located(command[0])
-    check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is not here: change the folder")
-    return experiment_file.parse([*command, *argv])[0]
+    if path.resolve() not in map(Path.resolve, experiment_file.shipped().values()):
+        signed, signature = [config["command"], config.get("experiment_path")], str(config.get("signature"))
+        check(
+            bool(mine := provenance.sign(signed)) and hmac.compare_digest(mine.encode(), signature.encode()),
+            f"{file}: names {str(path)!r}, which is code, and nothing shows that you have begun this run here; if you "
+            "trust the file, name it: --experiment FILE.py",
+        )
+        path = Path(config["experiment_path"])
+    check(path.is_file(), f"{run_dir} was started with {shlex.join(command)}; {path} is gone: --experiment FILE.py")
+    return experiment_file.parse([str(path), *command[1:], *argv])[0]
+
+
+def is_command(words: Any) -> bool:
+    """Return True for a command line: a list of words."""
+    return isinstance(words, list) and all(isinstance(word, str) for word in words)
 
 
 # Fields by which the outputs for one example differ, though params fit.

@@ -57,7 +57,7 @@ def run_parser(name: str, description: str, example: str) -> argparse.ArgumentPa
     )
     made.add_argument("run_dir", type=Path, help="run directory")
     made.add_argument(
-        "--experiment", default="", metavar="FILE.py", help="of a run that Python started (default: the run's own)"
+        "--experiment", default="", metavar="FILE.py", help="of a run that Python started or somebody else has begun"
     )
     made.add_argument("--step", type=int, help="of the checkpoint (default: the newest)")
     made.add_argument("--best", action="store_true", help="the best checkpoint by the run's --monitor")

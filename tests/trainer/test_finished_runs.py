@@ -207,6 +207,84 @@ def test_a_run_that_python_started_says_so(trained, tmp_path):
         cli.run(["evaluate", str(config.parent)])
 
 
+CODE = """
+from pathlib import Path
+from jaxmpi.experiments.digits import experiment
+(Path(__file__).parent / "executed").touch()
+"""
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A folder with an experiment file, a run that this user has begun with it, and this user's cache folder."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(CODE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["jaxmpi/train.py", "mine.py", "--train-for", "1st", "--run-dir", "run"])
+        assert train_here(*sys.argv[1:]).code == 0
+    (folder / "executed").unlink()
+    return folder
+
+
+def test_an_own_run_is_evaluated_from_any_folder(begun, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(begun / "cache"))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(begun / "run", "run")
+    cli.run(["evaluate", "run"])
+    (begun / "executed").unlink()
+
+
+def edit(config: Path, **fields: Any) -> None:
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+
+
+STRANGERS = {  # what differs from a run that this user has begun here
+    "another user": lambda config: shutil.rmtree("cache/jaxmpi/key"),
+    "path": lambda config: edit(config, experiment_path="other.py"),
+    "command": lambda config: edit(config, command=["train.py", "other.py"]),
+    "no signature": lambda config: edit(config, signature=None),
+    "empty signature, no key": lambda config: (edit(config, signature=""), os.chmod("cache/jaxmpi/key", 0o777)),
+    "name of one that ships": lambda config: edit(config, command=["train.py", "experiments/digits.py"]),
+}
+COMMANDS = {"evaluate": ("evaluate",), "predict": ("predict", "out.npz"), "export": ("export", "out.jaxexport")}
+
+
+@pytest.mark.parametrize(
+    ("change", "command"), [*((each, "evaluate") for each in STRANGERS), ("command", "predict"), ("command", "export")]
+)
+def test_a_file_that_a_strangers_run_names_is_not_executed(change, command, begun, tmp_path, monkeypatch):
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.chdir(tmp_path)
+    for name in ("other.py", "experiments/digits.py"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(CODE)
+    STRANGERS[change](tmp_path / "run" / "config.json")
+    name, *out = COMMANDS[command]
+    with pytest.raises(UsageError, match="--experiment"):
+        cli.run([name, "run", *out])
+    assert not [*tmp_path.rglob("executed")]
+
+
+MALFORMED = {
+    "deep": "[" * 100_000,
+    "deep-experiment": '{"command": [], "experiment": ' + '{"a": ' * 300 + "1" + "}" * 301,
+    "digits": '{"command": ' + "1" * 5000 + "}",
+    "no-list": '{"command": 3, "experiment": {}}',
+    "no-object": "[]",
+    "bytes": "\udcff",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_configuration_is_refused(text, tmp_path):
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(UsageError, match=r"config\.json"):
+        cli.run(["evaluate", str(tmp_path)])
+
+
 MINE = """
 from pathlib import Path
 from typing import Any

@@ -26,7 +26,8 @@ import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import open_plain, read_plain, sync_file
+from jaxmpi.core.files import open_plain, sync_file
+from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
 
@@ -96,10 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
         path.exists(),
         f"{folder}: no {MANIFEST}, so no packed data set, or one not finished; make it with: jaxmpi data pack SRC DST",
     )
-    try:
-        fields = json.loads(read_plain(path, MAX_MANIFEST_BYTES, PLAIN))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: damaged: {error}") from error
+    fields = read_json(path, MAX_MANIFEST_BYTES, PLAIN)
     check(isinstance(fields, dict), f"{path}: damaged: expected an object")
     got = fields.pop("format", None)
     check(got == FORMAT, f"{path}: got format {got!r:.80}; expected {FORMAT!r}")

@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from jaxmpi.core.files import read_plain, write_whole
+from jaxmpi.core.files import write_whole
+from jaxmpi.core.json_tree import read_json
 from jaxmpi.runtime.spared_threads import sparing
 
 Row = dict[str, Any]
@@ -49,7 +50,7 @@ def kept(run_dir: Path) -> dict[str, Any]:
     """Identities of this run at services, by sink; empty at first."""
     if not (run_dir / IDS).exists():
         return {}
-    found = json.loads(read_plain(run_dir / IDS, MOST_IDS_BYTES, "a run's identities, no link; remove it"))
+    found = read_json(run_dir / IDS, MOST_IDS_BYTES, "a run's identities, no link; remove it")
     return found if isinstance(found, dict) else {}
 
 
