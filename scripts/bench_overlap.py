@@ -43,7 +43,6 @@ WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, t
 CLASSES, PIXELS, LR = 10, 32, 0.01
 BUCKET_BYTES = 1 << 20  # bytes of a bucket, for all contenders that have buckets
 WARM_UP = 2  # steps not counted
-IN_A_ROW = 6  # steps without a pause if one step's exchange continues in the next
 
 
 class Timed(NamedTuple):
@@ -54,7 +53,6 @@ class Timed(NamedTuple):
     step: Callable[[], Any]
     first_s: Callable[[], float]  # time.perf_counter when the last step's first gradients existed; NaN if unknown
     loss: float  # loss of the first step, the same for all contenders
-    steps: int = 1  # number that `step` makes
 
 
 def params_of_all() -> dict[str, np.ndarray]:
@@ -107,45 +105,33 @@ def in_jax() -> tuple[Callable, Callable, Any]:
     return gradients, descend, tx.init
 
 
-def with_jaxmpi(strategy: str, beside: bool, late: bool = False) -> Callable[[int], Timed]:
+def with_jaxmpi(strategy: str, beside: bool) -> Callable[[int], Timed]:
     """The step in one jit, the exchange beside it or in it."""
 
     def build(batch: int) -> Timed:
         order, (gradients, descend, init) = Order(), in_jax()
         gradients = order.of(gradients)
         options = {"strategy": strategy, "bucket_bytes": BUCKET_BYTES, "order": order}
-        delayed = overlap.delayed_gradients(**options)
         mean = partial(overlap.exchange if beside else jaxmpi.exchange, **options)
 
         def step(params: Any, state: Any, *data: Any) -> Any:
             grads, value = gradients(params, *data)
-            moments, waiting = state
-            if late:
-                grads, waiting = delayed.update(grads, waiting)
-            else:
-                grads = mean(grads)
-            params, moments = descend(grads, moments, params)
-            return params, (moments, waiting), value
+            return *descend(mean(grads), state, params), value
 
         def alone(params: Any, state: Any, *data: Any) -> Any:
             grads, value = gradients(params, *data)
-            params, moments = descend(grads, state[0], params)
-            return params, (moments, state[1]), value
+            return *descend(grads, state, params), value
 
         params = jax.tree.map(jnp.asarray, params_of_all())
-        state, data = (
-            (init(params), delayed.init(params)),
-            jax.tree.map(jnp.asarray, batch_of(jaxmpi.world().rank, batch)),
-        )
+        state, data = init(params), jax.tree.map(jnp.asarray, batch_of(jaxmpi.world().rank, batch))
         run, compute = (Loop(jax.jit(f), params, state, data) for f in (step, alone))
-        run.steps = IN_A_ROW if late else 1
         exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 
         def first_s() -> float:
             starts = [event.time_s for event in comm_thread().events if event.what == "start"]
             return min(t for t in starts if t > run.began_s) if starts else float("nan")
 
-        return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, first_s, compute.loss(), run.steps)
+        return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, first_s, compute.loss())
 
     return build
 
@@ -156,13 +142,12 @@ class Loop:
     def __init__(self, step: Callable, params: Any, state: Any, data: Any) -> None:
         """Take the arguments of the first call."""
         self.step, self.params, self.state, self.data = step, params, state, data
-        self.began_s, self.steps = 0.0, 1
+        self.began_s = 0.0
 
     def __call__(self) -> None:
-        """Run a step, or some in a row, and wait for each."""
-        for _ in range(self.steps):
-            self.began_s = time.perf_counter()
-            _, self.state, _ = jax.block_until_ready(self.step(self.params, self.state, *self.data))
+        """Run a step and wait for it."""
+        self.began_s = time.perf_counter()
+        _, self.state, _ = jax.block_until_ready(self.step(self.params, self.state, *self.data))
 
     def loss(self) -> float:
         """Loss of the first step."""
@@ -268,7 +253,6 @@ CONTENDERS: dict[str, Callable[[int], Timed]] = {
     "ring16": with_jaxmpi("ring16", beside=True),
     "color4": with_jaxmpi("color4", beside=True),
     "color4, no overlap": with_jaxmpi("color4", beside=False),
-    "ring32, one step late": with_jaxmpi("ring32", beside=True, late=True),
     "ring32, no overlap": with_jaxmpi("ring32", beside=False),
     "JAX psum": with_psum,
     "PyTorch DDP": with_ddp,
@@ -287,9 +271,7 @@ def time_contender(name: str, batches: list[int], steps: int) -> list[dict[str, 
             for kind in ("compute", "exchange", "step"):
                 begin = time.perf_counter()
                 seconds[kind].append(slowest(control, getattr(timed, kind)))
-            first_s = timed.first_s() - begin if timed.steps == 1 else float("nan")
-            seconds["first"].append(max(control.allgather_object(first_s)))
-            seconds["step"][-1] /= timed.steps
+            seconds["first"].append(max(control.allgather_object(timed.first_s() - begin)))
         results.append({"batch": batch, "loss": timed.loss} | {k: v[WARM_UP:] for k, v in seconds.items()})
     return results
 
@@ -313,11 +295,11 @@ def batches_for(options: argparse.Namespace) -> list[int]:
     return [max(1, round((exchange / ratio - a) / per_image + 8)) for ratio in options.ratios]
 
 
-def figures(times: dict[str, Any], late: bool) -> dict[str, float]:
+def figures(times: dict[str, Any]) -> dict[str, float]:
     """Medians of one job, and the figures derived from them."""
     compute, exchange, step, first = (statistics.median(times[k]) for k in ("compute", "exchange", "step", "first"))
     known = {"compute": compute, "exchange": exchange, "t_first": first, "step": step}
-    bound = max(compute, exchange if late else first + exchange)
+    bound = max(compute, first + exchange)
     hidden = (compute + exchange - step) / (compute + exchange - bound)
     return known | {"ratio": exchange / compute, "step / bound": step / bound, "hidden": hidden}
 
@@ -356,8 +338,7 @@ def main() -> None:
     times = harness.take_turns(runs, options.rounds, clock=harness.result)
     losses = {f"{of_round[0]['loss']:.3f}" for rounds in times.values() for of_round in rounds}
     results = {
-        name: [[figures(of_batch, "late" in name) for of_batch in of_round] for of_round in rounds]
-        for name, rounds in times.items()
+        name: [[figures(of_batch) for of_batch in of_round] for of_round in rounds] for name, rounds in times.items()
     }
     size_bytes = sum(x.nbytes for x in params_of_all().values())
     limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))

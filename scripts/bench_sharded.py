@@ -56,7 +56,6 @@ WAYS = {  # settings of the exchange in the trainer's step, by name
     "whole, overlap on": {"overlap": "on"},
     "sharded, overlap off": {"overlap": "off", "shard_update": "on"},
     "sharded, overlap on": {"overlap": "on", "shard_update": "on"},
-    "sharded, overlap on, gather late": {"overlap": "on", "shard_update": "on", "gather": "late"},
 }
 
 

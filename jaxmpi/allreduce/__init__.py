@@ -6,9 +6,9 @@ NumPy, and `prices`; `sum_recorder`, their steps, and `compiled_sums`, in which 
 `derivative` of an exchange; `call_order`, compared between ranks; `dispatch`, buckets at once or one after another;
 `comm_thread`, messages while programs compute, with `comm_thread_handlers` and `comm_thread_calls` inside programs;
 `overlap` with the backward pass; `shards`, an exchange in two halves, with `slice_vectors`, in which slices travel;
-`sharded`, the optimizer between the halves; `early_scatter`, the first half in the backward pass; `late_gather`, the
-second behind the next forward pass; `local_devices` and `sharded_local_devices`, several devices a process;
-`cost_model`, `probes` of hosts, `measuring` and `autotune`, choice of a strategy; `working_memory`, measured.
+`sharded`, the optimizer between the halves; `early_scatter`, the first half in the backward pass; `local_devices` and
+`sharded_local_devices`, several devices a process; `cost_model`, `probes` of hosts, `measuring` and `autotune`, choice
+of a strategy; `working_memory`, measured.
 
 It imports `core`, `runtime`, `config` and `comm`.
 """

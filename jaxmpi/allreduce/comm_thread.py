@@ -5,9 +5,6 @@ communicator of its own. The thread itself is the process's own: it starts witho
 
 Sums of whole buckets are C's where they can be (`compiled_sums`). All else, such as started operations, is Python's:
 generators that yield messages to wait for.
-
-Buckets have turns: while one is under way no segment of a later one is begun. A bucket that a program waits for before
-it hands over the next one is of the first turn. So ranks that hand over in different orders do not wait for each other.
 """
 
 import functools
@@ -56,7 +53,6 @@ class PendingExchange:
     opening: "Opening | None" = None  # the exchange's, if ranks compare which it is
     control: MpiProcesses | None = None  # control plane of the ranks that all take part; it says who is late
     lost: Callable[[], TrainingError] | None = None  # error of a message, in which two ranks take part
-    turn: int = 0  # the least of those under way has the link
     begin_in_c: Callable[[], CompiledSum] | None = None  # begins the sum, in place of segments
     sum: CompiledSum | None = None  # while it is under way
     under_way: int = 0  # segments
@@ -99,7 +95,6 @@ class CommThread:
         self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
         self._arrived: deque[PendingExchange] = deque()
         self._begun: dict[PendingExchange, None] = {}  # and not yet summed
-        self._turn = 0  # the least of theirs
         self._segments: list[BucketSegment] = []
         self._wake = threading.Condition()
         self._is_ending = self._is_waited_for = False
@@ -181,7 +176,7 @@ class CommThread:
         return bool(self._begun or not self._is_ending)
 
     def begin(self, pending: PendingExchange) -> None:
-        """Begin an exchange's segments, up to WINDOW at once, in its turn.
+        """Begin an exchange's segments, up to WINDOW at once.
 
         If no segment is left, the exchange is summed.
         """
@@ -190,11 +185,7 @@ class CommThread:
         self._begun[pending] = None
         if pending.begin_in_c and not pending.sum:
             pending.sum, pending.has_all = pending.begin_in_c(), True
-        self._turn = min(other.turn for other in self._begun)
-        for other in self._begun:
-            if other.sum:
-                other.sum.hold(other.turn > self._turn)
-        while pending.turn == self._turn and pending.under_way < WINDOW and not pending.has_all:
+        while pending.under_way < WINDOW and not pending.has_all:
             segment = next(pending.waiting, None)
             pending.has_all = segment is None
             if segment is not None:
@@ -204,14 +195,11 @@ class CommThread:
             self._end(pending)
 
     def _end(self, pending: PendingExchange) -> None:
-        """Say that an exchange is summed; begin those of the next turn."""
+        """Say that an exchange is summed."""
         del self._begun[pending]
         self.note("summed", pending.label)
         spans.note("travel", pending.label, pending.start_s, time.perf_counter())
         pending.summed.set()
-        if self._begun and pending.turn < min(other.turn for other in self._begun):
-            for other in list(self._begun):
-                self.begin(other)
 
     def _resume(self, pending: PendingExchange, segment: Iterator[Requests]) -> None:
         """Go on with a segment to its next messages or its end."""
@@ -239,9 +227,7 @@ class CommThread:
         ended = [pending for pending in self._begun if pending.sum and pending.sum.has_ended()]
         for pending in ended:
             pending.sum = pending.begin_in_c = None
-        for pending in ended:
-            if not pending.summed.is_set():  # by the end of one before it
-                self._end(pending)
+            self._end(pending)
         return has_moved
 
     def _check_time(self) -> None:
@@ -256,8 +242,6 @@ class CommThread:
         if waited_s <= PATIENT_S:
             return
         for pending in self._begun:
-            if pending.turn > self._turn:  # it waits for others of this rank's
-                continue
             if pending.control and (waited_s > TIMEOUT_S or pending.control.is_asked()):
                 late = pending.control.in_job(pending.control.late())
                 raise TrainingError(

@@ -7,15 +7,12 @@ until a bucket holds the sum. The bucket passes through both in one buffer, whic
 is copied, and XLA, for which only these calls use the buffer, leaves it alone. Python sees the buffers of a GPU as
 copies. So on a GPU `start` leaves a copy with the thread, and `done` takes the sum from the thread.
 
-An exchange that goes on in the next step has `send` and `collect` instead, which copy: its buckets outlive a program.
-
 Messages have no names. So ranks that run two programs of equal shapes in different orders would add up gradients of
 different programs. `open` therefore has the thread compare over ranks which exchange each has come to, and buckets wait
 for that. The comparison travels while the program computes; waiting for it in `open` would put it before each step.
 """
 
 import functools
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -33,9 +30,8 @@ from jaxmpi.core.errors import check
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.host_callbacks import copy_unless_shared
 
-OPEN, START, DONE, SEND, COLLECT = (f"{THREAD}: {verb}" for verb in ("open", "start", "done", "send", "collect"))
+OPEN, START, DONE = (f"{THREAD}: {verb}" for verb in ("open", "start", "done"))
 RANK = f"{THREAD}: rank"
-LATE = itertools.count()  # programs whose buckets travel behind the next step; all ranks make the same
 OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on them; fewer are under way
 
 
@@ -56,8 +52,7 @@ class ExchangeHandlers:
         self.count = 0  # segments so far, in all programs; equal on all ranks
         self._agreed: set[str] = set()  # plans
         self._openings: dict[int, Opening] = {}  # by ticket, of exchanges that ranks compare
-        calls = {OPEN: self._open, START: self._start, DONE: self._done, SEND: self._send, COLLECT: self._collect}
-        calls[RANK] = self._rank
+        calls = {OPEN: self._open, START: self._start, DONE: self._done, RANK: self._rank}
         for name, function in calls.items():
             host_callbacks.register(name, function, ends_job=True)
 
@@ -111,32 +106,6 @@ class ExchangeHandlers:
             copy_unless_shared(operands[0], results[0])
         results[1][...] = ticket
 
-    def _send(self, operands: list, results: list, late: int, **bucket: Any) -> None:
-        """(bucket, ticket, u32[] step number[, i32[] part]) -> (ticket); a copy travels.
-
-        Buckets sent under other numbers than this step's and the last one's are forgotten: a run that was rolled back
-        counts anew, and nobody waits for it.
-        """
-        x, ticket, number, *part = operands
-        for key in [*self.thread.unclaimed]:
-            if (key[0], key[2:]) == (late, (bucket["first"],)) and not 0 <= int(number) - key[1] <= 1:
-                del self.thread.unclaimed[key]
-        self._carry((late, int(number), bucket["first"]), placed(x, self.comm.size, *part), int(ticket), **bucket)
-        results[0][...] = ticket
-
-    def _collect(self, operands: list, results: list, late: int, again: int, **bucket: Any) -> None:
-        """(bucket, its step's number, this step's ticket, dependencies) -> (sum); waits.
-
-        If it is not under way, as after a resume, it is sent now: on all ranks alike. If each worker has one
-        part of a bucket, the number of that part comes behind the ticket.
-        """
-        x, number, ticket = operands[:3]
-        key = late, int(number), bucket["first"]
-        if key not in self.thread.unclaimed:
-            part = operands[3:4] if x.size < results[0].size else []
-            self._carry(key, placed(x, self.comm.size, *part), int(ticket) + again, **bucket)
-        np.copyto(results[0], self.thread.wait(key).bucket)
-
     def _carry(
         self,
         key: tuple[int, ...],
@@ -147,7 +116,6 @@ class ExchangeHandlers:
         half: str,
         first: int,
         label: str,
-        turn: int = 0,
     ) -> None:
         tags, begin = self.control.tags, None
         first_tag = (number + first) % tags
@@ -158,7 +126,7 @@ class ExchangeHandlers:
             steps = total.of(x, [(first_tag + i) % tags for i in range(total.segments(x.size))])
         opening = self._openings.get(number)
         pending = PendingExchange(
-            label=label, bucket=x, waiting=steps, opening=opening, control=self.control, turn=turn, begin_in_c=begin
+            label=label, bucket=x, waiting=steps, opening=opening, control=self.control, begin_in_c=begin
         )
         self.thread.unclaimed[key] = pending
         self.thread.note("start", label)
@@ -171,18 +139,6 @@ class ExchangeHandlers:
         held, opening.held = opening.held, []  # openings are kept for a while, and exchanges hold gradients
         for pending in held:
             self.thread.begin(pending)
-
-
-def placed(x: np.ndarray, parts: int, part: np.ndarray | None = None) -> np.ndarray:
-    """Copy f32[n], as one part of f32[parts n] if `part` is given.
-
-    The other parts are zeros.
-    """
-    if part is None:
-        return x.copy()
-    whole = np.zeros((parts, x.size), x.dtype)
-    whole[int(part)] = x
-    return whole.reshape(-1)
 
 
 @functools.cache

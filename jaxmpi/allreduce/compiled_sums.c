@@ -53,7 +53,6 @@ struct sum {
   struct scratch *scratch;
   int64_t begun, ended; /* parts */
   int64_t first_tag, tags;
-  int32_t is_held;
   struct part under_way[WINDOW];
 };
 
@@ -94,8 +93,6 @@ struct sum *jaxmpi_sum_begin(const struct record *record, float *x, int64_t firs
   while (*end) end = &(*end)->next;
   return *end = made;
 }
-
-void jaxmpi_sum_hold(struct sum *sum, int32_t is_held) { sum->is_held = is_held; }
 
 /* Return 1, and forget it, if a sum is there. */
 int jaxmpi_sum_ended(struct sum *sum) {
@@ -196,7 +193,7 @@ static int resume(struct part *part) {
 
 static int begin_parts(struct sum *sum) {
   int code = 0;
-  for (int i = 0; !code && i < WINDOW && sum->begun < sum->record->count && !sum->is_held; i++) {
+  for (int i = 0; !code && i < WINDOW && sum->begun < sum->record->count; i++) {
     struct part *part = &sum->under_way[i];
     while (!code && !part->sum && sum->begun < sum->record->count) {
       part->sum = sum;

@@ -97,10 +97,6 @@ class CompiledSum:
         if not self._sum:
             raise MemoryError(NO_MEMORY_LINE)
 
-    def hold(self, is_held: bool) -> None:
-        """Begin no more parts, or begin them again."""
-        self._library.jaxmpi_sum_hold(self._sum, int(is_held))
-
     def has_ended(self) -> bool:
         """Return True once the sum is there; nothing may be called afterwards."""
         return bool(self._library.jaxmpi_sum_ended(self._sum))

@@ -3,16 +3,12 @@
 An exchange after the backward pass leaves the network idle while gradients are computed. Here each bucket is sent as
 soon as its gradients exist, on the thread of `comm_thread`. The result has the same bits as `exchange` with the same
 order. For MPI ranks on one host `chosen` resolves `auto` to off, since the exchange needs cores and memory there.
-`delayed_gradients` hides the exchange behind the whole next step, and applies gradients one step late. This is another
-algorithm than synchronous SGD.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import fitting_on_host
@@ -31,8 +27,7 @@ from jaxmpi.allreduce.api import (
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, fuse, split_all
 from jaxmpi.allreduce.call_order import callers
-from jaxmpi.allreduce.comm_thread_calls import TICKET, Calls, labelled, like, travelled, unavailable_reason
-from jaxmpi.allreduce.comm_thread_handlers import COLLECT, LATE, OPEN, SEND
+from jaxmpi.allreduce.comm_thread_calls import Calls, labelled, travelled, unavailable_reason
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import OVERLAPS, check_bucket_bytes
@@ -71,14 +66,11 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
         unfit: why the step cannot hide an exchange; empty if it can.
 
     Raises:
-        UsageError: on or delayed, if it cannot be; or an unknown value.
+        UsageError: on, if it cannot be; or an unknown value.
     """
     lookup(OVERLAPS, asked, "exchange.overlap")
     reason = unfit or unavailable_reason(strategy, comm)
-    must = (asked in ("on", "delayed") and comm.size > 1) or (asked == "delayed" and unfit)
-    check(not (must and reason), UNFIT.format(asked=asked, reason=reason))
-    if asked == "delayed":
-        return not reason, "overlap delayed: gradients are applied one step late, which is not synchronous SGD"
+    check(not (asked == "on" and comm.size > 1 and reason), UNFIT.format(asked=asked, reason=reason))
     if asked == "auto" and not unfit and isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1:
         reason = "all ranks are on one host"  # whatever else there is: it is the one that no option changes
     elif asked == "auto" and not reason and host_callbacks.why_copies():
@@ -165,66 +157,3 @@ def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portabl
     amount = f"{choice.strategy}, {choice.op} of {count_of(jax.tree.leaves(tree))}"
     what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
     return Calls.of(choice.strategy, choice.comm, choice.fingerprint(tree).value, vectors, labels, portable, what)
-
-
-# ---------------------------------------------------------------- one step late
-
-
-class Late(NamedTuple):
-    """State of `delayed_gradients`, each worker's own."""
-
-    gradients: PyTree  # gradients of the last step, as they were sent
-    number: jax.Array  # u32[]: of that step, under which they travel; if nothing does, they are sent again
-
-
-def delayed_gradients(
-    strategy: str = "asa32",
-    op: Op = "mean",
-    comm: Comm | None = None,
-    bucket_bytes: int | None = BUCKET_BYTES,
-    order: Order | None = None,
-    portable: bool = False,
-) -> optax.GradientTransformation:
-    """The exchange of one step behind the whole of the next.
-
-    u_t = (1/w) sum_i g_i(x_(t-1)), u_1 = 0: gradients are applied one step late, at other params than those they were
-    taken at. This is another algorithm than synchronous SGD. It is for use inside jit. Gradients that the last step of
-    a run has sent are never applied.
-
-    Args: as of `exchange`.
-    State: `Late`, each worker's own; a state is for one step. A checkpoint of it is exact: what travelled when it was
-        taken is sent again.
-    Communicates: as `exchange`, of the last step's gradients. Raises: as `exchange`.
-    """
-    late = next(LATE)
-
-    def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Late]:
-        del params
-        choice = chosen_for(updates, strategy, op, comm, bucket_bytes, order)
-        if choice.comm.size == 1:
-            return state.gradients, Late(updates, state.number + 1)
-        vectors, last = fused(updates, choice), fused(state.gradients, choice)
-        sums = relayed(vectors, last, state.number, late, calls_of(choice, updates, vectors, portable))
-        return means(sums, updates, choice), Late(updates, state.number + 1)
-
-    def init(params: PyTree) -> Late:
-        return Late(jax.tree.map(jnp.zeros_like, params), jnp.zeros(TICKET.shape, TICKET.dtype))
-
-    return optax.GradientTransformation(init, update)
-
-
-def relayed(
-    vectors: Sequence[jax.Array], last: Sequence[jax.Array], number: jax.Array, late: int, calls: Calls
-) -> list[jax.Array]:
-    """Send f32[n] each, and collect the last step's sums over workers."""
-    [ticket] = host_callbacks.call(OPEN, [], [TICKET], effect=calls.effect, **calls.opened(2 * calls.segments))
-    sent = [
-        host_callbacks.call(SEND, [vector, ticket, number + 1], [TICKET], effect=None, late=late, **bucket)[0]
-        for vector, bucket in zip(vectors, calls.buckets, strict=True)
-    ]
-    sums = []
-    for x, bucket in zip(last, calls.buckets, strict=True):
-        operands, sent = [x, number, ticket, *sent], []
-        attributes = {"late": late, "again": calls.segments, **bucket}
-        sums += host_callbacks.call(COLLECT, operands, [like(x)], effect=calls.effect, **attributes)
-    return sums

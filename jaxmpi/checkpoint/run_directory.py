@@ -279,7 +279,7 @@ def settled_exchange(kept: StoredSettings | None, asked: ExchangeConfig) -> dict
     """Exchange settings that `auto` chose in the run to resume; else None."""
     if kept is None or kept.exchange["asked"] != asked.strategy:
         return None
-    is_off = asked.overlap == "auto" and asked.gather != "late" and kept.exchange.get("overlap") == "off"
+    is_off = asked.overlap == "auto" and kept.exchange.get("overlap") == "off"
     settled = {name: kept.exchange[name] for name in ("strategy", "bucket_bytes")}
     return settled | {"overlap": "off" if is_off else asked.overlap}
 

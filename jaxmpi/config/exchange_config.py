@@ -21,7 +21,6 @@ OVERLAPS = {
     "auto": "on if it pays, which is between hosts, or if workers then hold less of gradients",
     "on": "while the backward pass goes on",
     "off": "after it",
-    "delayed": "while the next step goes on: gradients are applied one step late, another algorithm",
 }
 
 
@@ -33,24 +32,12 @@ SHARD_UPDATES = {
 }
 
 
-# When the new params of sharded updates are gathered.
-GATHERS = {
-    "in-step": "at the end of the step",
-    "late": "while the next step's forward pass goes on",
-}
-
-
 ADD_SHARDS = "add shard_update on, or leave it out"
 REFUSALS = (
     *not_with(
         lambda x: x.shard_update != "on",
         "shard_update {shard_update}, which gathers no params",
         ("exchange.gather_wire", "below 32", ADD_SHARDS, "32".__ne__),
-    ),
-    *not_with(
-        lambda x: x.shard_update != "on" or x.gather_wire != "32",
-        "shard_update {shard_update} and gather_wire {gather_wire}",
-        ("exchange.gather", "late", "expected shard_update on, whose new params travel in 32 bits, or in-step"),
     ),
     *not_with(
         lambda x: x.shard_update == "off",
@@ -66,14 +53,12 @@ class ExchangeConfig:
 
     strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
-    # exchange beside the backward pass; delayed applies gradients one step late
+    # exchange concurrently with the backward pass
     overlap: Annotated[str, OneOf(*OVERLAPS)] = "auto"
     # each worker updates a slice of the params and holds that slice of the optimizer's state
     shard_update: Annotated[str, OneOf(*SHARD_UPDATES)] = "off"
     # wire of new params under shard_update; with a coarser one than 32 their changes travel, by 32-bit masters
     gather_wire: str = "32"
-    # late: new params travel while the next step's forward pass goes on, those of its first layers first
-    gather: Annotated[str, OneOf(*GATHERS)] = "in-step"
     # workers after each that keep a copy of its slice, so that on_rank_loss shrink outlives deaths under shard_update
     buddy: int = 0
 

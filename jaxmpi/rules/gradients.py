@@ -91,7 +91,7 @@ def sharded(tx: optax.GradientTransformation, shards: ShardedMean, jit: Callable
 
 
 def with_state(tx: optax.GradientTransformation, mean: optax.GradientTransformation, step: Callable) -> Rule:
-    """The same with a mean that has a state: compressed or delayed."""
+    """The same with a compressor, which keeps a residual."""
 
     def init(params: PyTree) -> PyTree:
         return mean.init(params), tx.init(params)

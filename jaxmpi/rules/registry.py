@@ -189,8 +189,7 @@ def build(
     row = lookup(RULES, config.name, "rule")
     check(
         row.takes_compressors or exchange.gradients is None,
-        f"rule {config.name!r} exchanges no gradients, which compressors and exchange.overlap delayed are for; "
-        "use rule gradients, or neither of them",
+        f"rule {config.name!r} exchanges no gradients, which compressors are for; use rule gradients, or no compressor",
     )
     check(
         row.any_optimizer or linear or config.force,

@@ -22,7 +22,6 @@ from jaxmpi.allreduce import algorithms, compression, overlap
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread_handlers import exchange_handlers
-from jaxmpi.allreduce.late_gather import LateGather, UnderWay
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.allreduce.shards import Shards, shards_of
@@ -77,9 +76,6 @@ class Functions:
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # reasons for the choices of `auto`, for the log
     compute_only: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
-    with_whole_params: Callable[[TrainState], TrainState] = lambda state: (
-        state
-    )  # the same state with whole params: with a late gather they may be under way
 
     @property
     def exchanges(self) -> bool:
@@ -140,10 +136,7 @@ def build_functions(job: Job) -> Functions:
         order=Order(),
         flops=StepFlops(),
     )
-    if form.is_split:
-        return split_form(of)
-    functions = fused_form(of)
-    return with_late_gather(of, functions) if form.is_late else functions
+    return split_form(of) if form.is_split else fused_form(of)
 
 
 def split_form(of: StepParts) -> Functions:
@@ -229,37 +222,6 @@ def fused_form(of: StepParts) -> Functions:
     )
 
 
-def with_late_gather(of: StepParts, made: Functions) -> Functions:
-    """Functions whose step leaves params under way, and takes whole ones too.
-
-    Args:
-        made: of the fused form, with the gather in the step.
-    """
-    shards = of.exchange(is_beside=True).shards
-    assert isinstance(shards, Shards)
-    gather = LateGather(shards, of.job.plan.params())
-    inner = of.rule(of.exchange(is_beside=True)._replace(shards=gather.sliced))
-    measured = inner.measured and gather.update(inner.measured)
-    rule = inner._replace(update=gather.update(inner.update), measured=measured)
-    gradients = gather.gradients(of.order.of(of.gradients, of.flops.count))
-    step, jit = partial(steps.train_step, gradients=gradients, rule=rule), of.to_share
-    jitted, begin, gathered = jit(step, donate_argnums=(0,)), jit(gather.begun), jit(gather.whole_params)
-
-    def begun(state: TrainState) -> TrainState:
-        return state if isinstance(state.params, UnderWay) else state._replace(params=begin(state.params))
-
-    def with_whole_params(state: TrainState) -> TrainState:
-        return state._replace(params=gathered(state.params)) if isinstance(state.params, UnderWay) else state
-
-    return dataclasses.replace(
-        made,
-        train_step=lambda state, batch: jitted(begun(state), batch),
-        ahead=Ahead(lambda state, batch: compiled_for(jitted, (begun(state), batch)), True),
-        with_whole_params=with_whole_params,
-        form=f"{made.form}; new params are gathered behind the next forward pass",
-    )
-
-
 def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
     """A jit without donation: what went in may still be the outcome."""
     return jit(function, **{name: value for name, value in options.items() if name != "donate_argnums"})
@@ -305,19 +267,14 @@ def exchange_for(job: Job, strategy: str, order: Order, is_beside: bool) -> base
         refused = partial(exchange, **options)
         return base.Exchange(refused, refused, gradients=exchange_gradients(**options))
     options["order"] = order
-    alone: dict[str, Any] = {"portable": experiment.batch_statistics != "synchronised"}
-    exchange_tree = partial(overlap.exchange, **alone) if is_beside else exchange
-    is_late = experiment.exchange.overlap == "delayed"
+    portable = experiment.batch_statistics != "synchronised"
+    exchange_tree = partial(overlap.exchange, portable=portable) if is_beside else exchange
     mean, sum_up = (exchange_of_devices(strategy, op, workers, size_bytes, order) for op in ("mean", "sum"))
     if mean and sum_up:
         return base.Exchange(mean, sum_up)
     if is_beside:
         exchange_handlers()  # all ranks make them together; programs that come from another rank find it
-    return base.Exchange(
-        partial(exchange_tree, op="mean", **options),
-        partial(exchange_tree, op="sum", **options),
-        gradients=overlap.delayed_gradients(**options, **alone) if is_late else None,
-    )
+    return base.Exchange(partial(exchange_tree, op="mean", **options), partial(exchange_tree, op="sum", **options))
 
 
 def exchange_of_devices(

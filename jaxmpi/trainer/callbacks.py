@@ -80,12 +80,6 @@ class Callback:
     needs_lock_step = False  # True if it makes sense only where workers wait for each other
     scales_rate = False  # True if it changes the learning rate, by `rate_factor` in the optimizer's state
 
-    @property
-    def looks_between_steps(self) -> bool:
-        """Return True if `before_step` or `after_dispatch` may need whole params."""
-        own = (Callback.before_step, Callback.after_dispatch, ReduceOnPlateau.before_step)
-        return type(self).before_step not in own or type(self).after_dispatch not in own
-
     def at_start(self, step: int, state: TrainState) -> None:
         """Called before the loop starts after `step`, and again after each recovery.
 

@@ -88,11 +88,6 @@ AT_START = (
         ("rule.name", "all but gradients", "use rule gradients, or off", is_not_gradients),
     ),
     *not_with(
-        lambda x: x.exchange.shard_update == "on",
-        f"{SHARDED}, whose slices are of this step's gradients",
-        ("exchange.overlap", "delayed", "use auto, on or off"),
-    ),
-    *not_with(
         lambda x: shrinks(x) and not x.exchange.buddy,
         f"{SHRINK} without --exchange.buddy",
         (
@@ -106,11 +101,6 @@ AT_START = (
         lambda x: not shrinks(x),
         "--on-rank-loss end, when nobody needs a copy",
         ("exchange.buddy", "above 0", "leave it out, or take --on-rank-loss shrink", bool),
-    ),
-    *not_with(
-        lambda x: x.exchange.gather == "late",
-        "exchange.gather late, when a step ends before its params are whole on any worker",
-        ("on_nonfinite", "skip", "use stop or rollback, or in-step"),
     ),
     *not_with(
         is_asynchronous,
@@ -141,11 +131,6 @@ AT_START = (
         has_stream,
         "an IterDataset of Grain, which goes on at a step of as many examples only",
         ("continue_from", "any", "begin with --params, or take a MapDataset"),
-    ),
-    *not_with(
-        lambda x: x.exchange.overlap == "delayed",
-        "exchange.overlap delayed, when a step's gradients are used by the next one, which cannot be left out for them",
-        ("on_nonfinite", "skip", "use stop or rollback, or another overlap"),
     ),
     *not_with(
         lambda x: registry.is_periodic(x.rule),
@@ -195,7 +180,7 @@ AT_START = (
             f"what a dead worker owes, or has to itself, is gone: take another strategy, {END}",
             keeps_own,
         ),
-        ("exchange.overlap", "on, delayed", f"a step must end before the vote on it: take off, {END}"),
+        ("exchange.overlap", "on", f"a step must end before the vote on it: take off, {END}"),
         ("batch_statistics", "synchronised", "it has not been tried inside a backward pass: take averaged or local"),
         ("data.memory", "partition", f"a dead worker's part of the data goes with its memory: take none, {END}"),
     ),
@@ -264,16 +249,7 @@ class UnfitForOverlap(StrEnum):
     MICRO_BATCHES = "gradients come to exist with the last micro-batch only"
 
 
-class NothingLate(StrEnum):
-    """Why new params cannot travel behind the next forward pass."""
-
-    SHARED = "the ranks of the host share their params, so nothing is gathered"
-    WHOLE = "the optimizer updates whole tensors"
-    GPUS = "it has not been tried on GPUs"
-
-
 BACKEND = "backend: got {backend} with --on-rank-loss shrink; it has been tried on CPUs only: --on-rank-loss end"
-LATE = "exchange.gather: got late, but {reason}; use in-step"
 AVERAGES = (
     "{asked}: got optimizer {optimizer}, which is schedule-free: it evaluates an average of its own, made for one "
     "rate; leave it out"
@@ -291,7 +267,6 @@ IN_A_JOB = (
     ONE_JIT,
     ALWAYS_SPLIT,
     *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_calls.UnfitForThread, *UnfitForOverlap)),
-    *(LATE.format(reason=why) for why in NothingLate),
     BACKEND,
     *shrink.NEEDS,
     base.ONE_HOST,

@@ -86,9 +86,7 @@ class LockStep:
         if self._held:
             self._measure(self._held, state, batch)
         state, metrics = run.functions.train_step(state, batch)
-        looks = any(callback.looks_between_steps for callback in run.experiment.callbacks)
-        looks = looks or bool(run.experiment.inject)
-        return run.functions.with_whole_params(state) if looks else state, metrics
+        return state, metrics
 
     def _measure(self, held: WorkerMemory, state: TrainState, batch: Batch) -> None:
         """Log the first step's memory, and refuse more than is free."""
@@ -111,8 +109,6 @@ class LockStep:
         while len(self._pending) > (0 if due.log or due.compare or run.shrinking else 1):
             with none_under_way(state):
                 self.sums = self.sums + self._read(*self._pending.pop(0))
-        if due.compare or due.evaluate or due.save or due.leave:
-            state = run.functions.with_whole_params(state)
         return state, RunProgress(step, due)
 
     def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:

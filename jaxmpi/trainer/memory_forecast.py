@@ -94,7 +94,7 @@ def forecast(experiment: Experiment, workers: Workers) -> Forecast:
     shared = with_shards(job, "on")
     if asked.overlap == "on" and not shares_params(shared, shared.experiment.exchange.strategy):
         notes.append("overlap on takes the fused form: here are the parts of the split one")
-        job = with_exchange(job, overlap="auto", gather="in-step")
+        job = with_exchange(job, overlap="auto")
     if experiment.comm == "xla" and workers.size > 1:
         notes.append("comm xla takes the fused form: here are the parts of the split one")
     off, on = (with_shards(job, word) for word in ("off", "on"))

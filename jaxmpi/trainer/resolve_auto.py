@@ -31,7 +31,6 @@ from jaxmpi.trainer.step_form import (
     shares_params,
     unfit_for_overlap,
     unfit_slices,
-    unfit_slices_of,
 )
 from jaxmpi.trainer.training_plan import Job, with_exchange
 
@@ -39,7 +38,7 @@ from jaxmpi.trainer.training_plan import Job, with_exchange
 
 
 def resolve_overlap(job: Job) -> tuple[Job, str]:
-    """Drop overlap and late gathers if fewer workers need micro-batches; return why.
+    """Drop overlap if fewer workers need micro-batches; return why.
 
     Options for the workers that began the run must not end it on fewer, of which each has more examples. Micro-batches
     that the user asks for are refused with them.
@@ -47,15 +46,13 @@ def resolve_overlap(job: Job) -> tuple[Job, str]:
     asked, plan = job.experiment.exchange, job.plan
     local_batch = plan.feed.samplers[0].local_batch
     is_own = not job.experiment.micro_batch and plan.micro_batch not in (0, local_batch)
-    wants = asked.overlap == "on" or (asked.gather == "late" and asked.overlap != "delayed")
-    if not (is_own and wants):
+    if not (is_own and asked.overlap == "on"):
         return job, ""
-    gathered = ", new params gathered in the step" * (asked.gather == "late")
     why = (
-        f"overlap off{gathered}: a worker's {local_batch} examples are computed in "
+        f"overlap off: a worker's {local_batch} examples are computed in "
         f"micro-batches of {plan.micro_batch}, since the run began with {plan.scaled_for} workers"
     )
-    return with_exchange(job, overlap="off", gather="in-step"), why
+    return with_exchange(job, overlap="off"), why
 
 
 def resolve_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tuple[Job, str]:
@@ -70,7 +67,7 @@ def resolve_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tup
     if not is_auto(asked.strategy):
         return job, ""
     stored = run_directory.settled_exchange(kept, asked)
-    unfit = partial(unfit_slices_of, job) if asked.shard_update == "on" else None
+    unfit = partial(unfit_slices, job) if asked.shard_update == "on" else None
     if stored and can_go_on(stored["strategy"], asked, comm, unfit):
         resolved = with_exchange(job, **stored)
         exchange = resolved.experiment.exchange
@@ -99,7 +96,7 @@ def probed(
         alone: those that can be without overlap; none given: all.
     """
     verdict = choose(comm, sizes, asked.strategy, asked.bucket_bytes, beside or alone)
-    if beside and asked.overlap == "auto" and asked.gather != "late" and not verdict.overlap:
+    if beside and asked.overlap == "auto" and not verdict.overlap:
         without, why = probed(dataclasses.replace(asked, overlap="off"), comm, sizes, (), alone)
         return without, f"{why}; overlap off: most of an exchange is work for cores, which compute already"
     return dataclasses.replace(asked, strategy=verdict.strategy, bucket_bytes=verdict.bucket_bytes), verdict.why
@@ -114,7 +111,7 @@ def can_go_on(
         unfit: of sharded updates: why the halves of an algorithm cannot travel beside the step.
     """
     strategy, algorithm = algorithms.parse(name), name.partition(":")[0]
-    must = comm.size > 1 and (asked.overlap in ("on", "delayed") or asked.gather == "late")
+    must = comm.size > 1 and asked.overlap == "on"
     if unfit:
         is_able = algorithm in with_halves(comm.hosts, asked.gather_wire) and not (must and unfit(algorithm))
     else:
@@ -144,7 +141,7 @@ def resolve_shards(job: Job) -> tuple[Job, str]:
     on, off = (with_shards(job, word) for word in ("on", "off"))
     workers, strategy, why = job.workers, job.experiment.exchange.strategy, why_whole(on)
     if not why and not shares_params(on, strategy) and chosen_overlap(off, strategy)[0]:
-        unfit = unfit_slices(on)
+        unfit = unfit_slices(on, strategy)
         why = f"the exchange goes on beside the backward pass, and sharded it could not: {unfit}" if unfit else ""
     if not why:
         whole, own = (state_bytes(each) for each in (off, on))
@@ -179,7 +176,7 @@ def most_padding(arrays: float, workers: int) -> float:
 
 def with_shards(job: Job, word: str) -> Job:
     """The job with sharded updates on, or off without gathers and copies."""
-    whole = {} if word == "on" else {"gather": "in-step", "gather_wire": "32", "buddy": 0}
+    whole = {} if word == "on" else {"gather_wire": "32", "buddy": 0}
     return with_exchange(job, shard_update=word, **whole)
 
 

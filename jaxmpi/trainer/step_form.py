@@ -4,10 +4,10 @@ fused: one jit; only here can the exchange run beside the backward pass. split: 
 of their own. So one rank per host compiles the two big ones, and the others read them from the cache. A jit that holds
 a communicator can never be read from it (docs/decisions/0007). Several ranks on CPUs get the split form by default.
 
-Three things may travel beside a program: buckets of gradients, behind the backward pass of a fused step; gradients that
-go into the sum in shared memory as they come, so that they never exist together; new params, behind the next forward
-pass. This module decides which of them do, and says why the others cannot. It compiles nothing and sends nothing: all
-ranks come to the same answers.
+Two things may be sent while a program computes: buckets of gradients, during the backward pass of a fused step; and
+gradients that go into the sum in shared memory as they come, so that they never exist together. This module decides
+which of them do, and says why the others cannot. It compiles nothing and sends nothing: all ranks come to the same
+answers.
 """
 
 import dataclasses
@@ -24,15 +24,14 @@ from jaxmpi.allreduce.api import BUCKET_BYTES
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.sharded import check_floats
 from jaxmpi.config.optim import Optim
-from jaxmpi.core import errors
 from jaxmpi.core.deals import Deal, deal
 from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.core.separable import check_hash
 from jaxmpi.optim import optimizers
 from jaxmpi.rules import registry
 from jaxmpi.runtime import host_callbacks
-from jaxmpi.trainer.compatibility import LATE, NothingLate, UnfitForOverlap
-from jaxmpi.trainer.training_plan import Job, with_exchange
+from jaxmpi.trainer.compatibility import UnfitForOverlap
+from jaxmpi.trainer.training_plan import Job
 
 # `auto` shards updates if a worker saves so much of the optimizer's state, and sums gradients early if so much of them.
 SAVED_BYTES = BUCKET_BYTES
@@ -45,7 +44,6 @@ class StepForm:
     is_split: bool  # gradients, exchange and update are jits of their own; else all are one
     is_beside: bool  # buckets travel behind the backward pass
     is_early: bool  # gradients go into the sum in shared memory as they come
-    is_late: bool  # new params are gathered behind the next forward pass
     why: str  # the exchange is hidden or not, for the log
 
 
@@ -53,27 +51,12 @@ def form_of(job: Job, strategy: str) -> StepForm:
     """The form that suits these workers.
 
     Raises:
-        UsageError: `exchange.overlap` on or `exchange.gather` late, where that cannot be.
+        UsageError: `exchange.overlap` on, where that cannot be.
     """
-    experiment, workers = job.experiment, job.workers
     is_early, why_early = is_scattered_early(job, strategy)
     is_beside, why_beside = chosen_overlap(job, strategy)
-    shares = shares_params(job, strategy)
-    why = why_early if shares else why_beside
-    is_late = experiment.exchange.gather == "late" and workers.size > 1
-    if is_late:
-        unfit = "" if is_beside else why
-        unfit = NothingLate.SHARED if shares else unfit
-        unfit = unfit or NothingLate.WHOLE * bool(deal_of(job))
-        unfit = unfit or NothingLate.GPUS * bool(host_callbacks.why_copies())
-        errors.check(not unfit, LATE.format(reason=unfit))
-    return StepForm(
-        is_split=is_split(job) and not is_beside,
-        is_beside=is_beside,
-        is_early=is_early,
-        is_late=is_late,
-        why=why,
-    )
+    why = why_early if shares_params(job, strategy) else why_beside
+    return StepForm(is_split=is_split(job) and not is_beside, is_beside=is_beside, is_early=is_early, why=why)
 
 
 def is_split(job: Job) -> bool:
@@ -143,7 +126,7 @@ def unfit_for_overlap(job: Job) -> str:
     experiment, workers, plan = job.experiment, job.workers, job.plan
     if workers.devices > 1:
         return UnfitForOverlap.DEVICES.format(devices=workers.devices)
-    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(job)):
+    if experiment.exchange.shard_update == "on" and (reason := unfit_slices(job, experiment.exchange.strategy)):
         return reason
     if experiment.step_mode == "split":
         return UnfitForOverlap.SPLIT
@@ -153,25 +136,16 @@ def unfit_for_overlap(job: Job) -> str:
         return UnfitForOverlap.PERIODIC.format(rule=experiment.rule.name)
     if compression.is_compressor(experiment.exchange.strategy):
         return UnfitForOverlap.COMPRESSOR
-    fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch) or experiment.exchange.overlap == "delayed"
+    fits = plan.micro_batch in (0, plan.feed.samplers[0].local_batch)
     return "" if fits else UnfitForOverlap.MICRO_BATCHES
 
 
-def unfit_slices_of(job: Job, algorithm: str) -> str:
-    """`unfit_slices` with this algorithm; with late gathers also why there are none."""
-    strategy = f"{algorithm}:32"
-    if job.experiment.exchange.gather == "late" and shares_params(job, strategy):
-        return NothingLate.SHARED
-    return unfit_slices(with_exchange(job, strategy=strategy))
-
-
-def unfit_slices(job: Job) -> str:
-    """Why a sharded exchange's halves cannot travel beside the step, or empty."""
+def unfit_slices(job: Job, strategy: str) -> str:
+    """Why the halves of a sharded exchange cannot run concurrently with the step, or empty."""
     experiment, workers = job.experiment, job.workers
-    asked = experiment.exchange
-    if compression.is_compressor(asked.strategy):
+    if compression.is_compressor(strategy):
         return ""  # refused for itself
-    name = "asa:32" if is_auto(asked.strategy) else algorithms.parse(asked.strategy).name
+    name = "asa:32" if is_auto(strategy) else algorithms.parse(strategy).name
     if shares_params(job, name):
         if experiment.batch_statistics == "synchronised":
             return UnfitForOverlap.SCATTERS
@@ -189,7 +163,7 @@ def unfit_slices(job: Job) -> str:
         return UnfitForOverlap.HALVES.format(algorithm=algorithm, able=able)
     if experiment.batch_statistics == "synchronised":
         return UnfitForOverlap.SLICES
-    return comm_thread_calls.unavailable_reason(f"{algorithm}:{asked.gather_wire}", workers.comm) or ""
+    return comm_thread_calls.unavailable_reason(f"{algorithm}:{experiment.exchange.gather_wire}", workers.comm) or ""
 
 
 def deal_of(job: Job) -> Deal | None:

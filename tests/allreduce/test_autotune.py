@@ -697,9 +697,9 @@ def test_a_resumed_run_goes_on_with_the_stored_choice_bit_for_bit(tmp_path):
         ("hier-asa:16", (0, 0, 1, 1), "on", True),
         ("hier-color4:16", (0, 0, 1, 1), "on", True),
         ("hier-root:16", (0, 0, 1, 1), "on", False),
-        ("hier-ring:16", (0, 1, 0, 1), "delayed", True),
+        ("hier-ring:16", (0, 1, 0, 1), "on", True),
         ("tree:32", (0, 1, 2), "auto", True),
-        ("tree:32", (0, 1, 2), "delayed", False),
+        ("tree:32", (0, 1, 2), "on", False),
     ],
 )
 def test_a_choice_that_these_ranks_cannot_have_is_made_anew(strategy, hosts, overlap, goes_on):
@@ -719,7 +719,6 @@ def unfit(algorithm: str) -> str:
         ("ring:32", {"overlap": "on"}, True),
         ("ar:32", {"overlap": "on"}, False),
         ("ar:32", {"overlap": "auto"}, True),
-        ("ar:32", {"overlap": "auto", "gather": "late"}, False),
         ("color4:32", {"overlap": "auto"}, False),
     ],
 )
@@ -770,7 +769,6 @@ def test_a_choice_for_another_word_does_not_count(tmp_path):
     [("off", "auto", "off"), ("off", "on", "on"), ("auto", "auto", "auto"), ("", "auto", "auto")],
 )
 def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goes_on, tmp_path):
-    """But with late gathers, which need it."""
     experiment = Experiment(exchange=ExchangeConfig("auto", overlap=asked), resume=True, run_dir=str(tmp_path))
     (tmp_path / "record.jsonl").touch()
     folder = tmp_path / "checkpoints" / "step_00000004"
@@ -779,9 +777,6 @@ def test_overlap_that_does_not_pay_stays_off_in_a_resumed_run(before, asked, goe
     (folder / "manifest.json").write_text(manifest_of(exchange))
     settled = run_directory.settled_exchange(run_directory.stored(experiment, "digits"), experiment.exchange)
     assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": goes_on}
-    late = dataclasses.replace(experiment.exchange, shard_update="on", gather="late")
-    settled = run_directory.settled_exchange(run_directory.stored(experiment, "digits"), late)
-    assert settled == {"strategy": "asa:32", "bucket_bytes": None, "overlap": asked}
 
 
 @pytest.mark.parametrize(("pays", "overlap", "strategy"), [(True, "auto", "ring:32"), (False, "off", "shm:32")])
@@ -794,7 +789,5 @@ def test_auto_overlaps_where_the_probe_says_that_it_pays(pays, overlap, strategy
     settled, why = resolve_auto.probed(asked, comm, [8], ("ring",))
     assert (settled.overlap, settled.strategy) == (overlap, strategy)
     assert ("overlap off" in why) != pays
-    kept: list[dict[str, Any]] = [{"overlap": "on"}, {"shard_update": "on", "gather": "late"}]
-    for stays in kept:
-        settled, _ = resolve_auto.probed(dataclasses.replace(asked, **stays), comm, [8], ("ring",), ("shm", "ring"))
-        assert (settled.overlap, settled.strategy) == (stays.get("overlap", "auto"), "ring:32")
+    settled, _ = resolve_auto.probed(dataclasses.replace(asked, overlap="on"), comm, [8], ("ring",), ("shm", "ring"))
+    assert (settled.overlap, settled.strategy) == ("on", "ring:32")

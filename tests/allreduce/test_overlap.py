@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,6 @@ from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
 from jaxmpi.config.data import Data
-from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models.cnn import digits_cnn
@@ -40,8 +38,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody(monkeypatch):
     control: Any = SimpleNamespace(is_asked=lambda: False, late=lambda: [1], in_job=list)
     control.roll = SimpleNamespace(where=lambda ranks: "")
     pending = comm_thread.PendingExchange("bucket 3", np.zeros(1, np.float32), iter(()), control=control)
-    later = comm_thread.PendingExchange("bucket 4", np.zeros(1, np.float32), iter(()), control=control, turn=1)
-    thread._begun, thread._turn = {later: None, pending: None}, 0  # the later one waits for this rank's
+    thread._begun = {pending: None}
     for _ in range(2):
         now_s += 2 * comm_thread.TIMEOUT_S
         thread._check_time()
@@ -73,37 +70,20 @@ def test_where_there_is_no_overlap_a_line_says_why(asked, comm, unfit, line):
     assert overlap.chosen(asked, "ring32", comm, unfit) == (False, line)
 
 
-@pytest.mark.parametrize("asked", ["on", "delayed"])
-def test_what_cannot_be_is_refused(asked):
-    with pytest.raises(UsageError, match=f"got {asked}, but workers are not MPI ranks; use off or auto"):
-        overlap.chosen(asked, "ring32", AxisComm("w", 2))
-
-
-def test_late_in_pieces_is_refused_for_one_worker_too():
-    with pytest.raises(UsageError, match="got delayed, but the step is split"):
-        overlap.chosen("delayed", "ring32", SoloComm(), "the step is split")
+def test_what_cannot_be_is_refused():
+    with pytest.raises(UsageError, match="got on, but workers are not MPI ranks; use off or auto"):
+        overlap.chosen("on", "ring32", AxisComm("w", 2))
 
 
 def test_another_word_is_refused():
-    with pytest.raises(UsageError, match=r"unknown exchange\.overlap 'perhaps'; .*auto, delayed, off, on"):
-        overlap.chosen("perhaps", "ring32", SoloComm())
+    with pytest.raises(UsageError, match=r"unknown exchange\.overlap 'delayed'; .*auto, off, on"):
+        overlap.chosen("delayed", "ring32", SoloComm())
 
 
 def test_one_worker_exchanges_nothing():
     tree = {"a": jnp.arange(3.0), "b": jnp.ones((), jnp.bfloat16)}
     same = jax.jit(lambda t: overlap.exchange(t, comm=SoloComm()))(tree)
     assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), same, tree))
-
-
-def test_one_worker_may_be_late_too():
-    late = overlap.delayed_gradients(comm=SoloComm())
-    step: Any = jax.jit(late.update)
-    state = late.init(jnp.zeros(2))
-    seen = []
-    for g in (1.0, 2.0, 3.0):
-        mean, state = step(jnp.full(2, g), state)
-        seen.append(float(mean[0]))
-    assert seen == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -276,13 +256,8 @@ def survivors(path: str) -> list[str]:
 
 @pytest.mark.e2e
 def test_a_job_ends_in_peace_with_an_exchange_under_way(tmp_path):
-    """Gradients sent late in the last step are never asked for; what the last program gives is never waited for."""
+    """Nobody waits for what the last program gives."""
     code = (
-        "late = overlap.delayed_gradients('ring32')\n"
-        "state = late.init(jnp.zeros(2_000_000))\n"
-        "_, state = jax.jit(late.update)(jnp.ones(2_000_000), state)\n"
-        "jax.block_until_ready(state)\n"
-        "assert comm_thread.unclaimed\n"
         "spin = lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ y), x)\n"
         "step = jax.jit(lambda x: overlap.exchange(spin(x)))\n"
         "last = step(jnp.ones((500, 500)) / 500)\n"
@@ -352,17 +327,6 @@ def test_runs_with_and_without_overlap_end_with_the_same_bits(tmp_path):
     assert beside == without
 
 
-@pytest.mark.slow
-def test_a_delayed_run_is_resumed_with_the_same_bits(tmp_path):
-    late = ("--exchange.overlap", "delayed")
-    facts, whole = train_tiny(2, tmp_path, "run", *late)
-    assert "overlap delayed: gradients are applied one step late" in facts["form"]
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000020")  # as if it had been killed before
-    _, resumed = train_tiny(2, tmp_path, "run", *late, "--resume")
-    assert len(whole) == 3
-    assert resumed == whole
-
-
 @pytest.mark.e2e
 def test_a_run_that_cannot_overlap_says_why(tmp_path):
     (tmp_path / "tiny.py").write_text(TINY)
@@ -381,7 +345,6 @@ def test_a_run_that_cannot_overlap_says_why(tmp_path):
         ({"step_mode": "split"}, "the step is split (step_mode split)"),
         ({"micro_batch": 8}, "gradients come to exist with the last micro-batch only"),
         ({"micro_batch": 16}, ""),  # the local batch
-        ({"micro_batch": 8, "exchange": ExchangeConfig(overlap="delayed")}, ""),
     ],
 )
 def test_steps_that_cannot_hide_an_exchange(fields, reason):

@@ -1,6 +1,5 @@
 """The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
 
-import itertools
 import json
 import os
 import re
@@ -180,21 +179,6 @@ def sharded_run(folder: Path, rate: str, *flags: str) -> tuple[str, list[list[di
     return ended.out, [sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"]) for rank in (0, 1)]
 
 
-@pytest.mark.slow
-def test_params_that_travel_behind_the_next_step_are_waited_for_from_the_first_layers_to_the_last(tmp_path):
-    said, ranks = sharded_run(tmp_path, "10mbit", "--exchange.gather", "late")
-    assert "overlap on: ranks are on 2 hosts; new params are gathered behind the next forward pass" in said
-    for spans in ranks:
-        waits = [e["name"] for e in spans if e["cat"] == "wait"]
-        waits = waits[next(i for i, name in enumerate(waits) if name.startswith("scatter")) :]  # from a step's end on
-        gathers = [name for name in waits if name.startswith("gather") and name[-1] != "1"]  # that of one is of |g|^2
-        order = list(dict.fromkeys(gathers))
-        assert gathers == list(itertools.islice(itertools.cycle(order), len(gathers)))
-        assert len(order) > 2
-        assert order[0] == f"gather of bucket {len(order)} of {len(order)}"  # whose gradients come last
-        assert order[-1] == f"gather of bucket 1 of {len(order)}"
-
-
 def early_steps(folder: Path, local_batch: int, clip_norm: str) -> list[list[bool]]:
     """For each rank and step: whether a bucket of new params leaves before the last gradients have come."""
     args = ("--local-batch", str(local_batch), "--optim.clip-norm", clip_norm)
@@ -227,23 +211,6 @@ def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(t
     batch = next((n for n in batches if all(sum(rank) >= 2 for rank in early_steps(tmp_path / str(n), n, "0"))), None)
     assert batch, "no bucket of new params left early"  # 4 to 9 steps of 10 seen
     assert not any(map(any, early_steps(tmp_path / "clipped", batch, "1")))
-
-
-@pytest.mark.slow
-def test_new_params_behind_the_next_step_on_two_ranks_a_host_are_those_in_the_step(tmp_path):
-    """Every byte of their checkpoints, by a strategy that adds inside hosts first."""
-    held = {}
-    for gather in ("in-step", "late"):
-        args = ("--run-dir", str(tmp_path / gather), "--train-for", "8st", "--exchange.gather", gather)
-        args += ("--exchange.shard-update", "on", "--exchange.strategy", "hier-asa", "--exchange.bucket-bytes", "16384")
-        begin = ("mpirun", "-n", "4", "--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "jaxmpi.train")
-        line = (*begin, "experiments/digits.py", *args)
-        ended = on_cluster("--hosts", "2", "--slots", "2", "--", *line, timeout_s=200)
-        assert ended.code == 0, ended.out
-        assert "overlap on: ranks are on 2 hosts" in ended.out
-        held[gather] = [x.read_bytes() for x in sorted((tmp_path / gather / "checkpoints/step_00000008").glob("*.bin"))]
-    assert len(held["late"]) == 5
-    assert held["late"] == held["in-step"]
 
 
 @pytest.mark.e2e

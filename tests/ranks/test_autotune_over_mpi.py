@@ -1,7 +1,6 @@
 """`auto` on real ranks: run by tests/test_mpirun.py. The cache that counts is rank 0's."""
 
 import copy
-import dataclasses
 import json
 import re
 import tempfile
@@ -17,13 +16,6 @@ from jaxmpi.allreduce.probes import FORMAT
 from jaxmpi.comm.base import ring_order
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.comm.topology import gather_workers
-from jaxmpi.config.exchange_config import ExchangeConfig
-from jaxmpi.experiments.digits import experiment as DIGITS
-from jaxmpi.trainer.compatibility import NothingLate, UnfitForOverlap
-from jaxmpi.trainer.resolve_auto import resolve_exchange
-from jaxmpi.trainer.step_form import form_of, unfit_slices_of
-from jaxmpi.trainer.training_plan import job_of
 
 COMM = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
@@ -112,24 +104,6 @@ def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
         assert np.array_equal(np.asarray(got), row.sum(0))
     said = capsys.readouterr().out
     assert re.search("auto: (hier-)?(asa|ring|tree|color2|color4|pipering):32", said) if RANK == 0 else not said
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="late gathers are for CPUs")
-def test_auto_with_late_gathers_is_a_strategy_whose_halves_can_travel(cache):
-    exchange = ExchangeConfig("auto", shard_update="on", overlap="on", gather="late")
-    asked = dataclasses.replace(DIGITS, exchange=exchange, effective_batch=8 * SIZE, local_batch=0)
-    of = gather_workers(1)._replace(comm=workers())
-    job = job_of(asked, of)
-    reasons = {name: unfit_slices_of(job, name) for name in ("asa", "ring", "shm", "hier-ring", "ar", "tree")}
-    able = ("asa", "ring", "hier-asa", "hier-ring")
-    assert reasons == dict.fromkeys(("asa", "ring", "hier-ring", "tree"), "") | {
-        "shm": NothingLate.SHARED,
-        "ar": UnfitForOverlap.HALVES.format(algorithm="ar", able=", ".join(able)),
-    }
-    settled, why = resolve_exchange(job, None)
-    strategy = settled.experiment.exchange.strategy
-    assert strategy.removesuffix(":32") in able, why
-    assert form_of(settled, strategy).is_late
 
 
 def test_all_ranks_choose_alike_and_a_saved_probe_is_used_again(cache):

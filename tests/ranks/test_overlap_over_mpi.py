@@ -221,16 +221,6 @@ def test_auto_is_off_on_one_host_whatever_the_strategy():
         assert overlap.chosen("auto", strategy, COMM) == (False, "overlap off: all ranks are on one host")
 
 
-def test_what_is_sent_late_and_never_asked_for_is_not_kept():
-    late = overlap.delayed_gradients("ring32")
-    step, state = jax.jit(lambda x, state: late.update(x * 1, state)), late.init(jnp.zeros(3))
-    unclaimed = len(comm_thread().unclaimed)
-    for _ in range(20):
-        mean, _ = step(jnp.ones(3), state)  # from the first state each time
-    assert np.asarray(mean).tolist() == [0, 0, 0]
-    assert len(comm_thread().unclaimed) == unclaimed + 1
-
-
 # ---------------------------------------------------------------- training
 
 
@@ -253,40 +243,25 @@ def start():
     return {"one": layer(48, 64), "two": layer(64, 80), "zero": layer(80, 32), "logits": np.ones((32, 5), np.float32)}
 
 
-def train(strategy: str, beside: bool, late: bool = False, steps: int = 20, again: int = -1):
-    """Params after some steps of momentum; the state goes through host memory after step `again`."""
+def train(strategy: str, beside: bool, steps: int = 20):
+    """Params after some steps of momentum."""
     order, tx = Order(), optax.sgd(0.05, momentum=0.9)
     gradients = order.of(lambda *args: jax.grad(loss, has_aux=True)(*args))
     options = {"strategy": strategy, "bucket_bytes": 4096, "order": order}
     mean = partial(overlap.exchange if beside else jaxmpi.exchange, **options)
-    delayed = overlap.delayed_gradients(**options) if beside else one_step_late(mean)
 
     @jax.jit
     def step(params, state, x, label):
         grads, _ = gradients(params, x, label)
-        moments, waiting = state
-        mean_grads, waiting = delayed.update(grads, waiting) if late else (mean(grads), waiting)
-        updates, moments = tx.update(mean_grads, moments, params)
-        return optax.apply_updates(params, updates), (moments, waiting)
+        updates, state = tx.update(mean(grads), state, params)
+        return optax.apply_updates(params, updates), state
 
     params = jax.tree.map(jnp.asarray, start())
-    state, rng = (tx.init(params), delayed.init(params)), np.random.default_rng(RANK)
-    for i in range(steps):
+    state, rng = tx.init(params), np.random.default_rng(RANK)
+    for _ in range(steps):
         batch = rng.standard_normal((4, 48), np.float32), rng.integers(0, 5, 4)
         params, state = step(params, state, *batch)
-        if i == again:
-            params, state = jax.tree.map(np.array, (params, state))
-            comm_thread().unclaimed.clear()  # what still travels is not there after a restart
     return jax.tree.map(np.asarray, params), order
-
-
-def one_step_late(mean):
-    """`delayed_gradients` with the exchange in the program."""
-
-    def update(updates, state, params=None):
-        return mean(state), updates
-
-    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 
 def bits(tree) -> bytes:
@@ -302,30 +277,3 @@ def test_params_after_20_steps_have_the_same_bits_with_and_without_overlap(strat
     assert len(set(CONTROL.allgather_object(bits(beside).hex()))) == 1
     assert order.leaves(7)[0] == 0  # the logits' kernel
     assert order.leaves(7)[-1] in (1, 2)  # of layer one
-
-
-def test_one_step_late_has_the_same_bits_beside_inside_and_after_a_restart():
-    beside, _ = train("ring:32", True, late=True)
-    inside, _ = train("ring:32", False, late=True)
-    resumed, _ = train("ring:32", True, late=True, again=9)
-    assert bits(beside) == bits(inside) == bits(resumed)
-    assert bits(beside) != bits(train("ring:32", True)[0])
-
-
-def test_one_step_late_is_what_its_equation_says():
-    """Loss (x - t)^2 / 2 with targets t = rank + 1: g(x) = x - t. Numbers small enough to be exact."""
-    tx = overlap.delayed_gradients("asa32")
-    step = jax.jit(lambda x, state: descend(*tx.update(x - (RANK + 1.0), state), x))
-    x, state = jnp.zeros(3), tx.init(jnp.zeros(3))
-    at, before = 0.0, 0.0
-    for _ in range(6):
-        x, state = step(x, state)
-        at, before = at - 0.5 * before, at - (SIZE + 1) / 2
-        assert np.asarray(x) == pytest.approx(np.full(3, at), rel=6 * SIZE * 2.0**-23)
-    assert np.asarray(cast(overlap.Late, state).gradients) == pytest.approx(
-        np.full(3, before + (SIZE + 1) / 2 - RANK - 1), rel=1e-4
-    )
-
-
-def descend(mean, state, x):
-    return x - 0.5 * mean, state

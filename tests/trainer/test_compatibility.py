@@ -59,14 +59,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("data.source: got mixture with an IterDataset and --on-rank-loss shrink", {"data": HELD_OUT, **SHRINK}),
     ("data.on_error: got skip with an IterDataset of Grain.*filter", {"data": replace(STREAM, on_error="skip")}),
     ("continue_from: got run with an IterDataset of Grain", {"data": STREAM, "continue_from": "run"}),
-    (
-        r"on_nonfinite: got skip with exchange\.overlap delayed.*use stop or",
-        {"on_nonfinite": "skip", "exchange": ExchangeConfig(overlap="delayed")},
-    ),
-    (
-        r"on_nonfinite: got skip with exchange\.gather late.*use stop or",
-        {"on_nonfinite": "skip", "exchange": ExchangeConfig(shard_update="on", gather="late")},
-    ),
     ("on_nonfinite: got skip with rule local_sgd, whose workers step alone.*use stop", {"on_nonfinite": "skip", **H}),
     ("callbacks: got .* with --on-rank-loss shrink; an evaluation", {"callbacks": (ReduceOnPlateau(),), **SHRINK}),
     (
@@ -89,12 +81,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("rule.name: got subgd with exchange.shard_update on", {"rule": RuleConfig("subgd"), **SHARDED}),
     ("exchange.shard_update: got on with --on-rank-loss shrink without.*add --exchange.buddy 1", {**SHARDED, **SHRINK}),
     ("exchange.buddy: got 1 with --on-rank-loss end", BUDDY),
-    (
-        "exchange.overlap: got delayed with exchange.shard_update on.*use auto, on or off",
-        {"exchange": ExchangeConfig(overlap="delayed", shard_update="on")},
-    ),
     ("exchange.overlap: got on with --on-rank-loss", {"exchange": ExchangeConfig(overlap="on"), **SHRINK}),
-    ("exchange.overlap: got delayed with --on-rank-loss", {"exchange": ExchangeConfig(overlap="delayed"), **SHRINK}),
     ("batch_statistics: got synchronised with --on-rank-loss", {"batch_statistics": "synchronised", **SHRINK}),
     ("data.memory: got partition with --on-rank-loss", {"data": Data(memory="partition"), **SHRINK}),
     ("devices: got 2 with an asynchronous rule.*start as many ranks", {"devices": 2, **EASGD}),
@@ -113,9 +100,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("shard_update: got on with.*expected sgd, .*adamw.*muon", {"optim": Optim("schedule_free_sgd"), **SHARDED}),
     # Fields of one part, which refuses them when it is made.
     ("exchange.gather_wire: got 16 with shard_update off, which gathers", {"exchange": {"gather_wire": "16"}}),
-    ("gather: got late with shard_update off and gather_wire 32; expected", {"exchange": {"gather": "late"}}),
-    ("gather: got late with shard_update auto", {"exchange": {"gather": "late", "shard_update": "auto"}}),
-    ("and gather_wire 16;", {"exchange": {"gather": "late", "shard_update": "on", "gather_wire": "16"}}),
     ("exchange.buddy: got 1 with shard_update off", {"exchange": {"buddy": 1}}),
     ("data.shuffle_by: got files with data.memory partition", {"data": {"shuffle_by": "files", "memory": "partition"}}),
     ("got local_batch 8 and effective_batch 16; give one of them", {"local_batch": 8, "effective_batch": 16}),
@@ -157,7 +141,6 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
         {"comm": "xla", **SEVERAL, **SHARDED},
         {**BUDDY, **SHRINK},
         {"batch_statistics": "synchronised", "comm": "xla", **SEVERAL},
-        {"exchange": ExchangeConfig(overlap="delayed"), "on_nonfinite": "rollback"},
     ],
 )
 def test_others_go_together(options):
@@ -206,7 +189,7 @@ BESIDE_A_RULE: dict[str, dict[str, Any] | Callable[[RuleConfig], Any]] = {
     "a schedule-free optimizer": averages_itself,
     "`--optim.lr-scaling linear`, `sqrt`": lambda rule: registry.scale_lr(rule.name, "linear", 4),
     "wires `8`, `bf16`": lambda rule: registry.check_wire(rule, "asa:8"),
-    "a compressor, `--exchange.overlap delayed`": lambda rule: built(rule, gradients=optax.identity()),
+    "a compressor": lambda rule: built(rule, gradients=optax.identity()),
     "`--exchange.strategy none`": {"exchange": ExchangeConfig("none")},
     "`--exchange.shard-update on`": SHARDED,
     "`--devices K`": {"devices": 2},

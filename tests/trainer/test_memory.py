@@ -694,22 +694,18 @@ def test_a_run_that_does_not_fit_is_refused_before_its_first_step(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("exchange", "micro_batch", "overlap", "gather"),
+    ("exchange", "micro_batch", "overlap"),
     [
-        (ExchangeConfig("ring32", overlap="on", shard_update="on", gather="late"), 0, "off", "in-step"),
-        (ExchangeConfig("ring32", overlap="on"), 0, "off", "in-step"),
-        (ExchangeConfig("ring32", overlap="auto"), 0, "auto", "in-step"),
-        (ExchangeConfig("ring32", overlap="delayed"), 0, "delayed", "in-step"),
-        (ExchangeConfig("ring32", overlap="on"), 4, "on", "in-step"),  # the user's own are refused with it
+        (ExchangeConfig("ring32", overlap="on"), 0, "off"),
+        (ExchangeConfig("ring32", overlap="auto"), 0, "auto"),
+        (ExchangeConfig("ring32", overlap="on"), 4, "on"),  # micro-batches that the user asks for are refused with it
     ],
 )
-def test_options_for_more_workers_do_not_end_a_run_on_fewer(exchange, micro_batch, overlap, gather):
+def test_options_for_more_workers_do_not_end_a_run_on_fewer(exchange, micro_batch, overlap):
     asked = dataclasses.replace(DIGITS, effective_batch=32, micro_batch=micro_batch, exchange=exchange)
     job, why = resolve_auto.resolve_overlap(job_of(asked, workers(2), scaled_for=4))
-    settled = job.experiment.exchange
-    assert (settled.overlap, settled.gather) == (overlap, gather)
-    gathered = ", new params gathered in the step" * (exchange.gather == "late")
-    assert why.startswith(f"overlap off{gathered}: a worker's 16 examples") == (overlap == "off")
+    assert job.experiment.exchange.overlap == overlap
+    assert why.startswith("overlap off: a worker's 16 examples") == (overlap == "off")
 
 
 # ---------------------------------------------------------------- --exchange.shard-update auto

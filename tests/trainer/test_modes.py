@@ -48,7 +48,6 @@ class Mode(NamedTuple):
     steps_together: bool = True
 
 
-LATE = "--exchange.strategy ring32 --exchange.overlap on --exchange.shard-update on --exchange.gather late"
 SHARED = "--exchange.strategy shm --exchange.shard-update on"
 EASGD = "--optim.name sgd --rule.name easgd --effective-batch 0 --local-batch 8"
 DEFAULT = {
@@ -61,12 +60,10 @@ DEFAULT = {
     "easgd": Mode(EASGD, times_exchanges="measured", steps_together=False),
     "shrink": Mode("--on-rank-loss shrink"),
     "shared_params": Mode(f"{SHARED} --exchange.overlap on --optim.ema 0.9", times_exchanges="measured"),
-    "late_gather": Mode(f"{LATE} --optim.ema 0.9", times_exchanges="measured"),
 }
 SLOW = {
     "one": Mode(ranks=1, times_exchanges="none"),
     "fused": Mode("--step-mode fused --exchange.overlap off"),
-    "delayed": Mode("--exchange.overlap delayed --exchange.strategy asa32", times_exchanges="measured"),
     "shm": Mode("--exchange.strategy shm --step-mode fused", times_exchanges="measured"),
     "compressed": Mode("--exchange.strategy topk0.1/asa32"),
     "subgd": Mode("--rule.name subgd"),
@@ -92,9 +89,6 @@ SLOW = {
     "slices_beside": Mode(
         "--exchange.overlap on --exchange.strategy ring32 --exchange.shard-update on --optim.ema 0.9",
         times_exchanges="measured",
-    ),
-    "late_gather_rolls_back": Mode(
-        f"{LATE} --from-start --on-nonfinite rollback --inject nan:rank=1,step=6", times_exchanges="measured"
     ),
     "sharded_xla": Mode("--comm xla --exchange.strategy ar --exchange.shard-update on --optim.ema 0.9"),
     "sharded_devices": Mode("--devices 2 --exchange.shard-update on --optim.ema 0.9", ranks=1),
