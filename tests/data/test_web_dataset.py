@@ -1,15 +1,18 @@
 """Shards that WebDataset has written: an index, then any member where it lies."""
 
 import io
+import os
 import pickle
 import tarfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
@@ -87,48 +90,68 @@ def test_any_number_of_workers_sees_the_examples_of_one(folder, size):
     assert sorted(seen) == sorted(PIXELS[i].tobytes() for i in Sampler(ROWS, 4, seed=1).indices(3).indices)
 
 
-def test_the_index_is_made_once_until_a_shard_changes(folder, monkeypatch):
+@pytest.fixture
+def settled(monkeypatch) -> None:
+    """Shards that have just been written count as old."""
+    monkeypatch.setattr(web_dataset, "SETTLED_S", 0.0)
+
+
+@pytest.mark.usefixtures("settled")
+def test_the_index_is_built_once_until_a_shard_changes(folder, monkeypatch):
     opened(folder)
-    made = []
-    monkeypatch.setattr(web_dataset, "_made", lambda *args, make=web_dataset._made: made.append(args) or make(*args))
+    built, build = [], web_dataset.build_index
+    monkeypatch.setattr(web_dataset, "build_index", lambda *args: built.append(args) or build(*args))
     assert pickle.loads(pickle.dumps(opened(folder)))[9][1] == 0
-    assert not made
+    assert not built
     written(folder / "train-001.tar", range(6, 9))
     assert len(opened(folder)) == 9
-    assert len(made) == 1
+    assert len(built) == 1
 
 
-def test_ranks_that_start_together_make_one_index(folder, monkeypatch):
-    made, make = [], web_dataset._made
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_shard_that_is_relabelled_with_size_and_time_kept_gives_its_new_labels(tmp_path, monkeypatch, is_settled):
+    monkeypatch.setattr(web_dataset, "SETTLED_S", 0.0 if is_settled else web_dataset.SETTLED_S)
+    for label in (0, 1):
+        written(tmp_path / "train.tar", range(2), cls=label)
+        os.utime(tmp_path / "train.tar", (1, 1))
+        assert [opened(tmp_path)[i][1] for i in range(2)] == [label] * 2
+        time.sleep(0.02)  # more than a tick of the file system's clock
+
+
+@pytest.mark.usefixtures("settled")
+def test_ranks_that_start_together_build_one_index(folder, monkeypatch):
+    built, build = [], web_dataset.build_index
 
     def slow(*args: Any) -> web_dataset.Index:
-        made.append(args)
+        built.append(args)
         time.sleep(0.2)
-        return make(*args)
+        return build(*args)
 
-    monkeypatch.setattr(web_dataset, "_made", slow)
+    monkeypatch.setattr(web_dataset, "build_index", slow)
     with ThreadPoolExecutor(4) as pool:
         assert [len(source) for source in pool.map(opened, [folder] * 4)] == [ROWS] * 4
-    assert len(made) == 1
+    assert len(built) == 1
 
 
-def test_an_index_that_is_damaged_is_made_again(folder):
+@pytest.mark.usefixtures("settled")
+def test_an_index_that_is_damaged_is_built_again(folder):
     opened(folder)
     (index,) = folder.glob(".jaxmpi-index-*.npz")
     index.write_bytes(index.read_bytes()[:100])
     assert len(opened(folder)) == ROWS
 
 
+@pytest.mark.usefixtures("settled")
 def test_beside_shards_that_cannot_be_written_the_index_is_in_the_users_cache(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep = web_dataset._keep
+    save = web_dataset._save
 
     def refused(place: Path, *args: Any) -> None:
         if place.parent == folder:
             raise PermissionError
-        keep(place, *args)
+        save(place, *args)
 
-    monkeypatch.setattr(web_dataset, "_keep", refused)
+    monkeypatch.setattr(web_dataset, "_save", refused)
     opened(folder)
     assert len(list((tmp_path / "cache" / "jaxmpi" / "index").glob("*.npz"))) == 1
 
@@ -166,13 +189,82 @@ def test_a_compressed_shard_is_refused(tmp_path, folder):
         opened(tmp_path)
 
 
-def test_a_shard_that_is_cut_off_is_refused(folder):
-    path = folder / "train-001.tar"
-    with tarfile.open(path) as shard:
-        end = max(member.offset_data for member in shard)
-    path.write_bytes(path.read_bytes()[: end + 1])
-    with pytest.raises(UsageError, match=r"train-001.tar: "):
-        opened(folder)
+def png(value: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("L", (4, 4), value).save(out, "PNG")
+    return out.getvalue()
+
+
+def shard(path: Path, members: Sequence[tuple[str, bytes]], **kwargs: Any) -> None:
+    with tarfile.open(path, "w", **kwargs) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+SIX = [(f"{i}.{column}", blob) for i in range(6) for column, blob in (("png", png(i)), ("cls", b"0"))]
+HEADER = tarfile.BLOCKSIZE
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda blob, at: blob[:at] + b"\xff" * HEADER + blob[at + HEADER :],
+        lambda blob, at: blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :],
+        lambda blob, at: blob[:at] + bytes(2 * HEADER) + blob[at + 2 * HEADER :],
+        lambda blob, at: blob[:at] + bytes(len(blob) - at),
+        lambda blob, at: blob[:at],
+        lambda blob, at: blob[: at + 100],
+        lambda blob, at: blob[: at + HEADER + 10],
+        lambda blob, at: blob + blob,
+        lambda blob, at: bytes(len(blob)),
+    ],
+    ids=["header", "bit", "hole", "no tail", "cut", "cut in header", "cut in member", "two in one", "zeros"],
+)
+def test_a_shard_that_is_damaged_is_refused_by_name(tmp_path, damage: Callable[[bytes, int], bytes]):
+    path = tmp_path / "train.tar"
+    shard(path, SIX)
+    assert len(opened(tmp_path)) == 6
+    with tarfile.open(path) as tar:
+        at = tar.getmembers()[6].offset
+    path.write_bytes(damage(path.read_bytes(), at))
+    with pytest.raises(UsageError, match=str(path)):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
+def test_every_format_and_ending_of_a_tar_file_is_read_whole(tmp_path, kind):
+    shard(tmp_path / "train.tar", SIX, format=kind)
+    blob = (tmp_path / "train.tar").read_bytes()
+    for end in (len(blob), 12 * 2 * HEADER + 2 * HEADER, 12 * 2 * HEADER + HEADER):  # without padding, half an end
+        (tmp_path / "train.tar").write_bytes(blob[:end])
+        assert [opened(tmp_path)[i][0].max() for i in range(6)] == [*range(6)]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("0.png", png(0)), ("0.cls", b"0"), ("0.png", png(1)), ("0.cls", b"1")],
+        [("0.png", png(0)), ("0.PNG", png(1)), ("0.cls", b"1")],
+    ],
+    ids=["same name", "other case"],
+)
+def test_two_members_of_one_column_are_refused(tmp_path, members):
+    shard(tmp_path / "train.tar", members)
+    with pytest.raises(UsageError, match=r"train.tar: 0: got two members png"):
+        opened(tmp_path)
+
+
+def test_a_link_among_the_members_is_refused(tmp_path):
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        for name in ("0.png", "1.png"):
+            (tmp_path / "one").write_bytes(png(0))
+            info = tar.gettarinfo(tmp_path / "one", name)
+            info.type, info.linkname = (tarfile.LNKTYPE, "0.png") if name == "1.png" else (tarfile.REGTYPE, "")
+            tar.addfile(info, io.BytesIO(png(0)) if info.isreg() else None)
+    with pytest.raises(UsageError, match=r"train.tar: 1.png is a link"):
+        opened(tmp_path, columns=("png",))
 
 
 def test_a_shard_that_shrinks_while_it_is_read_is_named(folder):

@@ -2,10 +2,11 @@
 
 WebDataset streams shards, so what a worker sees depends on the number of workers. Here each shard's headers are read
 once; then a member is read where it lies, like a row of a table. Members of one example follow each other and have one
-key, the name up to the first dot; the rest of the name is the column.
+key, the name up to the first dot; the rest of the name is the column. A shard must be whole: it is refused if it is cut
+off or damaged, or if an example has two members of one column.
 
-The index is kept beside the shards, or in the user's cache folder if theirs cannot be written. It is made anew if a
-shard has changed its size or time.
+The index is kept beside the shards, or in the user's cache folder if theirs cannot be written. It is built again if a
+shard has been written to.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import os
 import tarfile
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +34,8 @@ from jaxmpi.data.sources.open_files import OpenFiles
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
 MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
-VERSION = 1  # version of the index
+VERSION = 2  # version of the index
+SETTLED_S = 2.0  # an index is saved of shards that have not changed for so long
 
 
 class Index(NamedTuple):
@@ -68,7 +71,7 @@ class WebDatasetSource(TableSource):
         check(not unknown, f"data.columns: got {', '.join(unknown)}; {config.source} reads {MEMBERS}")
         super().__init__(config, columns)
         self.shards = OpenFiles(shards)
-        self.index = indexed(shards, columns)
+        self.index = load_or_build_index(shards, columns)
         self.is_compressed = all(name.split(".")[-1] in IMAGES for name in self.alternatives[0])
         self.labels = self.index.labels if len(self.index.labels) else None
         self.file_ends = tuple(self.index.ends.tolist()) if len(shards) > 1 else None
@@ -115,9 +118,9 @@ def _image(blob: bytes, where: str) -> bytes:
 
 def _class(blob: bytes, where: str) -> int:
     try:
-        return int(blob)
-    except ValueError as error:
-        raise UsageError(f"{where}: got {blob[:40]!r}; expected a whole number as text") from error
+        return int(np.int32(int(blob)))
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{where}: got {blob[:40]!r}; expected a whole number of 32 bits as text") from error
 
 
 def _array(blob: bytes, where: str) -> np.ndarray:
@@ -131,40 +134,39 @@ def _array(blob: bytes, where: str) -> np.ndarray:
 DECODED: dict[str, Callable[[bytes, str], Any]] = {**dict.fromkeys(IMAGES, _image), "cls": _class, "npy": _array}
 
 
-def indexed(shards: Sequence[str], columns: Sequence[str]) -> Index:
-    """Load the shards' index, or make and keep it.
+def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
+    """Load the shards' index, or build and save it.
 
     Raises:
         UsageError: as of the source.
     """
-    states = [(os.path.basename(path), *_state(path)) for path in shards]
+    states = [_state(path) for path in shards]
     signature = json.dumps([VERSION, list(columns), states])
     name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "index" / f"{name}.npz"
     places = (Path(shards[0]).parent / f".jaxmpi-index-{name}.npz", cache)
-    if found := _first(places, signature):
+
+    def load() -> Index | None:
+        return next(filter(None, (_load(place, signature) for place in places)), None)
+
+    if found := load():
         return found
-    with _alone(Path(shards[0]).parent):
-        if found := _first(places, signature):
+    with _lock(Path(shards[0]).parent):
+        if found := load():
             return found
-        index = _made(shards, [name.split(";") for name in columns])
-        for place in places:
-            with contextlib.suppress(OSError):
-                _keep(place, index, signature)
-                break
+        index = build_index(shards, [name.split(";") for name in columns])
+        # A write in the same tick of the clock as this one would leave the signature as it is.
+        if time.time() - max(state.changed_ns for state in states) / 1e9 > SETTLED_S:
+            for place in places:
+                with contextlib.suppress(OSError):
+                    _save(place, index, signature)
+                    break
     return index
 
 
-def _first(places: Sequence[Path], signature: str) -> Index | None:
-    return next(filter(None, (_kept(place, signature) for place in places)), None)
-
-
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder among a host's processes, if the file system can.
-
-    So one rank makes the index, and the others read it.
-    """
+def _lock(folder: Path) -> Iterator[None]:
+    """Keep other processes from building an index here at the same time: they read it afterwards."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
@@ -174,50 +176,67 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _state(path: str) -> tuple[int, int]:
-    with _reading(path):
+class ShardState(NamedTuple):
+    """What changes whenever a shard's contents do.
+
+    Size and modification time can both be kept by whoever mends or relabels a shard (rsync, cp -p). Nobody sets the
+    time of the inode's change.
+    """
+
+    name: str
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+
+
+def _state(path: str) -> ShardState:
+    with _refusing_damage(path):
         found = os.stat(path)
-    return found.st_size, found.st_mtime_ns
+    return ShardState(os.path.basename(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
 
-def _kept(place: Path, signature: str) -> Index | None:
+def _load(place: Path, signature: str) -> Index | None:
     try:
         with place.open("rb") as file, np.load(file, allow_pickle=False) as found:
-            is_this = found["signature"].tobytes() == signature.encode()
-            return Index(*(found[field] for field in Index._fields)) if is_this else None
-    except Exception:  # errors of files, zip, NumPy; an index that is damaged is made again
+            is_current = found["signature"].tobytes() == signature.encode()
+            return Index(*(found[field] for field in Index._fields)) if is_current else None
+    except Exception:  # errors of files, zip, NumPy; a damaged index is built again
         return None
 
 
-def _keep(place: Path, index: Index, signature: str) -> None:
+def _save(place: Path, index: Index, signature: str) -> None:
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=place.parent, prefix=place.name, delete=False) as file:
         try:
             np.savez(file, signature=np.frombuffer(signature.encode(), np.uint8), **index._asdict())
             file.close()
             os.chmod(file.name, 0o644)
-            os.replace(file.name, place)  # ranks that make it at the same time make the same
+            os.replace(file.name, place)  # ranks that build it at the same time build the same
         except BaseException:
             os.unlink(file.name)
             raise
 
 
-def _made(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index:
+def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index:
+    """Read all headers of the shards.
+
+    Raises:
+        UsageError: as of the source.
+    """
     rows: list[list[tuple[int, int, int]]] = []
     ends, keys, labels = [], [], []
     has_labels = len(alternatives) == 2 and list(alternatives[1]) == ["cls"]
     for path in shards:
-        with _reading(path), tarfile.open(path, "r:") as tar:
-            size = os.path.getsize(path)
+        with _refusing_damage(path), tarfile.open(path, "r:") as tar:
             for key, members in _examples(tar, path):
                 row = [_chosen(members, names, f"{path}: {key}") for names in alternatives]
-                last = max(offset + length for offset, length, _ in row)
-                check(last <= size, f"{path}: {key}: {last - size} bytes are missing at the end; copy it again")
                 rows.append(row)
                 keys.append(os.fsencode(key))
                 if has_labels:
                     offset, length, _ = row[1]
-                    labels.append(_class(_part(tar, offset, length), f"{path}: {key}.cls"))
+                    labels.append(_class(_read_at(tar, offset, length), f"{path}: {key}.cls"))
+        check(len(rows) > (ends[-1] if ends else 0), f"{path}: got no example; write it again, or take it away")
         ends.append(len(rows))
     table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
     return Index(
@@ -232,23 +251,58 @@ def _made(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index
 
 
 def _examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Keys, and members by column."""
+    """Yield each example's key, and its members by column."""
     last, members = None, {}
-    for member in tar:
-        setattr(tar, "members", [])  # noqa: B010 - else it keeps them all
+    for member in _members(tar, path):
         folder, _, name = member.name.rpartition("/")
-        if not member.isreg() or name.startswith("."):
+        if member.isdir() or name.startswith("."):
             continue
-        check(not member.issparse(), f"{path}: {member.name} is sparse; write the shard with plain files")
+        is_plain = member.isreg() and not member.issparse()
+        check(is_plain, f"{path}: {member.name} is a link, a device or sparse; write the shard with plain files")
         stem, _, column = name.partition(".")
         key = f"{folder}/{stem}" if folder else stem
         if last is not None and key != last:
             yield last, members
             members = {}
         last = key
+        check(
+            column.lower() not in members,
+            f"{path}: {key}: got two members {column.lower()}, the second at byte {member.offset}; expected one: give "
+            "each example a name of its own",
+        )
         members[column.lower()] = member
     if last is not None:
         yield last, members
+
+
+def _members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
+    """Yield the members up to the zeros that close a tar file, and check that those are its end.
+
+    To `tarfile` itself a damaged header, a hole of zeros and a cut are all the end, as if nothing were missing.
+    """
+    file, size = tar.fileobj, os.path.getsize(path)
+    assert file is not None
+    tar.offset = 0
+    while True:
+        begin = tar.offset
+        file.seek(begin)
+        block = file.read(tarfile.BLOCKSIZE)
+        check(len(block) == tarfile.BLOCKSIZE, f"{path}: it is cut off at byte {min(begin, size)}; copy it again")
+        if not any(block):
+            break
+        file.seek(begin)
+        try:
+            yield tarfile.TarInfo.fromtarfile(tar)
+        except (tarfile.TarError, ValueError) as error:
+            raise UsageError(f"{path}: damaged at byte {begin}: {error}; copy it again") from error
+    record = tarfile.RECORDSIZE
+    rest = file.read(record)
+    is_end = not any(rest) and size <= -(-(begin + 2 * tarfile.BLOCKSIZE) // record) * record
+    check(
+        is_end,
+        f"{path}: got zeros at byte {begin}, which close a tar file, and {size - begin} bytes from there on; expected "
+        f"its end within {record}: it has a hole, or is two shards in one: copy or write it again",
+    )
 
 
 def _chosen(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
@@ -262,14 +316,14 @@ def _chosen(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: st
     )
 
 
-def _part(tar: tarfile.TarFile, offset: int, length: int) -> bytes:
+def _read_at(tar: tarfile.TarFile, offset: int, length: int) -> bytes:
     assert tar.fileobj is not None
-    tar.fileobj.seek(offset)  # tarfile looks for the next header by itself
+    tar.fileobj.seek(offset)
     return tar.fileobj.read(length)
 
 
 @contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
+def _refusing_damage(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, tarfile.TarError) as error:
