@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxmpi.config import durations
-from jaxmpi.config.choices import OneOf, check_choices
+from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
 from jaxmpi.config.refusals import not_with, refuse
 from jaxmpi.core.errors import check
 
@@ -81,6 +81,7 @@ class Data:
     augment: InPython[Callable[[Any, dict[str, Any]], dict[str, Any]] | None] = None
 
     def __post_init__(self) -> None:
+        use_python_numbers(self)
         check_choices(self, "data.")
         check(0 <= self.max_skipped <= 1, f"data.max_skipped: got {self.max_skipped}; expected a share in [0, 1]")
         for name in ("resize", "crop"):

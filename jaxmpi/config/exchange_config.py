@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxmpi.config.choices import OneOf, check_choices
+from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
 from jaxmpi.config.refusals import not_with, refuse
 from jaxmpi.core.errors import check
 
@@ -63,6 +63,7 @@ class ExchangeConfig:
     buddy: int = 0
 
     def __post_init__(self) -> None:
+        use_python_numbers(self)
         check_bucket_bytes(self.bucket_bytes)
         check_choices(self, "exchange.")
         check(self.buddy >= 0, f"exchange.buddy: got {self.buddy}; expected a number of workers, 0 for no copies")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from jaxmpi.config.choices import OneOf, check_choices
+from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
 from jaxmpi.config.data import InPython
 from jaxmpi.core.errors import check
 
@@ -33,6 +33,7 @@ class Optim:
     transform: InPython[Any] = None  # an Optax optimizer, or (schedule) -> one; `name` is then of your own
 
     def __post_init__(self) -> None:
+        use_python_numbers(self)
         check(
             isinstance(self.name, str),
             f"optim.name: got a {type(self.name).__name__}; expected a name, such as adamw; an optimizer of Optax has "
@@ -74,6 +75,7 @@ class Schedule:
     rate: InPython[Callable[[Any], Any] | None] = None  # (step) -> lr, such as an Optax schedule, in place of all this
 
     def __post_init__(self) -> None:
+        use_python_numbers(self)
         given = [f.name for f in fields(self) if f.name != "rate" and getattr(self, f.name) != f.default]
         check(self.rate is None or not given, f"got schedule.rate and schedule.{', '.join(given)}; give one of them")
         check(

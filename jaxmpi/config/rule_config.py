@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from jaxmpi.config.choices import use_python_numbers
 from jaxmpi.core.errors import check
 
 
@@ -26,6 +27,7 @@ class RuleConfig:
     noise_scale: bool = True  # gradients: record variance between workers and noise scale, if there are several
 
     def __post_init__(self) -> None:
+        use_python_numbers(self)
         shares = {"alpha": (0, 1), "p": (0, 1)} | ({"server_alpha": (0, 1)} if self.server_alpha else {})
         far = "beyond 1 a worker would end on the far side of the center, at 0 they would never meet"
         for name in shares:

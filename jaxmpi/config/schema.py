@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jaxmpi.config.choices import OneOf, check_choices
+from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
 from jaxmpi.config.data import Data, InPython
 from jaxmpi.config.durations import check_divides, step_range, steps
 from jaxmpi.config.exchange_config import ExchangeConfig
@@ -140,6 +140,7 @@ class Experiment:
     step_mode: Annotated[str, OneOf("auto", "fused", "split")] = "auto"
 
     def __post_init__(self) -> None:
+        use_python_numbers(self)
         for name, (part, way_out) in PARTS.items():
             got = getattr(self, name)
             kind = f"{type(got).__module__.partition('.')[0]}.{type(got).__name__}"

@@ -15,6 +15,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import check
 from jaxmpi.data import decode
 from jaxmpi.data.sampler import random_bits
+from jaxmpi.data.sources.base import to_array
 from jaxmpi.data.sources.batch_files import Expected, load_array
 
 STREAM = 4  # number of the stream of random bits for `data.augment`; no other part draws from it
@@ -95,7 +96,7 @@ class Augment:
         own = self.config.augment
         if own is None or not self.train:
             return example
-        key = np.array([self.seed % 2**64, epoch], np.uint64)
+        key = np.array([self.seed, epoch], np.uint64)
         bits = np.random.Philox(key=key, counter=np.array([0, 0, index, STREAM], np.uint64))
         given = {field: np.array(value) for field, value in example.items()}
         got = own(np.random.Generator(bits), given)
@@ -104,7 +105,7 @@ class Augment:
             isinstance(got, dict) and got.keys() == example.keys(),
             f"{where}: data.augment returned {words}; expected the fields that it got, {', '.join(example)}",
         )
-        return {field: np.asarray(got[field]) for field in example}
+        return {field: to_array(got[field], f"{where}: {field} of data.augment") for field in example}
 
     def check_unused(self, where: str) -> None:
         """Raise `UsageError` if anything is asked for that only images know."""

@@ -18,6 +18,8 @@ from jaxmpi.core.errors import TrainingError, check
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's name for so many channels
 SPACES = {1: "GRAY", 3: "RGB", 4: "RGBA"}  # libjpeg-turbo's
+# Pillow's modes of 8 bits a channel at most, which it converts to those by itself.
+EIGHT_BIT_MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"}
 # Pixels at most of a JPEG that libjpeg-turbo decodes, and of an image that has been scaled; Pillow warns of larger
 # files, and refuses the largest.
 MAX_PIXELS = 1 << 26
@@ -66,8 +68,9 @@ class Picture(NamedTuple):
 def opened(blob: Any, channels: int) -> Picture:
     """A JPEG, PNG or what else Pillow knows.
 
-    Grey, palette, CMYK and 16-bit images are converted. Transparency is dropped, and an animation gives its first
-    frame. An EXIF orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
+    Grey, palette and CMYK images are converted; of 16 bits a pixel the 8 highest are taken. An image of 32 bits a pixel
+    is refused, since its range is not known. Transparency is dropped, and an animation gives its first frame. An EXIF
+    orientation is ignored, as in the usual ImageNet pipelines. A file's name does not count.
 
     Args:
         blob: the file's bytes.
@@ -127,20 +130,30 @@ def _by_pillow(blob: Any, channels: int) -> np.ndarray:
     from PIL import Image
 
     with Image.open(io.BytesIO(blob)) as image:
-        _check_no_program(image)
+        _check_kind(image)
         pixels = np.array(_convert(image, MODES[channels]))
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
-def _check_no_program(image: Any) -> None:
+def _check_kind(image: Any) -> None:
     check(image.format != "EPS", "an EPS file is a program, which Pillow has Ghostscript run; expected an image")
+    check(
+        image.mode in EIGHT_BIT_MODES or _is_16_bit(image),
+        f"got an image of Pillow's mode {image.mode} ({image.format}), whose range is not known; expected 8 or 16 bits "
+        "a pixel: scale its pixels to 0 to 255, and save them as uint8",
+    )
+
+
+def _is_16_bit(image: Any) -> bool:
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
 
 
 def _convert(image: Any, mode: str) -> Any:
     from PIL import Image
 
-    if image.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion clips at 255
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if _is_16_bit(image):  # Pillow's own conversion clips at 255
+        bits = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16  # BitsPerSample, which may be 12
+        image = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
     if image.mode == "P":  # a palette may hold colours with alpha
         image = image.convert("RGBA")
     return image.convert(mode)
@@ -301,13 +314,13 @@ def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
         quality: as of `encoded`.
 
     Raises:
-        UsageError: the file is an EPS file.
+        UsageError: the file is an EPS file, or of 32 bits a pixel.
         Exception: whatever Pillow raises on a damaged header, or a decoder on damaged pixels that it had to decode.
     """
     from PIL import Image
 
     with Image.open(io.BytesIO(blob)) as image:
-        _check_no_program(image)
+        _check_kind(image)
         if px in (0, min(image.size)):
             return blob
         channels = 1 if image.mode in ("1", "L", "LA") or image.mode.startswith("I") else 3

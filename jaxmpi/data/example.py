@@ -15,7 +15,7 @@ import numpy as np
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.data.augment import Augment
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.data.sources.base import Source, where
+from jaxmpi.data.sources.base import Source, to_array, where
 
 MOST_CLASSES = 2**31 - 1  # labels are i32
 LABELS = {
@@ -63,7 +63,7 @@ class ExampleReader:
             if isinstance(read, dict):
                 read = self.augment.by_user(read, epoch, index, name)
                 return {field: plain(value, f"{name}: {field}") for field, value in read.items()}
-            example = {"image": read.image, "label": np.asarray(read.label)}
+            example = {"image": read.image, "label": to_array(read.label, f"{name}: label")}
             image, label = self.augment.by_user(example, epoch, index, name).values()
             return {"image": image, "label": self._checked(label, name)}
         except CorruptExample:
@@ -84,7 +84,7 @@ class ExampleReader:
             self.augment.check_unused(name)
             return flat(example, name)
         image, label = example
-        return LabeledImage(self.augment(image, epoch, index, name), label)
+        return LabeledImage(self.augment(to_array(image, name), epoch, index, name), label)
 
     def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
         if self.labels == "numbers":
@@ -114,7 +114,7 @@ def flat(example: dict[str, Any], name: str) -> Example:
         if isinstance(value, dict):
             fields |= {f"{key}/{inner}": each for inner, each in flat(value, name).items()}
         else:
-            fields[key] = np.asarray(value)
+            fields[key] = to_array(value, f"{name}: {key}")
     check(bool(fields), f"{name}: got an example without fields; expected a dict of arrays")
     return fields
 

@@ -7,6 +7,7 @@ whole files of them, which are then read in sequence (`FileSampler`).
 
 import functools
 import math
+import operator
 import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ def random_bits(n: int, seed: int, epoch: int, stream: int, index: int = 0) -> n
 
     Raw bits because NumPy keeps those the same for ever, and its distributions not.
     """
-    key = np.array([seed % 2**64, epoch], np.uint64)
+    key = np.array([seed, epoch], np.uint64)
     counter = np.array([0, 0, index, stream], np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(n)
 
@@ -98,6 +99,11 @@ class Sampler:
     multiple: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("examples", "effective_batch", "rank", "size", "seed", "multiple"):
+            value: Any = getattr(self, name)
+            check(hasattr(value, "__index__"), f"{name}: got {value!r:.80}; expected a whole number")
+            object.__setattr__(self, name, operator.index(value))  # of NumPy's numbers, too
+        check(0 <= self.seed < 2**64, f"seed: got {self.seed}; expected 0 to 2^64 - 1")
         check(
             self.examples > 0 or (self.examples == 0 and not self.shuffle),
             f"got {self.examples} training examples; expected >= 1",
@@ -132,7 +138,7 @@ class Sampler:
         Raises:
             IndexError: without `shuffle`, a step past the one epoch.
         """
-        epoch, batch = divmod(step, max(self.steps_per_epoch, 1))
+        epoch, batch = divmod(operator.index(step), max(self.steps_per_epoch, 1))
         if step < 0 or (epoch and not self.shuffle) or not self.examples:
             raise IndexError(f"got step {step} of {self.steps_per_epoch}")
         begin = batch * self.effective_batch

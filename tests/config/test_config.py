@@ -252,3 +252,21 @@ def test_an_experiment_imports_what_lies_beside_it(tmp_path, monkeypatch):
         "from beside_it import WORKERS\nfrom jaxmpi.config import Experiment\nexperiment = Experiment(seed=WORKERS)\n"
     )
     assert experiment_file.parse([str(tmp_path / "mine.py")])[0].seed == 3
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.array])
+def test_numbers_of_numpy_are_as_pythons(number):
+    def made(as_number: Any) -> Experiment:
+        return Experiment(
+            local_batch=as_number(8),
+            seed=as_number(3),
+            data=Data(crop=as_number(24), mean=(as_number(0), as_number(0), as_number(1)), group_size=as_number(2)),
+            optim=Optim(lr=as_number(1), momentum=as_number(0)),
+            schedule=Schedule("step", factor=as_number(2)),
+            rule=rule_config.RuleConfig(tau=as_number(4)),
+            exchange=ExchangeConfig(bucket_bytes=as_number(64)),
+        )
+
+    experiment = made(number)
+    assert experiment == made(int)
+    assert json.dumps(dataclasses.asdict(experiment)) == json.dumps(dataclasses.asdict(made(int)))

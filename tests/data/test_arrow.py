@@ -174,6 +174,58 @@ def test_what_is_no_such_file_is_refused(tmp_path, kind):
         opened(tmp_path, kind)
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    (tmp_path / "train").mkdir()
+    columns = [arrow.array(LABELS), arrow.array(LABELS), arrow.array(LABELS)]
+    parquet.write_table(arrow.Table.from_arrays(columns, ["image", "label", "label"]), tmp_path / "train" / "0.parquet")
+    with pytest.raises(UsageError, match=r"0.parquet: got label more than once"):
+        opened(tmp_path, "parquet")
+    assert opened(tmp_path, "parquet", columns=("image",))[3]["image"] == 0
+
+
+def test_a_second_file_with_a_column_twice_is_refused(tmp_path):
+    for name, names in {"0": ["image", "label", "more"], "1": ["image", "label", "label"]}.items():
+        columns = arrow.Table.from_arrays([arrow.array(LABELS)] * 3, names)
+        parquet.write_table(columns, tmp_path / f"train-{name}.parquet")
+    with pytest.raises(UsageError, match=r"train-1.parquet: got column label not once"):
+        opened(tmp_path, "parquet")
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
+def test_a_flipped_byte_of_a_page_names_the_file(tmp_path, compression):
+    columns = arrow.table({"image": np.arange(4000) * 7919 % 1000, "label": np.arange(4000) % 1000})
+    path = tmp_path / "train.parquet"
+    parquet.write_table(columns, path, compression=compression, write_page_checksum=True, use_dictionary=False)
+    with parquet.ParquetFile(path) as file:
+        chunk = file.metadata.row_group(0).column(1)
+    blob = bytearray(path.read_bytes())
+    blob[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 255
+    path.write_bytes(blob)
+    with pytest.raises(UsageError, match=str(path)):
+        opened(tmp_path, "parquet")
+
+
+@pytest.mark.parametrize("damage", ["cut between batches", "cut inside one", "hole", "no end"])
+def test_an_arrow_file_that_is_not_whole_is_refused(tmp_path, damage):
+    saved = datasets.Dataset.from_dict({"image": [*range(3000)], "label": [0] * 3000})
+    saved.save_to_disk(tmp_path / "train")
+    (path,) = (tmp_path / "train").glob("*.arrow")
+    assert len(opened(tmp_path, "huggingface")) == 3000
+    with arrow.memory_map(str(path)) as file:
+        arrow.ipc.open_stream(file).read_next_batch()
+        at = file.tell() - 8  # where the next batch begins: Arrow has read its length
+    blob = path.read_bytes()
+    damaged = {
+        "cut between batches": blob[:at],
+        "cut inside one": blob[: at + 1000],
+        "hole": blob[:at] + bytes(64) + blob[at + 64 :],
+        "no end": blob[:-8],
+    }
+    path.write_bytes(damaged[damage])
+    with pytest.raises(UsageError, match=str(tmp_path)):
+        opened(tmp_path, "huggingface")
+
+
 def test_a_package_that_is_missing_is_named(folder, kind, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, {"parquet": "pyarrow", "huggingface": "datasets"}[kind], None)
     with pytest.raises(UsageError, match=rf"{kind}: .*pip install 'jaxmpi\[{kind}\]'"):

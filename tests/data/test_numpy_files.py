@@ -1,6 +1,8 @@
 """NumPy files: rows where they lie, columns by name, what is refused."""
 
+import io
 import pickle
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +110,28 @@ def test_a_source_that_was_pickled_reads_the_same(shards):
 def test_what_is_refused(tmp_path, arrays, said):
     np.savez(tmp_path / "train.npz", **arrays)
     with pytest.raises(UsageError, match=rf"{tmp_path}/train.npz.*{said}"):
+        opened(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("again", ["label.npy", "label"])
+def test_two_arrays_of_one_name_are_refused(tmp_path, again):
+    np.savez(tmp_path / "train.npz", image=IMAGES, label=LABELS)
+    with zipfile.ZipFile(tmp_path / "train.npz", "a") as file:
+        file.writestr(again, file.read("label.npy"))
+    with pytest.raises(UsageError, match=r"train.npz: got label more than once"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(1 << 42,), (1 << 40, 1 << 40), (11,), (9,)], ids=str)
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path, shape, compression):
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(tmp_path / "train.npz", "w", compression) as file:
+        for name in ("image", "label"):
+            file.writestr(f"{name}.npy", head.getvalue() + bytes(10))
+    with pytest.raises(UsageError, match=r"train.npz: image: "):
         opened(tmp_path)
 
 

@@ -114,6 +114,22 @@ def test_numbers_out_of_range():
         Sampler(4, 4, shuffle=False).indices(1)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**64, 2**80, 0.5, "1"])
+def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed):
+    with pytest.raises(UsageError, match="seed"):
+        Sampler(10, 4, seed=seed)
+
+
+def test_numbers_of_numpy_will_do():
+    plain, numpy = (
+        Sampler(10, 4, 1, 2, seed=2**64 - 1),
+        Sampler(*map(np.int64, (10, 4, 1, 2)), seed=np.uint64(2**64 - 1)),
+    )
+    assert plain == numpy
+    np.testing.assert_array_equal(plain.indices(4).indices, numpy.indices(np.int64(4)).indices)
+    assert type(numpy.indices(np.int64(4)).epoch) is int
+
+
 def test_an_empty_evaluation_has_no_steps():
     assert Sampler(0, 4, shuffle=False).steps_per_epoch == 0
 

@@ -40,6 +40,7 @@ from jaxmpi.data.augment import Augment
 from jaxmpi.data.decode import _check_scans as check_scans
 from jaxmpi.data.decode import _without_rows_below as without_rows_below
 from jaxmpi.data.decode import decoded, encoded_again, opened, resized, stretched, window
+from jaxmpi.data.packing import pack
 from jaxmpi.data.sources import animals
 from jaxmpi.data.sources.batch_files import _names as file_names
 from jaxmpi.input_pipeline.device_feed import open_feed
@@ -202,6 +203,38 @@ class TestArray:
         assert np.array_equal(image, COLOUR)
         assert label == 3
 
+    @pytest.mark.parametrize(
+        "examples",
+        [
+            lambda masked: ArraySource(masked, [0]),
+            lambda masked: ArraySource(COLOUR[None], np.ma.array([0], mask=[True])),
+            lambda masked: {"image": masked, "label": [0]},
+            lambda masked: {"any": {"inner": (masked, masked)}},
+            lambda masked: [(masked[0], 0)],
+            lambda masked: [{"any": masked[0]}],
+            lambda masked: [(COLOUR, np.ma.masked)],
+        ],
+    )
+    @pytest.mark.parametrize("use", ["train", "pack"])
+    def test_a_masked_array_is_refused_by_name(self, examples, use, tmp_path):
+        def run() -> None:
+            masked = np.ma.array(COLOUR[None], mask=COLOUR[None] > 9)
+            source = open_source(Data("array", train=examples(masked)), "train")
+            if use == "pack":
+                pack(source, tmp_path)
+            else:
+                with Loader(source, Sampler(1, 1), Data(loader="threads"), train=True) as batches:
+                    next(batches)
+
+        with pytest.raises(UsageError, match=r"masked|fields"):  # packing takes no other fields
+            run()
+
+    @pytest.mark.parametrize("mode", ["P", "YCbCr", "1"])
+    def test_a_pillow_image_whose_numbers_are_no_colours_is_refused(self, mode):
+        source = open_source(Data("array", train=[(Image.fromarray(COLOUR).convert(mode), 0)]), "train")
+        with pytest.raises(UsageError, match=f"mode {mode}"):
+            source[0]
+
     def test_nothing_given(self):
         with pytest.raises(UsageError, match=r"data\.validation: got NoneType; expected an object"):
             open_source(Data(source="array", train=[(COLOUR, 0)]), "validation")
@@ -244,6 +277,19 @@ class TestDecoded:
         assert image.dtype == np.uint8
         expected = np.broadcast_to(expected.reshape(24, 32, -1), image.shape).astype(int)
         assert np.abs(image.astype(int) - expected).mean() <= 6  # JPEG is lossy
+
+    @pytest.mark.parametrize(("mode", "kind"), [("I;16", "PNG"), ("I;16", "TIFF"), ("I;16B", "TIFF"), ("I;16", "PPM")])
+    def test_of_16_bits_a_pixel_the_highest_8_are_taken(self, mode, kind):
+        pixels = (GREY.astype(np.uint16) * 256 + 7).astype(">u2" if mode == "I;16B" else "<u2")
+        image = Image.frombytes(mode, (32, 24), pixels.tobytes())
+        np.testing.assert_array_equal(decoded(blob(image, kind), 1, 0)[..., 0], GREY)
+
+    @pytest.mark.parametrize("pixels", [GREY / np.float32(255), GREY.astype(np.int32), GREY.astype(np.int32) * 1000])
+    @pytest.mark.parametrize("way", [lambda found: decoded(found, 3, 0), lambda found: encoded_again(found, 8, 90)])
+    def test_an_image_of_32_bits_a_pixel_is_refused_by_its_mode(self, pixels, way):
+        image = Image.fromarray(pixels)
+        with pytest.raises(UsageError, match=f"mode {image.mode} "):
+            way(blob(image, "TIFF"))
 
     @pytest.mark.parametrize("channels", [1, 3, 4])
     def test_channels(self, channels):
@@ -393,6 +439,22 @@ class TestImageFolder:
         (folder / "empty").mkdir()
         with pytest.raises(UsageError, match=f"empty: found no .*{layout}"):
             open_source(folder_data(folder, train_split="empty"), "train")
+
+    def test_class_folders_without_a_split_are_not_called_splits(self, folder):
+        with pytest.raises(
+            UsageError, match=rf"hold images, so they are classes: move them into {folder}/train/train/"
+        ):
+            open_source(folder_data(folder / "train"), "train")
+
+    def test_what_is_left_out_is_said(self, folder):
+        for path in folder.rglob("notes.txt"):
+            path.unlink()
+        assert open_source(folder_data(folder), "train").notes == ()  # type: ignore[attr-defined]
+        (folder / "train" / "cat" / "more.webp").write_bytes(b"")
+        (folder / "train" / "dog" / "gone.jpg").symlink_to("/nowhere")
+        (note,) = open_source(folder_data(folder), "train").notes  # type: ignore[attr-defined]
+        assert "left out 2" in note
+        assert f"{folder}/train/cat/more.webp" in note
 
     def test_class_that_training_does_not_have(self, folder):
         (folder / "validation" / "fox").mkdir()
@@ -849,6 +911,11 @@ class TestBatchFiles:
         images = [np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)]
         with pytest.raises(UsageError, match=r"array\[1\]: got uint8\[4, 5, 3\]"):
             write_batch_files(ArraySource(images, [0, 1]), tmp_path, "train", seed=None)
+
+    @pytest.mark.parametrize("label", [np.int64(2**40), -1, 0.5])
+    def test_labels_that_files_cannot_hold_are_refused(self, tmp_path, label):
+        with pytest.raises(UsageError, match="label"):
+            write_batch_files(ArraySource(COLOUR[None], [label], classes=3), tmp_path, "train", seed=None)
         assert not list((tmp_path / "train").glob("*.npy"))
 
 

@@ -123,7 +123,7 @@ def test_the_library_may_hold_what_is_no_utf_8():
     [
         (len, "data.tokenizer: got builtin_function_or_method of vocab_size 0; expected the name of a JSON file"),
         (3, "data.tokenizer: got int of vocab_size 0; expected"),
-        ("nowhere.json", "data.tokenizer: nowhere.json cannot be read: .*expected the name of a JSON file"),
+        ("nowhere.json", "nowhere.json: .*expected data.tokenizer: the name of a JSON file"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(folder, tokenizer, said):
@@ -147,6 +147,31 @@ def test_tokens_that_are_none_are_refused(folder, found, said):
     given.vocab_size = 5  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=rf"{folder}/train/0: data.tokenizer: {said}"):
         opened(folder, given)
+
+
+def test_a_tokenizer_that_raises_is_named_with_its_file(folder):
+    def given(text: str) -> Any:
+        raise KeyError("a")
+
+    given.vocab_size = 5  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=rf"{folder}/train/0: data.tokenizer: KeyError: 'a'"):
+        opened(folder, given)
+
+
+def test_added_tokens_count_although_vocab_size_leaves_them_out(folder):
+    class Added:
+        vocab_size = 5
+
+        def __len__(self) -> int:
+            return 7
+
+        def encode(self, text: str) -> list[int]:
+            return [6] * 4
+
+    assert opened(folder, Added()).classes == 7
+    given = words()
+    given.add_tokens(["e"])
+    assert opened(folder, given).classes == 6
 
 
 def test_json_of_something_else_is_named(folder, tmp_path):

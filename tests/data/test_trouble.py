@@ -122,6 +122,30 @@ def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
         Packed(folder / "packed" / "train")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("numpy", "train.npz"),
+        ("parquet", "train.parquet"),
+        ("webdataset", "train-0.tar"),
+        ("huggingface", "train/data.arrow"),
+        ("huggingface", "train/state.json"),
+        ("text", "tokens.json"),
+    ],
+)
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_named_and_not_waited_for(tmp_path, kind, name):
+    for make in (os.mkfifo, Path.mkdir):
+        place = tmp_path / make.__name__ / name
+        place.parent.mkdir(parents=True)
+        if kind == "text":
+            (place.parent / "train").mkdir()
+            (place.parent / "train" / "a").write_text("a")
+        make(place)
+        options: dict = {"tokenizer": str(place)} if kind == "text" else {}
+        with pytest.raises(UsageError, match=str(place) if make is os.mkfifo else "expected"):
+            open_source(Data(kind, dir=str(tmp_path / make.__name__), **options), "train")
+
+
 @pytest.mark.parametrize("answer", ["Input/output error", "No such file"])
 def test_text_on_a_file_system_that_fails_is_named_as_it_is_opened(folder, answer, monkeypatch):
     """All of it is read then: neither the loader nor the memory of a group comes to it."""

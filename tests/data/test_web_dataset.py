@@ -256,6 +256,14 @@ def test_two_members_of_one_column_are_refused(tmp_path, members):
         opened(tmp_path)
 
 
+def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path):
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (1 << 42,)})
+    shard(tmp_path / "train.tar", [("0.npy", head.getvalue() + bytes(10)), ("0.cls", b"0")])
+    with pytest.raises(UsageError, match=r"train.tar: 0.npy: "):
+        opened(tmp_path, columns=("npy", "cls"))[0]
+
+
 def test_a_link_among_the_members_is_refused(tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
         for name in ("0.png", "1.png"):

@@ -20,10 +20,11 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import check
 from jaxmpi.data.decode import resized
 from jaxmpi.data.sampler import random_bits
-from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.base import Source, refuse_masked, to_array, where
 
 SYNTHETIC_CLASSES = 1000  # as ImageNet, whose models this stands in for
 SYNTHETIC_PX = 224
+PILLOW_MODES = ("L", "RGB", "RGBA", "I", "F")  # whose arrays are the image; others need a palette, or another space
 
 
 class ArraySource:
@@ -41,6 +42,8 @@ class ArraySource:
     """
 
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
+        for field, value in {"images": images, "labels": labels}.items():
+            refuse_masked(value, f"{name}: {field}")
         check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
         self.images, self.labels, self.name = images, labels, name
         is_whole = np.asarray(labels[:1]).dtype.kind in "iu"
@@ -82,7 +85,13 @@ class PythonSource:
         is_pair = isinstance(example, tuple) and len(example) == 2
         check(is_pair, f"got {type(example).__name__}; expected (image, label), or a dict of arrays of any names")
         image, label = example
-        return np.asarray(image), label
+        mode = getattr(image, "mode", "L") if hasattr(image, "getbands") else "L"
+        check(
+            mode in PILLOW_MODES or mode.startswith("I;16"),
+            f"{where(self, index)}: got a Pillow image of mode {mode}, whose numbers are not its colours; expected "
+            f'{", ".join(PILLOW_MODES)}: convert it, as image.convert("RGB")',
+        )
+        return to_array(image, where(self, index)), label
 
     def _read(self, index: int) -> Any:
         return self.examples[index]
@@ -124,6 +133,7 @@ def lengths_of(fields: dict[Any, Any], outer: str = "") -> dict[str, int]:
     lengths: dict[str, int] = {}
     for key, value in fields.items():
         inner = dict(enumerate(value)) if isinstance(value, tuple) else value
+        refuse_masked(inner, f"{outer}{key}")
         lengths |= lengths_of(inner, f"{outer}{key}/") if isinstance(inner, dict) else {f"{outer}{key}": len(inner)}
     return lengths
 

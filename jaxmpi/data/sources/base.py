@@ -1,11 +1,14 @@
 """The protocol of a source, and what all sources share."""
 
+import os
+import stat
+from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
 
 
@@ -62,7 +65,8 @@ def pair(source: Source, index: int) -> tuple[np.ndarray, Any]:
     if isinstance(example, dict):
         check(False, f"{where(source, index)}: got the fields {', '.join(example)}; expected an image and a label")
     image, label = example
-    return image, label
+    refuse_masked(label, f"{where(source, index)}: label")
+    return to_array(image, where(source, index)), label
 
 
 def place_in_parts(ends: np.ndarray, index: int) -> tuple[int, int]:
@@ -73,6 +77,31 @@ def place_in_parts(ends: np.ndarray, index: int) -> tuple[int, int]:
     """
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
+
+
+def to_array(value: Any, where: str) -> np.ndarray:
+    """`np.asarray`, but a masked array is refused."""
+    refuse_masked(value, where)
+    return np.asarray(value)
+
+
+def refuse_masked(value: Any, where: str) -> None:
+    """Raise `UsageError` for a masked array, whose mask no batch would have."""
+    check(
+        not isinstance(value, np.ma.MaskedArray),
+        f"{where}: got a NumPy masked array; expected a plain one: fill it, as array.filled(0), and give its mask as a "
+        "field of its own",
+    )
+
+
+def check_plain_files(paths: Iterable[str], expected: str) -> None:
+    """Raise `UsageError` for a pipe, a device or a folder: libraries would wait for what it never gives."""
+    for path in paths:
+        try:
+            mode = os.stat(path).st_mode
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}; expected {expected}") from error
+        check(stat.S_ISREG(mode), f"{path}: got no plain file; expected {expected}")
 
 
 def _split_name(config: Data, split: str) -> str:

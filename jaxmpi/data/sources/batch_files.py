@@ -31,6 +31,7 @@ from jaxmpi.core.files import open_plain, sync_file
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source, _split_name, pair, place_in_parts
 from jaxmpi.data.sources.open_files import SPAN_BYTES, OpenFiles, Spans
+from jaxmpi.data.sources.packed import checked
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
 MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
@@ -44,6 +45,11 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
     is_fortran: bool
     offset: int  # bytes before the array
+
+    @property
+    def end(self) -> int:
+        """Bytes of the file up to the array's last."""
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}{' in Fortran order' * self.is_fortran}"
@@ -208,7 +214,7 @@ def _reading(path: str, expected: Expected) -> Iterator[tuple[BinaryIO, Header]]
         with open(open_plain(path, f"a .npy file, {expected.words}", follow=True), "rb") as file:
             found, size = head(path, file.read(MOST_HEAD_BYTES)), os.fstat(file.fileno()).st_size
             check(expected.fits(found), f"{path}: got {found}; expected {expected.words}")
-            missing = found.offset + math.prod(found.shape) * found.dtype.itemsize - size
+            missing = found.end - size
             check(missing <= 0, f"{path}: {missing} bytes are missing at its end; write it again")
             yield file, found
     except OSError as error:
@@ -304,7 +310,8 @@ def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Ite
     for begin in range(0, len(order), rows):
         images = []
         for place, i in enumerate(order[begin : begin + rows], begin):
-            image, found[place] = pair(source, i)
+            image, label = pair(source, i)
+            _, found[place] = checked(b"", label, 0, f"{getattr(source, 'name', 'source')}[{i}]")
             shape = shape or image.shape
             check(
                 image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.data.sources.base import _decoded, _split_name
+from jaxmpi.data.sources.base import _decoded, _split_name, check_plain_files
 
 DEFAULT = ("image", "label")
 
@@ -93,7 +93,7 @@ def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
     """`data.columns`, or image and label.
 
     Raises:
-        UsageError: one of them is not there.
+        UsageError: one of them is not there, or is there twice.
     """
     wanted, there = config.columns or DEFAULT, sorted(there)
     missing = [name for name in wanted if name not in there]
@@ -102,6 +102,8 @@ def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
         f"{path}: got no column {', '.join(missing)}; there are {', '.join(there) or 'none'}: choose input and label "
         f"with data.columns, such as --data.columns {' '.join((there * 2)[:2])}",
     )
+    twice = [name for name in wanted if there.count(name) > 1]
+    check(not twice, f"{path}: got {' and '.join(twice)} more than once; expected each name once: write it again")
     return wanted
 
 
@@ -129,6 +131,7 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
         f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "
         f"--data.{split}-split",
     )
+    check_plain_files(files, layout)
     return files
 
 

@@ -11,8 +11,11 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.arrow_cells import cell, check_types, holds_images, whole_numbers
-from jaxmpi.data.sources.base import Source, _split_name
+from jaxmpi.data.sources.base import Source, _split_name, check_plain_files
 from jaxmpi.data.sources.columns import TableSource, chosen
+
+DATA_SET = "a folder that Dataset.save_to_disk has written"
+END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of an Arrow stream
 
 
 class HuggingFaceSource(TableSource):
@@ -65,14 +68,40 @@ def _loaded(folder: str) -> Any:
     except ImportError as error:
         raise UsageError(f"huggingface: {error}; install it with {installing('jaxmpi[huggingface]')}") from error
     try:
+        check_plain_files(filter(lambda path: not os.path.isdir(path), _entries(folder)), DATA_SET)
         found = datasets.load_from_disk(folder)
     except Exception as error:  # errors of JSON, Arrow, files; there is no one error for damage
-        raise UsageError(f"{folder}: {error}; expected a folder that Dataset.save_to_disk has written") from error
+        raise UsageError(f"{folder}: {error}; expected {DATA_SET}") from error
     if not isinstance(found, datasets.Dataset):
         raise UsageError(
             f"{folder}: got the splits {', '.join(map(str, found))}; expected one split: name it with data.train_split"
         )
+    for file in found.cache_files:
+        _check_whole(file["filename"])
     return found
+
+
+def _entries(folder: str) -> list[str]:
+    return [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
+
+
+def _check_whole(path: str) -> None:
+    """Raise `UsageError` unless an Arrow stream is closed, and at the end of its file.
+
+    To Arrow a cut between two batches of rows is the end of a stream, and so is a hole of zeros.
+    """
+    import pyarrow
+
+    with pyarrow.memory_map(path) as file:
+        for _ in pyarrow.ipc.open_stream(file):
+            pass
+        end = file.tell()
+        is_closed = end >= len(END) and file.read_at(len(END), end - len(END)) == END
+        check(
+            is_closed and end == file.size(),
+            f"{path}: cut off or damaged: got an end at byte {end}; expected the mark of the end at byte "
+            f"{file.size()}: save it again",
+        )
 
 
 def huggingface(config: Data, split: str) -> Source:

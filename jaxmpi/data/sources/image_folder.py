@@ -25,6 +25,9 @@ class FolderSource:
         channels: of the images, 1, 3 or 4.
         resize: px, shorter side; 0 keeps the size.
 
+    Attributes:
+        notes: what was left out, for the user.
+
     Raises:
         UsageError: no images, or a folder that is no class.
     """
@@ -35,7 +38,13 @@ class FolderSource:
         extra = sorted(set(_folders(root)) - set(classes))
         check(not extra, f"{root}: class folders {extra[:5]} are not among the training classes")
         # A million Python strings take 100 MB a worker; one blob of names and offsets, a fifth.
-        files = [_images(os.path.join(root, name)) for name in classes]
+        files, left_out = [], []
+        for name in classes:
+            images, others = _images(os.path.join(root, name))
+            files.append(images)
+            left_out += others
+        what = f"{len(left_out)} entries that are no {', '.join(SUFFIXES)} file, such as {min(left_out, default='')}"
+        self.notes = (f"{root}: left out {what}",) if left_out else ()
         self.labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(f) for f in files])
         names = [os.fsencode(name) for per_class in files for name in per_class]
         self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
@@ -98,15 +107,18 @@ def _listing(folder: str) -> Iterator[None]:
         raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {_LAYOUT}") from error
 
 
-def _images(folder: str) -> list[str]:
-    def names() -> Iterator[str]:
+def _images(folder: str) -> tuple[list[str], list[str]]:
+    """Names of the images in a folder, sorted, and paths of all else that is not hidden."""
+    images, others = [], []
+    if os.path.isdir(folder):
         with _listing(folder), os.scandir(folder) as entries:
             for entry in entries:
-                is_image = entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")
-                if is_image and _is(entry.is_file):
-                    yield entry.name
-
-    return sorted(names()) if os.path.isdir(folder) else []
+                is_image = entry.name.lower().endswith(SUFFIXES) and _is(entry.is_file)
+                if is_image and not entry.name.startswith("."):
+                    images.append(entry.name)
+                elif not entry.name.startswith("."):
+                    others.append(entry.path)
+    return sorted(images), others
 
 
 def imagefolder(config: Data, split: str) -> Source:
@@ -118,12 +130,13 @@ def imagefolder(config: Data, split: str) -> Source:
     base = data_dir(config)
     check(bool(base), f"imagefolder: set data.dir or JAXMPI_DATA to a folder DIR with {_LAYOUT}")
     root = os.path.join(base, _split_name(config, split))
-    there = ", ".join(_folders(base)[:8]) or "none" if os.path.isdir(base) else "it does not exist"
-    check(
-        os.path.isdir(root),
-        f"imagefolder: no folder {root}; expected {_LAYOUT}. "
-        f"Folders in {base}: {there}; name the right one with --data.{split}-split",
-    )
+    if not os.path.isdir(root):
+        folders = _folders(base) if os.path.isdir(base) else []
+        there = ", ".join(folders[:8]) or ("none" if os.path.isdir(base) else "it does not exist")
+        way_out = f"Folders in {base}: {there}; name the right one with --data.{split}-split"
+        if any(_images(os.path.join(base, name))[0] for name in folders):
+            way_out = f"The folders in {base} hold images, so they are classes: move them into {root}/"
+        raise UsageError(f"imagefolder: no folder {root}; expected {_LAYOUT}. {way_out}")
     train = os.path.join(base, config.train_split)
     classes = _folders(train if os.path.isdir(train) else root)
     return FolderSource(root, classes, config.channels, config.resize)

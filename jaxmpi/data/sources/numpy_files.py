@@ -8,22 +8,22 @@ order. Others (numpy.savez_compressed, Fortran order) are read into memory at th
 Nothing is unpickled.
 """
 
+import contextlib
 import dataclasses
 import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import open_plain
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.sources.base import Source, _split_name, place_in_parts
-from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, Expected, head, header
+from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, Expected, Header, head, header
 from jaxmpi.data.sources.columns import TableSource, chosen, split_files
 from jaxmpi.data.sources.open_files import OpenFiles
 
@@ -165,37 +165,46 @@ class Archive:
     def __init__(self, path: str) -> None:
         self.path = path
         with _opening(path) as file:
-            self._members = {info.filename.removesuffix(".npy"): info for info in file.infolist()}
-        self.names = tuple(self._members)
+            members = file.infolist()
+        self.names = tuple(info.filename.removesuffix(".npy") for info in members)  # a zip file may have one twice
+        self._members = dict(zip(self.names, members, strict=True))
 
     def stored(self, name: str, number: int) -> StoredArray | None:
         """An array to read row by row; None if stored otherwise."""
-        info = self._members[name]
-        if info.compress_type != zipfile.ZIP_STORED:
+        info, found = self._members[name], self._header(name)
+        if info.compress_type != zipfile.ZIP_STORED or found.is_fortran:
             return None
-        with open(open_plain(self.path, "a .npz file", follow=True), "rb") as file:
+        with open(self.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(info.header_offset)
             start = info.header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size)))
-            file.seek(start)
-            found = head(f"{self.path}: {name}", file.read(min(MOST_HEAD_BYTES, info.file_size)))
-        check(ARRAYS.fits(found), f"{self.path}: {name}: got {found}; expected {ARRAYS.words}")
-        missing = start + found.offset + int(np.prod(found.shape)) * found.dtype.itemsize - size
+        missing = start + found.end - size
         check(missing <= 0, f"{self.path}: {name}: {missing} bytes are missing at its end; write it again")
-        return None if found.is_fortran else StoredArray(number, start + found.offset, found.dtype, found.shape)
+        return StoredArray(number, start + found.offset, found.dtype, found.shape)
 
     def read(self, name: str) -> np.ndarray:
         """A whole array."""
-        info = self._members[name]
-        _check_room(info.file_size, self.path, name)
+        _check_room(self._header(name).end, self.path, name)
+        with self._opened(name) as file:
+            return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
+
+    def _header(self, name: str) -> Header:
+        """An array's header, whose array takes all bytes of the member."""
+        where, size = f"{self.path}: {name}", self._members[name].file_size
+        with self._opened(name) as file:
+            blob = file.read(min(MOST_HEAD_BYTES, size))
+        found = head(where, blob)
+        check(ARRAYS.fits(found), f"{where}: got {found}; expected {ARRAYS.words}")
+        check(found.end == size, f"{where}: got {found}, so {found.end} bytes, in {size}; write it again")
+        return found
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[IO[bytes]]:
         try:
-            with _opening(self.path) as archive, archive.open(info) as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+            with _opening(self.path) as archive, archive.open(self._members[name]) as file:
+                yield file
+        except (OSError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
             raise UsageError(f"{self.path}: {name}: {error}; expected {ARRAYS.words}: write it again") from error
-        is_numbers = array.dtype.kind in "biuf" and array.ndim > 0
-        check(is_numbers, f"{self.path}: {name}: got {array.dtype}{list(array.shape)}; expected {ARRAYS.words}")
-        return np.ascontiguousarray(array)
 
 
 def _opening(path: str) -> zipfile.ZipFile:

@@ -53,7 +53,12 @@ class ParquetSource(TableSource):
                     rows.append(found.num_rows)
                     size_bytes.append(_size_bytes(found, self.columns))
                 if self.is_pair:
-                    labels.append(whole_numbers(file.read([self.columns[1]]).column(0), path, self.columns[1]))
+                    column = file.read([self.columns[1]]).column(0)
+                    check(
+                        len(column) == file.metadata.num_rows,
+                        f"{path}: got {len(column)} labels for {file.metadata.num_rows} rows; copy it again",
+                    )
+                    labels.append(whole_numbers(column, path, self.columns[1]))
         self.ends = np.cumsum(rows, dtype=np.int64)
         if labels and all(part is not None for part in labels):
             self.labels = np.concatenate(labels)
@@ -63,8 +68,8 @@ class ParquetSource(TableSource):
         self._begin()
 
     def _check(self, schema: Any, path: str) -> None:
-        missing = [name for name in self.columns if name not in schema.names]
-        check(not missing, f"{path}: got no column {', '.join(missing)}; expected those of the first file")
+        missing = [name for name in self.columns if schema.names.count(name) != 1]
+        check(not missing, f"{path}: got column {', '.join(missing)} not once; expected the columns of the first file")
         check_types(schema, self.columns, path)
 
     def _begin(self) -> None:
@@ -132,11 +137,10 @@ def _opening(path: str) -> Iterator[Any]:
     except ImportError as error:
         raise UsageError(f"parquet: {error}; install it with {installing('jaxmpi[parquet]')}") from error
     try:
-        file = parquet.ParquetFile(path)
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
     except (OSError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{path}: {error}; expected a Parquet file") from error
-    with file:
-        yield file
+        raise UsageError(f"{path}: {error}; expected a Parquet file: it is damaged, or another kind of file") from error
 
 
 def parquet(config: Data, split: str) -> Source:

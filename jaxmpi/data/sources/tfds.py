@@ -39,7 +39,8 @@ class TfdsSource:
         missing = {"image", "label"} - set(features)
         check(not missing, f"tfds {builder.name}: no feature {missing}; there are: {list(features)}")
         # Compressed bytes come out and are decoded here: small JPEG scales, and errors with a name.
-        compressed = isinstance(features["image"], tfds.features.Image)
+        # Floats lie as four bytes of a PNG, which only TFDS puts together again.
+        compressed = isinstance(features["image"], tfds.features.Image) and features["image"].np_dtype.kind == "u"
         decoders = {"image": tfds.decode.SkipDecoding()} if compressed else None
         self.records = builder.as_data_source(split=split, decoders=decoders)
         self.name, self.split, self.channels, self.resize = builder.name, split, channels, resize

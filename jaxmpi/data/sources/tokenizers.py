@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.data.sources.base import check_plain_files
 
 FORM = (
     "the name of a JSON file, a tokenizers.Tokenizer, or an object whose encode(text) returns the tokens' numbers, or "
@@ -26,7 +27,10 @@ class Tokenizer(NamedTuple):
         Raises:
             UsageError: what the tokenizer returns are no such numbers.
         """
-        found = np.asarray(self.encode(text))
+        try:
+            found = np.asarray(self.encode(text))
+        except Exception as error:  # whatever a function of the user's raises, or a library
+            raise UsageError(f"{where}: data.tokenizer: {type(error).__name__}: {error}; expected tokens") from error
         is_row = found.ndim == 1 and (found.dtype.kind in "iu" or found.size == 0)
         check(is_row, f"{where}: data.tokenizer: got {found.dtype}{list(found.shape)}; expected whole numbers [tokens]")
         least, most = (int(found.min()), int(found.max())) if found.size else (0, 0)
@@ -52,14 +56,18 @@ def tokenizer_of(given: Any) -> Tokenizer | None:
         return _of_json(given.to_str(), "data.tokenizer")
     size: Any = getattr(given, "vocab_size", getattr(given, "n_vocab", 0))
     classes: Any = size() if callable(size) else size  # SentencePiece's is a method
+    is_number: bool = isinstance(classes, (int, np.integer))
     encode = getattr(given, "encode", given)
-    is_able = callable(encode) and isinstance(classes, int) and classes > 0
+    if is_number and hasattr(given, "__len__"):  # `vocab_size` of Transformers leaves out added tokens
+        classes = max(classes, len(given))
+    is_able = callable(encode) and is_number and bool(classes > 0)
     check(is_able, f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
-    return Tokenizer(encode, classes)
+    return Tokenizer(encode, int(classes))
 
 
 def _read(path: str) -> str:
     try:
+        check_plain_files([path], f"data.tokenizer: {FORM}")
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
@@ -77,4 +85,5 @@ def _of_json(content: str, name: str) -> Tokenizer:
         raise UsageError(f"{name}: {error}; expected JSON as Tokenizer.save of tokenizers writes it") from error
     made.no_truncation()  # many are saved with it: it would cut each file off
     made.no_padding()
-    return Tokenizer(lambda text: made.encode(text).ids, made.get_vocab_size())
+    classes = max([made.get_vocab_size(), *(number + 1 for number in made.get_vocab().values())])
+    return Tokenizer(lambda text: made.encode(text).ids, classes)

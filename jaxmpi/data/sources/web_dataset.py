@@ -12,7 +12,6 @@ shard has been written to.
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
 import tarfile
@@ -28,8 +27,10 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.base import Source
+from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, head
 from jaxmpi.data.sources.columns import TableSource, split_files
 from jaxmpi.data.sources.open_files import OpenFiles
+from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
@@ -124,11 +125,12 @@ def _class(blob: bytes, where: str) -> int:
 
 
 def _array(blob: bytes, where: str) -> np.ndarray:
-    try:
-        with _HEAD:
-            return np.lib.format.read_array(io.BytesIO(blob), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UsageError(f"{where}: {error}; expected an array as numpy.save writes it, without objects") from error
+    with _HEAD:
+        found = head(where, blob[:MOST_HEAD_BYTES])
+    is_array = found.dtype.kind in "biuf" and found.end == len(blob)
+    check(is_array, f"{where}: got {found} of {found.end} bytes in {len(blob)}; expected numbers as numpy.save writes")
+    order = "F" if found.is_fortran else "C"
+    return np.frombuffer(blob[found.offset :], found.dtype).reshape(found.shape, order=order)
 
 
 DECODED: dict[str, Callable[[bytes, str], Any]] = {**dict.fromkeys(IMAGES, _image), "cls": _class, "npy": _array}
@@ -231,6 +233,8 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
         with _refusing_damage(path), tarfile.open(path, "r:") as tar:
             for key, members in _examples(tar, path):
                 row = [_chosen(members, names, f"{path}: {key}") for names in alternatives]
+                most = max(length for _, length, _ in row)
+                check(most <= MAX_RECORD_BYTES, f"{path}: {key}: got {most} bytes; expected <= {MAX_RECORD_BYTES}")
                 rows.append(row)
                 keys.append(os.fsencode(key))
                 if has_labels:
