@@ -111,7 +111,7 @@ def tree(name: str) -> dict[str, list[int]]:
     """
     if name.endswith(".py"):
         with contextlib.redirect_stdout(sys.stderr):
-            model = experiment_file.load(experiment_file.located(name)).model
+            model = experiment_file.load(experiment_file.locate(name)).model
         check(model is not None, f"{name}: its experiment has a task and no model")
     else:
         model = lookup(MODELS, name, "model")()

@@ -31,7 +31,7 @@ from jaxmpi.rules.easgd import easgd
 from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.gossip_transport import GossipThread
 from jaxmpi.rules.parameter_server import PUSH, GlobalProgress, Server, ServerExchange, ServerLayout
-from jaxmpi.rules.parameter_server_transport import Pauses, ServerChannel, ServerEndpoint, run_exchange
+from jaxmpi.rules.parameter_server_transport import Backoff, ServerChannel, ServerEndpoint, run_exchange
 
 STEP_S = 0.02  # seconds of computing a step, in `slow`
 SLOW = 5  # times as long, for the slow worker
@@ -86,7 +86,7 @@ class Rank:
                 progress=progress,
             )
             counter = ServerEndpoint(mpi, server, range(self.workers), self.layout.message_bytes())
-            self._thread = threading.Thread(target=self._serve, args=(counter, Pauses()), daemon=True)
+            self._thread = threading.Thread(target=self._serve, args=(counter, Backoff()), daemon=True)
             self._thread.start()
         else:
             self._thread = None

@@ -162,7 +162,7 @@ def print_updates(names: list[str], rounds: int) -> None:
     for tree, (name, clip_norm) in itertools.product(names, (("adam", 0.0), ("adam", 1.0), ("momentum", 0.0))):
         params: Any = [jnp.ones(shape) for shape in trees([tree])[tree].values()]
         tx = optimizer(Optim(name, clip_norm=clip_norm), lambda step: 1e-3)
-        step, grads, state = base.descend(tx, jax.jit), jax.tree.map(jnp.copy, params), tx.init(params)
+        step, grads, state = base.jit_optimizer_step(tx, jax.jit), jax.tree.map(jnp.copy, params), tx.init(params)
         times = []
         for _ in range(rounds + 2):
             begin = time.perf_counter()

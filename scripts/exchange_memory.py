@@ -32,7 +32,7 @@ from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.bench.plan import trees
 from jaxmpi.comm.job import processes
-from jaxmpi.comm.topology import AXIS, spread
+from jaxmpi.comm.topology import AXIS, shard_rows
 from jaxmpi.comm.xla_mesh import local_mesh
 from jaxmpi.core.deals import deal
 from jaxmpi.rules import base
@@ -63,7 +63,7 @@ def count_anew() -> int:
 
 def on_devices(tree: list[jax.Array], mesh: jax.sharding.Mesh | None) -> list[jax.Array]:
     """A tree, or a copy for each device of a mesh."""
-    return spread([tree] * mesh.size, mesh) if mesh else tree
+    return shard_rows([tree] * mesh.size, mesh) if mesh else tree
 
 
 def grown(name: str, shapes: list[tuple[int, ...]], devices: int) -> tuple[int, int]:

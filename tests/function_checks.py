@@ -19,7 +19,7 @@ import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.comm.job import processes
 from jaxmpi.functions.lifecycle import current_group
-from jaxmpi.functions.partitioning import bounds
+from jaxmpi.functions.partitioning import shard_bounds
 from jaxmpi.functions.worker import WorkerFailed
 
 U = 2.0**-24  # unit roundoff of f32
@@ -303,13 +303,13 @@ def check_updates():
 
     updates = ((seen, jm.max), (total, jm.add), (largest, jm.max), (last, jm.gather))
     run = jm.function(f, (jm.scatter, seen, largest), (jm.sum,), updates)
-    edges = bounds(n, k)
+    edges = shard_bounds(n, k)
     for slices in (1, 3):
         seen.broadcast(np.int32(100))
         total.broadcast(np.int32(5))
         (count,) = run(x, slices=slices)
         assert int(count) == n
-        pieces = bounds(n, k * slices)
+        pieces = shard_bounds(n, k * slices)
         for rank in {0, k - 1}:
             mine = x[edges[rank] : edges[rank + 1]]
             longest = max(b - a for a, b in itertools.pairwise(pieces))
@@ -357,7 +357,7 @@ def check_resident():
         mean, all_rows = f(slices=slices)
         assert abs(float(mean) - x.mean()) <= (n + 50 + 4 * k) * U * n
         assert (np.asarray(all_rows) == x).all()
-    edges = bounds(n, k)
+    edges = shard_bounds(n, k)
     shares = [x[a:b] for a, b in itertools.pairwise(edges)]
     for chosen in (slice(1, None), 2, [0, -1], np.array([3, 0])):
         picked = np.concatenate([share[slice(chosen) if isinstance(chosen, int) else chosen] for share in shares])
@@ -429,7 +429,7 @@ def check_unequal_lengths():
     n = 3 * k + 1
     x = data(n)[:, :2]
     v.scatter(x)
-    assert v.lengths() == [b - a for a, b in itertools.pairwise(bounds(n, k))]
+    assert v.lengths() == [b - a for a, b in itertools.pairwise(shard_bounds(n, k))]
     assert v.gather().tobytes() == x.tobytes()
     order = np.random.default_rng(5).permutation(n)[: 2 * k]
     v.scatter(x, batch=order)
@@ -562,7 +562,7 @@ def check_model_state():
     n = 5 * k + 1
     x, y, w = data(n), data(n, seed=1)[:, 0], f32([1, -1, 2])
     zeros = {"mean": np.zeros((1, 3), np.float32), "seen": np.int32(0), "last": np.zeros(1, np.float32)}
-    tx, spans = optax.sgd(0.1, momentum=0.9), [*itertools.pairwise(bounds(n, k))]
+    tx, spans = optax.sgd(0.1, momentum=0.9), [*itertools.pairwise(shard_bounds(n, k))]
     step = jm.optimizer(
         normalised,
         {"w": w},

@@ -72,7 +72,7 @@ def test_overrides(examples, capsys):
 @pytest.mark.parametrize("examples", [300, SLOW(MANY)])
 def test_durations_and_faults(examples):
     def check(text: str) -> None:
-        for read in (lambda: durations.steps(text, 10, 32, 100), lambda: fault_injection.parse(text, 4)):
+        for read in (lambda: durations.duration_steps(text, 10, 32, 100), lambda: fault_injection.parse(text, 4)):
             try:
                 read()
             except UsageError:

@@ -32,7 +32,7 @@ from jaxmpi.allreduce.dispatch import check_counts, many_at_once
 from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.slice_vectors import MOST_VECTORS, Jit, RowsInColumns, SlicesInBuckets, as_part, cut, joined
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.comm.agreement import Fingerprint, here
+from jaxmpi.comm.agreement import Fingerprint, with_call_site
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.shared_params import SharedParams
@@ -175,13 +175,13 @@ class Shards(NamedTuple):
             if not is_traced(leaves):
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
                 mine = agreed(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves))
-                self.comm.assert_same(here(mine))
+                self.comm.assert_same(with_call_site(mine))
                 return outside_jit(lasting, half, tuple(shapes))(listed)
             run = self._half(half, shapes, as_part, as_part)
             if self.is_beside:  # ranks compare the plan when they run it
                 return run(jax.tree.map(lambda x: guarded(x, self.comm), listed))
             named = self._named(half)
-            self.comm.assert_same(here(named.fingerprint(given, TRACED)))
+            self.comm.assert_same(with_call_site(named.fingerprint(given, TRACED)))
             number = None if is_part else number_of(self.comm, f"{named.what(leaves)}, {caller()}")
             listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
             with compared(self.comm, number):

@@ -78,7 +78,7 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     Raises:
         UsageError: unknown strategies, peers or models; a file that cannot be read or written.
     """
-    experiment = str(experiment_file.located(options.experiment).resolve()) if options.experiment else ""
+    experiment = str(experiment_file.locate(options.experiment).resolve()) if options.experiment else ""
     add_rows(experiment)
     for name in options.strategies:
         contenders.ours(name)

@@ -37,7 +37,7 @@ def agree_on(experiment: Experiment, processes: Processes, digest: str) -> None:
     """Refuse to start if ranks have different experiments or libraries."""
     facts = {
         "experiment_file": digest,
-        "experiment": flags.resolved(experiment),
+        "experiment": flags.to_json(experiment),
         "versions": provenance.versions(),
     }
     processes.assert_same("what this run is", facts)
@@ -171,7 +171,7 @@ def check_source(experiment: Experiment) -> None:
             f"continue_from: {str(source)!r} has no checkpoint that is whole; expected the directory of a run that has "
             "saved"
         )
-    run, now = manifest["extra"].get("experiment"), flatten_json(flags.resolved(experiment))
+    run, now = manifest["extra"].get("experiment"), flatten_json(flags.to_json(experiment))
     has_batch = isinstance(run, dict) and type(run.get("effective batch")) is int and run["effective batch"] > 0
     check(has_batch, f"{source}: the newest checkpoint has no effective batch: damaged, or of an older version")
     refuse_other_run({name: run[name] for name in SHAPING if name in run}, now)
@@ -249,7 +249,7 @@ def stored(experiment: Experiment, name: str) -> StoredSettings | None:
         and all(type(n) is int and n > 0 for n in (extra.get("scaled_for"), run.get("effective batch")))
     )
     check(sound, f"{folder}: the newest checkpoint: got {extra!r:.200}; expected what a run writes: damaged")
-    refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.resolved(experiment)))
+    refuse_other_run({name: run[name] for name in SHAPING if name in run}, flatten_json(flags.to_json(experiment)))
     size = extra.get("group_size", 0)
     check(type(size) is int and size >= 0, f"{folder}: the newest checkpoint: got group_size {size!r}: damaged")
     return StoredSettings(
@@ -313,7 +313,7 @@ def facts_of(
         digest: of the experiment file; empty if there is none.
     """
     return {
-        "experiment": flags.resolved(experiment),
+        "experiment": flags.to_json(experiment),
         "workers": workers.size,
         "strategy": f"wire {strategy.partition(':')[2]}" if workers.asynchronous else strategy,
         "form": form,
@@ -332,7 +332,7 @@ def begun_by(command: list[str]) -> dict[str, Any]:
     """
     words = experiment_file.file_first(command[1:])
     is_file = bool(words) and experiment_file.is_experiment(words[0], "")
-    path = str(experiment_file.located(words[0]).resolve()) if is_file else ""
+    path = str(experiment_file.locate(words[0]).resolve()) if is_file else ""
     return {"command": command, "experiment_path": path, "signature": provenance.sign([command, path])}
 
 
@@ -345,7 +345,7 @@ def identity(experiment: Experiment, effective_batch: int, data: dict[str, Any])
 
     If one changes, a step number means other examples or updates.
     """
-    fields = flatten_json(flags.resolved(experiment))
+    fields = flatten_json(flags.to_json(experiment))
     names = ("model", "seed", "micro_batch", *SHAPING)
     kept = {k: v for k, v in fields.items() if k in names or (k.startswith("data.") and k not in NOT_THE_DATA)}
     return {**kept, **flatten_json(data), "effective batch": effective_batch}
@@ -419,7 +419,7 @@ NOT_THE_NUMBERS = (
 
 def settings(experiment: Experiment) -> dict[str, Any]:
     """The resolved fields that affect updates, for a checkpoint."""
-    fields = flatten_json(flags.resolved(experiment))
+    fields = flatten_json(flags.to_json(experiment))
     return {name: value for name, value in fields.items() if name not in NOT_THE_NUMBERS}
 
 

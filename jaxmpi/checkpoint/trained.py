@@ -22,7 +22,7 @@ from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.model.adapters.loading import filled
+from jaxmpi.model.adapters.loading import fill_leaves
 
 SUFFIX = ".safetensors"
 
@@ -57,7 +57,7 @@ class TrainedModel:
         Raises:
             UsageError: a module of another library, or whose arrays are not this model's: path, got, expected.
         """
-        return filled(module, self.params, self.model_state, str(self.source))
+        return fill_leaves(module, self.params, self.model_state, str(self.source))
 
     def like(self, params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
         """Params and model state, structured as the given arrays or shapes.

@@ -27,7 +27,7 @@ def different_calls(calls: Mapping[int, str]) -> str:
     return f"ranks came to different calls: rank {first} to {calls[first]!r}, {others}; {order}"
 
 
-def here(mine: Fingerprint) -> Fingerprint:
+def with_call_site(mine: Fingerprint) -> Fingerprint:
     """A fingerprint with the place in the user's code that runs."""
     return mine._replace(place=calling_place())
 

@@ -101,7 +101,7 @@ class AxisComm(CommDefaults):
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
         """`lax.ppermute`, completed to a permutation (`vmap` refuses a partial one) and masked."""
-        full = complete(pairs, self.size)
+        full = complete_permutation(pairs, self.size)
         receives = np.zeros(self.size, bool)
         receives[[destination for _, destination in pairs]] = True
         mine = jnp.asarray(receives)[self.rank]
@@ -144,14 +144,14 @@ class GlooComm(AxisComm):
 
     def _after_last(self, x: PyTree) -> PyTree:
         trace, result = self._last
-        return after(x, result) if trace == get_opaque_trace_state() else x
+        return depend_on(x, result) if trace == get_opaque_trace_state() else x
 
     def loop(self, turns: int, turn: Turn, carry: PyTree) -> PyTree:
         """`lax.fori_loop`, as a whole one collective among the others."""
         return self._done(super().loop(turns, turn, self._after_last(carry)))
 
 
-def after(x: PyTree, result: PyTree) -> PyTree:
+def depend_on(x: PyTree, result: PyTree) -> PyTree:
     """Return `x` unchanged, with a dependence on `result` that XLA cannot remove."""
     first = [as_integers(leaf.reshape(-1)[0]).astype(jnp.uint32) for leaf in jax.tree.leaves(result) if leaf.size]
     never = [lax.population_count(bits) >> 6 for bits in first]  # zero: 32 bits are no 64
@@ -170,7 +170,7 @@ def as_integers(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
 
 
-def complete(pairs: Pairs, size: int) -> list[tuple[int, int]]:
+def complete_permutation(pairs: Pairs, size: int) -> list[tuple[int, int]]:
     """Complete `pairs` so that each worker sends and receives once."""
     sources = sorted(set(range(size)) - {source for source, _ in pairs})
     destinations = sorted(set(range(size)) - {destination for _, destination in pairs})

@@ -103,7 +103,7 @@ class Comm(Protocol):
         ...
 
 
-class NoPart:
+class NullComm:
     """The communicator of a rank that took no part in a split.
 
     It is false, has size 0, and every call refuses it. None would be the world.
@@ -116,7 +116,7 @@ class NoPart:
         return False
 
 
-def check_has_part(comm: Any) -> None:
+def check_member(comm: Any) -> None:
     """Refuse a communicator, also mpi4py's, in which this rank has no part."""
     check(
         comm is None or bool(comm),
@@ -150,10 +150,10 @@ class SoloComm:
     order = (0,)
     hosts = (0,)
 
-    def split(self, color: SupportsIndex | str | None, key: int = 0) -> "SoloComm | NoPart":
-        """The one worker again, or `NoPart` if it takes none."""
+    def split(self, color: SupportsIndex | str | None, key: int = 0) -> "SoloComm | NullComm":
+        """The one worker again, or `NullComm` if it takes none."""
         del key
-        return NoPart() if color_of(color) is None else self
+        return NullComm() if color_of(color) is None else self
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         return x

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
 from jaxmpi.comm.call_places import CallPlaces
-from jaxmpi.comm.exchange_watch import CONTROL, Roll, watch
+from jaxmpi.comm.exchange_watch import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.membership import Membership
 from jaxmpi.comm.mpi_info import check_launcher, thread_level
@@ -71,9 +71,9 @@ class MpiProcesses(Membership):
         places = collections.Counter((host, gpu) for host, _, gpu in here if gpu)
         device_setup.share_gpu(max(places.values(), default=1))
 
-    def _new_roll(self) -> Roll:
+    def _new_roll(self) -> WaitRegistry:
         """Make the record of this communicator's waits, on all its ranks together."""
-        return Roll(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
+        return WaitRegistry(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
 
     def on_own_communicator(self) -> "MpiProcesses":
         """A copy with its own communicator for another thread; a collective call."""

@@ -8,7 +8,7 @@ has come to each kind of wait. If that is less often, it never will, and the job
 nothing here.
 
 `call_comparison` knows a program's exchange that has the process's turn. `compiled_messages` knows messages that a
-program waits for. Python's waits are noted in a `Roll`.
+program waits for. Python's waits are noted in a `WaitRegistry`.
 """
 
 import functools
@@ -113,7 +113,7 @@ class ExchangeLookup(Protocol):
         ...
 
 
-class Roll:
+class WaitRegistry:
     """Record of waits between a communicator's ranks, as this rank knows them."""
 
     def __init__(self, comm: Any, numbers: Sequence[int], may_watch: bool) -> None:
@@ -368,11 +368,11 @@ class AbsentRankMonitor:
     def __init__(self) -> None:
         """Nothing to look at yet."""
         self.has_ended = False  # the script
-        self._rolls: list[Roll] = []
+        self._rolls: list[WaitRegistry] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
 
-    def add(self, roll: Roll) -> None:
+    def add(self, roll: WaitRegistry) -> None:
         """Look at this communicator, too."""
         self._rolls.append(roll)
         if self._thread.ident is None:

@@ -18,7 +18,7 @@ from jax._src import effects
 
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import CommDefaults
-from jaxmpi.comm.base import Comm, NoPart, Pairs, SoloComm, check_has_part, check_one_host, color_of, ring_order
+from jaxmpi.comm.base import Comm, NullComm, Pairs, SoloComm, check_member, check_one_host, color_of, ring_order
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.shared_compile import shared_jit
@@ -116,12 +116,12 @@ class MpiComm(RankComm):
     def alltoall(self, x: PyTree) -> PyTree:
         import mpi4jax
 
-        return jax.tree.map(through_bits(lambda leaf: mpi4jax.alltoall(leaf, comm=self.mpi)), x)
+        return jax.tree.map(as_uint16(lambda leaf: mpi4jax.alltoall(leaf, comm=self.mpi)), x)
 
     def allgather(self, x: PyTree) -> PyTree:
         import mpi4jax
 
-        return jax.tree.map(through_bits(lambda leaf: mpi4jax.allgather(leaf, comm=self.mpi)), x)
+        return jax.tree.map(as_uint16(lambda leaf: mpi4jax.allgather(leaf, comm=self.mpi)), x)
 
     def permute(self, x: PyTree, pairs: Pairs) -> PyTree:
         """`MPI_Sendrecv`, or the half that this rank has a part in."""
@@ -139,17 +139,17 @@ class MpiComm(RankComm):
                 return mpi4jax.recv(leaf, source=source, comm=self.mpi)
             return jnp.zeros_like(leaf)
 
-        return jax.tree.map(through_bits(move), x)
+        return jax.tree.map(as_uint16(move), x)
 
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         import mpi4jax
 
-        return jax.tree.map(through_bits(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
+        return jax.tree.map(as_uint16(lambda leaf: mpi4jax.bcast(leaf, root, comm=self.mpi)), x)
 
-    def split(self, color: SupportsIndex | str | None, key: int = 0) -> "MpiComm | NoPart":
+    def split(self, color: SupportsIndex | str | None, key: int = 0) -> "MpiComm | NullComm":
         """A communicator of the ranks that give the same color.
 
-        A rank that gives None gets `NoPart`: it is false, for `if part: ...`, has size 0, and every call refuses it.
+        A rank that gives None gets `NullComm`: it is false, for `if part: ...`, has size 0, and every call refuses it.
         Ranks are numbered anew, by key, then as here. All ranks of this communicator must call it together, outside
         jit.
 
@@ -173,7 +173,7 @@ class MpiComm(RankComm):
             raise UsageError(f"split: color: {got}; expected 'host' of all ranks with a part, or numbers")
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
-        return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else NoPart()
+        return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else NullComm()
 
     def meet_in_reverse(self) -> None:
         """Make `reversed_mpi`, if it is not there; all ranks come here together."""
@@ -202,7 +202,7 @@ class MpiComm(RankComm):
         return effect
 
 
-def through_bits(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def as_uint16(move: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """`move` for 16-bit floats too, which MPI lacks: they travel as uint16."""
 
     def moved(leaf: jax.Array) -> jax.Array:
@@ -242,7 +242,7 @@ def workers_of(comm: Comm | None) -> Comm:
     Raises:
         UsageError: it is the world, in a function whose workers are others; this rank has no part in it.
     """
-    check_has_part(comm)
+    check_member(comm)
     chosen = comm or world()
     why = refusing_world.value
     check(not why or chosen is not world(), why)
@@ -264,7 +264,7 @@ def communicator(comm: Any) -> Comm:
     Raises:
         UsageError: it is neither, or this rank has no part in it.
     """
-    check_has_part(comm)
+    check_member(comm)
     if comm is None or not hasattr(comm, "Get_attr"):
         chosen = workers_of(comm)
         check(

@@ -29,7 +29,7 @@ from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.shared_sync import (
     ARRIVED,
     TIMEOUT_S,
-    Board,
+    SharedCounters,
     SharedMemoryFile,
     map_together,
     reserved_anywhere,
@@ -110,7 +110,7 @@ class SharedParams:
             return made if made.path else SharedMemoryFile("", trouble=why)
 
         memory, _ = map_together(self._host, make)
-        self._board = Board(
+        self._board = SharedCounters(
             memory=memory, rank=rank, size=ranks, timeout_s=TIMEOUT_S, what="an update of shared params"
         )
         self._host.host_barrier()

@@ -27,7 +27,7 @@ from jaxmpi.comm.shared_sync import (
     SEGMENT_BYTES,
     SUMMED,
     TIMEOUT_S,
-    Board,
+    SharedCounters,
     SharedMemoryFile,
     digest,
     map_together,
@@ -76,7 +76,7 @@ class SharedSum:
         self.rank, self.size = host.local_rank, host.local_size
         self.slots = max(16, 2 * self.size)  # half of them lie between the first rank and the last
         memory, self.chunk = map_together(host, lambda: make_file(self.size, self.slots, instead))
-        self.board = Board(memory, self.rank, self.size, timeout_s)
+        self.board = SharedCounters(memory, self.rank, self.size, timeout_s)
         host.host_barrier()
         self.board.check_all_here()
         floats = np.frombuffer(memory, np.float32, offset=table_bytes(self.size))

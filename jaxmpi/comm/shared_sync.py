@@ -44,7 +44,7 @@ def table_bytes(size: int) -> int:
     return -(-(size + 1) * ROW * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Board:
+class SharedCounters:
     """Counters of a host's ranks, and how to wait for them."""
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout_s: float, what: str = "a sum") -> None:

@@ -123,22 +123,22 @@ def on_devices(rest: list[list[Any]], workers: Workers) -> jax.Array:
     each = [leaves.pop() for leaves in rest]
     if workers.mesh is None:
         return jax.block_until_ready(jax.device_put(jnp.array(each[0]), jax.local_devices()[0]))
-    return jax.block_until_ready(spread(each, workers.mesh))
+    return jax.block_until_ready(shard_rows(each, workers.mesh))
 
 
 def take(state: TrainState, workers: Workers) -> dict[int, TrainState]:
     """The inverse of `put`, in host memory."""
-    host = jax.tree.map(partial(rows, workers=workers), state)
+    host = jax.tree.map(partial(local_rows, workers=workers), state)
     return {worker: jax.tree.map(lambda x, i=i: x[i], host) for i, worker in enumerate(workers.mine)}
 
 
-def spread(trees: Sequence[PyTree], mesh: jax.sharding.Mesh) -> PyTree:
+def shard_rows(trees: Sequence[PyTree], mesh: jax.sharding.Mesh) -> PyTree:
     """Stack this process's trees, one a worker, as arrays over the mesh."""
     along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
     return jax.tree.map(partial(jax.make_array_from_process_local_data, along), stack(list(trees)))
 
 
-def rows(x: jax.Array, workers: Workers) -> np.ndarray:
+def local_rows(x: jax.Array, workers: Workers) -> np.ndarray:
     """An array as [workers of this process, ...] in host memory."""
     if workers.mesh is None:
         return np.asarray(x)[None]

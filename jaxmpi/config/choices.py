@@ -12,7 +12,7 @@ from jaxmpi.core.errors import lookup
 
 
 @dataclass(frozen=True, init=False)
-class OneOf:
+class Choices:
     """Annotation of a field: the words that it takes. `--help` shows them."""
 
     words: tuple[str, ...]
@@ -27,7 +27,7 @@ def choices(part: type) -> dict[str, tuple[str, ...]]:
     extras = {
         name: getattr(hint, "__metadata__", ()) for name, hint in get_type_hints(part, include_extras=True).items()
     }
-    return {name: each.words for name, metadata in extras.items() for each in metadata if isinstance(each, OneOf)}
+    return {name: each.words for name, metadata in extras.items() for each in metadata if isinstance(each, Choices)}
 
 
 def use_python_numbers(part: Any) -> None:

@@ -2,8 +2,8 @@
 
 One frozen dataclass has the settings of all sources, so that a flag can change the source of an experiment. It checks
 itself when it is made: a bad value is refused before any file is read. Python objects, such as `train` and `augment`,
-can be set in an experiment file only; all else has a flag. `for_loaders` leaves out the objects that only the source
-needs. `shuffle_rhythm` says when data in memory moves between workers.
+can be set in an experiment file only; all else has a flag. `to_loader_config` leaves out the objects that only the
+source needs. `shuffle_schedule` says when data in memory moves between workers.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxmpi.config import durations
-from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
-from jaxmpi.config.refusals import not_with, refuse
+from jaxmpi.config.choices import Choices, check_choices, use_python_numbers
+from jaxmpi.config.refusals import incompatible, refuse_incompatible
 from jaxmpi.core.errors import check
 
 InPython = tyro.conf.Suppress  # a field that an experiment file sets and no flag can
@@ -28,7 +28,7 @@ MEMORY = {
 }
 _PERIOD = re.compile(r"\d+(\.\d+)?(ep|st|ex)")
 MOST_LOADERS = 1024  # per worker; each is a thread or a process
-REFUSALS = not_with(
+REFUSALS = incompatible(
     lambda x: x.memory != "none",
     "data.memory {memory}, which reads no file after the start",
     ("data.shuffle_by", "files, files-mixed", "use auto"),
@@ -60,16 +60,16 @@ class Data:
     window: int = 128  # text, stdlib: tokens that an example predicts
     # text, stdlib: JSON file of tokenizers; in Python also an object that encodes, or a function; empty: bytes
     tokenizer: Any = ""
-    on_error: Annotated[str, OneOf("stop", "skip")] = "stop"  # action at a corrupt image
+    on_error: Annotated[str, Choices("stop", "skip")] = "stop"  # action at a corrupt image
     max_skipped: float = 0.01  # largest share of the examples that a run may skip in an epoch, of each epoch begun
     # kind of loaders that make batches; auto: processes to decode images
-    loader: Annotated[str, OneOf("auto", "processes", "threads", "spawn")] = "auto"
+    loader: Annotated[str, Choices("auto", "processes", "threads", "spawn")] = "auto"
     loaders: int = 2  # number of loaders per worker
     prefetch: int = 2  # batches made ahead, per worker
     stall_timeout_s: float = 300.0  # seconds that a loader may be at one example before the run ends
     # unit that is put in a new order each epoch; auto: see docs/data.md
-    shuffle_by: Annotated[str, OneOf("auto", "examples", "files", "files-mixed")] = "auto"
-    memory: Annotated[str, OneOf(*MEMORY)] = "none"  # keep compressed examples in the memory of the workers
+    shuffle_by: Annotated[str, Choices("auto", "examples", "files", "files-mixed")] = "auto"
+    memory: Annotated[str, Choices(*MEMORY)] = "none"  # keep compressed examples in the memory of the workers
     # partition: workers that hold one full copy together; 0 = all workers; auto: the fewest whose hosts have the memory
     group_size: int | str = 0
     # partition: epochs between two shuffles over a group, or steps, as in 500st; 0 = after the first none
@@ -92,7 +92,7 @@ class Data:
         for name in ("channels", "loaders", "prefetch", "synthetic_examples", "window"):
             check(getattr(self, name) >= 1, f"data.{name}: got {getattr(self, name)}; expected >= 1")
         check(self.loaders <= MOST_LOADERS, f"data.loaders: got {self.loaders}; expected at most {MOST_LOADERS}")
-        refuse(REFUSALS, self, "data.")
+        refuse_incompatible(REFUSALS, self, "data.")
         check(self.stall_timeout_s > 0, f"data.stall_timeout_s: got {self.stall_timeout_s}; expected seconds > 0")
         for name in ("mean", "std"):
             got = len(getattr(self, name))
@@ -115,7 +115,7 @@ class Data:
             is_size or self.group_size == "auto",
             f"data.group_size: got {self.group_size!r}; expected a number of workers, 0 for all of them, or auto",
         )
-        shuffle_rhythm(self.shuffle_period, 1, 1)  # says what is wrong with it
+        shuffle_schedule(self.shuffle_period, 1, 1)  # says what is wrong with it
         self._check_crop_area()
 
     def _check_crop_area(self) -> None:
@@ -133,14 +133,14 @@ class Data:
         )
 
 
-class Rhythm(NamedTuple):
+class ShuffleSchedule(NamedTuple):
     """When records in memory move to other workers."""
 
     epochs: int  # between two shuffles; 0: after the first none
     piece_steps: int = 0  # if > 0: those whose records come at once, fewer than an epoch has
 
 
-def shuffle_rhythm(period: int | str, steps_per_epoch: int, effective_batch: int) -> Rhythm:
+def shuffle_schedule(period: int | str, steps_per_epoch: int, effective_batch: int) -> ShuffleSchedule:
     """`data.shuffle_period` in whole epochs, rounded, or in steps below one epoch.
 
     Raises:
@@ -149,16 +149,16 @@ def shuffle_rhythm(period: int | str, steps_per_epoch: int, effective_batch: int
     said = f"data.shuffle_period: got {period!r}; expected epochs, such as 2, or a duration, as 500st"
     if isinstance(period, int):
         check(period >= 0, f"{said}; 0 for no shuffle after the first")
-        return Rhythm(period)
+        return ShuffleSchedule(period)
     match = _PERIOD.fullmatch(period)
     check(match is not None, said)
-    steps = durations.steps(period, steps_per_epoch, effective_batch)
+    steps = durations.duration_steps(period, steps_per_epoch, effective_batch)
     if 0 < steps < steps_per_epoch:
-        return Rhythm(1, steps)
-    return Rhythm(max(round(steps / steps_per_epoch), 1) if steps else 0)
+        return ShuffleSchedule(1, steps)
+    return ShuffleSchedule(max(round(steps / steps_per_epoch), 1) if steps else 0)
 
 
-def for_loaders(config: Data) -> Data:
+def to_loader_config(config: Data) -> Data:
     """Settings for loaders, without the objects that only the source needs."""
     return replace(config, train=None, validation=None, tokenizer="")
 

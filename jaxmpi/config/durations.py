@@ -7,7 +7,7 @@ from jaxmpi.core.errors import check
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ep|st|ex|%)")
 
 
-def steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
+def duration_steps(duration: str, steps_per_epoch: int, effective_batch: int, total_steps: int = 0) -> int:
     """A duration in steps, rounded; at least one if it is positive.
 
     Args:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
-from jaxmpi.config.refusals import not_with, refuse
+from jaxmpi.config.choices import Choices, check_choices, use_python_numbers
+from jaxmpi.config.refusals import incompatible, refuse_incompatible
 from jaxmpi.core.errors import check
 
 
@@ -34,12 +34,12 @@ SHARD_UPDATES = {
 
 ADD_SHARDS = "add shard_update on, or leave it out"
 REFUSALS = (
-    *not_with(
+    *incompatible(
         lambda x: x.shard_update != "on",
         "shard_update {shard_update}, which gathers no params",
         ("exchange.gather_wire", "below 32", ADD_SHARDS, "32".__ne__),
     ),
-    *not_with(
+    *incompatible(
         lambda x: x.shard_update == "off",
         "shard_update off, when all workers hold everything",
         ("exchange.buddy", "above 0", ADD_SHARDS, bool),
@@ -54,9 +54,9 @@ class ExchangeConfig:
     strategy: str = "auto"  # algorithm[:wire] or an alias, as asa16, ring32, shm; lowrank4/ring16 compresses
     bucket_bytes: int | None = 4 << 20  # bytes up to which small leaves are fused; None = one flat buffer
     # exchange concurrently with the backward pass
-    overlap: Annotated[str, OneOf(*OVERLAPS)] = "auto"
+    overlap: Annotated[str, Choices(*OVERLAPS)] = "auto"
     # each worker updates a slice of the params and holds that slice of the optimizer's state
-    shard_update: Annotated[str, OneOf(*SHARD_UPDATES)] = "off"
+    shard_update: Annotated[str, Choices(*SHARD_UPDATES)] = "off"
     # wire of new params under shard_update; with a coarser one than 32 their changes travel, by 32-bit masters
     gather_wire: str = "32"
     # workers after each that keep a copy of its slice, so that on_rank_loss shrink outlives deaths under shard_update
@@ -67,4 +67,4 @@ class ExchangeConfig:
         check_bucket_bytes(self.bucket_bytes)
         check_choices(self, "exchange.")
         check(self.buddy >= 0, f"exchange.buddy: got {self.buddy}; expected a number of workers, 0 for no copies")
-        refuse(REFUSALS, self, "exchange.")
+        refuse_incompatible(REFUSALS, self, "exchange.")

@@ -43,7 +43,7 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     """
     argv = file_first([hyphens(arg) for arg in argv])
     given = argv[0] if argv else ""
-    path = located(argv.pop(0)) if argv and not argv[0].startswith("-") else None
+    path = locate(argv.pop(0)) if argv and not argv[0].startswith("-") else None
     if path and path != Path(given):
         say_once(f"no file {given!r} here: this is the experiment of that name that comes with jaxmpi, {path}")
     base = choose(load(path), argv) if path else Experiment()
@@ -52,19 +52,19 @@ def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None
     names = {arg.split("=")[0] for arg in argv}
     is_empty = "--data.mean-image=" in argv or ("--data.mean-image", "") in itertools.pairwise(argv)
     if path and "--data.mean-image" in names and not is_empty:
-        base = dataclasses.replace(base, data=for_mean_image(base.data, names))
+        base = dataclasses.replace(base, data=adapt_to_mean_image(base.data, names))
     elif path and "--data.mean" in names:
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, mean_image=""))
     for name in flags.unknown_flags(argv, base):
-        raise unknown_field(name, flags.flags(base))
+        raise unknown_field_error(name, flags.flags(base))
     description = f"Train {path or 'an experiment'}. Every field can be given here; defaults are the experiment's."
-    experiment = said_by_first(lambda: flags.parsed(base, argv, tables or {}, PROG, description))
+    experiment = say_on_first_rank(lambda: flags.parse_flags(base, argv, tables or {}, PROG, description))
     if path is None:
         raise UsageError(NO_FILE)
     return experiment, path
 
 
-def for_mean_image(data: Data, names: set[str]) -> Data:
+def adapt_to_mean_image(data: Data, names: set[str]) -> Data:
     """The experiment's data without all that `--data.mean-image` replaces.
 
     These are its mean of each channel, and crops that are scaled. The flag replaces scaled crops because a mean has its
@@ -95,9 +95,9 @@ def refuse_early(argv: Sequence[str], *, file_is_here: bool = True) -> None:
     name, *fields = file_first(argv) or [""]
     errors.check(bool(name) and not name.startswith("-"), NO_FILE)
     if file_is_here:
-        check_file(located(name))
-    if not any(field.startswith("rule.") for field in flags.names_in(fields)):  # a user's may be of other types
-        said_by_first(lambda: flags.typed(Experiment(), fields, {}, PROG, ""))
+        check_file(locate(name))
+    if not any(field.startswith("rule.") for field in flags.flag_names(fields)):  # a user's may be of other types
+        say_on_first_rank(lambda: flags.parse_value(Experiment(), fields, {}, PROG, ""))
 
 
 def refuse_unknown(argv: Sequence[str]) -> list[str]:
@@ -111,11 +111,11 @@ def refuse_unknown(argv: Sequence[str]) -> list[str]:
     known, argv = Experiment(), [hyphens(arg) for arg in argv]
     for name in flags.unknown_flags(argv, known):
         if not name.startswith("rule."):
-            raise unknown_field(name, flags.flags(known))
+            raise unknown_field_error(name, flags.flags(known))
     return argv
 
 
-def unknown_field(name: str, known: Mapping[str, Any]) -> UsageError:
+def unknown_field_error(name: str, known: Mapping[str, Any]) -> UsageError:
     """The error of an unknown flag: the nearest, and the part's fields."""
     part = name.partition(".")[0]
     beside = ", ".join(sorted(field for field in known if field.startswith(f"{part}.")))
@@ -142,31 +142,33 @@ def is_experiment(arg: str, before: str) -> bool:
     Args:
         before: the argument to its left; empty if there is none. If it is a flag that takes a value, `arg` is no name.
     """
-    return (arg.endswith(".py") and not arg.startswith("-")) or (arg in shipped() and not flags.takes_value(before))
+    return (arg.endswith(".py") and not arg.startswith("-")) or (
+        arg in find_shipped() and not flags.takes_value(before)
+    )
 
 
 PROGRAMS = ("collectives/", "functions/")  # begin the names of files that run without the trainer
 
 
 @functools.cache
-def all_shipped() -> dict[str, Path]:
+def shipped_experiments() -> dict[str, Path]:
     """Experiment files shipped with jaxmpi, by names such as `papers/alexnet`."""
     folder = (PACKAGE / "experiments").resolve()  # in a clone a link
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.py"))}
 
 
-def shipped() -> dict[str, Path]:
+def find_shipped() -> dict[str, Path]:
     """Those of them that can be trained."""
-    return {name: path for name, path in all_shipped().items() if not name.startswith(PROGRAMS)}
+    return {name: path for name, path in shipped_experiments().items() if not name.startswith(PROGRAMS)}
 
 
-def located(name: str) -> Path:
+def locate(name: str) -> Path:
     """The file at this path, else the shipped experiment of this name.
 
     `experiments/digits.py` is such a name as well as `digits`, so that a line of the docs runs without a clone.
     """
     path = Path(name)
-    return path if path.is_file() else shipped().get(name.removeprefix("experiments/").removesuffix(".py"), path)
+    return path if path.is_file() else find_shipped().get(name.removeprefix("experiments/").removesuffix(".py"), path)
 
 
 NO_FILE = "name an experiment file first: python -m jaxmpi.train experiments/digits.py"
@@ -174,7 +176,7 @@ PROG = "python -m jaxmpi.train EXPERIMENT.py"
 T = TypeVar("T")
 
 
-def said_by_first(parse: Callable[[], T]) -> T:
+def say_on_first_rank(parse: Callable[[], T]) -> T:
     """Return what `parse` does.
 
     Rank 0 prints what it says of a mistake; another rank prints it only if rank 0 does not.
@@ -194,7 +196,7 @@ def said_by_first(parse: Callable[[], T]) -> T:
         except SystemExit as end:
             stack.close()
             if is_first:
-                show(said.getvalue(), sys.stderr if end.code else sys.stdout)
+                print_help(said.getvalue(), sys.stderr if end.code else sys.stdout)
             if not isinstance(end.code, int) or end.code == 0 or launchers.launched_workers() == 1:
                 raise
             if is_first:
@@ -202,7 +204,7 @@ def said_by_first(parse: Callable[[], T]) -> T:
             raise UsageError(said.getvalue()) from end
 
 
-def show(text: str, stream: TextIO) -> None:
+def print_help(text: str, stream: TextIO) -> None:
     """Print a text to a stream whose reader may end early (`head`)."""
     try:
         print(text, end="", file=stream, flush=True)
@@ -227,7 +229,7 @@ def check_file(path: Path) -> None:
     if not path.is_file():
         here = {p.name: p for p in path.parent.glob("*.py")} if path.parent.is_dir() else {}
         nearest = [f"in {path.parent}: {errors.nearest(path.name, here)}"] * bool(here)
-        nearest.append(f"with jaxmpi come: {errors.nearest(str(path).removesuffix('.py'), shipped())}")
+        nearest.append(f"with jaxmpi come: {errors.nearest(str(path).removesuffix('.py'), find_shipped())}")
         raise UsageError(f"no experiment file {str(path)!r}; {'; '.join(nearest)}")
     errors.check(path.suffix == ".py", f"{str(path)!r}: expected a Python file, such as experiments/digits.py")
 

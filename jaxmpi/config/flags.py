@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import numpy as np
 import tyro
 
-from jaxmpi.config.choices import OneOf
+from jaxmpi.config.choices import Choices
 from jaxmpi.config.schema import WORDS, Experiment
 
 # Headings of --help, and the flags below each. Those that stand in none are listed by their part.
@@ -78,7 +78,7 @@ class Flag(NamedTuple):
         Args:
             rows: the table that the field names a row of; empty if it names none.
         """
-        closed = (each.words for each in getattr(self.hint, "__metadata__", ()) if isinstance(each, OneOf))
+        closed = (each.words for each in getattr(self.hint, "__metadata__", ()) if isinstance(each, Choices))
         words = next(closed, tuple(rows))
         return f"{{{','.join(words)}}}" if words else None
 
@@ -125,21 +125,21 @@ def comments(part: type) -> dict[str, str]:
     return found
 
 
-def parsed(
+def parse_flags(
     base: Experiment, argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]], prog: str, description: str
 ) -> Experiment:
     """The experiment with the fields of the command line.
 
     Raises:
         UsageError: a field out of range.
-        SystemExit: as `typed`.
+        SystemExit: as `parse_value`.
     """
-    given = typed(base, argv, tables, prog, description)
+    given = parse_value(base, argv, tables, prog, description)
     kept = {name: (*given[name], *flag.objects) for name, flag in flags(base).items() if name in given and flag.objects}
-    return with_values(base, given | kept)
+    return replace_fields(base, given | kept)
 
 
-def typed(
+def parse_value(
     base: Experiment, argv: Sequence[str], tables: Mapping[str, Mapping[str, Any]], prog: str, description: str
 ) -> dict[str, Any]:
     """Values of the command line by flag, which tyro parses.
@@ -155,18 +155,18 @@ def typed(
     """
     known = flags(base)
     shown = {name: shown_value(flag) for name, flag in known.items()}
-    named = {name for word in names_in(argv) for name in (word, without_no(word))}
+    named = {name for word in flag_names(argv) for name in (word, strip_no_prefix(word))}
     few = {name: flag for name, flag in known.items() if name in named}
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            values = values_of(few, shown, tables, argv, with_help=False, prog=prog)
+            values = split_values(few, shown, tables, argv, with_help=False, prog=prog)
     except SystemExit:  # it says so again, in full
-        values = values_of(known, shown, tables, argv, with_help=True, prog=prog, description=description)
+        values = split_values(known, shown, tables, argv, with_help=True, prog=prog, description=description)
     return {name: new for name, new in values.items() if new is not shown[name] and new != shown[name]}
 
 
-def values_of(
+def split_values(
     known: Mapping[str, Flag],
     shown: Mapping[str, Any],
     tables: Mapping[str, Mapping[str, Any]],
@@ -181,7 +181,7 @@ def values_of(
     Args:
         known: flags that it may have.
         shown: their values without it.
-        tables: as in `parsed`.
+        tables: as in `parse_flags`.
         with_help: with the texts of --help.
         prog: the program's line, for messages.
         description: what it does, for --help.
@@ -189,7 +189,7 @@ def values_of(
     Raises:
         SystemExit: a mistake, or --help.
     """
-    groups = {group: names for group, names in grouped(known).items() if names}
+    groups = {group: names for group, names in group_flags(known).items() if names}
     parts = []
     for group, names in groups.items():
         part = group_class(group, names, known, shown, tables, with_help)
@@ -202,7 +202,7 @@ def values_of(
     }
 
 
-def grouped(known: Mapping[str, Flag]) -> dict[str, list[str]]:
+def group_flags(known: Mapping[str, Flag]) -> dict[str, list[str]]:
     """Names of flags by heading, in the order of --help."""
     heading = {name: group for group, names in GROUPS.items() for name in names}
     groups: dict[str, list[str]] = {group: [name for name in names if name in known] for group, names in GROUPS.items()}
@@ -257,7 +257,7 @@ def shown_value(flag: Flag) -> Any:
     return value if plain else getattr(value, "name", type(value).__name__)
 
 
-def with_values(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+def replace_fields(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """A dataclass with the values of these flags; other fields keep theirs."""
     new = {}
     for f in dataclasses.fields(part):
@@ -265,17 +265,17 @@ def with_values(part: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
         if name in values:
             new[f.name] = values[name]
         elif any(other.startswith(f"{name}.") for other in values):
-            new[f.name] = with_values(getattr(part, f.name), values, f"{name}.")
+            new[f.name] = replace_fields(getattr(part, f.name), values, f"{name}.")
     return dataclasses.replace(part, **new) if new else part
 
 
 def unknown_flags(argv: Sequence[str], experiment: Experiment) -> list[str]:
     """Names of flags, `--name` or `--no-name`, that the experiment does not have."""
     known = {"help", *flags(experiment)}
-    return [name for name in names_in(argv) if name not in known and without_no(name) not in known]
+    return [name for name in flag_names(argv) if name not in known and strip_no_prefix(name) not in known]
 
 
-def names_in(argv: Sequence[str]) -> list[str]:
+def flag_names(argv: Sequence[str]) -> list[str]:
     """Names of the flags on a command line."""
     return [arg[2:].split("=")[0].replace("_", "-") for arg in argv if arg.startswith("--")]
 
@@ -283,17 +283,17 @@ def names_in(argv: Sequence[str]) -> list[str]:
 def takes_value(arg: str) -> bool:
     """Return True for a flag whose value is the next argument."""
     name = arg[2:].replace("_", "-")
-    flag = flags(Experiment()).get(without_no(name))
+    flag = flags(Experiment()).get(strip_no_prefix(name))
     return arg.startswith("--") and "=" not in arg and not (flag and flag.hint is bool)
 
 
-def without_no(name: str) -> str:
+def strip_no_prefix(name: str) -> str:
     """`rule.force` for `rule.no-force`."""
     head, dot, last = name.rpartition(".")
     return head + dot + last.removeprefix("no-")
 
 
-def resolved(experiment: Experiment) -> dict[str, Any]:
+def to_json(experiment: Experiment) -> dict[str, Any]:
     """The configuration as plain JSON values; Python objects appear by name."""
 
     def plain(value: Any) -> Any:

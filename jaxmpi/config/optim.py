@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
+from jaxmpi.config.choices import Choices, check_choices, use_python_numbers
 from jaxmpi.config.data import InPython
 from jaxmpi.core.errors import check
 
@@ -18,7 +18,7 @@ class Optim:
     lr: float = 0.01  # learning rate of each worker, before `lr_for_batch` and `lr_scaling`
     lr_for_batch: int = 0  # local batch that lr is for: with b examples it is b / this times lr; 0 = with any
     # growth of lr with the number of workers; rule = the rule's own default
-    lr_scaling: Annotated[str, OneOf("rule", "none", "linear", "sqrt")] = "rule"
+    lr_scaling: Annotated[str, Choices("rule", "none", "linear", "sqrt")] = "rule"
     momentum: float | None = None  # mu, in [0, 1), if the optimizer has one; None: its own
     rate_in_velocity: bool = False  # momentum, nesterov: v <- mu v - eta g; else w <- w - eta v
     b1: float | None = None  # decay of the mean of gradients, if the optimizer has one; None: its own

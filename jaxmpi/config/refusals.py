@@ -25,12 +25,12 @@ class Refusal(NamedTuple):
     form: str = WITH
 
 
-def not_with(beside: Callable[[Any], object], words: str, *rows: tuple, form: str = WITH) -> tuple[Refusal, ...]:
+def incompatible(beside: Callable[[Any], object], words: str, *rows: tuple, form: str = WITH) -> tuple[Refusal, ...]:
     """Refusals with the same `beside` and `words`; rows have the other fields."""
     return tuple(Refusal(field, values, beside, words, *rest, form=form) for field, values, *rest in rows)
 
 
-def refuse(rows: Iterable[Refusal], options: Any, part: str = "", **more: Any) -> None:
+def refuse_incompatible(rows: Iterable[Refusal], options: Any, part: str = "", **more: Any) -> None:
     """Refuse options that do not go together.
 
     Args:

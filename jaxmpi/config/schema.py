@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jaxmpi.config.choices import OneOf, check_choices, use_python_numbers
+from jaxmpi.config.choices import Choices, check_choices, use_python_numbers
 from jaxmpi.config.data import Data, InPython
-from jaxmpi.config.durations import check_divides, step_range, steps
+from jaxmpi.config.durations import check_divides, duration_steps, step_range
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
-from jaxmpi.config.refusals import GIVE_ONE, PAIR, not_with, refuse
+from jaxmpi.config.refusals import GIVE_ONE, PAIR, incompatible, refuse_incompatible
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check
 
@@ -61,15 +61,15 @@ PARTS: dict[str, tuple[type, str]] = {
 }
 
 REFUSALS = (
-    *not_with(
+    *incompatible(
         lambda x: x.effective_batch,
         "effective_batch {effective_batch}",
         ("local_batch", "any", GIVE_ONE),
         form="got {field} {got} and {words}; {instead}",
     ),
-    *not_with(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
-    *not_with(lambda x: x.params, "params", ("continue_from", "any", GIVE_ONE), form=PAIR),
-    *not_with(
+    *incompatible(lambda x: x.from_start, "from_start", ("resume", "any", GIVE_ONE), form=PAIR),
+    *incompatible(lambda x: x.params, "params", ("continue_from", "any", GIVE_ONE), form=PAIR),
+    *incompatible(
         lambda x: x.comm == "xla",
         "comm xla",
         ("step_mode", "split", "all workers share one jit there: use auto or fused"),
@@ -103,7 +103,7 @@ class Experiment:
     keep_checkpoints: int = 2  # newest checkpoints kept
     keep_best: int = 1  # beside them, the best by `monitor`, of steps that were evaluated and saved
     monitor: str = "eval_loss"  # figure of the evaluation by which checkpoints are the best, such as eval_top1
-    monitor_mode: Annotated[str, OneOf("auto", "min", "max")] = "auto"  # its best value; auto: as its metric says
+    monitor_mode: Annotated[str, Choices("auto", "min", "max")] = "auto"  # its best value; auto: as its metric says
     log_every: int = 10  # steps between lines of the record; the first step always has one
     quiet: bool = False  # nothing on the terminal but errors; the record is written all the same
     trace: str = ""  # first and last step, as 10:20: what all ranks do when, as trace.json in the run directory
@@ -113,7 +113,7 @@ class Experiment:
     # steps between steps without exchange, on a copy, if only they show its time; 0 = never
     compute_only_every: int = 200
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
-    on_stall: Annotated[str, OneOf(*ON_STALL)] = "abort"  # action once late ranks are named
+    on_stall: Annotated[str, Choices(*ON_STALL)] = "abort"  # action once late ranks are named
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
     resume: bool = False  # go on from the newest checkpoint in run_dir
     from_start: bool = False  # begin again at step 0 in run_dir; the record and checkpoints in it are set aside
@@ -121,23 +121,23 @@ class Experiment:
     continue_from: str = ""
     params: str = ""  # Orbax folder or .safetensors file of params and model state that the run begins with
     # action at steps that are not finite, or params that differ
-    on_nonfinite: Annotated[str, OneOf(*RECOVERIES)] = "stop"
+    on_nonfinite: Annotated[str, Choices(*RECOVERIES)] = "stop"
     recover_limit: int = 10  # times that a run may skip or roll back before it stops
     replica_check_every: str = "100st"  # duration between comparisons of all workers' params; 0st: when saving only
     # if a worker dies the job ends, or the others go on without it (experimental)
-    on_rank_loss: Annotated[str, OneOf(*LOSSES)] = "end"
+    on_rank_loss: Annotated[str, Choices(*LOSSES)] = "end"
     inject: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # kind:key=value,...: a fault on order; repeatable
     seed: int = 0  # seed of initialisation, order, augmentation and dropout
     # statistics of batch norm, see docs/models.md
-    batch_statistics: Annotated[str, OneOf(*BATCH_STATISTICS)] = "averaged"
+    batch_statistics: Annotated[str, Choices(*BATCH_STATISTICS)] = "averaged"
     # dtype of forward and backward; params stay float32
-    compute_dtype: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
+    compute_dtype: Annotated[str, Choices("float32", "bfloat16")] = "float32"
     # local devices of each process, a worker each; over MPI they add theirs up before processes exchange
     devices: int = 1
     # transport of what workers exchange; xla: NCCL between GPUs, gloo between CPUs
-    comm: Annotated[str, OneOf(*COMMS)] = "mpi"
+    comm: Annotated[str, Choices(*COMMS)] = "mpi"
     # one jit for the step, or gradients, exchange and update apart
-    step_mode: Annotated[str, OneOf("auto", "fused", "split")] = "auto"
+    step_mode: Annotated[str, Choices("auto", "fused", "split")] = "auto"
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
@@ -163,9 +163,9 @@ class Experiment:
             check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
-        refuse(REFUSALS, self)
+        refuse_incompatible(REFUSALS, self)
         for name in ("train_for", "eval_every", "checkpoint_every", "replica_check_every"):
-            steps(getattr(self, name), 1, 1, 1)
+            duration_steps(getattr(self, name), 1, 1, 1)
         check(
             "%" not in self.train_for and float(re.sub(r"[^\d.]", "", self.train_for)) > 0,
             f"train_for: got {self.train_for}; expected a duration > 0 in ep, st or ex",

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from jaxmpi.config.data import Data, for_loaders
+from jaxmpi.config.data import Data, to_loader_config
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
@@ -136,7 +136,7 @@ class Loader:
             f"{source.name}: got {len(source)} examples; expected the sampler's {sampler.examples}",
         )
         check(len(source) > 0 or not train, f"{source.name}: got 0 training examples; expected >= 1")
-        augment = Augment(for_loaders(config), train, sampler.seed, load_mean_image(config))
+        augment = Augment(to_loader_config(config), train, sampler.seed, load_mean_image(config))
         self._reader = ExampleReader(
             source=source, augment=augment, skip=config.on_error == "skip", classes=classes, labels=labels
         )

@@ -23,7 +23,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions import shared_array
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import close as close
-from jaxmpi.functions.lifecycle import current_group, launched
+from jaxmpi.functions.lifecycle import current_group, launched_ranks
 from jaxmpi.functions.lifecycle import fork as fork
 from jaxmpi.functions.optimizer import optimizer as optimizer
 from jaxmpi.functions.profiling import profile as profile
@@ -37,7 +37,7 @@ from jaxmpi.functions.reductions import prod as prod
 from jaxmpi.functions.reductions import scatter as scatter
 from jaxmpi.functions.reductions import sum as sum
 from jaxmpi.functions.shared_array import SharedArray
-from jaxmpi.functions.variable import Variable, make
+from jaxmpi.functions.variable import Variable, make_variable
 
 
 def function(
@@ -82,7 +82,7 @@ def variable(tree: PyTree) -> Variable:
 
     If every rank runs the script each keeps the tree that it gives. Communicates: the tree, if workers wait.
     """
-    return make(current_group(), tree)
+    return make_variable(current_group(), tree)
 
 
 def shared(
@@ -106,7 +106,7 @@ def shared(
     if value is None:
         return shared_array.attach(name)
     make_it = functools.partial(shared_array.create, value, name, oversize, dtype, force)
-    return make_it() if launched() == 1 or current_group().is_serial else shared_by_ranks(make_it, name)
+    return make_it() if launched_ranks() == 1 or current_group().is_serial else shared_by_ranks(make_it, name)
 
 
 def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:

@@ -22,13 +22,13 @@ import numpy as np
 from jaxmpi.core.errors import check
 from jaxmpi.core.random_keys import packed
 from jaxmpi.functions import profiling
-from jaxmpi.functions.import_by_name import find
+from jaxmpi.functions.import_by_name import import_function
 from jaxmpi.functions.partitioning import RowSelection
-from jaxmpi.functions.reductions import combine, travels_as_sum
+from jaxmpi.functions.reductions import combine, is_exchanged
 from jaxmpi.functions.shared_array import from_ticket
 from jaxmpi.functions.transport import CallReport
 from jaxmpi.functions.worker import Command, Leaf, Leaves, MissingPrograms, WorkerProgram, WorkerSlot
-from jaxmpi.functions.worker_call import as_jax_has, compute, take
+from jaxmpi.functions.worker_call import as_canonical, compute, take_rows
 from jaxmpi.functions.worker_group import WorkerGroup
 
 
@@ -39,10 +39,10 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
         UsageError, WorkerFailed: as `WorkerGroup.attempt`; another command is under way. The workers are as before.
     """
     with group.alone(what), profiling.call(what, group.mine.rank == 0):
-        return performed(group, what, prepare)
+        return send_and_run(group, what, prepare)
 
 
-def performed(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
+def send_and_run(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> Any:
     """Prepare, send and run a command; send missing programs and repeat it."""
     group.check_usable()
     try:
@@ -68,7 +68,7 @@ def performed(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> 
         raise
 
 
-def rests(handler: Callable[[WorkerGroup, Command], Any]) -> Callable[[WorkerGroup, Command], Any]:
+def releases_slots(handler: Callable[[WorkerGroup, Command], Any]) -> Callable[[WorkerGroup, Command], Any]:
     """Make a handler drop its command's state, unless the command comes again."""
 
     @functools.wraps(handler)
@@ -89,7 +89,7 @@ def rests(handler: Callable[[WorkerGroup, Command], Any]) -> Callable[[WorkerGro
 # ---------------------------------------------------------------- call
 
 
-@rests
+@releases_slots
 def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]:
     """Compute everywhere and reduce; return structures, and leaves if results are wanted."""
     reports = group.attempt(command.header["name"], lambda slot: compute(slot, command, group))
@@ -97,14 +97,14 @@ def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]
     leaves = group.mine.program.leaves
     with profiling.part("reduce"):
         out = {slot.rank: slot.out for slot in group.slots}
-        results = profiling.settled(reduce_leaves(group, leaves, out, counts, command.header["strategy"]))
+        results = profiling.wait_if_profiling(reduce_leaves(group, leaves, out, counts, command.header["strategy"]))
     for slot in group.slots:
-        settle(slot, leaves, results, command.header["locals"])
+        store_results(slot, leaves, results, command.header["locals"])
     returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if group.leads else []
     return group.mine.program.structures, returned
 
 
-def settle(slot: WorkerSlot, leaves: Sequence[Leaf], results: dict[int, Any], made: dict[str, int]) -> None:
+def store_results(slot: WorkerSlot, leaves: Sequence[Leaf], results: dict[int, Any], made: dict[str, int]) -> None:
     """Store what stays with the worker."""
     new: dict[int, Leaves] = {number: [] for number in made.values()}
     for i, leaf in enumerate(leaves):
@@ -124,12 +124,12 @@ def reduce_leaves(
     """Results over workers, by leaf."""
     across = [i for i, leaf in enumerate(leaves) if leaf.place in ("result", "into")]
     first = out[group.mine.rank]
-    sums = [i for i in across if travels_as_sum(leaves[i].op, first[i].dtype)]
+    sums = [i for i in across if is_exchanged(leaves[i].op, first[i].dtype)]
     results: dict[int, Any] = {}
     for op in ("mean", "sum"):
         if chosen := [i for i in sums if leaves[i].op == op]:
             parts = {rank: [leaves_of[i] for i in chosen] for rank, leaves_of in out.items()}
-            results |= zip(chosen, over_workers(group, op, parts, counts, strategy), strict=True)
+            results |= zip(chosen, sum_over_workers(group, op, parts, counts, strategy), strict=True)
     if rest := [i for i in across if i not in results]:
         everywhere = any(leaves[i].place == "into" for i in rest)
         rows = group.gathered({rank: [np.asarray(out[rank][i]) for i in rest] for rank in out}, everywhere)
@@ -139,20 +139,20 @@ def reduce_leaves(
     return results
 
 
-def over_workers(group: WorkerGroup, op: str, parts: dict[int, Leaves], counts: list[int], strategy: str) -> Leaves:
+def sum_over_workers(group: WorkerGroup, op: str, parts: dict[int, Leaves], counts: list[int], strategy: str) -> Leaves:
     """Means weighted by examples, or sums, over the exchange."""
     if group.size == 1:
         return parts[group.mine.rank]
     dtypes = [x.dtype for x in parts[group.mine.rank]]
     uneven = op == "mean" and len(set(counts)) > 1
     if uneven:  # sum_r (n_r / n) mean_r, in 32 bits
-        parts = {rank: weighed(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
+        parts = {rank: scale_leaves(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
     totals = group.summed(parts, "sum" if uneven or op == "sum" else "mean", strategy)[group.mine.rank]
     return [x.astype(dtype) if x.dtype != dtype else x for x, dtype in zip(totals, dtypes, strict=True)]
 
 
 @jax.jit
-def weighed(leaves: Leaves, weight: jax.Array) -> Leaves:
+def scale_leaves(leaves: Leaves, weight: jax.Array) -> Leaves:
     """Weight * leaves, f32."""
     return [x.astype(jnp.float32) * weight for x in leaves]
 
@@ -179,17 +179,17 @@ def program(group: WorkerGroup, command: Command) -> None:
 
     def load(slot: WorkerSlot) -> CallReport:
         if slot.rank != 0:
-            slot.programs[command.header["key"]] = loaded(command.header, next(command.received).tobytes())
+            slot.programs[command.header["key"]] = load_program(command.header, next(command.received).tobytes())
         return CallReport("ok", "")
 
     group.attempt(command.header["name"], load, part="compile", waiting="compile")
 
 
-def loaded(header: dict[str, Any], body: bytes) -> WorkerProgram:
+def load_program(header: dict[str, Any], body: bytes) -> WorkerProgram:
     """A program that came as StableHLO, or by its function's name."""
     leaves = tuple(Leaf(*leaf) for leaf in header["leaves"])
     if header["module"]:
-        function, form, picked = find(header), pickle.loads(body), header["picked"]
+        function, form, picked = import_function(header), pickle.loads(body), header["picked"]
 
         def computed(*flat: jax.Array) -> Leaves:
             leaves = jax.tree.leaves(packed(form.call(function, flat)))
@@ -204,7 +204,7 @@ def loaded(header: dict[str, Any], body: bytes) -> WorkerProgram:
 # ---------------------------------------------------------------- variables
 
 
-@rests
+@releases_slots
 def put(group: WorkerGroup, command: Command) -> None:
     """Give workers the leaves of a variable, whole or each its rows."""
 
@@ -212,7 +212,7 @@ def put(group: WorkerGroup, command: Command) -> None:
         header = command.header
         if header["ranks"] is not None and slot.rank not in header["ranks"]:
             return CallReport("ok", json.dumps(header["says"]))
-        slot.out = [slot.own(value) for value in values_of(slot, command)]
+        slot.out = [slot.own(value) for value in worker_inputs(slot, command)]
         return CallReport("ok", json.dumps(header["says"]))
 
     group.attempt(command.header["name"], work, part="shuffle")
@@ -221,7 +221,7 @@ def put(group: WorkerGroup, command: Command) -> None:
             slot.values[command.header["number"]] = slot.out
 
 
-def values_of(slot: WorkerSlot, command: Command) -> list[Any]:
+def worker_inputs(slot: WorkerSlot, command: Command) -> list[Any]:
     """Inputs of a worker, from here, the master or shared memory."""
     if command.given is not None:
         return command.given(slot.rank)
@@ -230,28 +230,28 @@ def values_of(slot: WorkerSlot, command: Command) -> list[Any]:
     rows, (begin, end) = command.header["rows"], command.header["spans"][slot.rank]
     picked = next(command.received) if rows == "indices" else RowSelection(0, *rows).of(begin, end)
     arrays = [from_ticket(ticket, slot.arrays) for ticket in command.header["tickets"]]
-    return [as_jax_has(name, take(x, picked)) for name, x in zip(command.header["names"], arrays, strict=True)]
+    return [as_canonical(name, take_rows(x, picked)) for name, x in zip(command.header["names"], arrays, strict=True)]
 
 
-def signed(slot: WorkerSlot, command: Command, op: str = "") -> CallReport:
+def report_variable(slot: WorkerSlot, command: Command, op: str = "") -> CallReport:
     """A variable's leaves laid out for reading; what must agree between workers."""
     slot.out = list(slot.held(command.header["number"]))
     shapes = [f"{x.dtype}{list(x.shape[1:] if op == 'gather' else x.shape)}" for x in slot.out]
     return CallReport("ok", json.dumps({"call": command.header, "leaf": shapes if op else []}))
 
 
-@rests
+@releases_slots
 def reduce(group: WorkerGroup, command: Command) -> Leaves:
     """The variable over workers, each counted once; kept by all if asked."""
-    group.attempt(command.header["name"], functools.partial(signed, command=command, op=command.header["op"]))
+    group.attempt(command.header["name"], functools.partial(report_variable, command=command, op=command.header["op"]))
     with profiling.part("reduce"):
-        return profiling.settled(reduced(group, command.header))
+        return profiling.wait_if_profiling(reduce_reported(group, command.header))
 
 
-def reduced(group: WorkerGroup, header: dict[str, Any]) -> Leaves:
+def reduce_reported(group: WorkerGroup, header: dict[str, Any]) -> Leaves:
     """Results of a reduction whose leaves are laid out."""
     mine = {slot.rank: slot.out for slot in group.slots}
-    if header["keep"] and all(travels_as_sum(header["op"], x.dtype) for x in mine[group.mine.rank]):
+    if header["keep"] and all(is_exchanged(header["op"], x.dtype) for x in mine[group.mine.rank]):
         totals = mine if group.size == 1 else group.summed(mine, header["op"], header["strategy"])
         for slot in group.slots:
             slot.values[header["number"]] = totals[slot.rank]
@@ -268,11 +268,11 @@ def reduced(group: WorkerGroup, header: dict[str, Any]) -> Leaves:
     return [results[i] for i in range(len(leaves))] if group.leads else []
 
 
-@rests
+@releases_slots
 def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None:
     """The leaves of one worker or all, kept by all if asked."""
     header = command.header
-    group.attempt(header["name"], functools.partial(signed, command=command))
+    group.attempt(header["name"], functools.partial(report_variable, command=command))
     wanted = range(group.size) if header["rank"] is None else [header["rank"]]
     with profiling.part("shuffle"):
         mine = {s.rank: [np.asarray(x) for x in s.out] if s.rank in wanted else [] for s in group.slots}
@@ -285,7 +285,7 @@ def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None
     return None if rows is None else [rows[rank] for rank in wanted]
 
 
-@rests
+@releases_slots
 def lengths(group: WorkerGroup, command: Command) -> list[int]:
     """The number of a variable's rows on each worker, from the reports."""
 

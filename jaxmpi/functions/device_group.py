@@ -45,10 +45,10 @@ class DeviceGroup(WorkerGroup):
             jax.make_array_from_single_device_arrays((self.size, *shards[0].shape[1:]), sharding, list(shards))
             for shards in zip(*rows, strict=True)
         ]
-        totals = over_devices(self.mesh, self.size, op, strategy)(whole)  # pyright: ignore[reportArgumentType]
+        totals = exchange_over_devices(self.mesh, self.size, op, strategy)(whole)  # pyright: ignore[reportArgumentType]
         made = dict(zip(full, totals, strict=True))
         return {
-            rank: [shard_of(made[i], rank) if i in made else x for i, x in enumerate(leaves)]
+            rank: [device_shard(made[i], rank) if i in made else x for i, x in enumerate(leaves)]
             for rank, leaves in mine.items()
         }
 
@@ -58,7 +58,7 @@ class DeviceGroup(WorkerGroup):
 
 
 @functools.cache
-def over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
+def exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
     """`exchange` of arrays that carry a first axis of workers."""
     comm = AxisComm(AXIS, size)
 
@@ -68,7 +68,7 @@ def over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leav
     return jax.jit(jax.shard_map(of_one, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
 
 
-def shard_of(array: jax.Array, rank: int) -> jax.Array:
+def device_shard(array: jax.Array, rank: int) -> jax.Array:
     """Row `rank`, on its device."""
     [shard] = [shard for shard in array.addressable_shards if (shard.index[0].start or 0) == rank]
     return shard.data[0]

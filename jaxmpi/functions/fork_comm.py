@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmpi.comm.base import Pairs, SoloComm
 from jaxmpi.comm.shared_sum import SharedSum
-from jaxmpi.comm.shared_sync import ARRIVED, Board, digest
+from jaxmpi.comm.shared_sync import ARRIVED, SharedCounters, digest
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.transport import SocketTransport, as_bytes
 from jaxmpi.runtime import host_callbacks
@@ -112,7 +112,7 @@ class ForkComm(SoloComm):
 class SharedMemoryAllgather:
     """Allgather of bytes through shared memory, in pieces that fit a row."""
 
-    def __init__(self, board: Board, rows: np.ndarray) -> None:
+    def __init__(self, board: SharedCounters, rows: np.ndarray) -> None:
         """Take who waits for whom, and u8[2, workers, n] of shared memory."""
         self.board, self.rows = board, rows
         self.room = rows.shape[2]

@@ -3,7 +3,7 @@
 Stooke and Abbeel 2017 (Synkhronos) ran Theano functions so: inputs are scattered or broadcast, outputs reduced. Here
 JAX traces the user's function once for each set of input shapes (`Function.program`). Workers that do not run the
 script get the StableHLO of that program, so closures, lambdas and notebook cells work. Only a function that calls back
-into Python is sent by its name (docs/decisions/0017). `Bound` notes for each leaf of the inputs how it reaches the
+into Python is sent by its name (docs/decisions/0017). `CallInputs` notes for each leaf of the inputs how it reaches the
 workers: sent, read out of shared memory, or held by them already. A broadcast argument that has not changed is not sent
 again.
 """
@@ -31,23 +31,23 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.import_by_name import name_of
-from jaxmpi.functions.outputs import Chosen, joined, parsed
+from jaxmpi.functions.import_by_name import qualified_name
+from jaxmpi.functions.outputs import ChosenOutputs, join_results, parse_outputs
 from jaxmpi.functions.partitioning import (
     RowSelection,
-    bounds,
     check_enough,
-    choose,
-    of_each_worker,
-    of_indices,
-    same_length,
+    check_indices,
+    choices_by_worker,
+    common_length,
+    select_rows,
+    shard_bounds,
 )
 from jaxmpi.functions.reductions import Output, Scatter, check_reducible, from_word
 from jaxmpi.functions.shared_array import is_shared
-from jaxmpi.functions.signature import Form, in_order, placed
-from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, where
+from jaxmpi.functions.signature import Form, bind_arguments, sort_by_parameter
+from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, rows_header
 from jaxmpi.functions.worker import Command, Leaf, WorkerProgram
-from jaxmpi.functions.worker_call import as_jax_has, canonical, take
+from jaxmpi.functions.worker_call import as_canonical, canonical_dtype, take_rows
 from jaxmpi.functions.worker_group import WorkerGroup
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
@@ -68,17 +68,17 @@ class Function:
     ) -> None:
         self.__wrapped__ = function
         self.name = getattr(function, "__name__", "function")
-        by_name = in_order(inputs, function, self.name) if isinstance(inputs, Mapping) else {}
+        by_name = sort_by_parameter(inputs, function, self.name) if isinstance(inputs, Mapping) else {}
         self.keywords = tuple(by_name)  # if inputs have names, all arguments are passed by them
         several = isinstance(inputs, (Mapping, tuple, list))
         markers = [*(by_name.values() if by_name else inputs)] if several else [inputs]
         self.inputs: Sequence[Marker] | None = markers if several or not takes_argument(inputs) else None
         self.all_inputs = inputs
-        self.trees = parsed(outputs)
+        self.trees = parse_outputs(outputs)
         self.outputs = self.trees.flat
         every = [updates] if isinstance(updates, Variable) else list(updates)
         is_pair = len(every) == 2 and isinstance(every[0], Variable) and isinstance(every[1], (Output, str))
-        self.updates = tuple(update_of(update) for update in ([updates] if is_pair else every))
+        self.updates = tuple(parse_update(update) for update in ([updates] if is_pair else every))
         is_one_update = not self.trees.trees and (is_pair or isinstance(updates, Variable))
         self.is_bare = is_one_update or (self.trees.is_single and not self.updates)  # f returns that one, in no tuple
         check_markers(markers)
@@ -134,7 +134,7 @@ class Function:
         """
         group = self._bound()
         made = {place: Variable(group, None) for place, output in enumerate(self.outputs) if output.stays}
-        chosen: list[Chosen] = []
+        chosen: list[ChosenOutputs] = []
         known = len(self.forms)
 
         def prepare() -> Command:
@@ -170,12 +170,12 @@ class Function:
         batch_local: Any,
         slices: int,
         made: dict[int, Variable],
-        chosen: Chosen,
+        chosen: ChosenOutputs,
     ) -> Command:
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
         check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
         check(all(v.group is group for v in self.targets), f"{self.name}: a variable that takes a result {OF_OTHERS}")
-        bound = Bound(group)
+        bound = CallInputs(group)
         markers, args, keywords = self._arguments(*arguments)
         structure = bound.add_all(markers, args, keywords)
         header = bound.header(batch, batch_local, int(slices))
@@ -187,15 +187,15 @@ class Function:
         header["says"] = json.dumps({key: header[key] for key in agreed} | bound.chosen())
         fresh = self._fresh(bound)
         header["fresh"] = list(fresh)
-        given = Given(bound.given, bound.rows, bound.local, fresh)
+        given = LocalInputs(bound.given, bound.rows, bound.local, fresh)
         return Command("call", header, given, lambda rank: bound.arrays_for(rank, list(fresh.values())))
 
-    def _fresh(self, bound: "Bound") -> dict[int, Any]:
+    def _fresh(self, bound: "CallInputs") -> dict[int, Any]:
         """The broadcast leaves that workers do not have yet, by their number."""
         fresh = {}
         for i, leaf in enumerate(bound.broadcast):
-            if i >= len(self.sent) or not unchanged(self.sent[i], leaf):
-                self.sent[i : i + 1] = [kept_copy(leaf)]
+            if i >= len(self.sent) or not is_unchanged(self.sent[i], leaf):
+                self.sent[i : i + 1] = [comparison_copy(leaf)]
                 fresh[i] = self.sent[i]
         return fresh
 
@@ -208,7 +208,7 @@ class Function:
             every = [*args, *(named[key] for key in keywords)]
             return [self.all_inputs] * len(every), every, keywords
         free = [place for place, marker in enumerate(self.inputs) if takes_argument(marker)]
-        return self.inputs, placed(self.name, self.__wrapped__, free, self.keywords, args, named), self.keywords
+        return self.inputs, bind_arguments(self.name, self.__wrapped__, free, self.keywords, args, named), self.keywords
 
     def _forget_forms(self, known: int) -> None:
         """Leave only the first `known` forms."""
@@ -246,7 +246,7 @@ class Function:
                     check_op(leaf.op, aval.shape, f"{self.name}: output {name}")
                 if leaf.place in ("result", "into"):  # in other places only pieces combine, if there are several
                     check_reducible(leaf.op, aval.dtype, aval.shape, f"{self.name}: output {name}")
-                says.append(said(leaves[-1], aval))
+                says.append(describe_output(leaves[-1], aval))
         structures = tuple(jax.tree.structure(part) for part in parts)
         return WorkerProgram(
             lambda *flat: jax.tree.leaves(jitted(*flat)), tuple(leaves), json.dumps(dict(says)), structures
@@ -255,7 +255,8 @@ class Function:
     def _destinations(self, form: int) -> list[tuple[Leaf, str]]:
         """Destination of each part that a program returns, and name for messages."""
         outputs = [
-            (leaf_of(i, self.outputs[i], self.trees.names[i]), self.trees.names[i]) for i in self.forms[form].outputs
+            (output_leaf(i, self.outputs[i], self.trees.names[i]), self.trees.names[i])
+            for i in self.forms[form].outputs
         ]
         first = len(self.trees.trees)
         updates = [
@@ -316,14 +317,14 @@ class Function:
         parts = jax.eval_shape(lambda *flat: self._all_parts(form, flat), *avals)
         numbers = jax.tree.unflatten(jax.tree.structure(parts), range(len(jax.tree.leaves(parts))))
         picked = [*(numbers[i] for i in self.forms[form].outputs), *numbers[len(self.outputs) :]]
-        return {**header, **name_of(self.__wrapped__), "picked": jax.tree.leaves(picked)}, pickle.dumps(
+        return {**header, **qualified_name(self.__wrapped__), "picked": jax.tree.leaves(picked)}, pickle.dumps(
             self.forms[form]
         )
 
     # ------------------------------------------------------------ results
 
     def _results(
-        self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable], chosen: Chosen
+        self, structures: Sequence[Any], leaves: list[Any], made: dict[int, Variable], chosen: ChosenOutputs
     ) -> PyTree:
         leaves_left, results = iter(leaves), {}
         for place, structure in zip(chosen.computed, structures, strict=False):
@@ -336,10 +337,10 @@ class Function:
             else:
                 mine = [next(leaves_left) for _ in range(structure.num_leaves)]
                 results[place] = unpacked(jax.tree.unflatten(structure, mine))
-        return joined(chosen, results)
+        return join_results(chosen, results)
 
 
-class Given(NamedTuple):
+class LocalInputs(NamedTuple):
     """Inputs that the caller's own workers take directly, with the chosen rows."""
 
     leaves: list[Any]
@@ -348,7 +349,7 @@ class Given(NamedTuple):
     fresh: dict[int, Any]
 
 
-def update_of(update: Any) -> Output:
+def parse_update(update: Any) -> Output:
     """`(variable, op)`, or a variable alone, as an Output.
 
     A variable alone takes the mean over pieces.
@@ -383,7 +384,7 @@ def check_targets(name: str, targets: Sequence[Variable]) -> None:
     check(once, f"{name}: one variable is to take two results; expected a variable for each")
 
 
-def leaf_of(place: int, wanted: Output, label: str) -> Leaf:
+def output_leaf(place: int, wanted: Output, label: str) -> Leaf:
     """Destination of an output's first leaf."""
     if wanted.into is not None:
         return Leaf(op=wanted.op, place="into", target=wanted.into.number, index=0, name=f"into {wanted.into.number}")
@@ -391,7 +392,7 @@ def leaf_of(place: int, wanted: Output, label: str) -> Leaf:
     return Leaf(op=wanted.op, place=kind, target=place, index=0, name=f"{kind} {label}")
 
 
-def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
+def describe_output(leaf: Leaf, aval: Any) -> tuple[str, str]:
     """Facts of an output that must be equal on all workers."""
     crosses = leaf.place in ("result", "into")
     shape = list(aval.shape[1:] if leaf.op == "gather" else aval.shape)
@@ -401,7 +402,7 @@ def said(leaf: Leaf, aval: Any) -> tuple[str, str]:
 # ---------------------------------------------------------------- the arguments of one call
 
 
-class Bound:
+class CallInputs:
     """The input leaves of one call, and how each reaches the workers."""
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -448,7 +449,7 @@ class Bound:
                 self.inputs.append(["read", where_, leaf.ticket()])
             elif marker is broadcast:
                 self.inputs.append(["kept", len(self.broadcast)])
-                self.broadcast.append(as_jax_has(where_, array.array if is_shared(leaf) else array))
+                self.broadcast.append(as_canonical(where_, array.array if is_shared(leaf) else array))
             else:
                 if is_key:
                     check_rows(array.shape, where_)
@@ -466,14 +467,14 @@ class Bound:
         check(batch_local is None or resident, "batch_local: got a choice of rows, but no input is scatter(variable)")
         check(slices == 1 or scattered or resident, f"slices: got {slices}, but no input is scattered")
         if scattered:
-            self.rows = choose(batch, same_length([*self.lengths.values()], [*self.lengths]))
+            self.rows = select_rows(batch, common_length([*self.lengths.values()], [*self.lengths]))
             check_enough(self.rows.count, self.group.size)
         if resident:
-            self.local = of_each_worker(batch_local, self.group.size)
+            self.local = choices_by_worker(batch_local, self.group.size)
         return {
             "n": self.rows.count if self.rows else None,
-            "rows": where(self.rows) if self.rows else None,
-            "local": [local_header(choice) for choice in self.local] if resident else [],
+            "rows": rows_header(self.rows) if self.rows else None,
+            "local": [row_choice_header(choice) for choice in self.local] if resident else [],
             "slices": slices,
             "inputs": self.inputs,
         }
@@ -490,34 +491,34 @@ class Bound:
         """The arrays sent to a worker, in the order it takes them."""
         arrays = []
         if self.rows is not None:
-            edges = bounds(self.rows.count, self.group.size)
+            edges = shard_bounds(self.rows.count, self.group.size)
             begin, end = edges[rank], edges[rank + 1]
             if self.rows.indices is not None:
                 arrays.append(self.rows.indices[begin:end])
             for entry, leaf in zip(self.inputs, self.given, strict=True):
                 if entry[0] == "sent":
-                    arrays.append(as_jax_has(entry[1], np.asarray(take(leaf, self.rows.of(begin, end)))))
-        if any(entry[0] == "rows" for entry in self.inputs) and local_header(self.local[rank])[0] == "indices":
+                    arrays.append(as_canonical(entry[1], np.asarray(take_rows(leaf, self.rows.of(begin, end)))))
+        if any(entry[0] == "rows" for entry in self.inputs) and row_choice_header(self.local[rank])[0] == "indices":
             arrays.append(np.asarray(self.local[rank]))
         return arrays + fresh
 
 
-def local_header(choice: Any) -> list[Any]:
+def row_choice_header(choice: Any) -> list[Any]:
     """One worker's choice of rows as JSON; indices travel apart."""
     if isinstance(choice, slice):
         return ["slice", [None if v is None else int(v) for v in (choice.start, choice.stop, choice.step)]]
     if choice is None or isinstance(choice, (int, np.integer)):
         return ["first", None if choice is None else int(choice)]
     if np.asarray(choice).dtype != bool:  # a mask's length is checked where the rows are
-        of_indices(choice, np.iinfo(np.int64).max, "batch_local")
+        check_indices(choice, np.iinfo(np.int64).max, "batch_local")
     return ["indices", None]
 
 
-def unchanged(before: Any, now: Any) -> bool:
+def is_unchanged(before: Any, now: Any) -> bool:
     """Return True if workers have this broadcast leaf: same array or bytes."""
     if isinstance(now, jax.Array) or isinstance(before, jax.Array):
         return before is now
-    same_kind = before.shape == now.shape and before.dtype == canonical(now.dtype)
+    same_kind = before.shape == now.shape and before.dtype == canonical_dtype(now.dtype)
     return same_kind and np.array_equal(as_words(before), as_words(now.astype(before.dtype, copy=False)))
 
 
@@ -526,6 +527,6 @@ def as_words(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def kept_copy(leaf: Any) -> Any:
+def comparison_copy(leaf: Any) -> Any:
     """The leaf for later comparison: a JAX array itself, else a copy."""
-    return leaf if isinstance(leaf, jax.Array) else np.array(leaf, dtype=canonical(leaf.dtype), order="C")
+    return leaf if isinstance(leaf, jax.Array) else np.array(leaf, dtype=canonical_dtype(leaf.dtype), order="C")

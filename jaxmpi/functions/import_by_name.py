@@ -13,7 +13,7 @@ from jaxmpi.core.errors import UsageError, check
 SCRIPT = "__jaxmpi_main__"  # module name of the master's script on a worker; not __main__: guarded code does not run
 
 
-def name_of(function: Callable) -> dict[str, Any]:
+def qualified_name(function: Callable) -> dict[str, Any]:
     """Return how another process finds the function: module, qualified name and script.
 
     `is_wrapped` says that the name is of what wraps the function.
@@ -25,7 +25,7 @@ def name_of(function: Callable) -> dict[str, Any]:
         function = getattr(function, "__wrapped__", function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     script = str(getattr(sys.modules.get("__main__"), "__file__", "") or "") if module == "__main__" else ""
-    found = part_of(sys.modules.get(module), name)
+    found = get_by_qualname(sys.modules.get(module), name)
     is_wrapped = found is not function
     if (is_wrapped and getattr(found, "__wrapped__", None) is not function) or (module == "__main__" and not script):
         raise UsageError(
@@ -37,7 +37,7 @@ def name_of(function: Callable) -> dict[str, Any]:
     return {"module": module, "qualname": name, "script": path, "is_wrapped": is_wrapped}
 
 
-def find(name: dict[str, Any]) -> Callable:
+def import_function(name: dict[str, Any]) -> Callable:
     """Find a function by its name; its module or script is imported.
 
     A script runs, except for code under `if __name__ == "__main__"`.
@@ -52,12 +52,12 @@ def find(name: dict[str, Any]) -> Callable:
             f"{name['script'] or name['module']} ends its process ({error.code}) where it is imported to find "
             f'{name["qualname"]}: put what ends it under if __name__ == "__main__":'
         ) from error
-    found = part_of(module, name["qualname"])
+    found = get_by_qualname(module, name["qualname"])
     check(found is not None, f"{name['module']} has no {name['qualname']}")
     return found.__wrapped__ if name["is_wrapped"] else found
 
 
-def part_of(module: Any, name: str) -> Any:
+def get_by_qualname(module: Any, name: str) -> Any:
     """The object of a qualified name; None if there is none."""
     return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), module)
 

@@ -49,7 +49,7 @@ def current_group() -> WorkerGroup:
     global _group
     check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
     if _group is None:
-        _group = ranks(is_serial=False) if launched() > 1 else DeviceGroup(jax.local_devices())
+        _group = group_of_ranks(is_serial=False) if launched_ranks() > 1 else DeviceGroup(jax.local_devices())
     return _group
 
 
@@ -87,7 +87,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
             "jaxmpi.close() before",
         )
     try:
-        _group = chosen(n, kind)
+        _group = make_group(n, kind)
     except Exception as error:
         if (told := failures.as_sentence(error)) is error:
             raise
@@ -96,26 +96,29 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     return _group.size
 
 
-def chosen(n: int | None, kind: str) -> WorkerGroup:
+def make_group(n: int | None, kind: str) -> WorkerGroup:
     """The workers that `fork` makes."""
-    if launched() > 1:
-        check(n in (None, launched()), f"fork: got {n} workers; the launcher started {launched()} ranks: fork()")
-        made = led_ranks()
+    if launched_ranks() > 1:
+        check(
+            n in (None, launched_ranks()),
+            f"fork: got {n} workers; the launcher started {launched_ranks()} ranks: fork()",
+        )
+        made = group_led_by_rank_0()
         if made.transport.rank != 0:
             serve(made)
             sys.exit(0)
         return made
     devices = count_devices() if kind != "processes" else 1
     has_gpus = kind != "processes" and bool(device_setup.visible_gpus()) and jax.default_backend() != "cpu"
-    wanted = n or how_many(kind, devices, has_gpus, affinity.cores())
+    wanted = n or default_workers(kind, devices, has_gpus, affinity.cores())
     if kind != "devices" and wanted > devices:
-        return processes_on_this_host(wanted)
+        return start_forked_group(wanted)
     have = jax.local_devices()
     check(wanted <= len(have), f"fork: got {wanted} workers; this process has {len(have)} devices")
     return DeviceGroup(have[:wanted])
 
 
-def how_many(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
+def default_workers(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
     """The default number of workers: one a device, or one a core."""
     return cores if kind == "processes" or (kind == "auto" and devices == 1 and not has_gpus) else devices
 
@@ -149,7 +152,7 @@ def forget_in_child() -> None:
 os.register_at_fork(after_in_child=forget_in_child)
 
 
-def launched() -> int:
+def launched_ranks() -> int:
     """Ranks that a launcher has started."""
     return launchers.launched_workers()
 
@@ -165,7 +168,7 @@ def count_devices() -> int:
 # ---------------------------------------------------------------- ranks of MPI
 
 
-def ranks(is_serial: bool) -> ProcessGroup:
+def group_of_ranks(is_serial: bool) -> ProcessGroup:
     """All ranks of the job; all call it together."""
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)
@@ -174,11 +177,11 @@ def ranks(is_serial: bool) -> ProcessGroup:
     return ProcessGroup(MpiTransport(control, is_serial), comm, "shm" if here else "asa32", is_serial)
 
 
-def led_ranks() -> ProcessGroup:
+def group_led_by_rank_0() -> ProcessGroup:
     """All ranks, led by rank 0; a second fork takes them again."""
     global _led
     if _led is None:
-        _led = ranks(is_serial=True)
+        _led = group_of_ranks(is_serial=True)
         if _led.transport.rank == 0:
             before_mpi_ends(functools.partial(end_ranks, _led))
         return _led
@@ -197,7 +200,7 @@ def end_ranks(led: ProcessGroup) -> None:
 # ---------------------------------------------------------------- processes on this host
 
 
-def processes_on_this_host(n: int) -> WorkerGroup:
+def start_forked_group(n: int) -> WorkerGroup:
     """Start n - 1 processes and take part as the first.
 
     Raises:
@@ -211,7 +214,7 @@ def processes_on_this_host(n: int) -> WorkerGroup:
     prepare.prepare()
     number = next(_forks)
     pipes = {rank: Pipe() for rank in range(1, n)}
-    jobs = {rank: start({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
+    jobs = {rank: start_worker({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
     transport = SocketTransport(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
     try:
         for rank, end in transport.ends.items():
@@ -230,7 +233,7 @@ def processes_on_this_host(n: int) -> WorkerGroup:
         raise
 
 
-def start(told: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
+def start_worker(told: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
     """Start a worker, a fresh process with one end of a socket.
 
     The socket carries import path, arguments and JAX settings, for which a command line may be too short.

@@ -23,9 +23,9 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import current_group
-from jaxmpi.functions.outputs import Outputs, parsed
+from jaxmpi.functions.outputs import Outputs, parse_outputs
 from jaxmpi.functions.reductions import mean, scatter
-from jaxmpi.functions.variable import make, numbers
+from jaxmpi.functions.variable import make_variable, numeric_leaves
 
 
 class Optimizer:
@@ -51,17 +51,17 @@ class Optimizer:
         )
         is_optax = isinstance(tx, optax.GradientTransformation)
         check(is_optax, f"optimizer: tx: got {tx!r:.80}; expected an Optax transformation, such as optax.sgd(0.1)")
-        numbers(params)  # refuse what is no tree of arrays before anything is placed
+        numeric_leaves(params)  # refuse what is no tree of arrays before anything is placed
         like = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(params)]
         odd = sorted({str(x.dtype) for x in like if x.dtype != np.float32})
         check(not odd, f"optimizer: got params of {', '.join(odd)}; expected float32, which one flat gradient holds")
         structure = jax.tree.structure(params)
-        kept, parts = parts_of(model_state, model_state_outputs)
-        self.params = make(current_group(), params)
-        self.state = make(current_group(), tx.init(jax.tree.map(jnp.asarray, params)))
-        self.gradient = make(current_group(), np.zeros(sum(x.size for x in like), np.float32))
-        self.value = make(current_group(), np.float32(0))
-        held = [make(current_group(), part) for part in parts]
+        kept, parts = split_model_state(model_state, model_state_outputs)
+        self.params = make_variable(current_group(), params)
+        self.state = make_variable(current_group(), tx.init(jax.tree.map(jnp.asarray, params)))
+        self.gradient = make_variable(current_group(), np.zeros(sum(x.size for x in like), np.float32))
+        self.value = make_variable(current_group(), np.float32(0))
+        held = [make_variable(current_group(), part) for part in parts]
         self.model_state: Any = jax.tree.map(lambda i: held[i], kept.numbers[0]) if kept.trees else None
         self.has_aux = aux is not None
         full = Loss(loss, kept, self.has_aux)
@@ -76,7 +76,7 @@ class Optimizer:
 
         def update(flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             grads = jax.tree.unflatten(structure, split(flat, like))
-            extra = {"value": value, "grad": grads, "value_fn": no_more_values}
+            extra = {"value": value, "grad": grads, "value_fn": refuse_line_search}
             updates, state = extended.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
@@ -116,8 +116,8 @@ class Loss:
         result = self.function(params, *old, *examples)
         if not (old or self.has_aux):
             return result, ([], [])
-        value, more = pair(result, "(loss, ...)")
-        new, extra = pair(more, "(loss, (model_state, aux))") if old and self.has_aux else (more, more)
+        value, more = unpack_pair(result, "(loss, ...)")
+        new, extra = unpack_pair(more, "(loss, (model_state, aux))") if old and self.has_aux else (more, more)
         state = self.kept.split("optimizer: the loss's model state", [new] if old else [])
         return value, ([extra] if self.has_aux else [], state)
 
@@ -131,7 +131,7 @@ class Loss:
         return inspect.Signature([*hidden, *rest])
 
 
-def pair(result: Any, expected: str) -> tuple[Any, Any]:
+def unpack_pair(result: Any, expected: str) -> tuple[Any, Any]:
     """The two parts of what a loss returned."""
     got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
@@ -139,21 +139,21 @@ def pair(result: Any, expected: str) -> tuple[Any, Any]:
     return result[0], result[1]
 
 
-def parts_of(model_state: PyTree, reductions: PyTree) -> tuple[Outputs, list[PyTree]]:
+def split_model_state(model_state: PyTree, reductions: PyTree) -> tuple[Outputs, list[PyTree]]:
     """The reductions of the model state, and its part for each one.
 
     Raises:
         UsageError: no reductions, others than the state has places for, or no tree of arrays.
     """
-    kept = parsed([] if model_state is None else [reductions])
+    kept = parse_outputs([] if model_state is None else [reductions])
     into = [output for output in kept.flat if output.into is not None]
     check(not into, f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself")
     parts = kept.split("optimizer: model_state", [model_state] if kept.trees else [])
-    numbers(parts)
+    numeric_leaves(parts)
     return kept, parts
 
 
-def no_more_values(*_: Any, **__: Any) -> NoReturn:
+def refuse_line_search(*_: Any, **__: Any) -> NoReturn:
     """Refuse the evaluations of a line search, while it is traced."""
     raise UsageError(
         "optimizer: tx evaluates the loss anew (value_fn), as line searches do, and a step has the examples no more; "

@@ -12,7 +12,7 @@ from jaxmpi.core.pytrees import PyTree, path_name
 from jaxmpi.functions.reductions import Output, from_word
 
 
-class Chosen(NamedTuple):
+class ChosenOutputs(NamedTuple):
     """The outputs that a call computes."""
 
     structure: Any  # tree structure of the value that is returned
@@ -67,11 +67,11 @@ class Outputs:
         return parts
 
     @functools.cached_property
-    def all(self) -> Chosen:
+    def all(self) -> ChosenOutputs:
         """All outputs."""
         return self._laid_out(self.numbers[0] if self.is_single else self.numbers)
 
-    def chosen(self, subset: Any) -> Chosen:
+    def chosen(self, subset: Any) -> ChosenOutputs:
         """The outputs asked for; None asks for all.
 
         Args:
@@ -93,16 +93,16 @@ class Outputs:
         picked = {key: tree[key] for key in subset}
         return self._laid_out(picked if self.is_single else tuple(picked.values()))
 
-    def _laid_out(self, numbers: PyTree) -> Chosen:
+    def _laid_out(self, numbers: PyTree) -> ChosenOutputs:
         """Choose outputs by number; a tuple leaves out those kept in variables."""
         computed = tuple(sorted(jax.tree.leaves(numbers)))
         if not self.is_single:
             numbers = tuple(one for one in numbers if not (isinstance(one, int) and self.flat[one].into is not None))
         leaves, structure = jax.tree.flatten(numbers)
-        return Chosen(structure, tuple(leaves), computed)
+        return ChosenOutputs(structure, tuple(leaves), computed)
 
 
-def joined(chosen: Chosen, results: dict[int, PyTree]) -> PyTree:
+def join_results(chosen: ChosenOutputs, results: dict[int, PyTree]) -> PyTree:
     """Results in the user's trees.
 
     A result that is kept in a variable is None, but the tuple of several outputs leaves it out.
@@ -110,7 +110,7 @@ def joined(chosen: Chosen, results: dict[int, PyTree]) -> PyTree:
     return jax.tree.unflatten(chosen.structure, map(results.get, chosen.returned))
 
 
-def parsed(outputs: Any) -> Outputs:
+def parse_outputs(outputs: Any) -> Outputs:
     """The outputs that a user names; a tuple or list is several.
 
     Raises:

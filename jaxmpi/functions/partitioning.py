@@ -11,12 +11,12 @@ from jaxmpi.core.errors import UsageError, check
 Picked = slice | np.ndarray  # rows of an array
 
 
-def bounds(n: int, parts: int) -> list[int]:
+def shard_bounds(n: int, parts: int) -> list[int]:
     """Edges floor(i n / parts) of n rows in nearly equal parts."""
     return [i * n // parts for i in range(parts + 1)]
 
 
-def pieces(n: int, workers: int, worker: int, slices: int) -> list[tuple[int, int]]:
+def worker_pieces(n: int, workers: int, worker: int, slices: int) -> list[tuple[int, int]]:
     """A worker's rows [begin, end) in up to `slices` pieces, none empty.
 
     All pieces of all workers have one of two lengths: floor and ceiling of n / (workers * slices).
@@ -42,7 +42,7 @@ class RowSelection(NamedTuple):
         return slice(self.start + begin * self.step, stop if stop >= 0 else None, self.step)
 
 
-def choose(batch: Any, length: int, what: str = "batch") -> RowSelection:
+def select_rows(batch: Any, length: int, what: str = "batch") -> RowSelection:
     """The rows that `batch` names, out of `length`.
 
     None names all, an int n the first n; a slice, indices or a mask name their own.
@@ -63,11 +63,11 @@ def choose(batch: Any, length: int, what: str = "batch") -> RowSelection:
     if mask.dtype == bool and mask.ndim:
         got = f"{what}: got a mask of shape {list(mask.shape)}"
         check(mask.shape == (length,), f"{got}; there are {length} examples, and it needs an entry for each")
-        return RowSelection(*of_indices(np.flatnonzero(mask), length, what))
-    return RowSelection(*of_indices(batch, length, what))
+        return RowSelection(*check_indices(np.flatnonzero(mask), length, what))
+    return RowSelection(*check_indices(batch, length, what))
 
 
-def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.ndarray]:
+def check_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.ndarray]:
     """Fields of a `RowSelection` by indices; negative ones count from the end."""
     indices = np.asarray(batch)
     check(
@@ -83,7 +83,7 @@ def of_indices(batch: Any, length: int, what: str) -> tuple[int, int, int, np.nd
     return indices.size, 0, 1, indices
 
 
-def of_each_worker(batch: Any, workers: int) -> list[Any]:
+def choices_by_worker(batch: Any, workers: int) -> list[Any]:
     """Return one choice a worker, from a list or one for all.
 
     A list that holds slices, lists or arrays has one for each worker; all else is for all.
@@ -103,7 +103,7 @@ def check_enough(n: int, workers: int) -> None:
         raise UsageError(f"got {n} examples for {workers} workers; every worker needs one: fork fewer, or give more")
 
 
-def same_length(lengths: Sequence[int], names: Sequence[str]) -> int:
+def common_length(lengths: Sequence[int], names: Sequence[str]) -> int:
     """The one length of all scattered inputs."""
     odd = [i for i, length in enumerate(lengths) if length != lengths[0]]
     if odd:

@@ -34,11 +34,11 @@ from jaxmpi.functions.transport import (
     OutOfStep,
     SocketTransport,
     WorkerDied,
-    in_order,
+    as_c_contiguous,
     pack,
     unpack,
 )
-from jaxmpi.functions.worker import Command, Leaves, WorkerSlot, named
+from jaxmpi.functions.worker import Command, Leaves, WorkerSlot, error_text
 from jaxmpi.functions.worker_group import WorkerGroup
 
 
@@ -76,7 +76,7 @@ class ProcessGroup(WorkerGroup):
             try:
                 return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
             except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
-                raise OutOfStep(f"a sum over workers failed: {named(error)}") from error
+                raise OutOfStep(f"a sum over workers failed: {error_text(error)}") from error
         return {rank: exchange(leaves, strategy, op, self.comm)}
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class ProcessGroup(WorkerGroup):
         All are made before one is sent: a failure does no harm.
         """
         self.is_exchanging = False
-        of_workers = laid_out([command.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
+        of_workers = as_contiguous([command.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
         dropped = self.newly_dropped()
         self.forget(dropped)
         if self.is_serial:
@@ -112,7 +112,7 @@ class ProcessGroup(WorkerGroup):
             self.is_exchanging = True
             for rank in range(1, self.size):
                 arrays = of_workers.pop(0)
-                profiling.sent(header, arrays)
+                profiling.count_sent_bytes(header, arrays)
                 self.transport.send(rank, header, arrays)
 
     def receive(self) -> Command:
@@ -156,7 +156,7 @@ class ForkedGroup(ProcessGroup):
         except Exception as error:
             self.comm.fail()
             self.transport.check_alive()
-            raise SumFailed(f"{what} failed: {named(error)}") from error
+            raise SumFailed(f"{what} failed: {error_text(error)}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""
@@ -179,10 +179,10 @@ class ForkedGroup(ProcessGroup):
             os.sched_setaffinity(0, self.cores)
 
 
-def laid_out(of_workers: list[list[Any]]) -> list[list[np.ndarray]]:
+def as_contiguous(of_workers: list[list[Any]]) -> list[list[np.ndarray]]:
     """Workers' arrays, C-contiguous; one for several workers is copied at most once."""
     made: dict[int, np.ndarray] = {}
     for array in itertools.chain(*of_workers):
         if id(array) not in made:
-            made[id(array)] = in_order(array)
+            made[id(array)] = as_c_contiguous(array)
     return [[made[id(array)] for array in arrays] for arrays in of_workers]

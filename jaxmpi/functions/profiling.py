@@ -190,7 +190,7 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     is_there = file is None or file.parent.is_dir() or (here is not None and here.rank > 0)  # worker 0 alone writes
     check(is_there, f"profile: got {path}; expected a file in a folder that is there")
     if not _listens:
-        jax.monitoring.register_event_duration_secs_listener(listen)
+        jax.monitoring.register_event_duration_secs_listener(count_compilation)
         _listens = True
     _running = Profile(file)
     try:
@@ -216,13 +216,13 @@ def identify(number: int) -> None:
         _running.identify(number)
 
 
-def sent(header: str, arrays: Sequence[np.ndarray]) -> None:
+def count_sent_bytes(header: str, arrays: Sequence[np.ndarray]) -> None:
     """Count what goes to a worker."""
     if _running is not None:
         _running.sent(len(header) + sum(array.nbytes for array in arrays))
 
 
-def settled(arrays: Any) -> Any:
+def wait_if_profiling(arrays: Any) -> Any:
     """Return the arrays, waited for if a profile is under way.
 
     Their time then counts in the part that calls this.
@@ -230,7 +230,7 @@ def settled(arrays: Any) -> Any:
     return arrays if _running is None else jax.block_until_ready(arrays)
 
 
-def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+def count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
     """JAX says that it has compiled."""
     if event in COMPILES and _running is not None and _running.is_in_call:
         _running.compiled(duration_secs)

@@ -61,7 +61,7 @@ def from_word(output: Any) -> Any:
 class ReductionSpec(NamedTuple):
     """How two partial results become one."""
 
-    kinds: str  # letters of the dtypes that it takes, as of `letter`
+    kinds: str  # letters of the dtypes that it takes, as of `kind_letter`
     jnp: Callable | None  # function of two arrays on a device; None: placed one after another
     numpy: Callable | None
     way_out: str
@@ -79,7 +79,7 @@ OPS: dict[str, ReductionSpec] = {
 }
 
 
-def named(op: "str | Output") -> str:
+def reduction_name(op: "str | Output") -> str:
     """The row's name of `mean` or "mean"."""
     name = op.op if isinstance(op, Output) else op
     lookup(OPS, name, "reduction")
@@ -92,24 +92,24 @@ def check_reducible(op: str, dtype: Any, shape: Sequence[int], where: str) -> No
         return
     row = OPS[op]
     got = f"{where}: got {jnp.dtype(dtype)}{list(shape)}"
-    check(letter(dtype) in row.kinds, f"{got}, which {op} cannot take exactly: {row.way_out}")
+    check(kind_letter(dtype) in row.kinds, f"{got}, which {op} cannot take exactly: {row.way_out}")
     check(bool(row.jnp) or len(shape) > 0, f"{got}; gather needs a first axis: {row.way_out}")
 
 
-def letter(dtype: Any) -> str:
+def kind_letter(dtype: Any) -> str:
     """NumPy's kind letter of a dtype; bfloat16 gives f, int4 gives i."""
     dtype = jnp.dtype(dtype)
     alike = {"f": jnp.floating, "i": jnp.signedinteger, "u": jnp.unsignedinteger} if dtype.kind == "V" else {}
     return next((kind for kind, like in alike.items() if jnp.issubdtype(dtype, like)), dtype.kind)
 
 
-def wide(dtype: Any) -> np.dtype:
+def accumulation_dtype(dtype: Any) -> np.dtype:
     """The dtype of partial results: floats below 32 bits take 32."""
     dtype = jnp.dtype(dtype)
-    return jnp.dtype("float32") if dtype.itemsize < 4 and letter(dtype) == "f" else dtype
+    return jnp.dtype("float32") if dtype.itemsize < 4 and kind_letter(dtype) == "f" else dtype
 
 
-def travels_as_sum(op: str, dtype: Any) -> bool:
+def is_exchanged(op: str, dtype: Any) -> bool:
     """Return True if `exchange` reduces it; all else is gathered and combined."""
     return op in ("mean", "sum") and jnp.dtype(dtype) in FLOATS
 
@@ -127,7 +127,7 @@ def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float]) -> np
     function, dtype = OPS[op].numpy, rows[0].dtype
     if function is None:
         return np.concatenate(rows)
-    flat = [np.atleast_1d(row).astype(wide(dtype)) for row in rows]
+    flat = [np.atleast_1d(row).astype(accumulation_dtype(dtype)) for row in rows]
     with np.errstate(all="ignore"):  # integers wrap, floats overflow, as in programs
         if op == "mean":
             flat = [row * np.asarray(weight, row.dtype) for row, weight in zip(flat, weights, strict=True)]

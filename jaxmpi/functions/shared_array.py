@@ -77,7 +77,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.array[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.array[index] = fitting(value, self.dtype)
+        self.array[index] = check_lossless(value, self.dtype)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -132,8 +132,8 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         check(all(n >= 0 for n in shape), f"reshape: got {shape}; expected lengths >= 0")
         size_bytes, dtype = PAGE + math.prod(shape) * self.dtype.itemsize, self.dtype
         if os.fstat(self._handle).st_size < size_bytes:
-            make_room(self._handle, size_bytes)
-        os.pwrite(self._handle, page(dtype, shape), 0)
+            extend_file(self._handle, size_bytes)
+        os.pwrite(self._handle, header_page(dtype, shape), 0)
         self.refresh()
 
     def refresh(self) -> None:
@@ -205,14 +205,14 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
     target = jnp.dtype(source.dtype if dtype is None else dtype)
     check_numeric("shared", source.dtype)
     check_jax_takes("shared", target)
-    values = source.astype(target) if force else fitting(source, target)
+    values = source.astype(target) if force else check_lossless(source, target)
     with new_file(name) as (handle, path):
         try:
-            make_room(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
+            extend_file(handle, PAGE + math.ceil(oversize * source.size * target.itemsize))
         except UsageError:
             os.close(handle)
             raise
-        os.pwrite(handle, page(target, source.shape), 0)
+        os.pwrite(handle, header_page(target, source.shape), 0)
         array = SharedArray(handle, path, name)
         array.array[...] = values
     if not path.startswith("/proc/"):
@@ -227,7 +227,7 @@ def attach(name: str) -> SharedArray:
     Raises:
         UsageError: there is none.
     """
-    path = path_of(name)
+    path = array_path(name)
     try:
         handle = os.open(path, os.O_RDWR)
     except FileNotFoundError as error:
@@ -247,15 +247,15 @@ def new_file(name: str) -> Iterator[tuple[int, str]]:
         handle = os.memfd_create("jaxmpi")
         yield handle, f"/proc/{os.getpid()}/fd/{handle}"
         return
-    path = path_of(name or uuid.uuid4().hex)
-    forget_the_dead(path)
-    check(not os.path.exists(path), taken(name, path))
-    handle, unseen = open_unseen(path)
+    path = array_path(name or uuid.uuid4().hex)
+    unlink_if_orphaned(path)
+    check(not os.path.exists(path), name_taken_message(name, path))
+    handle, unseen = open_unlinked(path)
     try:
         yield handle, path
         os.link(unseen, path, src_dir_fd=handle)  # the path is whole; a folder's handle makes it follow links
     except FileExistsError as error:
-        raise UsageError(taken(name, path)) from error
+        raise UsageError(name_taken_message(name, path)) from error
     except OSError as error:
         raise UsageError(f"shared: {path} cannot be made: {error}; leave the name out, or free that folder") from error
     finally:
@@ -263,7 +263,7 @@ def new_file(name: str) -> Iterator[tuple[int, str]]:
             os.unlink(unseen)
 
 
-def open_unseen(path: str) -> tuple[int, str]:
+def open_unlinked(path: str) -> tuple[int, str]:
     """A file, without a name if possible, and the path to link.
 
     A file without a name goes with its maker.
@@ -276,12 +276,12 @@ def open_unseen(path: str) -> tuple[int, str]:
         return os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), unseen
 
 
-def taken(name: str, path: str) -> str:
+def name_taken_message(name: str, path: str) -> str:
     """The error's message for a name that is in use."""
     return f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
 
 
-def path_of(name: str) -> str:
+def array_path(name: str) -> str:
     """Path of the memory of a name."""
     check(
         re.fullmatch(r"[\w.-]{1,200}", name) is not None, f"shared: name: got {name!r}; expected letters, digits, ._-"
@@ -289,7 +289,7 @@ def path_of(name: str) -> str:
     return os.path.join(folder(), f"jaxmpi-array-{name}")
 
 
-def forget_the_dead(path: str) -> None:
+def unlink_if_orphaned(path: str) -> None:
     """Remove memory whose maker is gone."""
     # nobody has it; another user has; its maker is just writing the page
     with contextlib.suppress(FileNotFoundError, PermissionError, ValueError), open(path, "rb") as file:
@@ -302,12 +302,12 @@ def forget_the_dead(path: str) -> None:
                 os.unlink(path)
 
 
-def page(dtype: Any, shape: Sequence[int]) -> bytes:
+def header_page(dtype: Any, shape: Sequence[int]) -> bytes:
     """The first page: dtype and shape of what follows, and its maker."""
     return json.dumps({"dtype": str(dtype), "shape": list(shape), "pid": os.getpid()}).encode().ljust(PAGE, b"\0")
 
 
-def make_room(handle: int, size_bytes: int) -> None:
+def extend_file(handle: int, size_bytes: int) -> None:
     """Let the file have so many bytes.
 
     Raises:
@@ -321,23 +321,23 @@ def make_room(handle: int, size_bytes: int) -> None:
         ) from error
 
 
-def fitting(value: Any, dtype: np.dtype) -> Any:
+def check_lossless(value: Any, dtype: np.dtype) -> Any:
     """The value, if nothing of it is lost in this dtype.
 
     Raises:
         UsageError: something may be.
     """
     if isinstance(value, (bool, int, float, complex)):
-        check(np.can_cast(np.min_scalar_type(value), dtype, "same_kind"), lossy(type(value).__name__, dtype))
+        check(np.can_cast(np.min_scalar_type(value), dtype, "same_kind"), lossy_message(type(value).__name__, dtype))
         return value
     check_unmasked("shared", value)
     got = np.asarray(value)
     check_numeric("shared", got.dtype)
-    check(np.can_cast(got.dtype, dtype, "safe"), lossy(got.dtype, dtype))
+    check(np.can_cast(got.dtype, dtype, "safe"), lossy_message(got.dtype, dtype))
     return got
 
 
-def lossy(got: Any, dtype: Any) -> str:
+def lossy_message(got: Any, dtype: Any) -> str:
     """The error's message for a conversion that may lose digits."""
     return f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype, or shared(..., force=True)"
 

@@ -31,7 +31,7 @@ class Form(NamedTuple):
         return function(*args[:first], **dict(zip(self.keywords, args[first:], strict=True)))
 
 
-def parameters_of(function: Callable, name: str) -> Mapping[str, inspect.Parameter]:
+def signature_parameters(function: Callable, name: str) -> Mapping[str, inspect.Parameter]:
     """The function's parameters.
 
     Raises:
@@ -45,13 +45,13 @@ def parameters_of(function: Callable, name: str) -> Mapping[str, inspect.Paramet
         ) from error
 
 
-def in_order(inputs: Mapping[str, Any], function: Callable, name: str) -> dict[str, Any]:
+def sort_by_parameter(inputs: Mapping[str, Any], function: Callable, name: str) -> dict[str, Any]:
     """Inputs by name, in the order of the function's parameters.
 
     Raises:
         UsageError: no such parameter, or one that cannot be passed by name.
     """
-    known = parameters_of(function, name)
+    known = signature_parameters(function, name)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     by_name = [p for p, is_ in known.items() if is_.kind in (BY_POSITION[1], inspect.Parameter.KEYWORD_ONLY)]
     for key in inputs:
@@ -61,7 +61,7 @@ def in_order(inputs: Mapping[str, Any], function: Callable, name: str) -> dict[s
     return dict(sorted(inputs.items(), key=lambda item: places.index(item[0]) if item[0] in places else len(places)))
 
 
-def placed(
+def bind_arguments(
     name: str, function: Callable, free: Sequence[int], keywords: Sequence[str], args: Sequence, named: dict[str, Any]
 ) -> list[Any]:
     """A call's arguments for the free places of the function, in order.
@@ -81,7 +81,7 @@ def placed(
         return list(args)
     given = dict(zip(free, args, strict=False))
     if named:
-        names = keywords or [p for p, is_ in parameters_of(function, name).items() if is_.kind in BY_POSITION]
+        names = keywords or [p for p, is_ in signature_parameters(function, name).items() if is_.kind in BY_POSITION]
         places = {key: place for place, key in enumerate(names) if place in free}
         for key, value in named.items():
             expected = f"expected one of {', '.join(places)}"

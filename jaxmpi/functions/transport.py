@@ -50,14 +50,14 @@ class CallReport(NamedTuple):
 SHORT_BYTES = 48
 
 
-def short(report: CallReport) -> bytes:
+def pack_report(report: CallReport) -> bytes:
     """A report as its text's hash, its count and a not-ok flag."""
     count, is_bad = report.count.to_bytes(8, "little"), bytes([report.kind != "ok"])
     text = report.text.encode(errors="surrogatepass")  # an error may name a file that is no UTF-8
     return (hashlib.sha256(text).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
 
 
-def from_short(rows: Sequence[bytes]) -> list[CallReport] | None:
+def unpack_reports(rows: Sequence[bytes]) -> list[CallReport] | None:
     """Every worker's report without its text; None if their texts are needed."""
     if any(row[40] for row in rows) or len({row[:32] for row in rows}) > 1:
         return None
@@ -91,7 +91,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def in_order(array: Any) -> np.ndarray:
+def as_c_contiguous(array: Any) -> np.ndarray:
     """Convert to C-contiguous NumPy; a copy only if it must be."""
     return np.asarray(array, order="C")
 
@@ -104,10 +104,10 @@ WATCH_S = 0.5  # between looks at whether workers are stopped
 
 def is_stopped(pid: int) -> bool:
     """Return True if the system shows a process stopped (SIGSTOP or debugger)."""
-    return state_of(pid) in ("T", "t")
+    return process_state(pid) in ("T", "t")
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The system's letter for a process's state; empty if not shown."""
     try:
         return stat_of(pid)[0]
@@ -115,7 +115,7 @@ def state_of(pid: int) -> str:
         return ""
 
 
-class Watched(NamedTuple):
+class WatchedWorker(NamedTuple):
     """One worker as the master watches it."""
 
     name: str  # for messages
@@ -124,7 +124,7 @@ class Watched(NamedTuple):
     limit_s: float = TIMEOUT_S
 
 
-def every(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
+def repeat_in_thread(seconds: float, task: Callable[[], None]) -> Callable[[], None]:
     """Repeat a task in a thread; the returned function ends it."""
     over = threading.Event()
 
@@ -148,7 +148,7 @@ class StoppedWorkerMonitor:
     stopped as well, as by Ctrl-Z, nobody is late.
     """
 
-    def __init__(self, workers: dict[int, Watched], end: Callable[[int], None]) -> None:
+    def __init__(self, workers: dict[int, WatchedWorker], end: Callable[[int], None]) -> None:
         """Take workers by rank, and how to end one, or the job."""
         self.workers, self.end = workers, end
         self.absent_s = dict.fromkeys(workers, 0.0)  # for how long each has been seen absent without a break
@@ -223,7 +223,7 @@ class MpiTransport:
             )
 
         workers = {
-            rank: Watched(
+            rank: WatchedWorker(
                 f"rank {rank} of {self.size} on {host} (process {pid})",
                 pid,
                 absence(rank),
@@ -238,34 +238,38 @@ class MpiTransport:
             task = functools.partial(post.send, 0, {"rank": self.rank})
         else:
             return
-        before_mpi_ends(every(WATCH_S, task))
+        before_mpi_ends(repeat_in_thread(WATCH_S, task))
 
     def send(self, rank: int, header: str, arrays: Arrays) -> None:
         """Length of the header, header with the arrays' shapes, then their bytes."""
-        arrays = [in_order(array) for array in arrays]
+        arrays = [as_c_contiguous(array) for array in arrays]
         shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
         first = np.frombuffer(json.dumps([header, shapes]).encode(), np.uint8)
-        parts = [np.array([first.size], np.int64), first, *(part for array in arrays for part in cut(as_bytes(array)))]
+        parts = [
+            np.array([first.size], np.int64),
+            first,
+            *(part for array in arrays for part in split_message(as_bytes(array))),
+        ]
         for request in [self.comm.Isend(part, rank, tag=3) for part in parts]:
-            patient(request, float("inf"))
+            wait_politely(request, float("inf"))
 
     def receive(self) -> tuple[str, list[np.ndarray]]:
         """Receive by polling, often at first: a loop's next call comes soon."""
         length = np.empty(1, np.int64)
-        patient(self.comm.Irecv(length, 0, 3), float("inf"))
+        wait_politely(self.comm.Irecv(length, 0, 3), float("inf"))
         first = np.empty(int(length[0]), np.uint8)
-        patient(self.comm.Irecv(first, 0, 3), float("inf"))
+        wait_politely(self.comm.Irecv(first, 0, 3), float("inf"))
         header, shapes = json.loads(first.tobytes())
         arrays = [np.empty(shape, jnp.dtype(dtype)) for dtype, shape in shapes]
-        for part in (part for array in arrays for part in cut(as_bytes(array))):
-            patient(self.comm.Irecv(part, 0, 3), float("inf"))
+        for part in (part for array in arrays for part in split_message(as_bytes(array))):
+            wait_politely(self.comm.Irecv(part, 0, 3), float("inf"))
         return header, arrays
 
     def reports(self, mine: CallReport) -> list[CallReport]:
         """48 bytes a rank; texts travel if they differ."""
-        row, rows = np.frombuffer(short(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
+        row, rows = np.frombuffer(pack_report(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
         self._together(self.comm.Iallgather(row, rows))
-        agreed = from_short([each.tobytes() for each in rows])
+        agreed = unpack_reports([each.tobytes() for each in rows])
         return agreed or [CallReport(*each) for each in self.control.allgather_object(mine)]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
@@ -299,7 +303,7 @@ class MpiTransport:
             OutOfStep: a rank has not come to it within the time limit; it is named. If rank 0 leads all come, and
                 computing is not late.
         """
-        if not patient(request, self.timeout_s):
+        if not wait_politely(request, self.timeout_s):
             late = self.control.in_job(self.control.late())
             raise OutOfStep(
                 f"rank {late} did not come to this call within {TIMEOUT_S:.0f} s; all ranks must make "
@@ -307,12 +311,12 @@ class MpiTransport:
             )
 
 
-def cut(message: np.ndarray) -> list[np.ndarray]:
+def split_message(message: np.ndarray) -> list[np.ndarray]:
     """Parts of MAX_BYTES at most; none if there is nothing."""
     return [message[start : start + MAX_BYTES] for start in range(0, message.size, MAX_BYTES)]
 
 
-def patient(request: Any, timeout_s: float) -> bool:
+def wait_politely(request: Any, timeout_s: float) -> bool:
     """Wait for an MPI request without spinning; False if time ran out.
 
     Sleeps are short for about a second: in a loop of calls the next message comes soon.
@@ -339,12 +343,12 @@ class SocketTransport:
         self.local_rank, self.local_size = rank, size
         self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
         workers = {
-            rank: Watched(self.name(rank), job.pid, functools.partial(is_stopped, job.pid))
+            rank: WatchedWorker(self.name(rank), job.pid, functools.partial(is_stopped, job.pid))
             for rank, job in jobs.items()
         }
         # Killing is enough: whoever waits for the worker learns of its end.
         self.monitor = StoppedWorkerMonitor(workers, lambda rank: jobs[rank].kill())
-        self.stop_watching = every(WATCH_S, self.monitor.look) if jobs else lambda: None
+        self.stop_watching = repeat_in_thread(WATCH_S, self.monitor.look) if jobs else lambda: None
 
     def name(self, rank: int) -> str:
         """Name of a worker, for messages."""
@@ -388,12 +392,12 @@ class SocketTransport:
     def check_alive(self) -> None:
         """Raise `WorkerDied` if a worker has gone."""
         for rank, job in self.jobs.items():
-            if job.poll() is not None or state_of(job.pid) in ("Z", "X"):  # its other threads may end later
+            if job.poll() is not None or process_state(job.pid) in ("Z", "X"):  # its other threads may end later
                 raise self.died(rank)
 
     def send(self, rank: int, header: str, arrays: Arrays) -> None:
         """Header with the arrays' shapes, then each array."""
-        arrays = [in_order(array) for array in arrays]
+        arrays = [as_c_contiguous(array) for array in arrays]
         shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
         self._send(rank, json.dumps([header, shapes]).encode())
         for array in arrays:
@@ -410,7 +414,7 @@ class SocketTransport:
 
     def reports(self, mine: CallReport) -> list[CallReport]:
         """Exchange 48 bytes a worker through the master; texts if they differ."""
-        row = short(mine)
+        row = pack_report(mine)
         if self.rank != 0:
             self._send(0, row)
             rows = self._receive(0)
@@ -418,7 +422,7 @@ class SocketTransport:
             rows = b"".join([row, *(self._receive(rank) for rank in range(1, self.size))])
             for rank in range(1, self.size):
                 self._send(rank, rows)
-        agreed = from_short([rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)])
+        agreed = unpack_reports([rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)])
         return agreed or [CallReport(*report) for report in self._star(list(mine))]
 
     def _star(self, mine: Any) -> list[Any]:

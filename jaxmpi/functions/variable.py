@@ -21,11 +21,11 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.partitioning import RowSelection, bounds, check_enough, choose, same_length
-from jaxmpi.functions.reductions import Output, check_reducible, combine, named
+from jaxmpi.functions.partitioning import RowSelection, check_enough, common_length, select_rows, shard_bounds
+from jaxmpi.functions.reductions import Output, check_reducible, combine, reduction_name
 from jaxmpi.functions.shared_array import check_jax_takes, check_unmasked, is_shared
 from jaxmpi.functions.worker import Command
-from jaxmpi.functions.worker_call import as_jax_has, take
+from jaxmpi.functions.worker_call import as_canonical, take_rows
 from jaxmpi.functions.worker_group import WorkerGroup
 
 
@@ -112,7 +112,7 @@ class Variable:
         """All workers' rows in rank order, as NumPy arrays; lengths may differ."""
         self._check_keys("gather", "gather")
         rows = self._fetch("gather", None, keep=False)
-        return self._tree([concatenated(leaves) for leaves in zip(*rows, strict=True)])
+        return self._tree([concatenate_rows(leaves) for leaves in zip(*rows, strict=True)])
 
     def all_gather(self) -> None:
         """Every worker gets all workers' rows."""
@@ -149,7 +149,7 @@ class Variable:
     def _leaves(self, value: PyTree) -> list[np.ndarray]:
         structure = jax.tree.structure(packed(value))
         check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
-        return numbers(value)
+        return numeric_leaves(value)
 
     def _header(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"name": f"variable.{name}", "number": self.number, **fields}
@@ -173,20 +173,20 @@ class Variable:
             if is_key:
                 check_rows(leaf.shape, name)
         check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
-        rows = choose(batch, same_length([len(x) for x in leaves], names))
+        rows = select_rows(batch, common_length([len(x) for x in leaves], names))
         check_enough(rows.count, self.group.size)
-        edges = bounds(rows.count, self.group.size)
+        edges = shard_bounds(rows.count, self.group.size)
         spans = list(itertools.pairwise(edges))
         header = self._header("scatter", ranks=None, says=["scatter", self.number, rows.count], spans=spans)
 
         def own(rank: int) -> list[Any]:
             picked = rows.of(*spans[rank])
-            return [as_jax_has(name, take(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
+            return [as_canonical(name, take_rows(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
 
         if leaves and all(map(is_shared, leaves)):
             check_one_host(self.group)
-            header |= {"tickets": [leaf.ticket() for leaf in leaves], "names": names, "rows": where(rows)}
-            return Command("put", header, own, lambda rank: indices_of(rows, spans[rank]))
+            header |= {"tickets": [leaf.ticket() for leaf in leaves], "names": names, "rows": rows_header(rows)}
+            return Command("put", header, own, lambda rank: worker_indices(rows, spans[rank]))
         return Command("put", header, own, own)
 
     def _fetch(self, name: str, rank: int | None, keep: bool) -> list[Any]:
@@ -195,7 +195,7 @@ class Variable:
 
     def _reduce(self, name: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
         def prepare() -> Command:
-            row = named(op)
+            row = reduction_name(op)
             self._check_keys(name, row)
             for i, x in enumerate(self.group.mine.held(self.number)):
                 check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
@@ -206,19 +206,19 @@ class Variable:
         return perform(self.group, f"variable.{name}", prepare)
 
 
-def concatenated(rows: Sequence[np.ndarray]) -> np.ndarray:
+def concatenate_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Workers' rows end to end."""
     for row in rows[:1]:
         check_reducible("gather", row.dtype, row.shape, "variable.gather")
     return combine("gather", rows, ())
 
 
-def where(rows: RowSelection) -> Any:
+def rows_header(rows: RowSelection) -> Any:
     """Describe rows in a header: start and step, or that indices travel."""
     return "indices" if rows.indices is not None else [rows.start, rows.step]
 
 
-def indices_of(rows: RowSelection, span: tuple[int, int]) -> list[np.ndarray]:
+def worker_indices(rows: RowSelection, span: tuple[int, int]) -> list[np.ndarray]:
     """The indices of a worker's part, if there are any."""
     return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
 
@@ -251,14 +251,14 @@ def check_numbers(what: str, leaf: Any) -> Any:
     return array
 
 
-def numbers(tree: PyTree) -> list[np.ndarray]:
+def numeric_leaves(tree: PyTree) -> list[np.ndarray]:
     """Leaves as NumPy arrays in JAX's dtypes; random keys as their numbers."""
     named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(packed(tree))]
-    return [as_jax_has(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
+    return [as_canonical(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
 
 
-def make(group: WorkerGroup, tree: PyTree) -> Variable:
+def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
     """A variable with this tree on every worker."""
     made = Variable(group, jax.tree.structure(packed(tree)))
-    made._put("variable", lambda: numbers(tree), None)
+    made._put("variable", lambda: numeric_leaves(tree), None)
     return made

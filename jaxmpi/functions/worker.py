@@ -1,7 +1,7 @@
 """One worker of a function: what it holds, and its report.
 
 One worker may fail in a call while the others succeed, but all must raise an error. Each worker therefore catches its
-error and returns a report. `judged` decides from the reports of all workers which error, if any, they raise. An
+error and returns a report. `judge_reports` decides from the reports of all workers which error, if any, they raise. An
 original exception is raised if no worker did its part; otherwise `WorkerFailed` has the text. A worker without a
 program reports it as missing, so that the master sends it and repeats the command.
 """
@@ -143,35 +143,35 @@ class Library(Protocol):
 # ---------------------------------------------------------------- reports
 
 
-def tried(slot: WorkerSlot, work: Callable[[WorkerSlot], CallReport]) -> tuple[CallReport, Exception | None]:
+def try_work(slot: WorkerSlot, work: Callable[[WorkerSlot], CallReport]) -> tuple[CallReport, Exception | None]:
     """A worker's report, and the error if there was one."""
     try:
         return work(slot), None
     except Missing as error:
         return CallReport("missing", str(error)), error
     except Exception as error:
-        return failure(error), error
+        return failure_report(error), error
 
 
-def finished(slot: WorkerSlot) -> CallReport:
+def wait_for_outputs(slot: WorkerSlot) -> CallReport:
     """Wait for what the worker computes."""
     jax.block_until_ready(slot.out)
     return CallReport("ok", "")
 
 
-def named(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Its text, or its kind if it has none."""
     return str(error) or type(error).__name__
 
 
-def failure(error: BaseException | None) -> CallReport:
+def failure_report(error: BaseException | None) -> CallReport:
     """Text of an error; a user's mistake needs no traceback."""
     if isinstance(error, (UsageError, TrainingError)):
         return CallReport("error", str(error))
     return CallReport("error", "".join(traceback.format_exception(error)).rstrip())
 
 
-def judged(what: str, reports: list[CallReport], errors: dict[int, Exception]) -> list[CallReport]:
+def judge_reports(what: str, reports: list[CallReport], errors: dict[int, Exception]) -> list[CallReport]:
     """The reports, if all are well and say the same."""
     failed = [rank for rank, report in enumerate(reports) if report.kind == "error"]
     if failed:
@@ -196,6 +196,6 @@ def raise_failure(what: str, reports: list[CallReport], failed: list[int], error
     raise error from (own[0] if own else None)
 
 
-def wanted(function: int, form: int, shapes: Iterable[tuple]) -> str:
+def program_key(function: int, form: int, shapes: Iterable[tuple]) -> str:
     """The name of a program in messages."""
     return json.dumps([function, form, [[list(shape), str(dtype)] for shape, dtype in shapes]])

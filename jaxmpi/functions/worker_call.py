@@ -18,8 +18,8 @@ import numpy as np
 from jaxmpi.comm.shared_sum import aligned
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.functions import profiling
-from jaxmpi.functions.partitioning import Picked, RowSelection, choose, pieces
-from jaxmpi.functions.reductions import OPS, check_reducible, wide
+from jaxmpi.functions.partitioning import Picked, RowSelection, select_rows, worker_pieces
+from jaxmpi.functions.reductions import OPS, accumulation_dtype, check_reducible
 from jaxmpi.functions.shared_array import SharedArray, from_ticket
 from jaxmpi.functions.transport import CallReport
 from jaxmpi.functions.worker import Command, Leaf, Leaves, WorkerProgram, WorkerSlot
@@ -41,17 +41,17 @@ def compute(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallRepor
     """
     if slot.done is None or "again" not in command.header:
         slot.rest()
-        slot.done = computed(slot, command, group)
+        slot.done = compute_now(slot, command, group)
     return slot.done
 
 
-def computed(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallReport:
+def compute_now(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallReport:
     """The same, now. No program runs before all are there."""
     header = command.header
     with profiling.part("shuffle"):
-        spans, sources = rows_of(slot, command, group)
-        keep(slot, command)
-        wholes = {i: whole(slot, command, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
+        spans, sources = plan_rows(slot, command, group)
+        keep_broadcasts(slot, command)
+        wholes = {i: whole_input(slot, command, i) for i, entry in enumerate(header["inputs"]) if entry[0] in WHOLE}
     programs = {}
     for length in sorted({b - a for a, b in spans}):
         shapes = tuple(
@@ -62,7 +62,7 @@ def computed(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallRepo
     slot.count = sum(b - a for a, b in spans)
     slot.program = programs[spans[0][1] - spans[0][0]]
     slot.out = run_pieces(slot, spans, programs, sources, wholes)
-    add_to_old(slot)
+    add_to_held_values(slot)
     says = '{"call": %s, "outputs": %s}' % (command.header["says"], next(iter(programs.values())).says)  # noqa: UP031
     return CallReport("ok", says, slot.count)
 
@@ -73,29 +73,29 @@ def computed(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallRepo
 WHOLE = ("kept", "whole", "read")
 
 
-def rows_of(
+def plan_rows(
     slot: WorkerSlot, command: Command, group: WorkerGroup
 ) -> tuple[list[tuple[int, int]], dict[int, RowSource]]:
     """The pieces [a, b) of this worker, and row sources by input."""
     header, sources = command.header, {}
     spans, slices = [(0, 1)], header["slices"]
     if header["n"] is not None:
-        spans = pieces(header["n"], group.size, slot.rank, slices)
+        spans = worker_pieces(header["n"], group.size, slot.rank, slices)
         first = spans[0][0]
-        pick = picker(command, first)
+        pick = row_picker(command, first)
         for i, entry in enumerate(header["inputs"]):
             if entry[0] == "sent" and command.given is None:
-                sources[i] = received(slot, next(command.received), first)
+                sources[i] = source_from_message(slot, next(command.received), first)
             elif entry[0] in ("sent", "shared"):
                 array = command.given.leaves[i] if command.given is not None else from_ticket(entry[2], slot.arrays)
-                sources[i] = given(slot, entry[1], array, pick)
+                sources[i] = source_from_array(slot, entry[1], array, pick)
     resident = [i for i, entry in enumerate(header["inputs"]) if entry[0] == "rows"]
     if resident:
-        spans = add_resident(slot, command, sources, resident, spans if header["n"] is not None else None)
+        spans = add_resident_rows(slot, command, sources, resident, spans if header["n"] is not None else None)
     return spans, sources
 
 
-def picker(command: Command, first: int) -> Callable[[int, int], Picked]:
+def row_picker(command: Command, first: int) -> Callable[[int, int], Picked]:
     """From numbers of chosen rows to an index of the whole array."""
     if command.given is not None:
         return command.given.rows.of
@@ -105,18 +105,18 @@ def picker(command: Command, first: int) -> Callable[[int, int], Picked]:
     return RowSelection(command.header["n"], *command.header["rows"]).of
 
 
-def received(slot: WorkerSlot, share: np.ndarray, first: int) -> RowSource:
+def source_from_message(slot: WorkerSlot, share: np.ndarray, first: int) -> RowSource:
     """This worker's rows, which have come from the master."""
     return RowSource(share.shape[1:], share.dtype, lambda a, b: slot.given(share[a - first : b - first]))
 
 
-def given(slot: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> RowSource:
+def source_from_array(slot: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> RowSource:
     """Rows of an array that this process sees whole."""
-    fetch = lambda a, b: slot.given(as_jax_has(name, take(array, pick(a, b))))  # noqa: E731
-    return RowSource(array.shape[1:], canonical(array.dtype), fetch)
+    fetch = lambda a, b: slot.given(as_canonical(name, take_rows(array, pick(a, b))))  # noqa: E731
+    return RowSource(array.shape[1:], canonical_dtype(array.dtype), fetch)
 
 
-def add_resident(
+def add_resident_rows(
     slot: WorkerSlot, command: Command, sources: dict[int, RowSource], inputs: list[int], spans: Any
 ) -> list[tuple[int, int]]:
     """The rows of variables that are scattered already."""
@@ -124,7 +124,7 @@ def add_resident(
     check(all(x.ndim for x in arrays.values()), "scatter(variable): got a variable without axes; expected rows")
     lengths = {i: len(x) for i, x in arrays.items()}
     check(len(set(lengths.values())) == 1, f"worker {slot.rank}: variables hold {lengths} rows; expected the same")
-    rows = choose(local_choice(command, slot.rank), next(iter(lengths.values())), "batch_local")
+    rows = select_rows(resident_choice(command, slot.rank), next(iter(lengths.values())), "batch_local")
     first, count = (spans[0][0], spans[-1][1] - spans[0][0]) if spans else (0, rows.count)
     check(rows.count > 0, f"worker {slot.rank} has no example; every worker needs one")
     check(
@@ -133,11 +133,11 @@ def add_resident(
         "expected the same",
     )
     for i, array in arrays.items():
-        sources[i] = given(slot, f"input {i}", array, lambda a, b: rows.of(a - first, b - first))
-    return spans or pieces(count, 1, 0, command.header["slices"])
+        sources[i] = source_from_array(slot, f"input {i}", array, lambda a, b: rows.of(a - first, b - first))
+    return spans or worker_pieces(count, 1, 0, command.header["slices"])
 
 
-def local_choice(command: Command, rank: int) -> Any:
+def resident_choice(command: Command, rank: int) -> Any:
     """Which rows of its variables a worker takes."""
     if command.given is not None:
         return command.given.local[rank]
@@ -145,11 +145,11 @@ def local_choice(command: Command, rank: int) -> Any:
     return slice(*value) if kind == "slice" else next(command.received) if kind == "indices" else value
 
 
-def take(array: Any, picked: Picked) -> Any:
+def take_rows(array: Any, picked: Picked) -> Any:
     """Rows of an array: a view if possible, else one copy."""
     if isinstance(array, jax.Array):
         if next(iter(array.devices())).platform != "cpu":
-            return take_on_device(array, picked)
+            return take_rows_on_device(array, picked)
         array = np.asarray(array)  # a view
     array = array.array if isinstance(array, SharedArray) else array
     if isinstance(picked, slice) or not array.flags.c_contiguous:  # np.take would copy all of it first
@@ -158,7 +158,7 @@ def take(array: Any, picked: Picked) -> Any:
     return np.take(array, picked, axis=0, out=out, mode="clip")  # checked before; "raise" would copy once more
 
 
-def take_on_device(array: jax.Array, picked: Picked) -> jax.Array:
+def take_rows_on_device(array: jax.Array, picked: Picked) -> jax.Array:
     """Rows of an array on a GPU, without leaving it."""
     if isinstance(picked, slice):
         if picked.step == 1:
@@ -171,18 +171,18 @@ rows_from = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
 rows_at = jax.jit(functools.partial(jnp.take, axis=0, mode="clip"))
 
 
-def canonical(dtype: Any) -> Any:
+def canonical_dtype(dtype: Any) -> Any:
     """The dtype that JAX gives such an array."""
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def as_jax_has(name: str, array: Any) -> Any:
+def as_canonical(name: str, array: Any) -> Any:
     """The array in the dtype that JAX gives it.
 
     Raises:
         UsageError: it holds a whole number that this dtype would cut off; `name` says where.
     """
-    dtype = canonical(array.dtype)
+    dtype = canonical_dtype(array.dtype)
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "iu" and array.size:
@@ -193,21 +193,21 @@ def as_jax_has(name: str, array: Any) -> Any:
     return array.astype(dtype)
 
 
-def keep(slot: WorkerSlot, command: Command) -> None:
+def keep_broadcasts(slot: WorkerSlot, command: Command) -> None:
     """Put broadcast inputs that are new where later calls find them."""
     for i in command.header["fresh"]:
         value = command.given.fresh[i] if command.given is not None else next(command.received)
         slot.kept[command.header["f"], i] = slot.put(value)
 
 
-def whole(slot: WorkerSlot, command: Command, i: int) -> Any:
+def whole_input(slot: WorkerSlot, command: Command, i: int) -> Any:
     """Input number i, that a worker sees whole."""
     entry = command.header["inputs"][i]
     if entry[0] == "kept":
         return slot.kept[command.header["f"], entry[1]]
     if entry[0] == "read":
         array = command.given.leaves[i] if command.given is not None else from_ticket(entry[2], slot.arrays)
-        return slot.given(as_jax_has(entry[1], array.array))
+        return slot.given(as_canonical(entry[1], array.array))
     return slot.held(entry[1])[entry[2]]
 
 
@@ -243,7 +243,7 @@ def run_pieces(
     return finish_pieces(slot.program.leaves, total, parts, [x.dtype for x in out])
 
 
-def add_to_old(slot: WorkerSlot) -> None:
+def add_to_held_values(slot: WorkerSlot) -> None:
     """Add the held values to the results of `add` updates."""
     for i, leaf in enumerate(slot.program.leaves):
         if leaf.op == "add":
@@ -297,7 +297,7 @@ def check_alike(leaves: Sequence[Leaf], first: Sequence[jax.ShapeDtypeStruct], o
 @functools.partial(jax.jit, static_argnums=0)
 def _fold(ops: tuple[str, ...], total: Leaves, out: Leaves, weights: Leaves) -> Leaves:
     def one(op: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        x = x.astype(wide(x.dtype))
+        x = x.astype(accumulation_dtype(x.dtype))
         return x * weight if op == "mean" else x
 
     new = [one(op, x, w) for op, x, w in zip(ops, out, weights, strict=True)]
@@ -312,7 +312,7 @@ def fold(ops: tuple[str, ...], total: Leaves, out: Leaves, weight: float) -> Lea
     total <- op(total, out); for a mean, total + weight * out.
     """
     kept = [(op, x) for op, x in zip(ops, out, strict=True) if op != "gather"]
-    weights = [np.asarray(weight if op == "mean" else 0, wide(x.dtype)) for op, x in kept]
+    weights = [np.asarray(weight if op == "mean" else 0, accumulation_dtype(x.dtype)) for op, x in kept]
     return _fold(tuple(op for op, _ in kept), total, [x for _, x in kept], weights)
 
 

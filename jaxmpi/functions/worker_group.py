@@ -23,12 +23,12 @@ from jaxmpi.functions.worker import (
     WorkerFailed,
     WorkerProgram,
     WorkerSlot,
-    failure,
-    finished,
-    judged,
-    named,
-    tried,
-    wanted,
+    error_text,
+    failure_report,
+    judge_reports,
+    program_key,
+    try_work,
+    wait_for_outputs,
 )
 
 
@@ -134,7 +134,7 @@ class WorkerGroup:
             return self.functions[function].program(form, shapes)
         key = function, form, shapes
         if key not in slot.known:
-            text = wanted(function, form, shapes)
+            text = program_key(function, form, shapes)
             if text not in slot.programs:
                 raise Missing(text)
             slot.known[key] = slot.programs[text]
@@ -160,17 +160,17 @@ class WorkerGroup:
         reports, errors = [], {}
         with profiling.part(part):
             for slot in self.slots:  # all begin before any is waited for
-                report, error = tried(slot, work)
+                report, error = try_work(slot, work)
                 reports.append(report)
                 errors[slot.rank] = error
         for i, slot in enumerate(self.slots):
             if errors[slot.rank] is None:
                 with profiling.part(waiting if i else part):
-                    _, errors[slot.rank] = tried(slot, finished)
-                reports[i] = reports[i] if errors[slot.rank] is None else failure(errors[slot.rank])
+                    _, errors[slot.rank] = try_work(slot, wait_for_outputs)
+                reports[i] = reports[i] if errors[slot.rank] is None else failure_report(errors[slot.rank])
         with profiling.part(waiting):
             reports = self.met(reports)
-        judge = judged(what, reports, {r: e for r, e in errors.items() if e is not None})
+        judge = judge_reports(what, reports, {r: e for r, e in errors.items() if e is not None})
         self.is_exchanging = True
         return judge
 
@@ -185,7 +185,7 @@ class WorkerGroup:
         except OutOfStep:
             raise
         except Exception as error:
-            raise OutOfStep(f"the workers' reports could not be had: {named(error)}") from error
+            raise OutOfStep(f"the workers' reports could not be had: {error_text(error)}") from error
 
     def note(self, error: BaseException) -> None:
         """Note after a failed call if another one is possible."""
@@ -195,15 +195,15 @@ class WorkerGroup:
         self.is_exchanging = False
         if not agreed and self.size > 1 and not self.is_one_process:
             way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
-            self.gone = f"the workers are no longer in step: {named(error):.500}{way_out}"
+            self.gone = f"the workers are no longer in step: {error_text(error):.500}{way_out}"
 
     def refuse(self, what: str, error: Exception) -> None:
         """Report that this rank cannot begin, if every rank runs the script."""
         if self.is_serial:
             return
         try:
-            reports = self.met([failure(error)] * len(self.slots))
+            reports = self.met([failure_report(error)] * len(self.slots))
         except BaseException as late:  # Ctrl-C included
             self.note(late)
             raise
-        judged(what, reports, {slot.rank: error for slot in self.slots})
+        judge_reports(what, reports, {slot.rank: error for slot in self.slots})

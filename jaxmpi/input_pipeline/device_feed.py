@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmpi.comm import topology
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.data import Data, for_loaders
+from jaxmpi.config.data import Data, to_loader_config
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, check
@@ -42,7 +42,7 @@ from jaxmpi.data.sources.registry import open_source
 from jaxmpi.input_pipeline import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep
 from jaxmpi.model.contract import Model
-from jaxmpi.tasks.registry import spec_of, task_of
+from jaxmpi.tasks.registry import find_spec, make_task
 
 NOT_MIXED = (
     "jaxmpi: {}: neighbours have the same label, so whole files would make batches of few classes: examples are taken "
@@ -95,7 +95,7 @@ class DeviceFeed:
 
     def source_example(self) -> train_state.Batch:
         """Shapes and dtypes of the source's first example as a batch of one: u8 for images to be normalised."""
-        augment = Augment(for_loaders(self.data), self.train, self.samplers[0].seed, load_mean_image(self.data))
+        augment = Augment(to_loader_config(self.data), self.train, self.samplers[0].seed, load_mean_image(self.data))
         check(len(self.source) > 0, f"{self.source.name}: got 0 examples; expected >= 1")
         row = ExampleReader(self.source, augment, False, labels=self.labels).row(0, 0)
         kinds = {name: np.float32 if value.dtype.kind == "f" else value.dtype for name, value in row.items()}
@@ -284,7 +284,7 @@ def open_feed(
         deal(source, split == "train", effective_batch, experiment.data, workers)
     for note in getattr(source, "notes", ()) if workers.processes.rank == 0 else ():
         print(f"jaxmpi: {note}", file=sys.stderr)
-    spec = spec_of(experiment)
+    spec = find_spec(experiment)
     labels = spec.labels if spec else "numbers"
     model = (
         experiment.model if spec is None or labels == "numbers" else fitted(experiment.model, source, split == "train")
@@ -304,7 +304,7 @@ def open_feed(
         pool = LoaderPool(kind, loaders, data.stall_timeout_s)
     classes = 0 if experiment.loss or model is None else model.classes  # to a loss of its own labels may be anything
     facts = {"classes": classes, "labels": labels, "model": model}
-    weigh = task_of(dataclasses.replace(experiment, model=model)).weight
+    weigh = make_task(dataclasses.replace(experiment, model=model)).weight
     control = None if workers.asynchronous else workers.processes
     return DeviceFeed(
         source=source,

@@ -22,7 +22,7 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.topology import Workers
-from jaxmpi.config.data import Data, shuffle_rhythm
+from jaxmpi.config.data import Data, shuffle_schedule
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.shared_memory import available_bytes
@@ -316,7 +316,7 @@ def keep(
     inside = MemorySource(source, data)
     options: dict[str, Any] = {"shuffle": train, "multiple": multiple}
     alone = sampler(n, effective_batch, 0, size, seed, **options)
-    rhythm = shuffle_rhythm(data.shuffle_period, max(alone.steps_per_epoch, 1), effective_batch)
+    rhythm = shuffle_schedule(data.shuffle_period, max(alone.steps_per_epoch, 1), effective_batch)
     options |= {"period": rhythm.epochs, "piece_steps": rhythm.piece_steps}
     parts = 1
     if train and data.group_size == "auto":

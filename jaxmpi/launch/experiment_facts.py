@@ -52,7 +52,7 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
         UsageError: the file, or a field, is wrong.
         SystemExit: the same, if the other process has said so.
     """
-    file = experiment_file.located(train_args[0]) if train_args else Path()
+    file = experiment_file.locate(train_args[0]) if train_args else Path()
     try:
         if not may_differ(train_args, file.read_text("utf-8-sig", errors="replace")):
             return None

@@ -14,14 +14,14 @@ FILLER_WEIGHT = 2.0**-30  # nothing beside a real example; if there is none, the
 Mean = Callable[[PyTree], PyTree]
 
 
-class Over(NamedTuple):
+class StatisticsScope(NamedTuple):
     """The axis of `batch_mean` beside the examples at hand."""
 
     mean: Mean | None = None
     real: jax.Array | None = None
 
 
-_OVER: contextvars.ContextVar[Over | None] = contextvars.ContextVar("_OVER", default=None)
+_OVER: contextvars.ContextVar[StatisticsScope | None] = contextvars.ContextVar("_OVER", default=None)
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def statistics_over(mean: Mean | None = None, real: jax.Array | None = None) -> 
             the examples of all workers. None: of this worker's.
         real: bool[batch], false if an example only fills the batch up and must not count. None: all count.
     """
-    token = _OVER.set(Over(mean, real))
+    token = _OVER.set(StatisticsScope(mean, real))
     try:
         yield
     finally:
@@ -55,7 +55,7 @@ def batch_mean(tree: PyTree) -> PyTree:
     Communicates: nothing, or two means over workers. The first is of the sums and sum_j w_j, the second of their
     cotangents in the backward pass. All workers must then call it equally often, in the same order.
     """
-    over = _OVER.get() or Over()
+    over = _OVER.get() or StatisticsScope()
     examples = jax.tree.leaves(tree)[0].shape[0]
     weights = jnp.ones(examples) if over.real is None else jnp.where(over.real, 1.0, FILLER_WEIGHT)
 

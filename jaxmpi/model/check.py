@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, by_path
-from jaxmpi.model.contract import Model, a, check_facts, check_pair, shown
+from jaxmpi.model.contract import Model, check_facts, check_pair, format_value, with_article
 
 EXAMPLES = 2  # in the batch that a model is tried on
 FLOATS = ("float32", "bfloat16", "float16")  # names of the dtypes that an exchange takes
@@ -38,13 +38,13 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
     """
     check(
         isinstance(model, Model),
-        f"got {a(model)} as the experiment's model; expected a jaxmpi.model.Model: nnx_model, linen_model, "
+        f"got {with_article(model)} as the experiment's model; expected a jaxmpi.model.Model: nnx_model, linen_model, "
         "equinox_model and plain_model make one",
     )
     check_facts(model.name, model.input_shape, model.classes)
-    params, model_state = shapes_of_init(model)
+    params, model_state = init_shapes(model)
     for train in (True, False):
-        outputs = shapes_of_outputs(model, params, model_state, train, compute_dtype)
+        outputs = output_shapes(model, params, model_state, train, compute_dtype)
         if loss is None or not train:
             check_logits(model, outputs, train)
         if loss is not None:
@@ -52,7 +52,7 @@ def check_model(model: Any, loss: Callable[..., Any] | None = None, compute_dtyp
     jax.clear_caches()  # jits in the model were traced without what training does around them, as in `statistics_over`
 
 
-def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
+def init_shapes(model: Model) -> tuple[PyTree, PyTree]:
     """Shapes of params and model state; every leaf is checked (`check_leaves`)."""
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
@@ -61,7 +61,7 @@ def shapes_of_init(model: Model) -> tuple[PyTree, PyTree]:
         check_leaves(model.name, *made)
         return made
 
-    with noting(f"before training, jaxmpi was trying init of model {model.name} on shapes"):
+    with add_note(f"before training, jaxmpi was trying init of model {model.name} on shapes"):
         return jax.eval_shape(init, jax.random.key(0), model.example())
 
 
@@ -73,8 +73,8 @@ def check_leaves(name: str, params: PyTree, model_state: PyTree) -> None:
     check(bool(jax.tree.leaves(params)), f"{name}: init: expected params, got none")
     for path, leaf in (by_path({"params": params}) | by_path({"model_state": model_state})).items():
         is_array = isinstance(leaf, (jax.Array, np.ndarray))
-        check(is_array, f"{name}: init: {path}: got {a(leaf)}, expected an array: jnp.asarray makes one")
-        check_kind(f"{name}: init: {path}: got {shown(leaf)}", path.startswith("params"), leaf.dtype)
+        check(is_array, f"{name}: init: {path}: got {with_article(leaf)}, expected an array: jnp.asarray makes one")
+        check_kind(f"{name}: init: {path}: got {format_value(leaf)}", path.startswith("params"), leaf.dtype)
 
 
 def check_kind(got: str, is_param: bool, dtype: Any) -> None:
@@ -87,7 +87,7 @@ def check_kind(got: str, is_param: bool, dtype: Any) -> None:
     check(not is_key, f"{got}; expected no random key: apply is given one")
 
 
-def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: bool, dtype: Any) -> Any:
+def output_shapes(model: Model, params: PyTree, model_state: PyTree, train: bool, dtype: Any) -> Any:
     """Shapes of outputs, in float32; model state must keep its own shapes."""
 
     def apply(params: PyTree, model_state: PyTree, image: jax.Array, key: jax.Array) -> tuple[Any, PyTree]:
@@ -96,10 +96,10 @@ def shapes_of_outputs(model: Model, params: PyTree, model_state: PyTree, train: 
         return result
 
     image = model.example(EXAMPLES)
-    image = image if model.takes_tokens else in_floats(image, dtype)
-    with noting(f"before training, jaxmpi was trying model {model.name} in {mode(train)} on shapes"):
-        result = jax.eval_shape(apply, in_floats(params, dtype), model_state, image, jax.random.key(0))
-    outputs, updated = in_floats(result, jnp.float32)
+    image = image if model.takes_tokens else as_float_shapes(image, dtype)
+    with add_note(f"before training, jaxmpi was trying model {model.name} in {mode(train)} on shapes"):
+        result = jax.eval_shape(apply, as_float_shapes(params, dtype), model_state, image, jax.random.key(0))
+    outputs, updated = as_float_shapes(result, jnp.float32)
     check_state(f"{model.name}: apply in {mode(train)}", model_state, updated)
     return outputs
 
@@ -108,7 +108,7 @@ def check_state(what: str, model_state: PyTree, updated: PyTree) -> None:
     """Raise `UsageError` if an updated model state has other leaves than before."""
     before, after = by_path({"model_state": model_state}), by_path({"model_state": updated})
     for path in sorted(before | after):
-        got, expected = (shown(tree[path]) if path in tree else "nothing" for tree in (after, before))
+        got, expected = (format_value(tree[path]) if path in tree else "nothing" for tree in (after, before))
         check(
             got == expected,
             f"{what}: {path}: got {got}, expected {expected} as init gave it: model state keeps its leaves, shapes and "
@@ -119,25 +119,25 @@ def check_state(what: str, model_state: PyTree, updated: PyTree) -> None:
 def check_logits(model: Model, outputs: Any, train: bool) -> None:
     """Raise `UsageError` unless outputs are logits f32[batch, classes], or f32[batch, window, classes]."""
     expected = f"float32{[EXAMPLES, *model.label_shape, model.classes]}"
-    got = f"{model.name}: got {shown(outputs)} in {mode(train)}, expected logits {expected}"
+    got = f"{model.name}: got {format_value(outputs)} in {mode(train)}, expected logits {expected}"
     if isinstance(outputs, (tuple, list)):
         way_out = "give the experiment a `loss` that takes the tuple: (outputs, labels i32[batch]) -> f32[batch]"
         check(False, f"{got}: {way_out if train else 'leave all but the main logits out in evaluation'}")
     way_out = f"for a batch of {EXAMPLES}: the model's last layer and its `classes` must agree"
-    check(shown(outputs) == expected, f"{got} {way_out}")
+    check(format_value(outputs) == expected, f"{got} {way_out}")
 
 
 def check_loss(model: Model, loss: Callable[..., Any], outputs: Any, train: bool) -> None:
     """Raise `UsageError` unless the loss is f32[batch] or shaped like the labels."""
     labels = jax.ShapeDtypeStruct((EXAMPLES, *model.label_shape), jnp.int32)
-    what = f"the experiment's `loss` on {shown(outputs)}, which {model.name} gives in {mode(train)}"
-    with noting(f"before training, jaxmpi was trying {what}"):
+    what = f"the experiment's `loss` on {format_value(outputs)}, which {model.name} gives in {mode(train)}"
+    with add_note(f"before training, jaxmpi was trying {what}"):
         losses = jax.eval_shape(loss, outputs, labels)
     each = f"float32[{EXAMPLES}]"
     one = f"float32{list(labels.shape)}"
     check(
-        shown(losses) in (each, one),
-        f"{what}: got {shown(losses)}, expected {each}, one loss an example"
+        format_value(losses) in (each, one),
+        f"{what}: got {format_value(losses)}, expected {each}, one loss an example"
         f"{f', or {one}, one a token' if each != one else ''}: the trainer takes the mean",
     )
 
@@ -147,7 +147,7 @@ def mode(train: bool) -> str:
     return "training" if train else "evaluation"
 
 
-def in_floats(tree: PyTree, dtype: Any) -> PyTree:
+def as_float_shapes(tree: PyTree, dtype: Any) -> PyTree:
     """Shapes with floating-point leaves in `dtype`."""
 
     def cast(x: Any) -> jax.ShapeDtypeStruct:
@@ -157,7 +157,7 @@ def in_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 @contextlib.contextmanager
-def noting(text: str) -> Iterator[None]:
+def add_note(text: str) -> Iterator[None]:
     """Add a note to an error that is not the trainer's own."""
     try:
         yield

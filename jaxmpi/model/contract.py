@@ -62,10 +62,10 @@ def check_facts(name: Any, input_shape: Any, classes: Any) -> None:
 
 def check_pair(result: Any, what: str) -> None:
     """Raise `UsageError` unless `result` is a tuple of two."""
-    check(isinstance(result, tuple) and len(result) == 2, f"{what}, got {shown(result)}")
+    check(isinstance(result, tuple) and len(result) == 2, f"{what}, got {format_value(result)}")
 
 
-def a(thing: Any) -> str:
+def with_article(thing: Any) -> str:
     """Describe an object that the user handed over, for errors."""
     if thing is None:
         return "None"
@@ -73,11 +73,11 @@ def a(thing: Any) -> str:
     return f"the {kind} {thing.__name__}" if hasattr(thing, "__name__") else f"an instance of {type(thing).__name__}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """`float32[2, 10]`, a tuple of such, or the kind of thing."""
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}: ({', '.join(map(shown, value))})"
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else a(value)
+        return f"a {type(value).__name__} of {len(value)}: ({', '.join(map(format_value, value))})"
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else with_article(value)
 
 
 # ---------------------------------------------------------------- statistics of a batch

@@ -40,16 +40,16 @@ class Uncounted(Exception):
     """A program whose operations cannot be counted."""
 
 
-def flops_of(jaxpr: Jaxpr) -> float | None:
+def count_flops(jaxpr: Jaxpr) -> float | None:
     """Model FLOPs on one device; None if a part cannot be counted."""
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # XLA leaves the rest out, too
     try:
-        return sum(map(flops_of_equation, used.eqns))
+        return sum(map(equation_flops, used.eqns))
     except Uncounted:
         return None
 
 
-def flops_of_equation(equation: Any) -> float:
+def equation_flops(equation: Any) -> float:
     """Model FLOPs of an equation: all iterations of loops, the costliest branch.
 
     Raises:
@@ -64,10 +64,10 @@ def flops_of_equation(equation: Any) -> float:
         return 2.0 * equation.outvars[0].aval.size * float(depth)
     if name == "conv_general_dilated":
         image, kernel, out = (var.aval.shape for var in (*equation.invars, *equation.outvars))
-        return convolution(image, kernel, out, params)
+        return convolution_flops(image, kernel, out, params)
     if name.startswith(OPAQUE):
         raise Uncounted
-    inner = [sum(map(flops_of_equation, body.eqns)) for body in jax.extend.core.jaxprs_in_params(params)]
+    inner = [sum(map(equation_flops, body.eqns)) for body in jax.extend.core.jaxprs_in_params(params)]
     if name == "while" and any(inner):
         raise Uncounted
     if name == "cond":
@@ -75,7 +75,7 @@ def flops_of_equation(equation: Any) -> float:
     return sum(inner) * params.get("length", 1) if name == "scan" else sum(inner)
 
 
-def convolution(image: Shape, kernel: Shape, out: Shape, params: dict[str, Any]) -> float:
+def convolution_flops(image: Shape, kernel: Shape, out: Shape, params: dict[str, Any]) -> float:
     """XLA's FLOPs of a convolution: none for zeros of padding or dilation."""
     layout = params["dimension_numbers"]
     pairs = 1.0
@@ -99,7 +99,7 @@ class StepFlops:
 
     def count(self, jaxpr: Jaxpr) -> None:
         """Take the program of a worker's gradients."""
-        self.of_worker = flops_of(jaxpr)
+        self.of_worker = count_flops(jaxpr)
 
 
 # ---------------------------------------------------------------- of devices
@@ -153,7 +153,7 @@ OTHER_KIND = r"(?! (?:Ti|D|SUPER|Laptop|Max-Q)\b)"  # behind a name: a card with
 MEASURE_S = 0.05
 
 
-def peak_of(device_kind: str, dtype: str) -> Peak | None:
+def device_peak(device_kind: str, dtype: str) -> Peak | None:
     """Peak of a device by kind and compute dtype; None if unknown."""
     is_whole = "MIG" not in device_kind.split()
     names = (name for name in TERAFLOPS if re.search(rf"\b{re.escape(name)}\b{OTHER_KIND}", device_kind) and is_whole)
@@ -176,7 +176,7 @@ def measured_peak(dtype: str) -> Peak:
     return Peak(2.0 * n**3 / min(times_s), "measured")
 
 
-def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
+def total_peak(workers: Workers, dtype: str) -> Peak | None:
     """Peak of all workers' devices together; on CPUs rank 0 measures it.
 
     On CPUs the peak of rank 0's cores is scaled to the cores of all hosts that ranks may use. On CPUs other ranks get
@@ -186,25 +186,25 @@ def peak_of_all(workers: Workers, dtype: str) -> Peak | None:
     control = workers.processes
     if jax.default_backend() == "cpu":
         own = measured_peak(dtype) if control.rank == 0 else None  # while the others wait: ranks may share cores
-        lent = cores_of_hosts(control.allgather_object([socket.gethostname(), core_mask(), cores()]))
+        lent = total_cores(control.allgather_object([socket.gethostname(), core_mask(), cores()]))
         return own and own._replace(flops_per_s=own.flops_per_s * lent / cores())
     mine = workers.mesh.local_devices if workers.mesh is not None else jax.local_devices()[:1]
     place = socket.gethostname(), my_gpu() or f"rank {control.rank}"
     seen = [(*place, i, device.device_kind) for i, device in enumerate(mine)]
-    return peak_of_devices(control.allgather_object(seen if control.rank < workers.size else []), dtype)
+    return peak_on_devices(control.allgather_object(seen if control.rank < workers.size else []), dtype)
 
 
-def peak_of_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | None:
+def peak_on_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | None:
     """Peak of all ranks' distinct devices together; None if one is unknown."""
     devices = {
         (host, gpu, i, kind) for seen in ranks for host, gpu, i, kind in seen
     }  # lists by now: JSON has no tuples
-    peaks = [peak_of(kind, dtype) for _, _, _, kind in devices]
+    peaks = [device_peak(kind, dtype) for _, _, _, kind in devices]
     known = [peak.flops_per_s for peak in peaks if peak]
     return Peak(sum(known), "data sheet") if len(known) == len(peaks) else None
 
 
-def cores_of_hosts(ranks: Sequence[tuple[str, Sequence[int], int]]) -> int:
+def total_cores(ranks: Sequence[tuple[str, Sequence[int], int]]) -> int:
     """Number of cores that ranks may use on all hosts, each once."""
     hosts: dict[str, tuple[set[int], int]] = {}
     for host, mask, count in ranks:

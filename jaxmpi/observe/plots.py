@@ -214,11 +214,11 @@ def figure(panels: Sequence[Panel]) -> "Figure":
         count = len(axes.get_legend_handles_labels()[0])
         if count:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=-(-count // NAMES), fontsize="small")
-    lay_out(made)
+    lay_out_panels(made)
     return made
 
 
-def lay_out(made: "Figure") -> None:
+def lay_out_panels(made: "Figure") -> None:
     """Lay out a figure once; otherwise every file would draw it again."""
     if engine := made.get_layout_engine():
         engine.execute(made)

@@ -82,28 +82,28 @@ def read(folder: Path, name: str = "") -> Record:
     """
     path = folder / "record.jsonl"
     lines = read_plain(path, MOST_RECORD_BYTES, "the record of a run, no link; name a run directory").split(b"\n")
-    rows, broken = parsed(lines, numbers_beyond(lines))
+    rows, broken = parse_lines(lines, parse_thinned_lines(lines))
     check(bool(rows), f"{str(path)!r} holds no line yet; wait for the first step, or name another run")
     facts = next((row for row in reversed(rows) if row.get("kind") == "run"), {})
-    trains = without_starts(rows)
+    trains = drop_first_timings(rows)
     return Record(
         name=name or folder.name,
         facts=facts,
-        train=of_steps(trains),
+        train=step_table(trains),
         evaluations=table([row for row in rows if row.get("kind") == "eval"]),
         shuffles=table([row for row in rows if row.get("kind") == "shuffle"]),
-        workers=of_workers([row for row in rows if row.get("kind") == "workers"]),
-        own=own_times(trains),
+        workers=worker_table([row for row in rows if row.get("kind") == "workers"]),
+        own=own_time_matrix(trains),
         own_ranks=max(
             1, *(per for row in trains if isinstance(per := row.get("own_ranks"), int) and per <= MOST_RANKS), 1
         ),
-        buckets=buckets_of(rows),
-        functions=functions_of(rows),
+        buckets=last_buckets(rows),
+        functions=last_functions(rows),
         exchange_time=Counter(
             known for row in trains if "anatomy" in row and (known := row.get("exchange_time")) in SOURCES
         ),
         slowest=[row["slowest"] for row in trains if "own_s" in row and isinstance(row.get("slowest"), str)],
-        notes=notes_on(facts, broken, [row.get("kind") for row in rows]),
+        notes=collect_notes(facts, broken, [row.get("kind") for row in rows]),
         samples=newest(folder, rows),
     )
 
@@ -115,24 +115,24 @@ def read_study(path: Path) -> list[Record]:
         UsageError: it cannot be read, or holds no line of a study.
     """
     lines = read_plain(path, MOST_RECORD_BYTES, "a file of scripts/study.py, or a run directory").split(b"\n")
-    rows = [row for row in parsed(lines, {})[0] if isinstance(row.get("cell"), dict) and "experiment" in row]
+    rows = [row for row in parse_lines(lines, {})[0] if isinstance(row.get("cell"), dict) and "experiment" in row]
     check(bool(rows), f"{str(path)!r} holds no line of a study; name a file of scripts/study.py, or a run directory")
     files = {str(row["experiment"]) for row in rows}
-    varied = [name for name in dict.fromkeys(k for row in rows for k in row["cell"]) if differs(name, rows)]
-    return [outcome(row, varied, len(files) > 1) for row in rows]
+    varied = [name for name in dict.fromkeys(k for row in rows for k in row["cell"]) if varies(name, rows)]
+    return [study_record(row, varied, len(files) > 1) for row in rows]
 
 
-def differs(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
+def varies(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if lines of a study differ in a flag."""
     return len({str(row["cell"].get(name)) for row in rows}) > 1
 
 
-def outcome(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool) -> Record:
+def study_record(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool) -> Record:
     """A line of a study as a record without steps."""
     cell, file = row["cell"], str(row["experiment"])
     words = [f"{name} {cell[name]}" for name in varied if name in cell]
     name = ", ".join([*([Path(file).stem] if is_one_of_many else []), *words, f"seed {row.get('seed', '')}"])
-    curve = [pair for pair in listed(row.get("curve")) if isinstance(pair, list) and len(pair) == 2]
+    curve = [pair for pair in as_list(row.get("curve")) if isinstance(pair, list) and len(pair) == 2]
     rows = [{"epoch": epoch, "eval_loss": loss} for epoch, loss in curve]
     if rows:
         rows[-1] |= {k: v for k, v in row.items() if k.startswith("eval_") or k == "elapsed_s"}
@@ -141,10 +141,10 @@ def outcome(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool)
     return Record(
         name=name,
         facts=facts,
-        train=of_steps([]),
+        train=step_table([]),
         evaluations=table(rows),
         shuffles=table([]),
-        workers=of_workers([row] if "worker_steps" in row else []),
+        workers=worker_table([row] if "worker_steps" in row else []),
         own=np.empty((0, 0)),
         own_ranks=1,
         buckets=[],
@@ -155,12 +155,12 @@ def outcome(row: Mapping[str, Any], varied: Sequence[str], is_one_of_many: bool)
     )
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """The value if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
-def numbers_beyond(lines: Sequence[bytes]) -> dict[int, dict[str, Any]]:
+def parse_thinned_lines(lines: Sequence[bytes]) -> dict[int, dict[str, Any]]:
     """Numbers of lines of steps beyond MOST_LINES, by index.
 
     Every n-th line of a step is left out, and so are the last two lines. Lines of another form than the recorder's are
@@ -170,14 +170,14 @@ def numbers_beyond(lines: Sequence[bytes]) -> dict[int, dict[str, Any]]:
     per = -(-len(steps) // MOST_LINES) or 1
     cut = {i: found[1] + b"}" for place, i in enumerate(steps) if place % per and (found := STEP.fullmatch(lines[i]))}
     text = b"[" + b",".join(cut.values()) + b"]"
-    rows = loaded(text)
+    rows = load_json(text)
     if not isinstance(rows, list) or len(rows) != len(cut):  # one is damaged, which hides all others
-        rows = [*map(loaded, cut.values())]
-    rows = rows if is_printable(text) else plain_text(rows)
+        rows = [*map(load_json, cut.values())]
+    rows = rows if is_printable(text) else replace_surrogates(rows)
     return {i: row for i, row in zip(cut, rows, strict=True) if isinstance(row, dict)}
 
 
-def loaded(text: bytes) -> Any:
+def load_json(text: bytes) -> Any:
     """The JSON value of a text; None if it is damaged."""
     try:
         return json.loads(text)
@@ -185,7 +185,7 @@ def loaded(text: bytes) -> Any:
         return None
 
 
-def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def drop_first_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines of steps; a start's first, which includes compilation, loses its times."""
     kept, is_first = [], True
     for row in rows:
@@ -196,7 +196,7 @@ def without_starts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def parsed(lines: Sequence[bytes], known: Mapping[int, dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+def parse_lines(lines: Sequence[bytes], known: Mapping[int, dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """Parse whole lines; return their objects and the number of malformed ones.
 
     Args:
@@ -210,7 +210,7 @@ def parsed(lines: Sequence[bytes], known: Mapping[int, dict[str, Any]]) -> tuple
             continue
         try:
             row = json.loads(line) if line else None
-            row = row if is_printable(line) and is_flat(line) else plain_text(row)
+            row = row if is_printable(line) and is_flat(line) else replace_surrogates(row)
         except MALFORMED:
             broken += i < len(lines) - 1
             continue
@@ -229,7 +229,7 @@ def is_flat(text: bytes) -> bool:
     return text.count(b"{") + text.count(b"[") <= MOST_DEEP
 
 
-def plain_text(value: Any, deep: int = 0) -> Any:
+def replace_surrogates(value: Any, deep: int = 0) -> Any:
     """Make the texts of a JSON value printable: lone surrogates become `?`.
 
     Raises:
@@ -241,11 +241,11 @@ def plain_text(value: Any, deep: int = 0) -> Any:
         return value
     check(deep < MOST_DEEP, "too deep")
     if isinstance(value, list):
-        return [plain_text(each, deep + 1) for each in value]
-    return {plain_text(name): plain_text(each, deep + 1) for name, each in value.items()}
+        return [replace_surrogates(each, deep + 1) for each in value]
+    return {replace_surrogates(name): replace_surrogates(each, deep + 1) for name, each in value.items()}
 
 
-def notes_on(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
+def collect_notes(facts: Mapping[str, Any], broken: int, kinds: Sequence[Any]) -> list[str]:
     """Notes on missing data, with the reason."""
     version, is_profile = facts.get("format", 1), all(kind == "functions" for kind in kinds)
     order = (version > FORMAT) - (version < FORMAT) if isinstance(version, int) else 1
@@ -270,71 +270,71 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def column(values: Sequence[Any]) -> np.ndarray:
-    """`number` of each, fast if all are numbers or unknown."""
+    """`as_number` of each, fast if all are numbers or unknown."""
     types = {*map(type, values)}
     if not types & FIGURES:
         return np.full(len(values), np.nan)
     try:
-        made = np.array(values if types <= {*FIGURES, type(None)} else [*map(number, values)], float)
+        made = np.array(values if types <= {*FIGURES, type(None)} else [*map(as_number, values)], float)
     except OverflowError:  # an integer beyond all floats
-        made = np.array([*map(number, values)])
+        made = np.array([*map(as_number, values)])
     return np.where(np.abs(made) <= MOST, made, np.nan)
 
 
-def of_steps(rows: Sequence[Mapping[str, Any]]) -> Table:
+def step_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Numbers of lines of steps; a step's parts as medians over ranks."""
     known = [i for i, row in enumerate(rows) if row.get("anatomy")]  # few of a long record
     parts = {part: np.full(len(rows), math.nan) for part in PARTS}
     for part, values in parts.items():
-        values[known] = [median_of(rows[i]["anatomy"], part) for i in known]
+        values[known] = [part_median(rows[i]["anatomy"], part) for i in known]
     return table(rows) | parts
 
 
-def of_workers(rows: Sequence[Mapping[str, Any]]) -> Table:
+def worker_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Numbers of lines of asynchronous workers, with the steps of each worker."""
-    lists = [listed(row.get("worker_steps")) for row in rows]
+    lists = [as_list(row.get("worker_steps")) for row in rows]
     count = len(lists[-1]) if lists else 0
-    steps = np.array([[number(v) for v in made] if len(made) == count else [math.nan] * count for made in lists])
+    steps = np.array([[as_number(v) for v in made] if len(made) == count else [math.nan] * count for made in lists])
     return table(rows) | {f"worker_steps.{i}": steps[:, i] for i in range(count)}
 
 
-def number(value: Any) -> float:
+def as_number(value: Any) -> float:
     """Convert to float; NaN if not a finite number up to MOST."""
     return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
 
 
-def median_of(anatomy: Any, part: str) -> float:
+def part_median(anatomy: Any, part: str) -> float:
     """Median out of a part's [least, median, most, rank]; NaN if missing."""
     spread = anatomy.get(part) if isinstance(anatomy, dict) else None
-    return number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
+    return as_number(spread[1]) if isinstance(spread, list) and len(spread) > 1 else math.nan
 
 
-def buckets_of(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def last_buckets(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """[label, seconds in flight, seconds waited for] of the last `exchange` line."""
     last = next((row.get("buckets") for row in reversed(rows) if row.get("kind") == "exchange"), None)
     whole = [row for row in last if isinstance(row, list) and len(row) == 3] if isinstance(last, list) else []
-    return [row for row in whole if isinstance(row[0], str) and number(row[1]) >= 0 and number(row[2]) >= 0]
+    return [row for row in whole if isinstance(row[0], str) and as_number(row[1]) >= 0 and as_number(row[2]) >= 0]
 
 
-def functions_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | str]]:
+def last_functions(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float | str]]:
     """Rows of the last profile of calls: `function` and numeric figures."""
     profiles = (row.get("functions") for row in reversed(rows) if row.get("kind") == "functions")
-    named = [row for row in listed(next(profiles, None)) if isinstance(row, dict) and "function" in row]
+    named = [row for row in as_list(next(profiles, None)) if isinstance(row, dict) and "function" in row]
     return [
-        {"function": str(row["function"])} | {name: number(v) for name, v in row.items() if type(v) in FIGURES}
+        {"function": str(row["function"])} | {name: as_number(v) for name, v in row.items() if type(v) in FIGURES}
         for row in named[:MOST_FUNCTIONS]
     ]
 
 
-def own_times(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+def own_time_matrix(rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """f64[columns, ranks]: a step's seconds without waits for others; neighbouring lines averaged."""
     lists = [values for row in rows if isinstance(values := row.get("own_s"), list)]
     ranks = max(map(len, lists), default=0)
-    full = [[number(value) for value in values] for values in lists if ranks and len(values) == ranks]
-    return thinned(np.array(full, float).reshape(len(full), ranks), COLUMNS)
+    full = [[as_number(value) for value in values] for values in lists if ranks and len(values) == ranks]
+    return average_neighbours(np.array(full, float).reshape(len(full), ranks), COLUMNS)
 
 
-def thinned(values: np.ndarray, most: int) -> np.ndarray:
+def average_neighbours(values: np.ndarray, most: int) -> np.ndarray:
     """At most `most` means of known neighbours along axis 0, or NaN."""
     per = -(-len(values) // most)
     if per <= 1:

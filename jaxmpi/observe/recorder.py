@@ -30,7 +30,7 @@ from jaxmpi.observe.flops import Work
 from jaxmpi.observe.record_format import KINDS, PARTS
 from jaxmpi.observe.sinks.base import Sink, close, send
 from jaxmpi.observe.step_timing import Summary
-from jaxmpi.observe.terminal import Plain, ProgressLine, Terminal, decimals
+from jaxmpi.observe.terminal import Plain, ProgressLine, Terminal, format_number
 from jaxmpi.runtime.spans import Span
 
 COMPUTE = [*PARTS].index("compute")
@@ -73,14 +73,14 @@ class Recorder:
             unit: of the speed.
         """
         self._unit = unit
-        self._file = opened(run_dir / "record.jsonl") if run_dir else None
+        self._file = open_record(run_dir / "record.jsonl") if run_dir else None
         self._terminal = (terminal or Plain(sys.stdout)) if run_dir else Terminal()
         self._sinks, self._hosts = list(sinks) if run_dir else [], hosts
         self._begin = time.monotonic()
         self._start = self._begin - elapsed_s
         self._window = self._begin, 0
         self._compute_s = 0.0  # in steps, since this start
-        self._buckets = Buckets()
+        self._buckets = BucketTimes()
 
     def elapsed_s(self) -> float:
         """Seconds of training so far, earlier parts of a resumed run included."""
@@ -97,7 +97,7 @@ class Recorder:
             TrainingError: it cannot be written, as on a full disk.
         """
         if self._file:
-            row = {"kind": kind, **{name: jsonable(value) for name, value in fields.items()}}
+            row = {"kind": kind, **{name: as_json_number(value) for name, value in fields.items()}}
             with writing(Path(self._file.name)):
                 write_all(self._file, (json.dumps(row) + "\n").encode())
             send(self._sinks, row)
@@ -124,12 +124,12 @@ class Recorder:
         check(bool(re.fullmatch(r"[\w-]+", name)), f"show: got name {name!r}; expected letters, digits, _ and -")
         if isinstance(value, str):
             return self.write("sample", step=step, name=name, text=value)
-        picture = samples.checked(value)
+        picture = samples.check_picture(value)
         if self._file:
-            file = Path(self._file.name).parent / samples.file_of(step, name)
+            file = Path(self._file.name).parent / samples.sample_path(step, name)
             with writing(file):
                 samples.save(picture, file)
-            self.write("sample", step=step, name=name, file=samples.file_of(step, name))
+            self.write("sample", step=step, name=name, file=samples.sample_path(step, name))
 
     def train(
         self,
@@ -197,7 +197,7 @@ class Recorder:
             slowest = self._slowest(anatomy.own_s)
             told |= self._of_anatomy(anatomy, now) | {"slowest": slowest}
             self._buckets.add(noted, anatomy.steps)
-            shown = dataclasses.replace(shown, slowest=slowest, **shares(anatomy))
+            shown = dataclasses.replace(shown, slowest=slowest, **time_shares(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
 
@@ -208,9 +208,9 @@ class Recorder:
             "step_s": anatomy.step_s,
             "goodput": self._compute_s / max(now - self._begin, 1e-9),
             "exchange_time": anatomy.source,
-            "anatomy": listed(anatomy.table),
-            "own_s": [*map(jsonable, blocks(anatomy.own_s))],
-            **({"own_ranks": per} if (per := per_block(len(anatomy.own_s))) > 1 else {}),
+            "anatomy": as_json_table(anatomy.table),
+            "own_s": [*map(as_json_number, block_maxima(anatomy.own_s))],
+            **({"own_ranks": per} if (per := ranks_per_block(len(anatomy.own_s))) > 1 else {}),
         }
 
     def _slowest(self, own_s: Sequence[float]) -> str:
@@ -238,7 +238,7 @@ class Recorder:
             self.write("exchange", step=step, buckets=buckets)
         shown = "no examples"
         if means:
-            figures = [figure(name.removeprefix("eval_"), value) for name, value in means.items()]
+            figures = [format_figure(name.removeprefix("eval_"), value) for name, value in means.items()]
             shown = "  ".join(map(" ".join, figures))
             first = min(1, len(figures) - 1)  # index of the first figure after the loss, if there is one
             self._terminal.evaluated(*figures[first], value=[*means.values()][first])
@@ -253,7 +253,7 @@ class Recorder:
         if self._file:
             self._file.close()
             cut_record(Path(self._file.name), step)
-            self._file = opened(Path(self._file.name))
+            self._file = open_record(Path(self._file.name))
 
     def copy_to(self, folder: Path) -> None:
         """Copy the record to another folder, even if its file was removed."""
@@ -280,26 +280,26 @@ class Recorder:
             self._file.close()
 
 
-def listed(table: Mapping[str, Sequence[float]]) -> dict[str, list[Any]]:
+def as_json_table(table: Mapping[str, Sequence[float]]) -> dict[str, list[Any]]:
     """A table with lists that JSON can represent."""
-    return {part: [*map(jsonable, row)] for part, row in table.items()}
+    return {part: [*map(as_json_number, row)] for part, row in table.items()}
 
 
-def shares(anatomy: Summary) -> dict[str, Any]:
+def time_shares(anatomy: Summary) -> dict[str, Any]:
     """Known parts of the time, for the terminal."""
     total = anatomy.step_s or 1.0
     parts = {part: anatomy.means[part] / total for part in anatomy.table if part != "hidden"}
     return {"shares": parts, "estimated": anatomy.source == "estimated"}
 
 
-def figure(name: str, value: float) -> tuple[str, str]:
+def format_figure(name: str, value: float) -> tuple[str, str]:
     """(top-1, 93.25 %) of a figure of an evaluation."""
     if match := re.fullmatch(r"top(\d+)", name):
         return f"top-{match[1]}", f"{100 * value:.2f} %"
-    return (name, decimals(value)) if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
+    return (name, format_number(value)) if name != "bits_per_byte" else ("bits per byte", f"{value:.3f}")
 
 
-class Buckets:
+class BucketTimes:
     """Seconds a step of this rank's buckets: in flight, and waited for."""
 
     def __init__(self) -> None:
@@ -317,19 +317,21 @@ class Buckets:
 
     def taken(self) -> list[list[Any]]:
         """Return and reset each bucket's [label, seconds in flight, seconds waited for]."""
-        rows = [[name, *map(jsonable, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())]
+        rows = [
+            [name, *map(as_json_number, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())
+        ]
         self.seconds, self.steps = {}, 0.0
         return rows
 
 
-def per_block(ranks: int) -> int:
+def ranks_per_block(ranks: int) -> int:
     """Number of neighbouring ranks in one value."""
     return -(-ranks // MOST_RANKS) or 1
 
 
-def blocks(values: Sequence[float]) -> list[float]:
+def block_maxima(values: Sequence[float]) -> list[float]:
     """At most MOST_RANKS values, each the greatest of neighbouring ranks."""
-    per = per_block(len(values))
+    per = ranks_per_block(len(values))
     return [max(values[i : i + per]) for i in range(0, len(values), per)]
 
 
@@ -348,13 +350,13 @@ def cut_record(path: Path, step: int) -> None:
     write_whole(path, b"".join(kept))
 
 
-def opened(path: Path) -> FileIO:
+def open_record(path: Path) -> FileIO:
     """Open a record unbuffered, since `close` would repeat a full disk's error."""
     with writing(path):
         return path.open("ab", buffering=0)
 
 
-def jsonable(value: Any) -> Any:
+def as_json_number(value: Any) -> Any:
     """Round floats to significant digits; turn NaN and infinities into null."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import refuse_ways_out
 from jaxmpi.observe import plots, report_charts
-from jaxmpi.observe.record_reader import Record, plain_text, read, read_study
+from jaxmpi.observe.record_reader import Record, read, read_study, replace_surrogates
 from jaxmpi.observe.report_page import MOST_PRINTED, page
 
 IN_SECTION = {"by_step": "learning", "anatomy": "speed", "buckets": "ranks"}  # sections of pictures named otherwise
@@ -48,7 +48,7 @@ def write(runs: Sequence[Path], folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for made in (folder.parent, folder) if folder.parent in runs else ():  # a stranger may have made them
             refuse_ways_out(made, repr(str(made)), "a report is not written through those: remove it, or use --out")
-        printed = drawn(records, folder)
+        printed = draw_pngs(records, folder)
         (folder / "index.html").write_text(page(records, printed), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"nothing can be written to {str(folder)!r}: {error.strerror}; use --out FOLDER") from error
@@ -59,25 +59,25 @@ def all_records(paths: Sequence[Path]) -> list[Record]:
     """Records of run directories, and of every line of a study."""
     return [
         record
-        for path, name in zip(paths, names(paths), strict=True)
+        for path, name in zip(paths, unique_names(paths), strict=True)
         for record in (read_study(path) if os.path.isfile(path) else [read(path, name)])
     ]
 
 
-def names(runs: Sequence[Path]) -> list[str]:
+def unique_names(runs: Sequence[Path]) -> list[str]:
     """Names of the run directories, numbered if two are equal."""
-    short = [plain_text(run.resolve().name) for run in runs]
+    short = [replace_surrogates(run.resolve().name) for run in runs]
     return [name if short.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 
-def drawn(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
+def draw_pngs(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
     """Write pictures as PNG; return those for print as SVG by section."""
     printed: dict[str, list[str]] = {}
     together = report_charts.pictures(records, report_charts.charts(records))
     jobs = [(name, name, panels, name not in NOT_PRINTED) for name, panels in together.items()]
     for i, record in enumerate(records):
         suffix = f"_{i + 1}" if len(records) > 1 else ""
-        jobs += [(n, n + suffix, panels, i < MOST_PRINTED) for n, panels in report_charts.of_run(record).items()]
+        jobs += [(n, n + suffix, panels, i < MOST_PRINTED) for n, panels in report_charts.run_label(record).items()]
     for name, file, panels, is_printed in jobs:
         if panels and is_printed:
             printed.setdefault(IN_SECTION.get(name, name), []).append(plots.save_both(panels, folder / f"{file}.png"))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxmpi.observe import plots
 from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
 from jaxmpi.observe.record_format import ESTIMATED, PARTS
-from jaxmpi.observe.record_reader import XS, Record, Table, number, thinned
+from jaxmpi.observe.record_reader import XS, Record, Table, as_number, average_neighbours
 
 BINS = 800  # bins of a line on the page, each with its least and its greatest value; fewer if there are many runs
 LEAST_BINS = 100
@@ -58,7 +58,7 @@ class Chart(NamedTuple):
 
 def charts(records: Sequence[Record]) -> list[Chart]:
     """Charts of which any record has a value, in page order."""
-    speeds = [name for name in fields(records, "train") if is_speed(name)]
+    speeds = [name for name in curve_fields(records, "train") if is_speed(name)]
     is_measured = any(record.facts.get("peak") == "measured" for record in records)
     named = [
         Chart(
@@ -73,7 +73,7 @@ def charts(records: Sequence[Record]) -> list[Chart]:
             Quantity("accuracy", "%", base=None, low=None),
             tuple(Series("evaluations", f"eval_{name}", label, 100) for name, label in TOPS.items()),
         ),
-        *(of_figure(name) for name in own_figures(records)),
+        *(figure_series(name) for name in custom_figures(records)),
         *(of_speed(name) for name in speeds),
         one("speed", "Model FLOP/s", Quantity("all workers", "FLOP/s", base=None), "model_flops_per_s"),
         one(
@@ -103,12 +103,16 @@ def charts(records: Sequence[Record]) -> list[Chart]:
     ]
     taken = {(series.table, series.field) for chart in named for series in chart.series}
     rest = [
-        of_field(section, table, name)
+        field_series(section, table, name)
         for table, section in (("train", "more"), ("workers", "workers"))
-        for name in fields(records, table)
+        for name in curve_fields(records, table)
         if (table, name) not in taken and name not in SHOWN_ELSEWHERE and not name.startswith("worker_steps.")
     ]
-    return [chart for chart in [*named, *rest] if any(has(record, each) for record in records for each in chart.series)]
+    return [
+        chart
+        for chart in [*named, *rest]
+        if any(has_values(record, each) for record in records for each in chart.series)
+    ]
 
 
 TOPS = {"top1": "top-1", "top5": "top-5"}
@@ -121,14 +125,14 @@ def one(section: str, title: str, quantity: Quantity, field: str, factor: float 
     )
 
 
-def of_field(section: str, table: str, field: str) -> Chart:
+def field_series(section: str, table: str, field: str) -> Chart:
     """A chart of an unknown field, its unit from the name's ending."""
     unit = next((unit for ending, unit in {"_s": "s", "_bytes": "B"}.items() if field.endswith(ending)), "")
     quantity = Quantity(field, unit, base=None, low=None)
     return Chart(section, field.removesuffix("_s").replace("_", " "), quantity, (Series(table, field),))
 
 
-def of_figure(field: str) -> Chart:
+def figure_series(field: str) -> Chart:
     """A chart of a task's own figure, `eval_mae` for instance."""
     name = field.removeprefix("eval_")
     title = name.replace("_", " ")
@@ -151,18 +155,18 @@ def of_speed(field: str) -> Chart:
     return one("speed", f"Speed, {unit}", Quantity(unit, base=None), field)
 
 
-def fields(records: Sequence[Record], table: str) -> list[str]:
+def curve_fields(records: Sequence[Record], table: str) -> list[str]:
     """Names of a table's figures in any record."""
     return list(dict.fromkeys(name for record in records for name in getattr(record, table) if name not in XS))
 
 
-def own_figures(records: Sequence[Record]) -> list[str]:
+def custom_figures(records: Sequence[Record]) -> list[str]:
     """Figures of evaluations without a fixed chart, such as `eval_mae`."""
-    own = [name for name in fields(records, "evaluations") if name.startswith("eval_")]
+    own = [name for name in curve_fields(records, "evaluations") if name.startswith("eval_")]
     return sorted(name for name in own if name != "eval_loss" and name.removeprefix("eval_") not in TOPS)
 
 
-def has(record: Record, series: Series) -> bool:
+def has_values(record: Record, series: Series) -> bool:
     """Return True if a record has a value of a series."""
     values = getattr(record, series.table).get(series.field)
     return values is not None and not np.isnan(values).all()
@@ -213,38 +217,42 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
 
 def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
     """Columns `x` of all kept lines, and each series with its lines."""
-    kept = {name: kept_lines(table[name], bins) for name in names}
+    kept = {name: choose_lines(table[name], bins) for name in names}
     kept = {name: lines for name, lines in kept.items() if len(lines)}
     lines = np.unique(np.concatenate([*kept.values(), np.empty(0, int)])).astype(int)
     places = {name: np.searchsorted(lines, own) for name, own in kept.items()}
     return {
-        "x": {x: packed(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()},
+        "x": {x: pack_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()},
         "y": {
             name: {
-                "at": None if len(at) == len(lines) else packed(at),
-                "v": packed(table[name][kept[name]]),
-                **({"mean": packed(bin_means(table[name], bins)[kept[name]])} if len(table[name]) > 2 * bins else {}),
+                "at": None if len(at) == len(lines) else pack_numbers(at),
+                "v": pack_numbers(table[name][kept[name]]),
+                **(
+                    {"mean": pack_numbers(bin_means(table[name], bins)[kept[name]])}
+                    if len(table[name]) > 2 * bins
+                    else {}
+                ),
             }
             for name, at in places.items()
         },
     }
 
 
-def edges_of(lines: int, bins: int) -> np.ndarray:
+def bin_edges(lines: int, bins: int) -> np.ndarray:
     """First lines of bins."""
     return np.linspace(0, lines, bins + 1).astype(int)[:-1]
 
 
 def bin_means(values: np.ndarray, bins: int) -> np.ndarray:
     """f64[lines]: the mean of known values in each line's bin, or NaN."""
-    known, edges = ~np.isnan(values), edges_of(len(values), bins)
+    known, edges = ~np.isnan(values), bin_edges(len(values), bins)
     sums = np.add.reduceat(np.where(known, values, 0.0), edges)
     counts = np.add.reduceat(known.astype(float), edges)
     means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
     return np.repeat(means, np.diff([*edges, len(values)]))
 
 
-def kept_lines(values: np.ndarray, bins: int) -> np.ndarray:
+def choose_lines(values: np.ndarray, bins: int) -> np.ndarray:
     """Lines to draw: all if few, else each bin's least and greatest.
 
     The first and the last are kept, too; gaps within a series as one line, and none if all values are NaN.
@@ -254,7 +262,7 @@ def kept_lines(values: np.ndarray, bins: int) -> np.ndarray:
         return np.empty(0, int)
     if len(values) <= 2 * bins:
         return np.arange(len(values))
-    edges = edges_of(len(values), bins)
+    edges = bin_edges(len(values), bins)
     low, high = np.where(known, values, np.inf), np.where(known, values, -np.inf)
     ends = [*edges[1:], len(values)]
     extremes = [(a + low[a:b].argmin(), a + high[a:b].argmax()) for a, b in zip(edges, ends, strict=True)]
@@ -268,9 +276,12 @@ def parts_data(record: Record, bins: int) -> dict[str, Any]:
     parts = [part for part in PARTS if not np.isnan(train[part]).all()]
     if len(known) < 2 or not parts:
         return {"x": {}, "y": {}}
-    kept = known[np.unique(np.concatenate([kept_lines(train[part][known], bins // 4) for part in parts]))]
-    columns = {x: packed(train[x][kept]) for x in XS if not np.isnan(train[x][kept]).all()}
-    return {"x": columns, "y": {part: {"at": None, "v": packed(np.nan_to_num(train[part][kept]))} for part in parts}}
+    kept = known[np.unique(np.concatenate([choose_lines(train[part][known], bins // 4) for part in parts]))]
+    columns = {x: pack_numbers(train[x][kept]) for x in XS if not np.isnan(train[x][kept]).all()}
+    return {
+        "x": columns,
+        "y": {part: {"at": None, "v": pack_numbers(np.nan_to_num(train[part][kept]))} for part in parts},
+    }
 
 
 def map_data(record: Record, runs: int) -> dict[str, Any] | None:
@@ -280,14 +291,14 @@ def map_data(record: Record, runs: int) -> dict[str, Any] | None:
         return None
     most = max(20, 1000 // runs)
     return {
-        "relative": packed(thinned(relative, most).T.ravel()),
+        "relative": pack_numbers(average_neighbours(relative, most).T.ravel()),
         "ranks": relative.shape[1],
         "each": record.own_ranks,
-        "ends": steps_of(record)[[0, -1]].tolist(),
+        "ends": steps_by_worker(record)[[0, -1]].tolist(),
     }
 
 
-def packed(values: np.ndarray) -> str:
+def pack_numbers(values: np.ndarray) -> str:
     """Numbers as a letter and base64: u uint32, f float32, d float64.
 
     Records have six significant digits, which float32 keeps. Larger whole numbers, and any from 1e38 on, take d.
@@ -338,12 +349,12 @@ def points(record: Record, series: Series, x: str) -> list[plots.Point]:
     table: Table = getattr(record, series.table)
     if series.field not in table:
         return []
-    kept = kept_lines(table[series.field], POINTS // 2)
+    kept = choose_lines(table[series.field], POINTS // 2)
     xs, ys = table[x][kept].tolist(), (series.factor * table[series.field][kept]).tolist()
     return [(a, b) for a, b in zip(xs, ys, strict=True) if a == a and b == b]
 
 
-def of_run(record: Record) -> dict[str, list[Panel]]:
+def run_label(record: Record) -> dict[str, list[Panel]]:
     """Panels of one run, by file: anatomy of the steps, ranks, buckets."""
     return {"anatomy": areas(record), "ranks": rank_map(record), "buckets": bucket_bars(record)}
 
@@ -351,10 +362,10 @@ def of_run(record: Record) -> dict[str, list[Panel]]:
 def areas(record: Record) -> list[Panel]:
     """Parts of a step, stacked, over the steps."""
     known = ~np.isnan(record.train["compute"])
-    steps = thinned(record.train["step"][known], POINTS).tolist()
+    steps = average_neighbours(record.train["step"][known], POINTS).tolist()
     parts = {
         f"{'~' * (part in ESTIMATED and 'estimated' in record.exchange_time)}{part}": np.nan_to_num(
-            thinned(record.train[part][known], POINTS)
+            average_neighbours(record.train[part][known], POINTS)
         ).tolist()
         for part in STACKED
         if not np.isnan(record.train[part]).all()
@@ -368,7 +379,7 @@ def areas(record: Record) -> list[Panel]:
     )
 
 
-def steps_of(record: Record) -> np.ndarray:
+def steps_by_worker(record: Record) -> np.ndarray:
     """Steps of the lines that have one."""
     return record.train["step"][~np.isnan(record.train["step"])]
 
@@ -376,7 +387,7 @@ def steps_of(record: Record) -> np.ndarray:
 def over_median(record: Record) -> np.ndarray | None:
     """f64[columns, ranks]: each rank's own time over the ranks' median, or None."""
     own = record.own
-    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps_of(record)):
+    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps_by_worker(record)):
         return None
     median = np.median(own, axis=1, keepdims=True)
     return np.divide(own, median, out=np.ones_like(own), where=median > 0)
@@ -389,7 +400,7 @@ def rank_map(record: Record) -> list[Panel]:
         return []
     title = f"{record.name}: a rank's own time, over the median of ranks"
     title += f"; the slowest of every {record.own_ranks}" * (record.own_ranks > 1)
-    ends = steps_of(record)[[0, -1]].tolist()
+    ends = steps_by_worker(record)[[0, -1]].tolist()
     value = Quantity("times the median")
     return [
         Map(
@@ -406,7 +417,7 @@ def rank_map(record: Record) -> list[Panel]:
 
 def slowest_buckets(record: Record) -> list[list[Any]]:
     """[label, seconds in flight, seconds waited for] of the slowest buckets."""
-    whole = [[label, number(busy), number(waited)] for label, busy, waited in record.buckets]
+    whole = [[label, as_number(busy), as_number(waited)] for label, busy, waited in record.buckets]
     return sorted(whole, key=lambda row: -max(row[1], row[2]))[:MOST_BUCKETS]
 
 

@@ -37,44 +37,49 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
     train = record.train
     speeds = [name for name in train if report_charts.is_speed(name)]
     measured = " as measured" * (record.facts.get("peak") == "measured")
-    steps = one_of(train, "step", LAST)
+    steps = find_headline(train, "step", LAST)
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
     return [
         *best(record, "top-1", "eval_top1", 100, " %"),
-        *(each for name in figures for each in best(record, title_of(name), name)),
+        *(each for name in figures for each in best(record, figure_title(name), name)),
         *best(record, "held-out loss", "eval_loss"),
-        Headline("training loss", one_of(train, "loss", LAST), note="last"),
+        Headline("training loss", find_headline(train, "loss", LAST), note="last"),
         Headline("time", duration(elapsed_s(record)), f"{steps} steps" * bool(steps)),
-        *(Headline(report_charts.speed_unit(name), one_of(train, name, np.median), note="median") for name in speeds),
-        Headline("model FLOP/s", one_of(train, "model_flops_per_s", np.median), note="median"),
-        Headline("MFU", one_of(train, "mfu", np.median, 100, " %"), note="median, of the peak" + measured),
+        *(
+            Headline(report_charts.speed_unit(name), find_headline(train, name, np.median), note="median")
+            for name in speeds
+        ),
+        Headline("model FLOP/s", find_headline(train, "model_flops_per_s", np.median), note="median"),
+        Headline("MFU", find_headline(train, "mfu", np.median, 100, " %"), note="median, of the peak" + measured),
         Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
         Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
-        Headline("goodput", one_of(train, "goodput", LAST, 100, " %"), note="of the time is compute"),
+        Headline("goodput", find_headline(train, "goodput", LAST, 100, " %"), note="of the time is compute"),
         Headline("time of exchanges", exchange_time(record)),
         Headline("waited for most often", *slowest(record)),
         Headline("steps by worker", shares(record)),
     ]
 
 
-def title_of(figure: str) -> str:
+def figure_title(figure: str) -> str:
     """`bits per byte` of `eval_bits_per_byte`."""
     return figure.removeprefix("eval_").replace("_", " ")
 
 
-def known(table: Table, name: str) -> np.ndarray:
+def known_values(table: Table, name: str) -> np.ndarray:
     """The values of a field that are known."""
     values = table.get(name, np.empty(0))
     return values[~np.isnan(values)]
 
 
-def one_of(table: Table, name: str, chosen: Callable[[np.ndarray], Any], factor: float = 1.0, unit: str = "") -> str:
+def find_headline(
+    table: Table, name: str, chosen: Callable[[np.ndarray], Any], factor: float = 1.0, unit: str = ""
+) -> str:
     """LAST or np.median of the known values; empty if there are none."""
-    values = known(table, name)
-    return told(factor * chosen(values), unit) if len(values) else ""
+    values = known_values(table, name)
+    return format_value(factor * chosen(values), unit) if len(values) else ""
 
 
-def told(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     """Format a value: two decimals and the unit, or about six digits."""
     if unit:
         return f"{value:.2f}{unit}"
@@ -87,16 +92,16 @@ def told(value: float, unit: str) -> str:
 
 def elapsed_s(record: Record) -> float:
     """The greatest time of steps and evaluations; NaN if there is none."""
-    values = [*known(record.train, "elapsed_s"), *known(record.evaluations, "elapsed_s")]
+    values = [*known_values(record.train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")]
     return max(values, default=math.nan)
 
 
 def best(record: Record, title: str, name: str, factor: float = 1.0, unit: str = "") -> list[Headline]:
     """A figure's last value, with its best or, if unknown, its extremes."""
-    values = factor * known(record.evaluations, name)
+    values = factor * known_values(record.evaluations, name)
     if not len(values):
         return [Headline(title, "")]
-    shown = [told(value, unit) for value in (values[-1], values.min(), values.max())]
+    shown = [format_value(value, unit) for value in (values[-1], values.min(), values.max())]
     ends = {"min": f"best {shown[1]}", "max": f"best {shown[2]}"}
     return [Headline(title, shown[0], ends.get(better(record, name), f"from {shown[1]} to {shown[2]}"))]
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxmpi.observe import report_charts
 from jaxmpi.observe.record_reader import Record
-from jaxmpi.observe.report_charts import own_figures
-from jaxmpi.observe.report_facts import Headline, fact, flat_facts, headlines, known, title_of
+from jaxmpi.observe.report_charts import custom_figures
+from jaxmpi.observe.report_facts import Headline, fact, figure_title, flat_facts, headlines, known_values
 from jaxmpi.observe.samples import as_url
 
 MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 def groups(records: Sequence[Record]) -> list[Group]:
     """Runs grouped by settings, named by their differences; apart if seeds repeat."""
-    settings = [settings_of(record) for record in records]
+    settings = [run_settings(record) for record in records]
     members: dict[str, list[int]] = {}
     for i, record in enumerate(records):
         seed_alone = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
@@ -78,7 +78,7 @@ def groups(records: Sequence[Record]) -> list[Group]:
     return made
 
 
-def settings_of(record: Record) -> dict[str, str]:
+def run_settings(record: Record) -> dict[str, str]:
     """Settings and program that decide on a run, without seed and place."""
     left_out = {f"experiment.{name}" for name in OF_ONE_RUN}
     decisive = {
@@ -90,10 +90,10 @@ def settings_of(record: Record) -> dict[str, str]:
     return {path: value.replace('+"', '"') if path == "commit" else value for path, value in decisive.items()}
 
 
-def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
+def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Table of the groups' last evaluations: mean and standard deviation over seeds."""
     tops = {f"eval_{name}": (f"{label}, %", 100.0) for name, label in report_charts.TOPS.items()}
-    others = {name: (title_of(name), 1.0) for name in own_figures(records)}
+    others = {name: (figure_title(name), 1.0) for name in custom_figures(records)}
     figures = {
         name: shown
         for name, shown in (tops | others | {"eval_loss": ("held-out loss", 1.0)}).items()
@@ -113,7 +113,7 @@ def over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
 
 def spread(records: Sequence[Record], name: str, factor: float) -> str:
     """`0.967 ± 0.004` of last values, and the number of runs without."""
-    ends = [factor * float(values[-1]) for record in records if len(values := known(record.evaluations, name))]
+    ends = [factor * float(values[-1]) for record in records if len(values := known_values(record.evaluations, name))]
     missing = f" ({len(records) - len(ends)} without)" * (len(ends) < len(records))
     if not ends:
         return missing.strip()
@@ -141,18 +141,18 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
         "runs": [report_charts.run_data(record, len(records), shown) for record in records],
         "groups": [group._asdict() for group in grouped] if has_seeds else [],
     }
-    style, script, uplot = text_of("report.css"), text_of("report.js"), text_of("uplot/uPlot.iife.min.js")
-    styles = text_of("uplot/uPlot.min.css") + style
-    return Template(text_of("template.html")).substitute(
+    style, script, uplot = read_asset("report.css"), read_asset("report.js"), read_asset("uplot/uPlot.iife.min.js")
+    styles = read_asset("uplot/uPlot.min.css") + style
+    return Template(read_asset("template.html")).substitute(
         policy=policy(styles, [uplot, script]),
-        title=escaped(title),
+        title=escape(title),
         made=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         styles=styles,
-        notes="".join(f'<p class="note">{escaped(note)}</p>' for note in notes),
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         overview=overview(records, grouped if has_seeds else []),
         sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
         functions=functions(records),
-        samples="".join(samples_of(record, len(records)) for record in records if record.samples),
+        samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
         configuration=configurations(records),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
@@ -161,7 +161,7 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
     )
 
 
-def text_of(name: str) -> str:
+def read_asset(name: str) -> str:
     """A file of the page."""
     return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
 
@@ -190,7 +190,7 @@ def section(name: str, printed: Sequence[str]) -> str:
 
 def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Tiles of one run; tables of several, and of their groups."""
-    figures = own_figures(records)
+    figures = custom_figures(records)
     found = [headlines(record, figures) for record in records]
     if len(records) == 1:
         tiles = [tile(each) for each in found[0] if each.value]
@@ -204,15 +204,15 @@ def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     each_run = table(head, rows, "runs")
     if not grouped:
         return each_run
-    return over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
+    return mean_over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
 
 
 def tile(each: Headline) -> str:
     """A headline as a tile."""
     words = each.more or each.note
-    more = f"<dd class=more>{escaped(words)}</dd>" if words else ""
+    more = f"<dd class=more>{escape(words)}</dd>" if words else ""
     wide = " wide" * (len(each.value) > 24)
-    return f'<div class="tile{wide}"><dt>{escaped(each.name)}</dt><dd>{escaped(each.value)}</dd>{more}</div>'
+    return f'<div class="tile{wide}"><dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}</div>'
 
 
 def functions(records: Sequence[Record]) -> str:
@@ -229,10 +229,10 @@ def function_table(record: Record) -> str:
         [str(row["function"]), *(cell(name, row.get(name, math.nan)) for name in figures)] for row in record.functions
     ]
     sums = [cell(name, np.sum([row.get(name, math.nan) for row in record.functions])) for name in figures]
-    return table([record.name, *map(column_of, figures)], [*rows, ["all", *sums]] if len(rows) > 1 else rows)
+    return table([record.name, *map(profile_column, figures)], [*rows, ["all", *sums]] if len(rows) > 1 else rows)
 
 
-def column_of(figure: str) -> str:
+def profile_column(figure: str) -> str:
     """`shuffle, s` of `shuffle_s`, and `sent, MB` of `sent_bytes`."""
     units = {"_s": "s", "_bytes": "MB"}
     name, unit = next(
@@ -254,16 +254,16 @@ def cell(figure: str, value: Any) -> str:
     )
 
 
-def samples_of(record: Record, runs: int) -> str:
+def sample_figures(record: Record, runs: int) -> str:
     """The newest texts and pictures of a run."""
     shown = []
     for sample in record.samples:
-        title = escaped(f"{sample.name}, step {sample.step}")
-        body = f"<pre>{escaped(sample.text)}</pre>"
+        title = escape(f"{sample.name}, step {sample.step}")
+        body = f"<pre>{escape(sample.text)}</pre>"
         if sample.picture:
             body = f'<img alt="{title}" src="{as_url(sample.picture)}">'
         shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
-    of_run = f" of {escaped(record.name)}" * (runs > 1)
+    of_run = f" of {escape(record.name)}" * (runs > 1)
     return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
 
 
@@ -287,22 +287,20 @@ def configurations(records: Sequence[Record]) -> str:
 def configuration(record: Record) -> str:
     """All facts of a run, folded."""
     rows = [[path, value] for path, value in flat_facts(record).items()]
-    title = f"{escaped(record.name)}: configuration and versions"
+    title = f"{escape(record.name)}: configuration and versions"
     return f"<details><summary>{title}</summary>{table(['setting', 'value'], rows)}</details>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     """Rows as HTML, named by the first column; a wide table scrolls."""
-    cells = [
-        f"<th scope=row>{escaped(row[0])}</th>" + "".join(f"<td>{escaped(c)}</td>" for c in row[1:]) for row in rows
-    ]
-    top = "".join(f"<th scope=col>{escaped(cell)}</th>" for cell in head)
+    cells = [f"<th scope=row>{escape(row[0])}</th>" + "".join(f"<td>{escape(c)}</td>" for c in row[1:]) for row in rows]
+    top = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     return (
         f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
-def escaped(text: Any) -> str:
+def escape(text: Any) -> str:
     """Escape a text for HTML."""
     return html.escape(str(text))

@@ -27,12 +27,12 @@ class Sample(NamedTuple):
     picture: bytes = b""  # PNG
 
 
-def file_of(step: int, name: str) -> str:
+def sample_path(step: int, name: str) -> str:
     """`samples/digits_00000120.png`, in the run directory."""
     return f"{FOLDER}/{name}_{step:08d}.png"
 
 
-def checked(value: Any) -> np.ndarray:
+def check_picture(value: Any) -> np.ndarray:
     """A picture as u8[height, width] or u8[height, width, 3].
 
     Raises:

@@ -148,8 +148,8 @@ class StepTimer:
         """End a window; called in a pause."""
         rows, self._rows = self._rows, []
         noted, self._noted = self._noted + spans.drain(), []
-        compute_only_s = median_of(self._compute_only.seconds) if self._compute_only.seconds else None
-        window = taken_apart(rows, self._step_s, compute_only_s, self.has_exchange, noted)
+        compute_only_s = median(self._compute_only.seconds) if self._compute_only.seconds else None
+        window = decompose(rows, self._step_s, compute_only_s, self.has_exchange, noted)
         self._durations_s = (*self._durations_s, *window.durations_s)[-NEIGHBOURS:]
         return window._replace(durations_s=self._durations_s, probed_s=self._compute_only.step_s)
 
@@ -161,14 +161,14 @@ class StepTimer:
             is_new_phase: those before are of steps that took another time.
         """
         before = () if is_new_phase else self._compute_only.seconds
-        self._compute_only = ComputeOnlyTimes((*before, *seconds)[-SAMPLES:], median_of(self._durations_s))
+        self._compute_only = ComputeOnlyTimes((*before, *seconds)[-SAMPLES:], median(self._durations_s))
 
     def restart(self) -> None:
         """Discard the time since the pause, which was not training."""
         self._last_s = None
 
 
-def taken_apart(
+def decompose(
     rows: Sequence[StepTimes], step_s: float | None, compute_only_s: float | None, has_exchange: bool, noted: list[Span]
 ) -> Window:
     """Split the time of these iterations into idle, busy and waiting seconds.
@@ -181,16 +181,16 @@ def taken_apart(
     waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = 0 if not has_exchange else 3 if waits else 1 if compute_only_s is None else 2
-    each, ends = [], ends_of(rows, step_s)
+    each, ends = [], estimate_ends(rows, step_s)
     pieces = [
         # Its own step has ended, too, if the end of that is known to lie before the row's.
-        pieces_of(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if after_s <= row.end_s else 0.0)
+        busy_intervals(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if after_s <= row.end_s else 0.0)
         for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0][: len(ends)], strict=True)
     ]
-    durations = durations_of(rows, pieces)
+    durations = step_durations(rows, pieces)
     for row, ended_s, own, device_s in zip(rows, ends, pieces, durations, strict=True):
         idle = (ended_s, row.start_s)
-        data, transfer = (shared(part, idle) for part in waits_of(row))
+        data, transfer = (overlap_s(part, idle) for part in wait_intervals(row))
         idle_s = max(0.0, row.start_s - ended_s)
         busy_s = row.end_s - row.begin_s - idle_s
         mine = inside(waits, row.begin_s, row.end_s) if waits else []
@@ -206,7 +206,7 @@ def taken_apart(
     if travel:
         behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s) if rows else [], waits)
         parts[LOCAL.index("hidden")] = length(behind)
-    exposed = folded(spent[:, LOCAL.index("exposed")])
+    exposed = fold_rows(spent[:, LOCAL.index("exposed")])
     return Window(
         steps=len(rows),
         parts=parts,
@@ -217,7 +217,7 @@ def taken_apart(
     )
 
 
-def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
+def estimate_ends(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
     """Known or estimated end of the step before each of these iterations."""
     ends, busy_from = [], 0.0
     for row in rows:
@@ -227,17 +227,17 @@ def ends_of(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
     return ends
 
 
-def shared(a: Interval, b: Interval) -> float:
+def overlap_s(a: Interval, b: Interval) -> float:
     """Seconds of the intersection of two intervals."""
     return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
-def waits_of(row: StepTimes) -> tuple[Interval, Interval]:
+def wait_intervals(row: StepTimes) -> tuple[Interval, Interval]:
     """Intervals in which an iteration waited for its batch, and transferred it."""
     return (row.begin_s, row.batch_s), (row.batch_s, row.handed_s)
 
 
-def pieces_of(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
+def busy_intervals(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
     """Busy intervals of the device in an iteration, with their steps.
 
     Args:
@@ -251,7 +251,7 @@ def pieces_of(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[t
     return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
 
 
-def durations_of(rows: Sequence[StepTimes], pieces: Sequence[list[tuple[int, Interval]]]) -> list[float]:
+def step_durations(rows: Sequence[StepTimes], pieces: Sequence[list[tuple[int, Interval]]]) -> list[float]:
     """Device seconds of each row's step; they add up to busy time."""
     seconds = {row.step: 0.0 for row in rows}
     for step, (begin, end) in chain.from_iterable(pieces):
@@ -265,12 +265,12 @@ def compute_spans(pieces: list[tuple[int, Interval]], waits: list[Interval]) -> 
     return [Span("compute", f"step {step}", begin, end) for step, (begin, end) in left if begin < end]
 
 
-def median_of(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
     """The median; 0 of none."""
     return float(np.median(values)) if values else 0.0
 
 
-def folded(values: np.ndarray) -> np.ndarray:
+def fold_rows(values: np.ndarray) -> np.ndarray:
     """Sums of neighbours, so that at most MOST_ROWS are left."""
     per = -(-len(values) // MOST_ROWS) or 1
     return np.add.reduceat(values, np.arange(0, len(values), per)) if per > 1 else values
@@ -364,7 +364,7 @@ def by_name(window: Window) -> dict[str, float]:
 
 def flat(window: Window) -> np.ndarray:
     """A window as f64[n]; ranks with equal steps have the same n."""
-    head = [window.source, median_of(window.durations_s), window.probed_s]
+    head = [window.source, median(window.durations_s), window.probed_s]
     return np.concatenate([window.parts, head, window.exposed])
 
 
@@ -403,11 +403,11 @@ def over_ranks(spent: np.ndarray, made: np.ndarray, steps: float, source: str) -
     each = spent / np.maximum(made, 1)
     means = dict(zip(PARTS, each[:, made > 0].mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
-    table = known(spreads(each, made > 0), source)
-    return Summary(steps, source, table, means, own_of(each).tolist(), step_s, spent)
+    table = known_parts(spreads(each, made > 0), source)
+    return Summary(steps, source, table, means, own_seconds(each).tolist(), step_s, spent)
 
 
-def known(table: dict[str, Spread], source: str) -> dict[str, Spread]:
+def known_parts(table: dict[str, Spread], source: str) -> dict[str, Spread]:
     """The table without unknown parts, whose seconds are in `compute`."""
     return {part: row for part, row in table.items() if source != "unknown" or part not in OF_EXCHANGE}
 
@@ -422,6 +422,6 @@ def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:
     return dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))
 
 
-def own_of(each: np.ndarray) -> np.ndarray:
+def own_seconds(each: np.ndarray) -> np.ndarray:
     """Each rank's time without waits for other ranks, from f64[PARTS, ranks]."""
     return each[OWN].sum(axis=0)

@@ -66,7 +66,7 @@ class ProgressLine:
             return ""
         seconds, sizes = zip(*self.shuffles, strict=True)
         count = f"{len(sizes)} shuffles" if len(sizes) > 1 else "shuffle"
-        return f"{count} {sum(seconds):.3g} s {prefixed(sum(sizes))}B"
+        return f"{count} {sum(seconds):.3g} s {with_prefix(sum(sizes))}B"
 
     @property
     def made(self) -> str:
@@ -80,7 +80,7 @@ class ProgressLine:
     def speed(self) -> str:
         """Speed and learning rate; `~` marks a share of a measured peak."""
         mfu = "" if self.mfu is None else f" (mfu {'~' * self.peak_is_measured}{100 * self.mfu:.0f} %)"
-        flops = "" if self.flops_per_s is None else f"  {prefixed(self.flops_per_s)}FLOP/s{mfu}"
+        flops = "" if self.flops_per_s is None else f"  {with_prefix(self.flops_per_s)}FLOP/s{mfu}"
         return f"{self.per_s:.1f} {self.unit}/s{flops}" + ("" if self.lr is None else f"  lr {self.lr:.3g}")
 
     @property
@@ -89,7 +89,7 @@ class ProgressLine:
         parts = [text for _, text in percents(self.shares, self.estimated)]
         return "  ".join(
             [
-                f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {decimals(self.loss)}",
+                f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {format_number(self.loss)}",
                 f"{self.speed}  {self.elapsed_s:.1f} s",
                 *([f"skipped {self.skipped}"] if self.skipped else []),
                 *([" ".join(parts)] if parts else []),
@@ -100,12 +100,12 @@ class ProgressLine:
         )
 
 
-def decimals(value: float) -> str:
+def format_number(value: float) -> str:
     """Four decimals, or three digits of values below 0.001 in size."""
     return f"{value:.3g}" if 0 < abs(value) < 0.001 else f"{value:.4f}"
 
 
-def prefixed(value: float) -> str:
+def with_prefix(value: float) -> str:
     """Three digits and a prefix: `12.3 G`."""
     factor, prefix = next((row for row in PREFIXES if value >= row[0]), PREFIXES[-1])
     return f"{value / factor:.3g} {prefix}"
@@ -215,29 +215,32 @@ class Panel(Terminal):
         """
         at = phases.current()
         rows: list[RenderableType] = [self.drawn(self._now)] if self._now else []
-        return Group(*rows, *([fitted(str(at), self.console.width)] if at else []), *([Text()] if at or rows else []))
+        return Group(*rows, *([crop(str(at), self.console.width)] if at else []), *([Text()] if at or rows else []))
 
     def drawn(self, now: ProgressLine) -> RenderableType:
         """Progress, curves, and the breakdown of time."""
         width = self.console.width
         rows: list[RenderableType] = [
-            fitted(f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {left(self._first or now, now)}", width),
+            crop(
+                f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {remaining_time(self._first or now, now)}",
+                width,
+            ),
             bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
-            fitted(f"loss  {decimals(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}", width),
+            crop(f"loss  {format_number(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}", width),
         ]
         if self.values:
             name, text = self.figure
             curve = sparkline(self.values, max(4, width - 12 - len(name)))
-            rows.append(fitted(f"{name} {text:<9} {curve}", width))
-        rows.append(fitted(f"{now.speed}  {now.elapsed_s:.0f} s", width))
+            rows.append(crop(f"{name} {text:<9} {curve}", width))
+        rows.append(crop(f"{now.speed}  {now.elapsed_s:.0f} s", width))
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
         if now.slowest:
-            rows.append(fitted(f"slowest {now.slowest}", width))
+            rows.append(crop(f"slowest {now.slowest}", width))
         if now.made:
-            rows.append(fitted(now.made, width))
+            rows.append(crop(now.made, width))
         if now.shuffles:
-            rows.append(fitted(now.shuffled, width))
+            rows.append(crop(now.shuffled, width))
         return Group(*rows)
 
     def close(self) -> None:
@@ -246,12 +249,12 @@ class Panel(Terminal):
             self.live.stop()
 
 
-def fitted(text: str, width: int) -> Text:
+def crop(text: str, width: int) -> Text:
     """One line, cut to the terminal's width."""
     return Text(text[:width], no_wrap=True, overflow="crop")
 
 
-def left(first: ProgressLine, now: ProgressLine) -> str:
+def remaining_time(first: ProgressLine, now: ProgressLine) -> str:
     """Remaining time at the pace so far."""
     steps = now.step - first.step
     if not steps:

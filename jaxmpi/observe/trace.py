@@ -46,14 +46,14 @@ class Tracer:
         if step < self.last and not is_end:
             return ""
         offsets = clock_offsets(self.processes)
-        every = self.processes.allgather_object(of_steps(self._kept, (self.first, self.last)))
+        every = self.processes.allgather_object(parse_steps(self._kept, (self.first, self.last)))
         last = min(self.last, step)
         self._kept, self.last = [], 0
         if not any(every):
             return ""
         if self.processes.rank == 0:
             ranks = [[Span(*span) for span in each] for each in every]
-            write_events(merged(ranks, offsets, self.hosts), self.path)
+            write_events(merge_events(ranks, offsets, self.hosts), self.path)
         return f"trace of steps {self.first} to {last}: {self.path}"
 
 
@@ -79,7 +79,7 @@ class UncoordinatedTrace:
         if step >= self.last or is_end:
             self._is_open = False
             part = self._part(worker)
-            write_whole(part, json.dumps(of_steps(self._kept, (self.first, self.last))).encode())
+            write_whole(part, json.dumps(parse_steps(self._kept, (self.first, self.last))).encode())
 
     def merge(self, workers: int) -> str:
         """Merge parts on worker 0 after the others' end; return a message.
@@ -95,7 +95,7 @@ class UncoordinatedTrace:
             part.unlink(missing_ok=True)
         if not any(ranks):
             return f"no trace: no worker came to step {self.first}"
-        write_events(merged(ranks, self.offsets[:workers], self.hosts), self.path)
+        write_events(merge_events(ranks, self.offsets[:workers], self.hosts), self.path)
         return f"trace of steps {self.first} to {self.last} of each worker: {self.path}"
 
     def _part(self, worker: int) -> Path:
@@ -107,7 +107,7 @@ def write_events(events: Sequence[Event], path: Path) -> None:
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
-def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
+def parse_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
     """Spans from the first step's batch wait to the last step's end."""
     numbered = [(int(m[1]), span) for span in noted if (m := re.search(r"step (\d+)$", span.name))]
     inside = [span for step, span in numbered if steps[0] <= step <= steps[1]]
@@ -117,40 +117,40 @@ def of_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
     return [span for span in noted if span.end_s > begin and span.begin_s < end]
 
 
-def merged(ranks: Sequence[Sequence[Span]], offsets: Sequence[float], hosts: Sequence[str]) -> list[Event]:
+def merge_events(ranks: Sequence[Sequence[Span]], offsets: Sequence[float], hosts: Sequence[str]) -> list[Event]:
     """Events of all ranks in microseconds on rank 0's clock, offsets subtracted."""
     begins = [span.begin_s - off for spans, off in zip(ranks, offsets, strict=True) for span in spans]
     zero, events = min(begins, default=0.0), []
     for rank, (noted, offset) in enumerate(zip(ranks, offsets, strict=True)):
-        tracks = numbers(noted)
-        events.append(named("process_name", rank, 0, f"rank {rank} on {hosts[rank]}"))
-        events += [named("thread_name", rank, number, name) for name, number in tracks.items()]
+        tracks = track_numbers(noted)
+        events.append(name_event("process_name", rank, 0, f"rank {rank} on {hosts[rank]}"))
+        events += [name_event("thread_name", rank, number, name) for name, number in tracks.items()]
         for span in sorted(noted, key=lambda s: s.begin_s):
-            place = {"pid": rank, "tid": tracks[track_of(span)], "ts": 1e6 * (span.begin_s - offset - zero)}
+            place = {"pid": rank, "tid": tracks[track_name(span)], "ts": 1e6 * (span.begin_s - offset - zero)}
             length = {"dur": 1e6 * (span.end_s - span.begin_s)}
             events.append({"ph": "X", "name": span.name, "cat": span.track, **place, **length})
     return events
 
 
-def named(what: str, rank: int, track: int, name: str) -> Event:
+def name_event(what: str, rank: int, track: int, name: str) -> Event:
     """The event that gives a process or a track its name."""
     return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def track_of(span: Span) -> str:
+def track_name(span: Span) -> str:
     """The track's name: a bucket's own while it travels."""
-    return span.name if span.track == "travel" else shown(span.track)
+    return span.name if span.track == "travel" else displayed_track(span.track)
 
 
-def shown(track: str) -> str:
+def displayed_track(track: str) -> str:
     """A track's displayed name: one rank cannot separate exchange from sync."""
     return "exchange and sync" if track == "wait" else track
 
 
-def numbers(noted: Sequence[Span]) -> dict[str, int]:
+def track_numbers(noted: Sequence[Span]) -> dict[str, int]:
     """Tracks by name, numbered in display order."""
     buckets = sorted({span.name for span in noted if span.track == "travel"}, key=bucket_number)
-    fixed = [shown(track) for track in TRACKS if track != "travel"]
+    fixed = [displayed_track(track) for track in TRACKS if track != "travel"]
     return {name: i for i, name in enumerate(fixed)} | {name: FIRST_BUCKET + i for i, name in enumerate(buckets)}
 
 

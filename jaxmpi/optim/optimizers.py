@@ -46,12 +46,12 @@ class OptimizerSpec(NamedTuple):
     arrays: int = 0
 
 
-def changed(config: Optim, names: Sequence[str]) -> list[str]:
+def changed_settings(config: Optim, names: Sequence[str]) -> list[str]:
     """Those of the names whose fields are not at their defaults."""
     return [name for name in names if getattr(config, name) != DEFAULTS[name]]
 
 
-def given(config: Optim, **arguments: str) -> dict[str, Any]:
+def given_settings(config: Optim, **arguments: str) -> dict[str, Any]:
     """Optax's arguments by the fields of Optim, of those that are set."""
     values = {name: getattr(config, field) for name, field in arguments.items()}
     return {name: value for name, value in values.items() if value is not None}
@@ -59,7 +59,7 @@ def given(config: Optim, **arguments: str) -> dict[str, Any]:
 
 def adams(config: Optim) -> dict[str, Any]:
     """The arguments that Adam and its kin have in common."""
-    return given(config, b1="b1", b2="b2", eps="eps")
+    return given_settings(config, b1="b1", b2="b2", eps="eps")
 
 
 def lamb(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
@@ -70,18 +70,18 @@ def lamb(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
 def lars(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """LARS: momentum over gradients scaled to tensors' norms. You et al. 2017."""
     every = True if mask is None else mask
-    return optax.lars(lr, config.weight_decay, every, **given(config, momentum="momentum", eps="eps"))
+    return optax.lars(lr, config.weight_decay, every, **given_settings(config, momentum="momentum", eps="eps"))
 
 
 def adafactor(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """Adafactor: second moments by row and column. Shazeer and Stern 2018."""
     decay = config.weight_decay or None
-    return optax.adafactor(lr, weight_decay_rate=decay, weight_decay_mask=mask, **given(config, eps="eps"))
+    return optax.adafactor(lr, weight_decay_rate=decay, weight_decay_mask=mask, **given_settings(config, eps="eps"))
 
 
 def muon(config: Optim, lr: optax.Schedule, mask: Mask) -> Transform:
     """Muon: orthogonal momentum of matrices; AdamW for others. Jordan et al. 2024."""
-    own = given(config, beta="momentum", adam_b1="b1", adam_b2="b2", eps="eps")
+    own = given_settings(config, beta="momentum", adam_b1="b1", adam_b2="b2", eps="eps")
     decay = config.weight_decay
     return optax.contrib.muon(lr, weight_decay=decay, adam_weight_decay=decay, weight_decay_mask=mask, **own)
 
@@ -97,7 +97,7 @@ def muon_cost(shape: Sequence[int]) -> float:
     return 5 * (2 * short**2 * long + short**3) + math.prod(shape)
 
 
-def velocity(config: Optim, *, nesterov: bool = False) -> Transform:
+def momentum_velocity(config: Optim, *, nesterov: bool = False) -> Transform:
     """Momentum, v <- mu v + g; Optax has no default mu."""
     return optax.trace(MOMENTUM if config.momentum is None else config.momentum, nesterov=nesterov)
 
@@ -105,7 +105,7 @@ def velocity(config: Optim, *, nesterov: bool = False) -> Transform:
 def rms(config: Optim) -> Transform:
     """Adam's direction without its mean of gradients, as the base of `schedule_free_adamw`."""
     b2 = 0.999 if config.b2 is None else config.b2  # Adam's; RMSProp has another
-    return optax.scale_by_rms(b2, **given(config, eps="eps"), eps_in_sqrt=False, bias_correction=True)
+    return optax.scale_by_rms(b2, **given_settings(config, eps="eps"), eps_in_sqrt=False, bias_correction=True)
 
 
 def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transform:
@@ -117,7 +117,7 @@ def schedule_free(config: Optim, lr: optax.Schedule, base: Transform) -> Transfo
         UsageError: b1 is 0, with which x cannot be told from y and z.
     """
     check(config.b1 != 0, f"optim.b1: got 0 with {config.name!r}; expected (0, 1), the share of x in y")
-    return optax.contrib.schedule_free(base, lr, **given(config, b1="b1"))
+    return optax.contrib.schedule_free(base, lr, **given_settings(config, b1="b1"))
 
 
 def clip_by_global_norm(largest: float) -> Transform:
@@ -139,8 +139,10 @@ LEAST_STEPS, TRIED_STEPS = 40, 2000  # some move params, or some of them, only e
 TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # factors of gradients; clipping shows at one of them
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
-    "momentum": OptimizerSpec(velocity, linear=True, takes=VELOCITY, cut="entries"),
-    "nesterov": OptimizerSpec(partial(velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries", arrays=1),
+    "momentum": OptimizerSpec(momentum_velocity, linear=True, takes=VELOCITY, cut="entries"),
+    "nesterov": OptimizerSpec(
+        partial(momentum_velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries", arrays=1
+    ),
     "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, cut="entries"),
     "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, cut="entries"),
     "nadamw": OptimizerSpec(
@@ -150,17 +152,20 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, cut="entries", arrays=2),
     "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, cut="entries"),
     "lion": OptimizerSpec(
-        lambda c: optax.scale_by_lion(**given(c, b1="b1", b2="b2")),
+        lambda c: optax.scale_by_lion(**given_settings(c, b1="b1", b2="b2")),
         decays_after=True,
         takes=("b1", "b2"),
         cut="entries",
         arrays=2,
     ),
     "rmsprop": OptimizerSpec(
-        lambda c: optax.scale_by_rms(**given(c, decay="b2", eps="eps")), takes=("b2", "eps"), cut="entries", arrays=1
+        lambda c: optax.scale_by_rms(**given_settings(c, decay="b2", eps="eps")),
+        takes=("b2", "eps"),
+        cut="entries",
+        arrays=1,
     ),
     "adagrad": OptimizerSpec(
-        lambda c: optax.scale_by_rss(**given(c, eps="eps")), takes=("eps",), cut="entries", arrays=1
+        lambda c: optax.scale_by_rss(**given_settings(c, eps="eps")), takes=("eps",), cut="entries", arrays=1
     ),
     "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, cut="leaves", arrays=2),
     "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), cut="leaves", arrays=3),
@@ -171,7 +176,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 }
 
 
-def arrays_of(config: Optim, *, gives_square: bool = False) -> int:
+def state_arrays(config: Optim, *, gives_square: bool = False) -> int:
     """`OptimizerSpec.arrays` of any optimizer; the gradient's square may add one."""
     if config.transform is not None:
         return OWN_ARRAYS + gives_square
@@ -219,9 +224,9 @@ def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Trans
     clip = [clip_by_global_norm(config.clip_norm) if clips else optax.identity()] if config.clip_norm else []
     mask = config.decay_mask or (None if config.decay_bias else not_bias)
     if config.transform is not None:
-        return optax.chain(*clip, own(config, lr), *rate)
+        return optax.chain(*clip, as_custom(config, lr), *rate)
     row = lookup(OPTIMIZERS, config.name, "optimizer")
-    for name in changed(config, SETTINGS):
+    for name in changed_settings(config, SETTINGS):
         takers = ", ".join(other for other, spec in OPTIMIZERS.items() if name in spec.takes)
         check(
             name in row.takes,
@@ -244,12 +249,12 @@ def optimizer(config: Optim, lr: optax.Schedule, *, clips: bool = True) -> Trans
 
 
 class RateFactor(NamedTuple):
-    """State of `by_rate_factor`."""
+    """State of `scale_by_rate_factor`."""
 
     rate_factor: jax.Array  # f32[], or one a worker
 
 
-def by_rate_factor() -> optax.GradientTransformation:
+def scale_by_rate_factor() -> optax.GradientTransformation:
     """Multiply updates by a factor in the state, which callbacks may lower."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
@@ -259,11 +264,11 @@ def by_rate_factor() -> optax.GradientTransformation:
 
 
 def is_rate_factor(part: PyTree) -> bool:
-    """Return True for the state of `by_rate_factor`."""
+    """Return True for the state of `scale_by_rate_factor`."""
     return isinstance(part, RateFactor)
 
 
-def times_rate(state: PyTree, factor: float) -> PyTree:
+def scale_rate(state: PyTree, factor: float) -> PyTree:
     """A rule's or optimizer's state, its learning rate times a factor."""
     scaled = lambda part: RateFactor(part.rate_factor * factor) if is_rate_factor(part) else part  # noqa: E731
     return jax.tree.map(scaled, state, is_leaf=is_rate_factor)
@@ -274,7 +279,7 @@ def rate_factors(state: PyTree) -> list[jax.Array]:
     return [part.rate_factor for part in jax.tree.leaves(state, is_leaf=is_rate_factor) if is_rate_factor(part)]
 
 
-def own(config: Optim, lr: optax.Schedule) -> Transform:
+def as_custom(config: Optim, lr: optax.Schedule) -> Transform:
     """The user's own optimizer.
 
     Raises:
@@ -285,7 +290,7 @@ def own(config: Optim, lr: optax.Schedule) -> Transform:
         f"optim.transform: got one with the name {config.name!r}, which is jaxmpi's own; name yours, as in "
         'Optim("mine", transform=...)',
     )
-    idle = changed(config, (*SETTINGS, "weight_decay", "decay_bias", "decay_mask"))
+    idle = changed_settings(config, (*SETTINGS, "weight_decay", "decay_bias", "decay_mask"))
     check(not idle, f"optim.{', '.join(idle)}: got optim.transform, too, which has its own; leave it out")
     expected = "expected an Optax optimizer, or a function of the learning-rate schedule that gives one"
     if has_own_rate(config):
@@ -327,14 +332,14 @@ def check_takes_gradients(config: Optim, tx: Transform, params: PyTree) -> None:
         ) from error
 
 
-def at_step(state: PyTree, step: int) -> PyTree:
+def set_step(state: PyTree, step: int) -> PyTree:
     """An optimizer's state with learning rates as after `step` steps; moments stay."""
 
     def now(part: PyTree) -> PyTree:
         if isinstance(part, optax.ScaleByScheduleState):
             return part._replace(count=jnp.full_like(part.count, step))
         if is_schedule_free(part):
-            count, base = jnp.full_like(part.step_count, step + 1), at_step(part.base_optimizer_state, step)
+            count, base = jnp.full_like(part.step_count, step + 1), set_step(part.base_optimizer_state, step)
             return part._replace(step_count=count, base_optimizer_state=base)
         return part
 

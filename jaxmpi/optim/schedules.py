@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmpi.config.durations import steps
+from jaxmpi.config.durations import duration_steps
 from jaxmpi.config.optim import Schedule
 from jaxmpi.core.errors import UsageError, check, lookup
-from jaxmpi.model.contract import shown
+from jaxmpi.model.contract import format_value
 
 Share = Callable[[jax.Array], jax.Array]  # step i32[] -> share of the peak learning rate, f32[]
 
@@ -26,13 +26,13 @@ class Clock(NamedTuple):
 
     def steps(self, duration: str) -> int:
         """The duration in steps."""
-        return steps(duration, self.steps_per_epoch, self.effective_batch, self.total_steps)
+        return duration_steps(duration, self.steps_per_epoch, self.effective_batch, self.total_steps)
 
 
 # ---------------------------------------------------------------- schedules
 
 
-def part(step: jax.Array, whole: int) -> jax.Array:
+def fraction(step: jax.Array, whole: int) -> jax.Array:
     """Step / whole, f32.
 
     Schedules pass the whole steps that are left of a span, since 1 - step / span would not end in 0.
@@ -55,7 +55,7 @@ def step_decay(config: Schedule, clock: Clock) -> Share:
 def poly(config: Schedule, clock: Clock) -> Share:
     """(1 - t / span)^power with t in steps."""
     span = max(clock.steps(config.span), 1)
-    return lambda step: jnp.maximum(part(span - step, span), 0) ** jnp.float32(config.power)
+    return lambda step: jnp.maximum(fraction(span - step, span), 0) ** jnp.float32(config.power)
 
 
 def poly_epoch(config: Schedule, clock: Clock) -> Share:
@@ -71,7 +71,7 @@ def poly_epoch(config: Schedule, clock: Clock) -> Share:
 def cosine(config: Schedule, clock: Clock) -> Share:
     """(1 + cos(pi t / span)) / 2."""
     span = max(clock.steps(config.span), 1)
-    return lambda step: (1 + jnp.cos(jnp.pi * jnp.minimum(part(step, span), 1))) / 2
+    return lambda step: (1 + jnp.cos(jnp.pi * jnp.minimum(fraction(step, span), 1))) / 2
 
 
 DECAYS = {"constant": constant, "step": step_decay, "poly": poly, "poly_epoch": poly_epoch, "cosine": cosine}
@@ -81,7 +81,7 @@ def linear_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
     """From `warmup_from` (0: one step's share) to 1, a little each step."""
     over = max(clock.steps(config.warmup), 1)
     first = config.warmup_from or 1 / over
-    return lambda step: jnp.minimum(first + (1 - first) * part(step, over), 1)
+    return lambda step: jnp.minimum(first + (1 - first) * fraction(step, over), 1)
 
 
 def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
@@ -91,7 +91,7 @@ def geometric_warmup(config: Schedule, clock: Clock, workers: int) -> Share:
 
     def share(step: jax.Array) -> jax.Array:
         held = step // clock.steps_per_epoch * clock.steps_per_epoch
-        return jnp.minimum(jnp.float32(first) ** part(over - held, over), 1)
+        return jnp.minimum(jnp.float32(first) ** fraction(over - held, over), 1)
 
     return share
 
@@ -129,4 +129,4 @@ def check_rate(rate: Callable[[jax.Array], Any]) -> None:
         told = str(error).partition("\n")[0]
         raise UsageError(f"schedule.rate: got a function that gives no rate ({told}); {expected}") from error
     is_number = isinstance(made, jax.ShapeDtypeStruct) and made.shape == () and jnp.issubdtype(made.dtype, jnp.number)
-    check(is_number, f"schedule.rate: got a function that gives {shown(made)}; {expected}")
+    check(is_number, f"schedule.rate: got a function that gives {format_value(made)}; {expected}")

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.comm.agreement import fingerprint, here
+from jaxmpi.comm.agreement import fingerprint, with_call_site
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -89,7 +89,7 @@ def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTr
     named = dict(zip((path for path, _ in named_leaves(metrics)), kinds, strict=True))
     columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
     with one_thread(control, what):
-        control.compare(here(fingerprint(what, named)))
+        control.compare(with_call_site(fingerprint(what, named)))
         rows = control.allgather_array(np.concatenate([[count], *columns]))
     counts = rows[:, 0]
     check(bool(counts.any()), f"{what}: got a count of 0 on every rank; expected examples on one of them")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.job import Processes
-from jaxmpi.comm.topology import Workers, rows
+from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.core.pytrees import PyTree, named_leaves
 
 
@@ -23,12 +23,12 @@ def fingerprints_by(jit: Callable, workers: Workers) -> Callable[[PyTree], np.nd
     if jax.default_backend() == "cpu":
         return partial(checksums, workers=workers)
     compiled = jit(fingerprints)
-    return lambda tree: rows(compiled(tree), workers).reshape(len(workers.mine), -1)
+    return lambda tree: local_rows(compiled(tree), workers).reshape(len(workers.mine), -1)
 
 
 def checksums(tree: PyTree, workers: Workers) -> np.ndarray:
     """u32[workers of this process, leaves]: CRC-32, which any flipped bit changes."""
-    columns = [[checksum(row) for row in rows(leaf, workers)] for leaf in jax.tree.leaves(tree)]
+    columns = [[checksum(row) for row in local_rows(leaf, workers)] for leaf in jax.tree.leaves(tree)]
     return np.array(columns, np.uint32).reshape(-1, len(workers.mine)).T
 
 

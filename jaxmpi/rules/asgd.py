@@ -4,7 +4,7 @@ import numpy as np
 import optax
 
 from jaxmpi.config.rule_config import RuleConfig
-from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend
+from jaxmpi.rules.base import Asynchronous, Exchange, Rule, jit_optimizer_step
 
 
 def asgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -27,4 +27,4 @@ def asgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfi
         return seen + (w - base), seen + sent
 
     push = Asynchronous(lambda w, base: w - base, serve, meet, starts_at_center=True)
-    return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=push)
+    return Rule(tx.init, jit_optimizer_step(tx, exchange.jit), False, asynchronous=push)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.rules.base import Exchange, Rule, descend
+from jaxmpi.rules.base import Exchange, Rule, jit_optimizer_step
 
 
 def awagd(tx: optax.GradientTransformation, exchange: Exchange, average_momentum: bool = False) -> Rule:
@@ -18,7 +18,7 @@ def awagd(tx: optax.GradientTransformation, exchange: Exchange, average_momentum
     Communicates: one mean of the params a step.
     Learning rate: k eta equals SUBGD at eta, with SGD and momentum. Ma et al. 2016, section 3.3.
     """
-    step = descend(tx, exchange.jit)
+    step = jit_optimizer_step(tx, exchange.jit)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         params, state = step(grads, state, params)

@@ -286,7 +286,7 @@ def l2(tree: PyTree) -> jax.Array:
     return jnp.sqrt(square(tree))
 
 
-def either(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
+def cond(is_due: Any, then: Callable[..., tuple], *operands: PyTree) -> tuple:
     """`then(*operands)` if due, else the operands; inside jit both are compiled."""
     if isinstance(is_due, Tracer):
         return jax.lax.cond(is_due, then, lambda *same: same, *operands)
@@ -317,7 +317,7 @@ def step_in_place(step: Callable[..., tuple], jit: Callable[..., Callable]) -> C
     return stepped
 
 
-def step_of(tx: optax.GradientTransformation) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
+def optimizer_step(tx: optax.GradientTransformation) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """An optimizer's step: (grads, state, params) -> (params, state)."""
 
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -327,14 +327,14 @@ def step_of(tx: optax.GradientTransformation) -> Callable[[PyTree, PyTree, PyTre
     return step
 
 
-def descend(
+def jit_optimizer_step(
     tx: optax.GradientTransformation, jit: Callable[..., Callable]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Jit one optimizer step: (grads, state, params) -> (params, state), both donated."""
-    return step_in_place(step_of(tx), jit)
+    return step_in_place(optimizer_step(tx), jit)
 
 
-def updates_of(
+def jit_optimizer_updates(
     tx: optax.GradientTransformation, jit: Callable[..., Callable]
 ) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Jit an optimizer's updates: (grads, state, params) -> (updates, state), state donated."""

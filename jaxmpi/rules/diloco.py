@@ -4,7 +4,7 @@ import optax
 
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.rules.base import Exchange, Rule
-from jaxmpi.rules.local_sgd import every
+from jaxmpi.rules.local_sgd import local_steps
 
 
 def diloco(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -18,4 +18,4 @@ def diloco(tx: optax.GradientTransformation, exchange: Exchange, config: RuleCon
     With eta = 1 and mu = 0 it is local SGD. Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
     """
     outer = optax.sgd(config.outer_lr, momentum=config.outer_momentum or None, nesterov=config.outer_momentum > 0)
-    return every(config.local_steps, tx, exchange, outer)
+    return local_steps(config.local_steps, tx, exchange, outer)

@@ -10,7 +10,16 @@ import optax
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.rules.base import Asynchronous, Exchange, Rule, descend, either, l2, step_in_place, updates_of
+from jaxmpi.rules.base import (
+    Asynchronous,
+    Exchange,
+    Rule,
+    cond,
+    jit_optimizer_step,
+    jit_optimizer_updates,
+    l2,
+    step_in_place,
+)
 
 
 def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -34,7 +43,7 @@ def easgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
 
     spring = Asynchronous(lambda w, base: w, serve, meet)
     if not config.momentum:
-        return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=spring)
+        return Rule(tx.init, jit_optimizer_step(tx, exchange.jit), False, asynchronous=spring)
     return nesterov(tx, exchange, config.momentum, spring)
 
 
@@ -78,7 +87,7 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
     Communicates: one sum of alpha (w_i - c) every tau steps. Needs k alpha <= 1, or the center overshoots the workers'
     mean. Zhang et al. 2015, equations 5 and 6.
     """
-    descent = updates_of(tx, exchange.jit)
+    descent = jit_optimizer_updates(tx, exchange.jit)
     pull = exchange.jit(lambda params, center: jax.tree.map(lambda w, c: config.alpha * (w - c), params, center))
     add = exchange.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
     less = exchange.jit(lambda a, b: jax.tree.map(jnp.subtract, a, b))
@@ -96,7 +105,7 @@ def easgd_sync(tx: optax.GradientTransformation, exchange: Exchange, config: Rul
     def update(grads: PyTree, state: Elastic, params: PyTree) -> tuple[PyTree, PyTree]:
         steps, center, inner, distance = state
         updates, inner = descent(grads, inner, params)
-        params, center, distance = either(steps % config.tau == 0, meet, params, center, distance)
+        params, center, distance = cond(steps % config.tau == 0, meet, params, center, distance)
         return add(params, updates), Elastic(steps + 1, center, inner, distance)
 
     return Rule(

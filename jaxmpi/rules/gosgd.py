@@ -5,7 +5,7 @@ import optax
 
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.errors import check
-from jaxmpi.rules.base import Asynchronous, Exchange, Rule, ScheduledPush, descend
+from jaxmpi.rules.base import Asynchronous, Exchange, Rule, ScheduledPush, jit_optimizer_step
 
 
 def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -28,7 +28,7 @@ def gosgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConf
         return RandomGossip(worker=worker, workers=workers, p=config.p, seed=seed, weight=weight)
 
     deposit = Asynchronous(lambda w, base: w, serve, meet, gossip=gossip)  # alpha w of all, at the end of a run
-    return Rule(tx.init, descend(tx, exchange.jit), False, asynchronous=deposit)
+    return Rule(tx.init, jit_optimizer_step(tx, exchange.jit), False, asynchronous=deposit)
 
 
 def check_gossip(config: RuleConfig, workers: int) -> None:

@@ -13,7 +13,7 @@ from jaxmpi.allreduce.comm_thread import TIMEOUT_S
 from jaxmpi.comm.polling import is_loss
 from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError
-from jaxmpi.rules.parameter_server_transport import Outbox, Pauses
+from jaxmpi.rules.parameter_server_transport import Backoff, Outbox
 from jaxmpi.runtime import failures
 
 PUSHED, ENDED = range(2)
@@ -80,7 +80,7 @@ class GossipThread:
 
     def _run(self) -> None:
         scheduling.take_short_turns()
-        pauses = Pauses()
+        pauses = Backoff()
         while not (self._is_ending and self.ended | self.gone >= set(self._peers) and self._all_out()):
             moved = bool(self._to_send)
             while self._to_send:

@@ -8,7 +8,16 @@ import optax
 
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.slices import MASTERS, OF_TX
-from jaxmpi.rules.base import Exchange, Rule, ShardedMean, Sharding, descend, square, step_in_place, step_of
+from jaxmpi.rules.base import (
+    Exchange,
+    Rule,
+    ShardedMean,
+    Sharding,
+    jit_optimizer_step,
+    optimizer_step,
+    square,
+    step_in_place,
+)
 
 
 def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool = False) -> Rule:
@@ -24,7 +33,7 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
     """
     if exchange.shards:
         return sharded(tx, exchange.shards, exchange.jit)
-    step = descend(tx, exchange.jit)
+    step = jit_optimizer_step(tx, exchange.jit)
     if exchange.gradients:
         return with_state(tx, exchange.gradients, step)
 
@@ -37,7 +46,7 @@ def gradients(tx: optax.GradientTransformation, exchange: Exchange, noise: bool 
 
 def measured(tx: optax.GradientTransformation, exchange: Exchange) -> Callable:
     """`update` that gives |g|^2 too: (grads, state, params) -> (params, state, f32[])."""
-    descended = step_of(tx)
+    descended = optimizer_step(tx)
 
     def step(mean: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
         return *descended(mean, state, params), square(mean)
@@ -51,7 +60,7 @@ def sharded(tx: optax.GradientTransformation, shards: ShardedMean, jit: Callable
 
     With masters m, which stay in 32 bits: m_c <- m_c + tx_c(g_c) ;  w <- w + wire(all m_c - w_c).
     """
-    cut, descended = shards.cut, step_of(tx)
+    cut, descended = shards.cut, optimizer_step(tx)
 
     def of_slice(mean: PyTree, state: PyTree, params: PyTree, chunk: jax.Array) -> tuple[PyTree, PyTree]:
         if not shards.keeps_masters:

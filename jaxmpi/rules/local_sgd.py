@@ -9,7 +9,7 @@ import optax
 
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.rules.base import Exchange, Rule, descend, either, l2
+from jaxmpi.rules.base import Exchange, Rule, cond, jit_optimizer_step, l2
 
 
 def local_sgd(tx: optax.GradientTransformation, exchange: Exchange, config: RuleConfig) -> Rule:
@@ -21,7 +21,7 @@ def local_sgd(tx: optax.GradientTransformation, exchange: Exchange, config: Rule
     Communicates: one mean of w' - w_i every H steps, of which a coarse wire keeps more than it would of w_i.
     At H = 1 it is AWAGD. Stich 2019, arXiv:1805.09767, section 1.1.
     """
-    return every(config.local_steps, tx, exchange, optax.sgd(1.0))
+    return local_steps(config.local_steps, tx, exchange, optax.sgd(1.0))
 
 
 class LocalState(NamedTuple):
@@ -34,7 +34,7 @@ class LocalState(NamedTuple):
     distance: Any  # f32[]: L2 of this worker's weights from the mean, when they met last
 
 
-def every(
+def local_steps(
     period: int, tx: optax.GradientTransformation, exchange: Exchange, outer: optax.GradientTransformation
 ) -> Rule:
     """Workers step alone by `tx`; every `period` steps all step by `outer`.
@@ -42,7 +42,7 @@ def every(
     `outer` steps from w', the params that all had before. Its gradient is the mean over workers of w' - w_i. Inside jit
     both ways are compiled, and all workers take the same one. Outside, Python chooses.
     """
-    step, step_outer = descend(tx, exchange.jit), descend(outer, exchange.jit)
+    step, step_outer = jit_optimizer_step(tx, exchange.jit), jit_optimizer_step(outer, exchange.jit)
     gone = exchange.jit(lambda agreed, params: jax.tree.map(jnp.subtract, agreed, params))
     copy = exchange.jit(lambda tree: jax.tree.map(jnp.copy, tree))  # the next step donates its params
     between = exchange.jit(lambda mine, mean: l2(jax.tree.map(jnp.subtract, mine, mean)))
@@ -64,7 +64,7 @@ def every(
         params, inner = step(grads, state.inner, params)
         steps = state.steps + 1
         is_due, held = steps % period == 0, (state.agreed, state.outer, state.distance)
-        params, agreed, outer, distance = either(is_due, meet, params, *held)
+        params, agreed, outer, distance = cond(is_due, meet, params, *held)
         return params, LocalState(steps=steps, agreed=agreed, outer=outer, inner=inner, distance=distance)
 
     def mean(params: PyTree, state: LocalState) -> PyTree:

@@ -343,7 +343,7 @@ class Server:
 # ---------------------------------------------------------------- a worker
 
 
-class Sending(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message, and how long its answer will be."""
 
     server: int
@@ -385,7 +385,7 @@ class ServerExchange:
         self._todo = [deque(self._messages(server, kind, vector, report)) for server in range(layout.servers)]
         self._open: list[deque[Any]] = [deque() for _ in range(layout.servers)]
 
-    def ready(self) -> Iterator[Sending]:
+    def ready(self) -> Iterator[OutgoingMessage]:
         """Messages that may be sent now; the caller sends all in order."""
         for server, (todo, open_) in enumerate(zip(self._todo, self._open, strict=True)):
             while todo and len(open_) < WINDOW:
@@ -393,13 +393,13 @@ class ServerExchange:
                 message = make()
                 self.sent_bytes += message.size
                 open_.append(where)
-                yield Sending(server, message, answer_bytes)
+                yield OutgoingMessage(server, message, answer_bytes)
 
     def take(self, server: int, answer: np.ndarray) -> None:
         """Take the answer, u8[..], to the oldest open message to a server."""
         where = self._open[server].popleft()
         if where == REPORT:
-            self.answer = unpacked(answer)
+            self.answer = unpack_answer(answer)
         elif isinstance(where, slice):
             self._post[where] = answer
         elif where not in (POST, END):
@@ -424,32 +424,32 @@ class ServerExchange:
                 yield make, (begin, end), self._wire.size_bytes(end - begin)
         if server == 0 and report is not None:
             numbers = np.array(report, np.float64).view(np.uint8)
-            yield lambda: packed(REPORT, 0, numbers), REPORT, self._answer_bytes
+            yield lambda: pack_message(REPORT, 0, numbers), REPORT, self._answer_bytes
         for begin, end in self.layout.pieces(self._post.size) if server == 0 else []:
             make = lambda begin=begin, end=end: self._piece(kind, begin, end)  # noqa: E731
             yield make, slice(begin, end) if kind == FETCH else POST, (end - begin) * (kind == FETCH)
         if kind in (END, LEAVE):
-            yield lambda: packed(kind, 0, np.empty(0, np.uint8)), END, 0
+            yield lambda: pack_message(kind, 0, np.empty(0, np.uint8)), END, 0
 
     def _piece(self, kind: int, begin: int, end: int) -> np.ndarray:
         head = np.array([self._whose, end - begin], np.int64).view(np.uint8)
-        return packed(kind, begin, np.concatenate([head, self._post[begin:end]]) if kind == POST else head)
+        return pack_message(kind, begin, np.concatenate([head, self._post[begin:end]]) if kind == POST else head)
 
     def _segment(self, kind: int, number: int, vector: np.ndarray, begin: int, end: int) -> np.ndarray:
         if kind == READ:
-            return packed(READ, number, np.empty(0, np.uint8))
+            return pack_message(READ, number, np.empty(0, np.uint8))
         body = self._wire.encode(vector[begin:end])
         if self.sent is not vector:
             self.sent[begin:end] = self._wire.decode(body)  # values as the server will decode them
-        return packed(kind, number, body)
+        return pack_message(kind, number, body)
 
 
-def packed(kind: int, number: int, body: np.ndarray) -> np.ndarray:
+def pack_message(kind: int, number: int, body: np.ndarray) -> np.ndarray:
     """A message, u8[..]."""
     return np.concatenate([np.array([kind, number], np.int64).view(np.uint8), body])
 
 
-def unpacked(answer: np.ndarray) -> ServerAnswer:
+def unpack_answer(answer: np.ndarray) -> ServerAnswer:
     """An answer to a report out of u8[..]."""
     numbers = answer.view(np.float64).tolist()
     status, rest = numbers[: len(GlobalStatus._fields)], numbers[len(GlobalStatus._fields) :]

@@ -28,7 +28,7 @@ LOOK_S = 0.5  # between two looks at who has fallen silent
 SAID, ANSWERED = range(2)  # tags: to a server or a peer; from a server
 
 
-class Pauses:
+class Backoff:
     """Sleeps between looks, longer if nothing has come for a while."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class ServerEndpoint:
             look: called about once a second.
         """
         scheduling.take_short_turns()
-        pauses = Pauses()
+        pauses = Backoff()
         with np.errstate(all="ignore"):  # NaN and infinity pass through; workers look for them
             looked_s = polled_s = time.monotonic()
             while not (self.server.is_over() and self._outbox.is_empty()):
@@ -204,13 +204,13 @@ def run_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> fl
         TrainingError: a server is gone, or has not answered within JAXMPI_EXCHANGE_TIMEOUT_S. The limit is six times
             that if only the answer to the report is missing.
     """
-    pauses, since_s = Pauses(), None
+    pauses, since_s = Backoff(), None
     while not exchange.is_over():
         if since_s is None and exchange.lacks_only_report():
             since_s = time.perf_counter()
         try:
             with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
-                pauses.after(go_on(exchange, lines))
+                pauses.after(progress_exchange(exchange, lines))
         except Exception as error:
             if not is_loss(error):
                 raise
@@ -227,7 +227,7 @@ def run_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> fl
     return 0.0 if since_s is None else time.perf_counter() - since_s
 
 
-def go_on(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> bool:
+def progress_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> bool:
     """Send ready messages, take answers; return False if none has come."""
     for sending in exchange.ready():
         lines[sending.server].send(sending.message, sending.answer_bytes)

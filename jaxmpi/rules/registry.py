@@ -131,7 +131,7 @@ def check_settings(config: RuleConfig) -> None:
     row = lookup(RULES, config.name, "rule")
     for field in dataclasses.fields(config):
         got, why = getattr(config, field.name), NO_USE.get(field.name, "which does not go by it")
-        if row.goes_by(field.name) or got == default(field):
+        if row.goes_by(field.name) or got == default_settings(field):
             continue
         able = " or ".join(name for name, spec in RULES.items() if spec.goes_by(field.name))
         ways = [f"rule.{field.name}: got {got} with rule {config.name}, {why}; leave it out"]
@@ -142,7 +142,7 @@ def check_settings(config: RuleConfig) -> None:
         raise UsageError(", ".join(ways))
 
 
-def default(field: dataclasses.Field) -> Any:
+def default_settings(field: dataclasses.Field) -> Any:
     """The default value of a field of a dataclass."""
     return field.default_factory() if callable(field.default_factory) else field.default
 

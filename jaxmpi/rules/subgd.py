@@ -3,7 +3,7 @@
 import optax
 
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.rules.base import Exchange, Rule, updates_of
+from jaxmpi.rules.base import Exchange, Rule, jit_optimizer_updates
 
 
 def subgd(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:
@@ -15,7 +15,7 @@ def subgd(tx: optax.GradientTransformation, exchange: Exchange) -> Rule:
     Learning rate: summing k updates is already k times one worker's, so eta is not scaled.
     With SGD and momentum equal to AWAGD at k eta. Ma et al. 2016, section 3.3.
     """
-    descent = updates_of(tx, exchange.jit)
+    descent = jit_optimizer_updates(tx, exchange.jit)
     apply = exchange.jit(optax.apply_updates, donate_argnums=(0,))
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

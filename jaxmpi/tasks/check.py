@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
-from jaxmpi.model.check import EXAMPLES, check_leaves, check_state, in_floats, mode, noting
-from jaxmpi.model.contract import a, check_pair, shown
+from jaxmpi.model.check import EXAMPLES, add_note, as_float_shapes, check_leaves, check_state, mode
+from jaxmpi.model.contract import check_pair, format_value, with_article
 from jaxmpi.tasks.base import Batch, Task
 
 
@@ -24,11 +24,11 @@ def check_task(task: Task, example: Batch, held_out: Batch, compute_dtype: Any =
     Raises:
         UsageError: what a part gives, and what is expected. An error of its own passes, with a note.
     """
-    params, model_state = shapes_of_init(task, example)
+    params, model_state = init_shapes(task, example)
     batch = batch_like(example)
-    check_judged(task, params, model_state, batch, True, compute_dtype)
+    check_outputs(task, params, model_state, batch, True, compute_dtype)
     try:
-        check_judged(task, params, model_state, batch_like(held_out), False, compute_dtype)
+        check_outputs(task, params, model_state, batch_like(held_out), False, compute_dtype)
     except KeyError as error:
         missing = sorted(set(example) - set(held_out))
         if not missing:
@@ -38,10 +38,10 @@ def check_task(task: Task, example: Batch, held_out: Batch, compute_dtype: Any =
             f"{', '.join(missing)} too, as in training"
         ) from error
     if task.weight:
-        with noting(f"before training, jaxmpi was trying weight of task {task.name} on shapes"):
+        with add_note(f"before training, jaxmpi was trying weight of task {task.name} on shapes"):
             got = jax.eval_shape(task.weight, batch)
         fits = getattr(got, "shape", None) == (EXAMPLES,)
-        check(fits, f"task {task.name}: weight: got {shown(got)}; expected {[EXAMPLES]}, one number an example")
+        check(fits, f"task {task.name}: weight: got {format_value(got)}; expected {[EXAMPLES]}, one number an example")
     jax.clear_caches()  # jits in the model were traced without what training does around them
 
 
@@ -51,7 +51,7 @@ def metric_names(task: Task, example: Batch) -> list[str]:
     Args:
         example: shapes of a batch of one example of validation, with the source's dtypes.
     """
-    params, model_state = shapes_of_init(task, example)
+    params, model_state = init_shapes(task, example)
     batch = batch_like(example)
 
     def judge(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
@@ -66,7 +66,7 @@ def batch_like(example: Batch) -> Batch:
     return {**batch, "weight": jax.ShapeDtypeStruct((EXAMPLES,), jnp.float32)}
 
 
-def shapes_of_init(task: Task, example: Batch) -> tuple[PyTree, PyTree]:
+def init_shapes(task: Task, example: Batch) -> tuple[PyTree, PyTree]:
     """Shapes of params and model state; refuse leaves not fit for training."""
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
@@ -75,11 +75,11 @@ def shapes_of_init(task: Task, example: Batch) -> tuple[PyTree, PyTree]:
         check_leaves(f"task {task.name}", *made)
         return made
 
-    with noting(f"before training, jaxmpi was trying init of task {task.name} on shapes"):
+    with add_note(f"before training, jaxmpi was trying init of task {task.name} on shapes"):
         return jax.eval_shape(init, jax.random.key(0), example)
 
 
-def check_judged(
+def check_outputs(
     task: Task, params: PyTree, model_state: PyTree, batch: Batch, train: bool, compute_dtype: Any
 ) -> None:
     """Refuse losses, model state, metrics or predictions of a wrong form."""
@@ -88,24 +88,28 @@ def check_judged(
     def judge(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         result = task.loss(params, model_state, batch, key, train)
         is_triple = isinstance(result, tuple) and len(result) == 3
-        check(is_triple, f"{what}: loss: got {shown(result)}; expected (losses, model state, outputs)")
+        check(is_triple, f"{what}: loss: got {format_value(result)}; expected (losses, model state, outputs)")
         return result
 
-    with noting(f"before training, jaxmpi was trying loss of {what} on shapes"):
-        asked = in_floats(params, compute_dtype), model_state, batch, jax.random.key(0)
+    with add_note(f"before training, jaxmpi was trying loss of {what} on shapes"):
+        asked = as_float_shapes(params, compute_dtype), model_state, batch, jax.random.key(0)
         losses, updated, outputs = jax.eval_shape(judge, *asked)
     is_one_each = getattr(losses, "shape", None) == (EXAMPLES,) and jnp.issubdtype(losses.dtype, jnp.floating)
     check(
         is_one_each,
-        f"{what}: loss: got {shown(losses)}; expected float32{[EXAMPLES]} for a batch of {EXAMPLES}, one loss an "
+        f"{what}: loss: got {format_value(losses)}; "
+        f"expected float32{[EXAMPLES]} for a batch of {EXAMPLES}, one loss an "
         "example: leave out the mean, which the trainer takes over all workers",
     )
-    check_state(what, model_state, in_floats(updated, jnp.float32))
+    check_state(what, model_state, as_float_shapes(updated, jnp.float32))
     if train:
         return
-    with noting(f"before training, jaxmpi was trying metrics of task {task.name} on shapes"):
+    with add_note(f"before training, jaxmpi was trying metrics of task {task.name} on shapes"):
         ratios = jax.eval_shape(task.metrics, outputs, batch)
-    check(isinstance(ratios, dict), f"{what}: metrics: got {a(ratios)}; expected a dict of name: (sums, counts)")
+    check(
+        isinstance(ratios, dict),
+        f"{what}: metrics: got {with_article(ratios)}; expected a dict of name: (sums, counts)",
+    )
     unknown = [name for name in task.maximize if name not in ratios]
     check(not unknown, f"task {task.name}: maximize: got {unknown}; its metrics are {', '.join(ratios) or 'none'}")
     for name, ratio in ratios.items():
@@ -113,22 +117,24 @@ def check_judged(
         each = f"task {task.name}: metrics: {name}"
         check(
             is_pair,
-            f"{each}: got {shown(ratio)}; expected (sums, counts), whose quotient over all examples is shown: "
+            f"{each}: got {format_value(ratio)}; expected (sums, counts), whose quotient over all examples is shown: "
             f"(values, jnp.ones({EXAMPLES})) for a mean of values",
         )
         same = ratio[0].shape == ratio[1].shape and ratio[0].shape[:1] == (EXAMPLES,) and len(ratio[0].shape) < 3
         check(
             same,
-            f"{each}: got sums {shown(ratio[0])} and counts {shown(ratio[1])}; expected float32{[EXAMPLES]} each, one "
+            f"{each}: got sums {format_value(ratio[0])} and counts {format_value(ratio[1])}; "
+            f"expected float32{[EXAMPLES]} each, one "
             f"number an example, or float32[{EXAMPLES}, k] each",
         )
         check(name not in ("loss", "count"), f"{each}: the trainer has a figure of this name; give it another")
     if task.predict:
-        with noting(f"before training, jaxmpi was trying predict of task {task.name} on shapes"):
-            predicted = jax.eval_shape(task.predict, in_floats(params, compute_dtype), model_state, batch)
+        with add_note(f"before training, jaxmpi was trying predict of task {task.name} on shapes"):
+            predicted = jax.eval_shape(task.predict, as_float_shapes(params, compute_dtype), model_state, batch)
         for path, leaf in named_leaves(predicted):
             check(
                 getattr(leaf, "shape", ())[:1] == (EXAMPLES,),
-                f"task {task.name}: predict: {path or 'outputs'}: got {shown(leaf)}; expected [{EXAMPLES}, ...] for a "
+                f"task {task.name}: predict: {path or 'outputs'}: got {format_value(leaf)}; "
+                f"expected [{EXAMPLES}, ...] for a "
                 f"batch of {EXAMPLES}, outputs of each example",
             )

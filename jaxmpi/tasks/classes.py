@@ -8,7 +8,7 @@ import optax
 
 from jaxmpi.core.errors import check
 from jaxmpi.tasks.base import Batch, Ratios, Task
-from jaxmpi.tasks.supervised import Supervised, an_example, count_of, mean_of, sum_of
+from jaxmpi.tasks.supervised import Supervised, example_count, per_example, weighted_mean, weighted_sum
 
 TOP = ("top1", "top5")
 
@@ -25,7 +25,7 @@ def cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
 
 def counted_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
     """f32[batch]: an example's mean cross-entropy over labels that are not negative."""
-    return mean_of(cross_entropy(outputs, jnp.maximum(labels, 0)), labels >= 0)
+    return weighted_mean(cross_entropy(outputs, jnp.maximum(labels, 0)), labels >= 0)
 
 
 def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -40,18 +40,21 @@ def ranking(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return (ahead | tied_before).sum(-1, dtype=jnp.int32)
 
 
-def top(outputs: jax.Array, batch: Batch) -> Ratios:
+def top_k(outputs: jax.Array, batch: Batch) -> Ratios:
     """Top-1 and top-5 accuracy of examples, or of their tokens."""
     place = ranking(outputs, batch["label"])
     ones = jnp.ones(place.shape[0])
-    return {"top1": (an_example(place < 1), ones), "top5": (an_example(place < 5), ones)}
+    return {"top1": (per_example(place < 1), ones), "top5": (per_example(place < 5), ones)}
 
 
-def top_of_counted(outputs: jax.Array, batch: Batch) -> Ratios:
+def counted_top_k(outputs: jax.Array, batch: Batch) -> Ratios:
     """The same over tokens whose label is not negative, each counted once."""
     labels = batch["label"]
-    place, counts = ranking(outputs, jnp.maximum(labels, 0)), count_of(labels >= 0)
-    return {"top1": (sum_of(place < 1, labels >= 0), counts), "top5": (sum_of(place < 5, labels >= 0), counts)}
+    place, counts = ranking(outputs, jnp.maximum(labels, 0)), example_count(labels >= 0)
+    return {
+        "top1": (weighted_sum(place < 1, labels >= 0), counts),
+        "top5": (weighted_sum(place < 5, labels >= 0), counts),
+    }
 
 
 def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
@@ -63,24 +66,24 @@ def overlaps(outputs: jax.Array, batch: Batch) -> Ratios:
     )
     pixels = lambda mask: mask.reshape(mask.shape[0], -1, mask.shape[-1]).sum(1, dtype=jnp.float32)  # noqa: E731
     return {
-        "accuracy": (sum_of(found == labels, counted), count_of(counted)),
+        "accuracy": (weighted_sum(found == labels, counted), example_count(counted)),
         "iou": (pixels(is_true & is_found), pixels(is_true | is_found)),
     }
 
 
 def classification(made: Supervised) -> Task:
     """One class an example."""
-    return made.task("classification", top, maximize=TOP)
+    return made.task("classification", top_k, maximize=TOP)
 
 
 def language_model(made: Supervised) -> Task:
     """One class a token; an example's loss is the mean over tokens."""
-    return made.task("language model", top, maximize=TOP)
+    return made.task("language model", top_k, maximize=TOP)
 
 
 def token_classification(made: Supervised) -> Task:
     """One class a token, all of one weight; negative labels are padding."""
-    return made.task("token classification", top_of_counted, tokens, TOP)
+    return made.task("token classification", counted_top_k, tokens, TOP)
 
 
 def segmentation(made: Supervised) -> Task:

@@ -11,7 +11,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model.contract import Model, check_image
 
 
-def prepared(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Array:
+def prepare_batch(image: jax.Array, model: Model, data: Data, dtype: Any) -> jax.Array:
     """The model's input: normalised images in `dtype`, tokens in `model.input_dtype`."""
     check_image(model.name, image.shape, model.input_shape)
     if not model.takes_tokens:

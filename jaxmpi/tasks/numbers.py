@@ -6,7 +6,7 @@ import optax
 
 from jaxmpi.core.errors import check
 from jaxmpi.tasks.base import Batch, Ratios, Task
-from jaxmpi.tasks.supervised import Supervised, an_example
+from jaxmpi.tasks.supervised import Supervised, per_example
 
 
 def targets(outputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -33,7 +33,7 @@ def errors(outputs: jax.Array, batch: Batch) -> Ratios:
     """Means of (y - t)^2 and of |y - t|."""
     far = outputs - targets(outputs, batch["label"])
     ones = jnp.ones(far.shape[0])
-    return {"mse": (an_example(jnp.square(far)), ones), "mae": (an_example(jnp.abs(far)), ones)}
+    return {"mse": (per_example(jnp.square(far)), ones), "mae": (per_example(jnp.abs(far)), ones)}
 
 
 def binary_cross_entropy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def hits(outputs: jax.Array, batch: Batch) -> Ratios:
     ones = jnp.ones(said.shape[0])
     both, either = ((x.astype(jnp.float32)).sum(-1) for x in (said & true, said ^ true))
     return {
-        "accuracy": (an_example(said == true), ones),
+        "accuracy": (per_example(said == true), ones),
         "exact": ((said == true).all(-1).astype(jnp.float32), ones),
         "f1": (2 * both, 2 * both + either),
     }

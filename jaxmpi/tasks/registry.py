@@ -42,7 +42,7 @@ TASKS: dict[str, TaskSpec] = {
 }
 
 
-def spec_of(experiment: Experiment) -> TaskSpec | None:
+def find_spec(experiment: Experiment) -> TaskSpec | None:
     """The row of an experiment; None if it has its own task.
 
     Raises:
@@ -62,9 +62,9 @@ def spec_of(experiment: Experiment) -> TaskSpec | None:
     return lookup(TASKS, kind, "task")
 
 
-def task_of(experiment: Experiment) -> Task:
+def make_task(experiment: Experiment) -> Task:
     """The task of an experiment, its model made to fit the data."""
-    spec = spec_of(experiment)
+    spec = find_spec(experiment)
     if spec is None:
         return experiment.task
     dtype: Any = jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32

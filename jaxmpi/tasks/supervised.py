@@ -10,7 +10,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.model.contract import Model
 from jaxmpi.tasks.base import Batch, Judged, Ratios, Task
-from jaxmpi.tasks.inputs import cast_floats, prepared
+from jaxmpi.tasks.inputs import cast_floats, prepare_batch
 
 Loss = Callable[[Any, jax.Array], jax.Array]  # (outputs, labels) -> f32[batch, ...]
 
@@ -27,14 +27,14 @@ class Supervised(NamedTuple):
         self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool
     ) -> tuple[Any, PyTree]:
         """The model's outputs in 32 bits, and its new state."""
-        image = prepared(batch["image"], self.model, self.data, self.dtype)
+        image = prepare_batch(batch["image"], self.model, self.data, self.dtype)
         outputs, model_state = self.model.apply(params, model_state, image, key, train)
         return cast_floats(outputs, jnp.float32), model_state
 
     def judged(self, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, train: bool) -> Judged:
         """Losses of the examples, the mean over each one's tokens or pixels."""
         outputs, model_state = self.outputs(params, model_state, batch, key, train)
-        return an_example(self.loss(outputs, batch["label"])), model_state, outputs
+        return per_example(self.loss(outputs, batch["label"])), model_state, outputs
 
     def predicted(self, params: PyTree, model_state: PyTree, batch: Batch) -> Any:
         """Outputs in evaluation."""
@@ -59,21 +59,21 @@ class Supervised(NamedTuple):
         )
 
 
-def an_example(values: jax.Array) -> jax.Array:
+def per_example(values: jax.Array) -> jax.Array:
     """f32[batch]: the mean over an example's tokens, if it has any."""
     return values.astype(jnp.float32).reshape(values.shape[0], -1).mean(-1)
 
 
-def mean_of(values: jax.Array, counted: jax.Array) -> jax.Array:
+def weighted_mean(values: jax.Array, counted: jax.Array) -> jax.Array:
     """f32[batch]: the mean over counted tokens or pixels; 0 if none is."""
-    return sum_of(values, counted) / jnp.maximum(count_of(counted), 1)
+    return weighted_sum(values, counted) / jnp.maximum(example_count(counted), 1)
 
 
-def sum_of(values: jax.Array, counted: jax.Array) -> jax.Array:
+def weighted_sum(values: jax.Array, counted: jax.Array) -> jax.Array:
     """f32[batch]: the sum over an example's tokens or pixels that count."""
     return jnp.where(counted, values.astype(jnp.float32), 0).reshape(values.shape[0], -1).sum(-1)
 
 
-def count_of(counted: jax.Array) -> jax.Array:
+def example_count(counted: jax.Array) -> jax.Array:
     """f32[batch]: how many of an example's tokens or pixels count."""
     return counted.astype(jnp.float32).reshape(counted.shape[0], -1).sum(-1)

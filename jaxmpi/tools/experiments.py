@@ -5,7 +5,7 @@ import ast
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxmpi.config.experiment_file import PROGRAMS, all_shipped
+from jaxmpi.config.experiment_file import PROGRAMS, shipped_experiments
 from jaxmpi.core.errors import check, lookup
 
 
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Print the list, or copy one."""
     name = parser().parse_args(argv).copy
-    print(f"copied to {copied(name)}" if name else listed(all_shipped()))
+    print(f"copied to {copied(name)}" if name else listed(shipped_experiments()))
 
 
 def listed(files: dict[str, Path]) -> str:
@@ -48,7 +48,7 @@ def copied(name: str) -> Path:
         UsageError: no such file, or there is one already.
     """
     name = name.removeprefix("experiments/").removesuffix(".py")
-    source, path = lookup(all_shipped(), name, "experiment"), Path("experiments", f"{name}.py")
+    source, path = lookup(shipped_experiments(), name, "experiment"), Path("experiments", f"{name}.py")
     check(not path.exists(), f"{path} is there already; rename it, or train it: jaxmpi train {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source.read_text())

@@ -102,7 +102,7 @@ def plan(argv: Sequence[str]) -> argparse.Namespace:
     check(all(slots >= 1 for slots in options.slots or []), f"--slots: got {options.slots}; expected >= 1")
     check((options.bytes is None) != (options.experiment is None), "give --bytes or --experiment, one of the two")
     if options.experiment is not None:
-        experiment_file.check_file(experiment_file.located(options.experiment))
+        experiment_file.check_file(experiment_file.locate(options.experiment))
     else:
         check(4 <= options.bytes < math.inf, f"--bytes: got {options.bytes}; expected a number >= 4")
     if options.plot:

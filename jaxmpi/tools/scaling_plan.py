@@ -103,7 +103,7 @@ def leaf_sizes(options: argparse.Namespace) -> tuple[int, ...]:
     """Floats of every leaf: one, or those of a model's params."""
     if options.experiment is None:
         return (int(options.bytes) // 4,)
-    model = experiment_file.load(experiment_file.located(options.experiment)).model
+    model = experiment_file.load(experiment_file.locate(options.experiment)).model
     params, _ = jax.eval_shape(model.init, jax.random.key(0), model.example())
     return tuple(leaf.size for leaf in jax.tree.leaves(params))
 

@@ -21,8 +21,8 @@ from jaxmpi.observe.step_timing import summary_asynchronous
 from jaxmpi.rules.parameter_server import Counters, ServerAnswer, TimeSpent
 from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
-from jaxmpi.trainer.async_start import Start, on_device
-from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.async_start import AsyncStart, on_device
+from jaxmpi.trainer.async_worker import AsyncWorker
 from jaxmpi.trainer.evaluate import rate_factor, score
 from jaxmpi.trainer.loop import RunProgress
 from jaxmpi.trainer.progress import Done
@@ -34,11 +34,16 @@ MANY = 50  # steps of a worker by the median, before one that has made few is na
 LOOK_S = 0.02  # between reports of a worker that has nothing left to do but wait for the others
 
 
-class ChiefWorker:
+class AsyncLeader:
     """Duties of worker 0, due by the examples of all workers."""
 
     def __init__(
-        self, run: Run, worker: Worker, parts: UncoordinatedCheckpoint, start: Start, evaluation: SharedEvaluation
+        self,
+        run: Run,
+        worker: AsyncWorker,
+        parts: UncoordinatedCheckpoint,
+        start: AsyncStart,
+        evaluation: SharedEvaluation,
     ) -> None:
         """Go on from the start of the run.
 
@@ -174,7 +179,7 @@ class ChiefWorker:
             staleness=[int(count) for count in answer.staleness],
             worker_steps=worker_steps,
         )
-        behind = fallen_behind(worker_steps, made["gone"] > 0)
+        behind = find_stragglers(worker_steps, made["gone"] > 0)
         for number in sorted(behind.keys() - self.behind):
             recorder.say(
                 f"{recorder.name(number)} has fallen behind: {worker_steps[number]} steps, {behind[number]:g} by the "
@@ -217,7 +222,7 @@ class ChiefWorker:
         self.progress(state, answer)
 
 
-def fallen_behind(worker_steps: Sequence[int], is_gone: Sequence[bool] | np.ndarray) -> dict[int, float]:
+def find_stragglers(worker_steps: Sequence[int], is_gone: Sequence[bool] | np.ndarray) -> dict[int, float]:
     """Return the workers below half the median of steps, and that median.
 
     The median counts only workers that are there. If it is below MANY nobody is behind: all are within the steps of one

@@ -14,7 +14,7 @@ from jaxmpi.core.train_state import TrainState
 from jaxmpi.data.sources.grain_streams import StreamSource
 from jaxmpi.rules.parameter_server import ServerAnswer
 from jaxmpi.trainer.async_start import on_device
-from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.async_worker import AsyncWorker
 from jaxmpi.trainer.evaluate import Evaluation, Subject, concluded, flat, judged, like, means_of, subject_of, sums_of
 from jaxmpi.trainer.run import Run
 
@@ -25,7 +25,7 @@ class SharedEvaluation:
     Communicates K bytes from worker 0 to server 0 and from there to each worker, and each worker's sums.
     """
 
-    def __init__(self, run: Run, worker: Worker) -> None:
+    def __init__(self, run: Run, worker: AsyncWorker) -> None:
         """Divide the batches; a stream's, read from its beginning, are worker 0's.
 
         Args:
@@ -58,7 +58,7 @@ class SharedEvaluation:
         """Worker 0: post the subject, request all parts, and judge its own."""
         self.step, self.is_open, self._subject = step, True, subject_of(self.run, state)
         self._number = step + 1 + self.worker.is_done / 2  # that of the end may be of the same step
-        self.worker.post(packed(self._subject))
+        self.worker.post(pack_leaves(self._subject))
         self.worker.report(self.asks())
         self._sums = self._judge(self._subject, step, self.worker.number)
         self.worker.evaluated = self._number
@@ -102,7 +102,7 @@ class SharedEvaluation:
         )
 
 
-def packed(tree: Subject) -> np.ndarray:
+def pack_leaves(tree: Subject) -> np.ndarray:
     """u8[..]: the bytes of all leaves."""
     leaves = [np.ascontiguousarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(tree)]
     return np.concatenate(leaves or [np.empty(0, np.uint8)])

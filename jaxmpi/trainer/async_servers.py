@@ -18,7 +18,7 @@ from jaxmpi.rules.gossip_transport import GossipThread
 from jaxmpi.rules.parameter_server import GlobalProgress, Server, ServerLayout
 from jaxmpi.rules.parameter_server_transport import ServerChannel, ServerEndpoint
 from jaxmpi.runtime import failures
-from jaxmpi.trainer.async_start import Start
+from jaxmpi.trainer.async_start import AsyncStart
 from jaxmpi.trainer.run import Run
 
 
@@ -31,12 +31,12 @@ class Connections(NamedTuple):
     gossiper: GossipThread | None
 
 
-def wire_of(run: Run) -> str:
+def requested_wire(run: Run) -> str:
     """The requested strategy's wire, all that an asynchronous rule takes of it."""
     return run.functions.strategy.partition(":")[2]
 
 
-def connect(run: Run, start: Start) -> Connections:
+def connect(run: Run, start: AsyncStart) -> Connections:
     """Channels, shards and communicators; all ranks call it together.
 
     Raises:
@@ -55,7 +55,7 @@ def connect(run: Run, start: Start) -> Connections:
     rank, servers, n = control.rank, max(config.servers, 1), start.center.size
     first = workers.size if config.servers else 0  # rank of server 0
     # At the end of gossip each worker sends alpha w and alpha, in 32 bits whatever the wire.
-    layout = ServerLayout(n + 1, 1, "32") if rule.is_gossip else ServerLayout(n, servers, wire_of(run))
+    layout = ServerLayout(n + 1, 1, "32") if rule.is_gossip else ServerLayout(n, servers, requested_wire(run))
     endpoint = None
     if 0 <= rank - first < servers:
         target = run.plan.examples(run.plan.clock.total_steps)
@@ -65,7 +65,7 @@ def connect(run: Run, start: Start) -> Connections:
     if rank >= workers.size:
         return Connections(layout, [], endpoint, None)
     channels = [ServerChannel(to_center, first + s) for s in range(servers)]
-    body_bytes = ServerLayout(n, 1, wire_of(run)).host_wire().size_bytes(n)
+    body_bytes = ServerLayout(n, 1, requested_wire(run)).host_wire().size_bytes(n)
     gossiper = GossipThread(between_workers, rank, workers.size, body_bytes) if rule.is_gossip else None
     return Connections(layout, channels, endpoint, gossiper)
 

@@ -24,14 +24,14 @@ from jaxmpi.rules.parameter_server import Counters
 # ---------------------------------------------------------------- params as one vector
 
 
-class Flat(NamedTuple):
+class ParamsVector(NamedTuple):
     """How a tree of floating-point leaves lies in f32[n]."""
 
     structure: Any
     like: list[jax.ShapeDtypeStruct]
 
     @classmethod
-    def of(cls, params: PyTree) -> "Flat":
+    def of(cls, params: PyTree) -> "ParamsVector":
         """Layout of params.
 
         Raises:
@@ -70,7 +70,7 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 @dataclass
-class Start:
+class AsyncStart:
     """Start of a run: state 0, or the part of a checkpoint."""
 
     center: np.ndarray  # f32[n]
@@ -81,22 +81,22 @@ class Start:
     weight: float = 0.0  # weight of this worker in gossip
 
 
-def starting(
+def load_start(
     folder: Path, state: TrainState, workers: Workers, rule: Asynchronous, resume: bool, say: Callable[[str], None]
-) -> Start:
+) -> AsyncStart:
     """State 0; with `resume` the newest checkpoint, for any number of workers.
 
     Args:
         folder: RUN/checkpoints.
         say: is called with a line for each damaged one that is passed over.
     """
-    read = partial(start_of, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
+    read = partial(start_from_checkpoint, state=state, worker=workers.mine[0], workers=workers.size, rule=rule)
     found = first_whole(folder, workers.processes, read, say) if resume else None
     workers.processes.assert_same("the checkpoint to resume from", {"step": found.step if found else 0})
-    return found or Start(Flat.of(state.params).vector(state.params), state, Counters())
+    return found or AsyncStart(ParamsVector.of(state.params).vector(state.params), state, Counters())
 
 
-def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> Start:
+def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: int, rule: Asynchronous) -> AsyncStart:
     """A worker's start from its part of a checkpoint, else the center.
 
     On another number of workers weights of gossip begin anew, so that they sum to 1.
@@ -112,7 +112,7 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
     if rule.starts_at_center:
         mine = mine._replace(params=center)
     mine = mine._replace(
-        rule_state=optimizers.at_step(mine.rule_state, manifest["step"])
+        rule_state=optimizers.set_step(mine.rule_state, manifest["step"])
     )  # a new worker's is of step 0
     extra = manifest["extra"]
     stored = extra.get("tally")
@@ -122,8 +122,8 @@ def start_of(path: Path, state: TrainState, worker: int, workers: int, rule: Asy
     )
     most = len(Counters._fields)
     manifests.undamaged(is_whole, f"{path}: tally: got {stored!r:.80}; expected at most {most} numbers: damaged")
-    return Start(
-        center=Flat.of(state.params).vector(center),
+    return AsyncStart(
+        center=ParamsVector.of(state.params).vector(center),
         state=mine,
         counters=Counters(*extra["tally"]),
         step=manifest["step"],

@@ -39,22 +39,22 @@ from jaxmpi.rules.parameter_server import (
 )
 from jaxmpi.rules.parameter_server_transport import run_exchange
 from jaxmpi.runtime import failures, spans
-from jaxmpi.trainer.async_servers import Connections, wire_of
-from jaxmpi.trainer.async_start import Flat, Start, on_device
+from jaxmpi.trainer.async_servers import Connections, requested_wire
+from jaxmpi.trainer.async_start import AsyncStart, ParamsVector, on_device
 from jaxmpi.trainer.run import Run
 
 
-class Worker:
+class AsyncWorker:
     """One worker's part in a run, between its steps."""
 
-    def __init__(self, run: Run, start: Start, connections: Connections, tracer: trace.UncoordinatedTrace) -> None:
+    def __init__(self, run: Run, start: AsyncStart, connections: Connections, tracer: trace.UncoordinatedTrace) -> None:
         """Take up what the run starts with."""
         rule, config = run.functions.rule.asynchronous, run.experiment.rule
         assert rule is not None
         self.rule, self.connections, self.tracer = rule, connections, tracer
         self.number, self.workers = run.workers.mine[0], run.workers.size
-        self.flat = Flat.of(start.state.params)
-        self.wire = ServerLayout(self.flat.n, 1, wire_of(run)).host_wire()
+        self.flat = ParamsVector.of(start.state.params)
+        self.wire = ServerLayout(self.flat.n, 1, requested_wire(run)).host_wire()
         self.base = start.center  # f32[n]: the center as this worker last knew it
         self.new, self.spent = Counters(), TimeSpent()  # since the last report
         self.clock, self.saved, self.evaluated = 0, 0.0, 0.0
@@ -125,7 +125,7 @@ class Worker:
         while gossiper.arrived:
             push = gossiper.arrived.popleft()
             if w is None:
-                begin, w = end_s(state), self.flat.vector(state.params)
+                begin, w = wait_for_step(state), self.flat.vector(state.params)
             sent = self.wire.decode(push.body)
             self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
             w = gossip.merge(w, sent, push.share)
@@ -133,7 +133,7 @@ class Worker:
             state = state._replace(params=self._params(w, state))
         push = None if self.is_done else gossip.draw(gossiper.shut())
         if push:
-            begin = begin or end_s(state)
+            begin = begin or wait_for_step(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
             gossiper.push(push.to, push.share, body)
             self.new = self.new.plus(Counters(sent_bytes=body.size))
@@ -221,7 +221,7 @@ class Worker:
         self.new = self.new.plus(Counters(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
 
 
-def end_s(state: TrainState) -> float:
+def wait_for_step(state: TrainState) -> float:
     """When the step behind a state is through; waits for it."""
     jax.block_until_ready(state.params)
     return time.perf_counter()

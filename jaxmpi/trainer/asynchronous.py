@@ -33,11 +33,11 @@ from jaxmpi.recover import decisions
 from jaxmpi.rules.parameter_server import ServerAnswer, TimeSpent
 from jaxmpi.runtime import failures, job_folder, phases, spans
 from jaxmpi.runtime.fair_cores import Address, FairCores
-from jaxmpi.trainer.async_chief import LOOK_S, ChiefWorker
+from jaxmpi.trainer.async_chief import LOOK_S, AsyncLeader
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
-from jaxmpi.trainer.async_start import Start, on_device
-from jaxmpi.trainer.async_worker import Worker, end_s
+from jaxmpi.trainer.async_start import AsyncStart, on_device
+from jaxmpi.trainer.async_worker import AsyncWorker, wait_for_step
 from jaxmpi.trainer.loop import Position, RunProgress, run_steps
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.run import Run
@@ -45,7 +45,7 @@ from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.timetable import DueEvents
 
 
-def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str, float]:
+def run_asynchronously(run: Run, start: AsyncStart, hosts: Sequence[str]) -> dict[str, float]:
     """This rank's part, to the end; the last evaluation on worker 0.
 
     Args:
@@ -68,7 +68,7 @@ def run_asynchronously(run: Run, start: Start, hosts: Sequence[str]) -> dict[str
     if connections.endpoint and not connections.channels:
         serve(run, connections.endpoint, monitor)
         return {}
-    worker = Worker(run, start, connections, trace)
+    worker = AsyncWorker(run, start, connections, trace)
     coordinator = AsynchronousWorker(
         run=run, start=start, worker=worker, server=thread, cores=cores, begin_turns=partial(cores.begin, *neighbours)
     )
@@ -108,8 +108,8 @@ class AsynchronousWorker:
     def __init__(
         self,
         run: Run,
-        start: Start,
-        worker: Worker,
+        start: AsyncStart,
+        worker: AsyncWorker,
         server: threading.Thread | None,
         cores: FairCores,
         begin_turns: Callable[[], None],
@@ -134,7 +134,7 @@ class AsynchronousWorker:
         self.evaluation = SharedEvaluation(self.alone, worker)
         is_chief = worker.number == 0
         self.chief = (
-            ChiefWorker(run=self.alone, worker=worker, parts=self.parts, start=start, evaluation=self.evaluation)
+            AsyncLeader(run=self.alone, worker=worker, parts=self.parts, start=start, evaluation=self.evaluation)
             if is_chief
             else None
         )
@@ -202,7 +202,7 @@ class AsynchronousWorker:
             worker.tracer.add(spans.drain(), worker.number, step, is_end=True)
         else:
             now = run.plan.step(answer.counters.examples)
-            state = state._replace(rule_state=optimizers.at_step(state.rule_state, now))
+            state = state._replace(rule_state=optimizers.set_step(state.rule_state, now))
             self._let_others_run(state)
         return state, progress
 
@@ -210,7 +210,7 @@ class AsynchronousWorker:
         """Sleep outside a step if another worker here had less core time."""
         sleep_s = self.cores.sleep_s()
         if sleep_s:
-            begin_s = end_s(state)
+            begin_s = wait_for_step(state)
             self.timer.pause()
             with spans.span("other", "turns of other workers"):
                 time.sleep(sleep_s)

@@ -344,7 +344,7 @@ def build_rule(job: Job, exchange: base.Exchange) -> Rule:
     beside = f"optim.ema {ema}" if ema else ", ".join(scalers)
     errors.check(not (is_averaged and beside), AVERAGES.format(asked=beside, optimizer=experiment.optim.name))
     if scalers:
-        tx = optax.chain(tx, optimizers.by_rate_factor())
+        tx = optax.chain(tx, optimizers.scale_by_rate_factor())
     rule = registry.build(
         dataclasses.replace(asked, noise_scale=sees_noise(job)),
         tx,

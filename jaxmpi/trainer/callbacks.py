@@ -22,9 +22,9 @@ from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, check, nearest
 from jaxmpi.core.pytrees import PyTree, by_path
 from jaxmpi.core.train_state import Batch, TrainState
-from jaxmpi.model.contract import a
+from jaxmpi.model.contract import with_article
 from jaxmpi.observe.trace import Profiler
-from jaxmpi.optim.optimizers import times_rate
+from jaxmpi.optim.optimizers import scale_rate
 from jaxmpi.runtime import fault_injection, in_flight
 
 NO_STOP = "Moment.stop: got an asynchronous rule, whose workers end at train_for"
@@ -233,7 +233,7 @@ class ReduceOnPlateau(Plateau):
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """The factor goes into the optimizer's state, and so into checkpoints."""
         if self.due != 1:
-            state = state._replace(rule_state=times_rate(state.rule_state, self.due))
+            state = state._replace(rule_state=scale_rate(state.rule_state, self.due))
             self.due = 1.0
         return state, batch
 
@@ -335,7 +335,10 @@ def before_step(
         with may(callback, "before_step", is_asynchronous):
             given = callback.before_step(step, state, batch)
         is_pair = isinstance(given, tuple) and len(given) == 2
-        check(is_pair, f"{what}: got {a(given)}; expected (state, batch): return those it was given, if it only looks")
+        check(
+            is_pair,
+            f"{what}: got {with_article(given)}; expected (state, batch): return those it was given, if it only looks",
+        )
         state, batch = given
         leaves, structure = jax.tree.flatten((state, batch))
         if structure != was or any(new is not old for new, old in zip(leaves, were, strict=True)):

@@ -17,7 +17,7 @@ from jaxmpi.comm import base
 from jaxmpi.config import data, exchange_config, schema
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim, Schedule
-from jaxmpi.config.refusals import not_with, refuse
+from jaxmpi.config.refusals import incompatible, refuse_incompatible
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import separable
 from jaxmpi.core.errors import check, lookup
@@ -82,12 +82,12 @@ OWN_RATE = "leave it out, or give optim.transform a function of the schedule"
 STREAM = "grain with an IterDataset"
 is_streaming, is_not_gradients, is_several = ("grain", "mixture").__contains__, "gradients".__ne__, (1).__ne__
 AT_START = (
-    *not_with(
+    *incompatible(
         lambda x: x.exchange.shard_update == "on",
         f"{SHARDED}, which is an update with the mean gradient",
         ("rule.name", "all but gradients", "use rule gradients, or off", is_not_gradients),
     ),
-    *not_with(
+    *incompatible(
         lambda x: shrinks(x) and not x.exchange.buddy,
         f"{SHRINK} without --exchange.buddy",
         (
@@ -97,12 +97,12 @@ AT_START = (
             "worker, or take off",
         ),
     ),
-    *not_with(
+    *incompatible(
         lambda x: not shrinks(x),
         "--on-rank-loss end, when nobody needs a copy",
         ("exchange.buddy", "above 0", "leave it out, or take --on-rank-loss shrink", bool),
     ),
-    *not_with(
+    *incompatible(
         is_asynchronous,
         ASYNCHRONOUS,
         ("on_nonfinite", "rollback", "skip or stop"),
@@ -115,29 +115,29 @@ AT_START = (
             lambda callbacks: any(callback.needs_lock_step for callback in callbacks),
         ),
     ),
-    *not_with(
+    *incompatible(
         lambda x: has_stream(x) and is_asynchronous(x),
         "an IterDataset and an asynchronous rule, whose workers end no step together",
         ("data.source", STREAM, "take a MapDataset", is_streaming),
     ),
-    *not_with(is_asynchronous, f"{ASYNCHRONOUS} to shuffle", ("data.memory", "partition", "take another")),
-    *not_with(
+    *incompatible(is_asynchronous, f"{ASYNCHRONOUS} to shuffle", ("data.memory", "partition", "take another")),
+    *incompatible(
         has_stream,
         "an IterDataset of Grain, whose examples have no numbers",
         ("data.memory", "partition", "take a MapDataset, or none"),
         ("data.on_error", "skip", "filter corrupt ones in the dataset, or take a MapDataset"),
     ),
-    *not_with(
+    *incompatible(
         has_stream,
         "an IterDataset of Grain, which goes on at a step of as many examples only",
         ("continue_from", "any", "begin with --params, or take a MapDataset"),
     ),
-    *not_with(
+    *incompatible(
         lambda x: registry.is_periodic(x.rule),
         "rule {rule.name}, whose workers step alone and would have to agree on every step",
         ("on_nonfinite", "skip", "use stop or rollback"),
     ),
-    *not_with(
+    *incompatible(
         drives_several,
         "several ranks of several devices each, which exchange between programs",
         ("batch_statistics", "synchronised", "it exchanges inside one: take averaged or local, or --comm xla"),
@@ -148,7 +148,7 @@ AT_START = (
             is_compressor,
         ),
     ),
-    *not_with(
+    *incompatible(
         shrinks,
         SHRINK,
         (
@@ -184,7 +184,7 @@ AT_START = (
         ("batch_statistics", "synchronised", "it has not been tried inside a backward pass: take averaged or local"),
         ("data.memory", "partition", f"a dead worker's part of the data goes with its memory: take none, {END}"),
     ),
-    *not_with(
+    *incompatible(
         lambda x: has_stream(x) and shrinks(x),
         f"an IterDataset and {SHRINK}",
         (
@@ -194,7 +194,7 @@ AT_START = (
             is_streaming,
         ),
     ),
-    *not_with(
+    *incompatible(
         lambda x: has_own_rate(x.optim),
         "an optimizer of one's own that was made with its rates",
         ("optim.lr", "any", OWN_RATE, Optim.lr.__ne__),
@@ -203,30 +203,30 @@ AT_START = (
         ("schedule.warmup", "any", OWN_RATE, Schedule.warmup.__ne__),
         ("schedule.rate", "any", OWN_RATE, callable),
     ),
-    *not_with(
+    *incompatible(
         is_asynchronous,
         "an asynchronous rule, whose workers are processes of their own",
         ("devices", "above 1", "leave it out, and start as many ranks (mpirun -n 4, jaxmpi train -n 4)", is_several),
     ),
-    *not_with(is_asynchronous, ASYNCHRONOUS, ("comm", "xla", "take --comm mpi")),
-    *not_with(
+    *incompatible(is_asynchronous, ASYNCHRONOUS, ("comm", "xla", "take --comm mpi")),
+    *incompatible(
         lambda x: lookup(registry.RULES, x.rule.name, "rule").goes_by("momentum") and x.optim.name != "sgd",
         "rule {rule.name} and optimizer {optim.name}",
         ("rule.momentum", "any", "EAMSGD is rule easgd over optim.name sgd, others bring a momentum of their own"),
     ),
-    *not_with(
+    *incompatible(
         is_asynchronous,
         "the asynchronous rule {rule.name}: its workers have made different numbers of steps, which no single place in "
         "the data stands for",
         ("continue_from", "any", "begin a new run from its params: jaxmpi export RUN FOLDER, then --params FOLDER"),
     ),
-    *not_with(
+    *incompatible(
         is_asynchronous,
         "an asynchronous rule, which takes its wire only",
         ("exchange.strategy", "compressors, none", "give a strategy with one of the wires {wires}", keeps_own),
         form="{field}: got {got} with {words}: {instead}",
     ),
-    *not_with(
+    *incompatible(
         lambda x: x.optim.transform is None and x.optim.name in OPTIMIZERS and not OPTIMIZERS[x.optim.name].cut,
         "optimizer {optim.name}, which evaluates an average of its own",
         ("exchange.shard_update", "on", "expected {cut}, or off"),
@@ -312,6 +312,6 @@ def check_compatible(experiment: Experiment) -> None:
         UsageError: a field, what it goes not with, and the way out.
     """
     cut = ", ".join(name for name, row in OPTIMIZERS.items() if row.cut)
-    refuse(AT_START, experiment, wires=", ".join(WIRES), cut=cut)
+    refuse_incompatible(AT_START, experiment, wires=", ".join(WIRES), cut=cut)
     backend = jax.default_backend() if shrinks(experiment) else "cpu"
     check(backend == "cpu", BACKEND.format(backend=backend))

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.job import Processes
-from jaxmpi.comm.topology import Workers, rows
+from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
@@ -36,12 +36,12 @@ def distance(run: Run, state: TrainState) -> float | None:
     The mean or center is that of the last exchange; None if the rule keeps no distance.
     """
     of = run.functions.rule.distance
-    return rows(of(state.rule_state), run.workers).sum().item() if of else None
+    return local_rows(of(state.rule_state), run.workers).sum().item() if of else None
 
 
 def rate_factor(run: Run, state: TrainState) -> float:
     """The factor of the learning rate, by callbacks."""
-    return next((rows(factor, run.workers).flat[0].item() for factor in rate_factors(state.rule_state)), 1.0)
+    return next((local_rows(factor, run.workers).flat[0].item() for factor in rate_factors(state.rule_state)), 1.0)
 
 
 class Evaluation(NamedTuple):
@@ -98,7 +98,7 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
             on some ranks only raises it as well.
     """
     wanted: list[str] = []
-    first = partial(jax.tree.map, lambda x: rows(x, run.workers)[0] if run.workers.mesh else x)
+    first = partial(jax.tree.map, lambda x: local_rows(x, run.workers)[0] if run.workers.mesh else x)
     held = first(params), first(model_state)
     moment = Moment(
         step=step,
@@ -143,7 +143,9 @@ def sum_over_ranks(run: Run, values: np.ndarray) -> np.ndarray:
 def own_batches(run: Run) -> Iterator[Batch]:
     """This process's rows of the validation batches, in host memory."""
     for batch in run.plan.validation.batches():
-        yield jax.tree.map(lambda x: rows(x, run.workers).reshape(-1, *x.shape[1 + bool(run.workers.mesh) :]), batch)
+        yield jax.tree.map(
+            lambda x: local_rows(x, run.workers).reshape(-1, *x.shape[1 + bool(run.workers.mesh) :]), batch
+        )
 
 
 def figures_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def sums_of(metrics: Iterable[EvalMetrics], workers: Workers) -> dict[str, np.nd
     sums: dict[str, np.ndarray] = {}
     for of_batch in metrics:
         for name, ratio in of_batch.items():
-            own = np.stack([rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
+            own = np.stack([local_rows(value, workers).sum(axis=0, dtype=np.float64) for value in ratio])
             sums[name] = sums.get(name, 0) + own
     return sums
 

@@ -41,7 +41,7 @@ from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
 from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures, provenance
-from jaxmpi.tasks.registry import task_of
+from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import notebook_workers
 from jaxmpi.trainer import step as steps
 from jaxmpi.trainer.evaluate import figures_of
@@ -162,7 +162,7 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
     local = experiment.local_batch or -(-experiment.effective_batch // workers.size) or 32
     feed = open_feed(experiment, "validation", local * workers.size, workers)
     dtype = jnp.bfloat16 if experiment.compute_dtype == "bfloat16" else jnp.float32
-    forward = steps.Forward(task_of(dataclasses.replace(experiment, model=feed.model)), dtype)
+    forward = steps.Forward(make_task(dataclasses.replace(experiment, model=feed.model)), dtype)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), feed.example())
     shapes = jax.eval_shape(forward.task.init, jax.random.key(0), zeros)
     found = trained.load(path) if is_first else None
@@ -194,7 +194,7 @@ def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experimen
     command, saved = config["command"][1:], flatten_json(config["experiment"])
     if named:
         experiment = experiment_file.parse([named, *argv])[0]
-        refuse_other_inputs(named, saved, flatten_json(json.loads(json.dumps(flags.resolved(experiment)))))
+        refuse_other_inputs(named, saved, flatten_json(json.loads(json.dumps(flags.to_json(experiment)))))
         return experiment
     command = experiment_file.file_first(command)
     is_file = bool(command) and experiment_file.is_experiment(command[0], "")
@@ -203,8 +203,8 @@ def begun_with(run_dir: Path, argv: Sequence[str], named: str = "") -> Experimen
             f"{run_dir} was started from Python: name a file that has its `experiment = Experiment(...)`, --experiment "
             "FILE.py, or use jaxmpi.Trainer(experiment).evaluate() there"
         )
-    path = experiment_file.located(command[0])
-    if path.resolve() not in map(Path.resolve, experiment_file.shipped().values()):
+    path = experiment_file.locate(command[0])
+    if path.resolve() not in map(Path.resolve, experiment_file.find_shipped().values()):
         signed, signature = [config["command"], config.get("experiment_path")], str(config.get("signature"))
         check(
             bool(mine := provenance.sign(signed)) and hmac.compare_digest(mine.encode(), signature.encode()),

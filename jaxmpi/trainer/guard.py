@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxmpi.checkpoint.manager import Saver
-from jaxmpi.comm.topology import Workers, rows
+from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover.buddies import Slices, difference_of_copies
@@ -38,9 +38,9 @@ class Guard:
         if metrics is None:
             self._mind(self.votes.cast(step, None, 0, True))
             return False
-        losses = rows(metrics.loss, self.workers)
-        finite = rows(metrics.finite, self.workers).reshape(len(losses), -1)
-        applied = metrics.applied is None or bool(rows(metrics.applied, self.workers).all())
+        losses = local_rows(metrics.loss, self.workers)
+        finite = local_rows(metrics.finite, self.workers).reshape(len(losses), -1)
+        applied = metrics.applied is None or bool(local_rows(metrics.applied, self.workers).all())
         odd = [(i, bad) for i, bad in enumerate(map(not_finite, losses, finite)) if bad is not None]
         place, bad = odd[0] if odd else (0, None)
         self._mind(self.votes.cast(step, bad, self.workers.mine[place], applied))

@@ -35,7 +35,7 @@ from jaxmpi.core.files import HeldFolder, write_whole
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data import SOURCES
 from jaxmpi.model.check import check_model
-from jaxmpi.observe.flops import peak_of_all
+from jaxmpi.observe.flops import total_peak
 from jaxmpi.observe.record_format import FORMAT
 from jaxmpi.observe.recorder import Recorder, cut_record
 from jaxmpi.observe.sinks.registry import SINKS, check_sinks
@@ -46,9 +46,9 @@ from jaxmpi.recover import decisions, shrink, signals
 from jaxmpi.rules import registry
 from jaxmpi.runtime import device_setup, failures, fault_injection, job_folder, phases, prepare, provenance
 from jaxmpi.tasks.check import check_task, metric_names
-from jaxmpi.tasks.registry import spec_of
+from jaxmpi.tasks.registry import find_spec
 from jaxmpi.trainer import callbacks, memory
-from jaxmpi.trainer.async_start import Start
+from jaxmpi.trainer.async_start import AsyncStart
 from jaxmpi.trainer.asynchronous import run_asynchronously
 from jaxmpi.trainer.build import Functions, build_functions
 from jaxmpi.trainer.compatibility import check_compatible, check_step_mode
@@ -198,7 +198,7 @@ def train_until(
 def check_before_data(experiment: Experiment) -> None:
     """Raise `UsageError` unless sinks are known and a model fits the trainer."""
     check_sinks(experiment.sinks)
-    spec = spec_of(experiment)
+    spec = find_spec(experiment)
     if spec:  # if its labels are not just classes, they and the loss are known with the data
         loss = experiment.loss if spec.labels == "classes" else None
         check_model(experiment.model, loss, experiment.compute_dtype)
@@ -207,7 +207,7 @@ def check_before_data(experiment: Experiment) -> None:
 def check_with_data(job: Job) -> None:
     """Raise `UsageError` unless the task fits the data and has `monitor`."""
     experiment, plan = job.experiment, job.plan
-    spec, asked = spec_of(experiment), experiment.monitor
+    spec, asked = find_spec(experiment), experiment.monitor
     if spec is None or spec.labels == "numbers":
         check_task(plan.task, plan.feed.example(), plan.validation.example(), experiment.compute_dtype)
     if asked != "eval_loss":
@@ -246,7 +246,7 @@ def run_in(
     root: Path | None,
     digest: str,
 ) -> dict[str, float]:
-    """Start or resume in a run directory, and run to the end."""
+    """AsyncStart or resume in a run directory, and run to the end."""
     experiment, workers, plan = job.experiment, job.workers, job.plan
     is_first, folder = workers.processes.rank == 0, home.path
     held = None
@@ -263,7 +263,7 @@ def run_in(
     elapsed_s = saved.extra.get("elapsed_s", 0.0) if saved else 0.0
     go_on(job, saved)
     at_start = callbacks.states(experiment.callbacks, workers.processes)
-    peak = peak_of_all(workers, experiment.compute_dtype)
+    peak = total_peak(workers, experiment.compute_dtype)
     recorder = Recorder(None, elapsed_s)
     if is_first:
         recorder = open_recorder(experiment, folder, elapsed_s, hosts, plan.feed)
@@ -299,7 +299,7 @@ def run_in(
         at_start=at_start,
         held=held,
     )
-    if isinstance(saved, Start):
+    if isinstance(saved, AsyncStart):
         with recorder:
             return run_asynchronously(run, saved, hosts) if start < plan.clock.total_steps else {}
     return run_to_end(run, states, start, DueEvents(save=there is not None))
@@ -308,7 +308,9 @@ def run_in(
 # ---------------------------------------------------------------- state in and out
 
 
-def say_start(job: Job, functions: Functions, recorder: Recorder, folder: Path, saved: Saved | Start | None) -> None:
+def say_start(
+    job: Job, functions: Functions, recorder: Recorder, folder: Path, saved: Saved | AsyncStart | None
+) -> None:
     """Say where and what the run is, and with what it begins."""
     experiment, plan = job.experiment, job.plan
     start, is_continued = saved.step if saved else 0, isinstance(saved, Saved) and saved.step_there is not None

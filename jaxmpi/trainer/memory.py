@@ -179,7 +179,7 @@ def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> Worker
         adds_devices=experiment.devices > 1,
     )
     slices = -(-params // workers.size)
-    beside = optimizers.arrays_of(experiment.optim, gives_square=not shards and rule.measured is not None)
+    beside = optimizers.state_arrays(experiment.optim, gives_square=not shards and rule.measured is not None)
     if takes_whole:
         beside += DEALT_ARRAYS
     has_mean = not is_early or bool(experiment.optim.clip_norm or (shards and shards.gives_square))  # the mean is

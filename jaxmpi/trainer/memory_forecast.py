@@ -25,7 +25,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import worker_key
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
-from jaxmpi.optim.optimizers import arrays_of
+from jaxmpi.optim.optimizers import state_arrays
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare
 from jaxmpi.trainer.build import local_functions, rule_in_program
@@ -140,7 +140,7 @@ def forecast_of(job: Job, batch: PyTree, eval_activations: int | None) -> Worker
 
     found = measured(counted(found), program)
     if workers.size == 1:  # gradients are no results there: they come where activations were, and updates beside them
-        activations = max((2 + arrays_of(experiment.optim)) * found.gradients, found.activations or 0)
+        activations = max((2 + state_arrays(experiment.optim)) * found.gradients, found.activations or 0)
         found = dataclasses.replace(found, is_whole=True, activations=activations)
     others = tuple((name, counted(other)) for name, other in found.others)
     return dataclasses.replace(found, others=others)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.comm.topology import Workers, rows
+from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.schema import Experiment
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, Shuffle, in_words
@@ -27,7 +27,7 @@ from jaxmpi.observe.step_timing import Summary, Window, flat, summary
 from jaxmpi.observe.terminal import open_terminal
 from jaxmpi.observe.trace import Tracer
 from jaxmpi.recover.decisions import check_budget
-from jaxmpi.tasks.registry import TASKS, spec_of
+from jaxmpi.tasks.registry import TASKS, find_spec
 from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.training_plan import TrainingPlan
 
@@ -86,7 +86,8 @@ class ProgressLog:
     def sums(self, step: int, metrics: Metrics) -> np.ndarray:
         """f64[SUMS] of a step of this process's workers."""
         losses, counts, squares = (
-            rows(value, self.workers).astype(np.float64) for value in (metrics.loss, metrics.count, metrics.squares)
+            local_rows(value, self.workers).astype(np.float64)
+            for value in (metrics.loss, metrics.count, metrics.squares)
         )
         return np.array(
             [losses.sum(), counts.sum(), squares.sum(), squares.size, *self._measured(step, metrics, squares)]
@@ -97,7 +98,7 @@ class ProgressLog:
         is_whole = self.plan.examples(step) - self.plan.examples(step - 1) == self.plan.clock.effective_batch
         if metrics.mean_square is None or not is_whole:
             return [0.0] * 3
-        return [squares.sum(), rows(metrics.mean_square, self.workers).sum(dtype=np.float64), float(squares.size)]
+        return [squares.sum(), local_rows(metrics.mean_square, self.workers).sum(dtype=np.float64), float(squares.size)]
 
     def line(
         self,
@@ -181,7 +182,7 @@ def open_recorder(
 def unit_of(experiment: Experiment, feed: DeviceFeed) -> Unit:
     """The unit of speed: tokens of language models, images, or else examples."""
     model = feed.model
-    if model is not None and spec_of(experiment) is TASKS["language-model"]:
+    if model is not None and find_spec(experiment) is TASKS["language-model"]:
         return Unit("tokens", feed.tokens_each or math.prod(model.label_shape), feed.bytes_each)
     image = model.example() if model else feed.example().get("image")
     is_image = len(getattr(image, "shape", ())) == 4 and not (model and model.takes_tokens)

@@ -20,7 +20,7 @@ from jaxmpi.comm.topology import gather_fault_tolerant, put
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import TrainState, worker_key
-from jaxmpi.observe.flops import peak_of_all
+from jaxmpi.observe.flops import total_peak
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover import decisions
 from jaxmpi.recover.buddies import recut
@@ -152,7 +152,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
         recovery=run.guard.recovery,
         profiler=run.profiler,
         shrinking=shrinking,
-        peak=peak_of_all(workers, experiment.compute_dtype),
+        peak=total_peak(workers, experiment.compute_dtype),
         at_start=run.at_start,
         held=held,
         is_measured=True,  # before there was a state

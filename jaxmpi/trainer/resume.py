@@ -31,7 +31,7 @@ from jaxmpi.recover.buddies import SliceLayout
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import callbacks
-from jaxmpi.trainer.async_start import Start, starting
+from jaxmpi.trainer.async_start import AsyncStart, load_start
 from jaxmpi.trainer.build import Functions, initial_states
 from jaxmpi.trainer.run import Run
 from jaxmpi.trainer.training_plan import Job, TrainingPlan
@@ -140,7 +140,7 @@ def continued(
     moved = {
         worker: state._replace(
             step=np.full_like(state.step, step),
-            rule_state=jax.tree.map(np.asarray, optimizers.at_step(state.rule_state, step)),
+            rule_state=jax.tree.map(np.asarray, optimizers.set_step(state.rule_state, step)),
         )
         for worker, state in saved.states.items()
     }
@@ -160,7 +160,7 @@ def step_for(step: int, effective_batch: int, plan: TrainingPlan) -> int:
 # ---------------------------------------------------------------- state in and out
 
 
-def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, TrainState], Saved | Start | None]:
+def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, TrainState], Saved | AsyncStart | None]:
     """State 0, or a resumed checkpoint's; asynchronous workers have a start each.
 
     A run that continues another begins with that one's newest checkpoint, until it has one of its own.
@@ -173,7 +173,7 @@ def starting_states(job: Job, rule: Rule, folder: Path) -> tuple[dict[int, Train
     if rule.asynchronous:
         say = warn if workers.processes.rank == 0 else lambda text: None
         state, folder = states[workers.mine[0]], folder / "checkpoints"
-        start = starting(folder, state, workers, rule.asynchronous, experiment.resume, say)
+        start = load_start(folder, state, workers, rule.asynchronous, experiment.resume, say)
         run_directory.refuse_other_run(start.extra.get("experiment", {}), now)
         return states, start
     saved = restored(folder, states, workers, rule, now) if experiment.resume else None
@@ -198,7 +198,7 @@ def say_changes(job: Job, recorder: Recorder, extra: dict[str, Any], start: int)
         recorder.write("changed", step=start, changes={k: {"was": a, "is": b} for k, (a, b) in found.items()})
 
 
-def go_on(job: Job, saved: Saved | Start | None, at_start: Sequence[Sequence[Any]] = ()) -> None:
+def go_on(job: Job, saved: Saved | AsyncStart | None, at_start: Sequence[Sequence[Any]] = ()) -> None:
     """Restore this process's data and callbacks from a checkpoint.
 
     Args:

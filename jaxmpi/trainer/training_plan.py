@@ -27,7 +27,7 @@ from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules import registry
 from jaxmpi.tasks.base import Task
-from jaxmpi.tasks.registry import task_of
+from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer.timetable import Timetable
 
 
@@ -129,10 +129,10 @@ def make_plan(
         validation = open_feed(experiment, "validation", batch, evaluating, pool=feed.pool)
         facts = {"train": feed.facts(), "validation": validation.facts()}
         workers.processes.assert_same("the data", facts)
-    task, name = task_of(experiment), experiment.model.name if experiment.model else experiment.task.name
+    task, name = make_task(experiment), experiment.model.name if experiment.model else experiment.task.name
     check_durations(experiment, feed)
     epoch_steps = feed.samplers[0].steps_per_epoch
-    total_steps = max(durations.steps(experiment.train_for, epoch_steps, effective_batch), 1)
+    total_steps = max(durations.duration_steps(experiment.train_for, epoch_steps, effective_batch), 1)
     clock = schedules.Clock(epoch_steps, effective_batch, total_steps)
     factor, scaling = registry.scale_lr(experiment.rule.name, experiment.optim.lr_scaling, scaled_for)
     factor *= by_batch(experiment.optim, effective_batch / scaled_for)

@@ -23,7 +23,7 @@ from jaxmpi.core.files import HeldFolder
 from jaxmpi.data import ArraySource
 from jaxmpi.models.cnn import digits_cnn_tiny
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.sinks.base import keep, kept
+from jaxmpi.observe.sinks.base import read_state, write_state
 from jaxmpi.trainer import main, recovery
 from launching import PATH, Ended, mpirun_line, run, small_disk, train_here
 
@@ -287,12 +287,12 @@ def test_a_run_whose_checkpoints_are_lost_is_not_begun_again_by_resume(tmp_path)
     assert record.read_text() == SAVED
     for number in (1, 2):
         checkpoints.mkdir()
-        keep(tmp_path, "wandb", f"run {number}")
+        write_state(tmp_path, "wandb", f"run {number}")
         with contextlib.ExitStack() as held:
             run_directory.claim(Experiment(from_start=True, run_dir=str(tmp_path)), "digits", held)
         assert record.read_text() == ""
         assert (tmp_path / f"checkpoints.{number}").is_dir()
-        assert kept(tmp_path) == {}  # it begins anew at the services of sinks, too
+        assert read_state(tmp_path) == {}  # it begins anew at the services of sinks, too
         assert f"run {number}" in (tmp_path / f"sinks.{number}.json").read_text()
         record.write_text(SAVED)
     assert (tmp_path / "record.1.jsonl").read_text() == SAVED

@@ -18,7 +18,7 @@ from hypothesis import given
 
 from jaxmpi.comm import polling, shared_sum, shared_sync
 from jaxmpi.comm.shared_sum import SharedSum
-from jaxmpi.comm.shared_sync import ARRIVED, HEADER, ROW, Board, table_bytes
+from jaxmpi.comm.shared_sync import ARRIVED, HEADER, ROW, SharedCounters, table_bytes
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import TrainingError, UsageError
 from launching import ROOT, run
@@ -286,9 +286,9 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
 
 
-def board(timeout_s: float) -> Board:
+def board(timeout_s: float) -> SharedCounters:
     """Rank 0's table of two ranks, of which the other has not come to the first call."""
-    made = Board(mmap.mmap(-1, table_bytes(2)), 0, 2, timeout_s)
+    made = SharedCounters(mmap.mmap(-1, table_bytes(2)), 0, 2, timeout_s)
     made.begin((1, 2, 3))
     made.post(ARRIVED, 1)
     return made

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxmpi.config import experiment_file, flags, rule_config
 from jaxmpi.config.data import Data
-from jaxmpi.config.durations import steps
+from jaxmpi.config.durations import duration_steps
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.schema import Experiment, local_batch
@@ -35,19 +35,19 @@ NO_DURATIONS = ["", "10", "ep", "-1ep", "10 epochs", "1e3st", "nanep", "5ep3st",
 
 @pytest.mark.parametrize(("text", "epoch", "batch", "total", "expected"), DURATIONS)
 def test_durations(text, epoch, batch, total, expected):
-    assert steps(text, epoch, batch, total) == expected
+    assert duration_steps(text, epoch, batch, total) == expected
 
 
 @pytest.mark.parametrize("text", NO_DURATIONS)
 def test_what_is_no_duration(text):
     with pytest.raises(UsageError, match=r"got duration .*expected a number and a unit: 90ep"):
-        steps(text, 1, 1, 1)
+        duration_steps(text, 1, 1, 1)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**4))
 def test_whole_numbers_of_steps_and_epochs_are_exact(number, epoch):
-    assert steps(f"{number}st", epoch, 32) == number
-    assert steps(f"{number}ep", epoch, 32) == number * epoch
+    assert duration_steps(f"{number}st", epoch, 32) == number
+    assert duration_steps(f"{number}ep", epoch, 32) == number * epoch
 
 
 LOOKUPS = [
@@ -172,7 +172,7 @@ def test_resolved_is_json_and_holds_every_field_but_the_fallback_recipe():
         return outputs
 
     experiment = Experiment(loss=squared, fallback=Experiment(), data=Data(train=[1], mean=(0.5,)), optim=Optim(lr=0.5))
-    plain = flags.resolved(experiment)
+    plain = flags.to_json(experiment)
     assert json.loads(json.dumps(plain)) == plain
     assert set(plain) == {field.name for field in dataclasses.fields(Experiment)} - {"fallback"}
     assert (plain["loss"], plain["data"]["mean"], plain["optim"]["lr"]) == ("squared", [0.5], 0.5)
@@ -183,7 +183,7 @@ def test_numbers_of_numpys_are_resolved_as_numbers():
     seed: Any = np.int64(3)
     mean: Any = (np.float32(0.5),)
     experiment = Experiment(seed=seed, data=Data(mean=mean, std=(1.0,), channels=1))
-    plain = flags.resolved(experiment)
+    plain = flags.to_json(experiment)
     assert (plain["seed"], plain["data"]["mean"]) == (3, [0.5])
 
 
@@ -191,7 +191,7 @@ def test_resolved_names_what_only_python_can_set():
     class Source:
         name = "mine"
 
-    assert flags.resolved(Experiment(data=Data(train=Source())))["data"]["train"] == "mine"
+    assert flags.to_json(Experiment(data=Data(train=Source())))["data"]["train"] == "mine"
 
 
 def test_more_loaders_than_a_machine_can_start_are_refused():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jaxmpi.config.data import Data, shuffle_rhythm
+from jaxmpi.config.data import Data, shuffle_schedule
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Sampler, group_order
 from jaxmpi.data.group_order import GroupSampler
@@ -253,7 +253,7 @@ class TestMoves:
     ],
 )
 def test_a_period_is_steps_within_an_epoch_or_whole_epochs(period, expected):
-    assert shuffle_rhythm(period, 24, 60) == expected
+    assert shuffle_schedule(period, 24, 60) == expected
 
 
 @pytest.mark.parametrize("period", ["2", "10%", "soon", -1])

@@ -29,7 +29,7 @@ from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import check
 from jaxmpi.functions import import_by_name, partitioning, profiling, reductions, shared_array
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.lifecycle import current_group, how_many
+from jaxmpi.functions.lifecycle import current_group, default_workers
 from jaxmpi.functions.process_group import ForkedGroup, ProcessGroup
 from jaxmpi.functions.transport import OutOfStep
 from jaxmpi.functions.variable import Variable
@@ -58,10 +58,10 @@ def test_over_devices(check, workers):
 
 @hypothesis.given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20))
 def test_pieces_are_the_shares_and_have_two_lengths_at_most(n, workers, slices):
-    edges = partitioning.bounds(n, workers)
+    edges = partitioning.shard_bounds(n, workers)
     shares = [b - a for a, b in itertools.pairwise(edges)]
     assert max(shares) - min(shares) <= 1
-    every = [partitioning.pieces(n, workers, rank, slices) for rank in range(workers)]
+    every = [partitioning.worker_pieces(n, workers, rank, slices) for rank in range(workers)]
     rows = [row for pieces in every for a, b in pieces for row in range(a, b)]
     assert rows == list(range(n))
     assert [sum(b - a for a, b in pieces) for pieces in every] == shares
@@ -86,7 +86,7 @@ def test_chosen_rows_are_numpys(length, batch, data):
     expected = x[
         slice(inside) if isinstance(inside, int) else np.asarray(inside, int) if isinstance(inside, list) else inside
     ]
-    rows = partitioning.choose(inside, length)
+    rows = partitioning.select_rows(inside, length)
     assert rows.count == len(expected)
     begin = data.draw(st.integers(0, rows.count))
     end = data.draw(st.integers(begin, rows.count))
@@ -132,7 +132,7 @@ def test_use_after_close():
     ],
 )
 def test_workers_where_no_number_is_named(kind, devices, has_gpus, workers):
-    assert how_many(kind, devices, has_gpus, cores=6) == workers
+    assert default_workers(kind, devices, has_gpus, cores=6) == workers
 
 
 @pytest.mark.parametrize(("n", "message"), [(0, "got 0 workers"), (2.5, "whole number"), (9, "8 devices")])
@@ -303,12 +303,12 @@ def once(x):
 
 def test_a_function_is_found_by_its_name():
     jitted = jax.jit(once)
-    assert import_by_name.find(import_by_name.name_of(once))(3) == 6
-    assert import_by_name.find(import_by_name.name_of(jitted)) is once
-    assert import_by_name.find(import_by_name.name_of(once.__wrapped__))(3) == 3
+    assert import_by_name.import_function(import_by_name.qualified_name(once))(3) == 6
+    assert import_by_name.import_function(import_by_name.qualified_name(jitted)) is once
+    assert import_by_name.import_function(import_by_name.qualified_name(once.__wrapped__))(3) == 3
     for hidden in (lambda x: x, [].append, functools.partial(once)):
         with pytest.raises(jaxmpi.UsageError, match="cannot find it by name"):
-            import_by_name.name_of(hidden)
+            import_by_name.qualified_name(hidden)
 
 
 # ---------------------------------------------------------------- no more copies than needed
@@ -574,7 +574,7 @@ def test_a_script_that_ends_where_it_is_imported_is_named(is_script, tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     script = str(tmp_path / "ends_early.py") if is_script else ""
     with pytest.raises(jaxmpi.UsageError, match=r"ends_early.* ends its process \(3\) where it is imported"):
-        import_by_name.find({"module": "ends_early", "qualname": "f", "script": script, "is_wrapped": False})
+        import_by_name.import_function({"module": "ends_early", "qualname": "f", "script": script, "is_wrapped": False})
 
 
 MASKED = np.ma.masked_greater(np.arange(4, dtype=np.float32), 1)
@@ -626,7 +626,7 @@ def test_a_mean_takes_no_integers_however_small(dtype):
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
 def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
     reductions.check_reducible("mean", dtype, [], "y")
-    assert reductions.wide(dtype) == np.float32
+    assert reductions.accumulation_dtype(dtype) == np.float32
     kind = jnp.dtype(dtype)
     half_step = np.asarray(jnp.finfo(kind).eps, kind)  # of 2, and lost where it is added to that alone
     assert reductions.combine("sum", [np.asarray(2, kind), *[half_step] * 4], ()) == 2 + 4 * np.float32(half_step)
@@ -639,7 +639,7 @@ def files_of(name):
 @pytest.mark.parametrize("has_unseen_files", [True, False])
 def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unseen_files, monkeypatch):
     """Another makes the same name while the first still reserves its memory."""
-    name, room, rivals = f"test-race-{os.getpid()}", shared_array.make_room, []
+    name, room, rivals = f"test-race-{os.getpid()}", shared_array.extend_file, []
     if not has_unseen_files:
         monkeypatch.delattr(shared_array.os, "O_TMPFILE")
 
@@ -677,15 +677,15 @@ def dead_makers(monkeypatch):
     child.wait()
     with monkeypatch.context() as as_child:
         as_child.setattr(os, "getpid", lambda: child.pid)
-        Path(shared_array.path_of(name)).write_bytes(shared_array.page("float32", [1]) + bytes(4))
+        Path(shared_array.array_path(name)).write_bytes(shared_array.header_page("float32", [1]) + bytes(4))
     return name
 
 
 def test_of_a_dead_makers_array_the_name_is_free_and_a_live_ones_stays(dead_makers):
     x = jm.shared(function_checks.f32([5]), name=dead_makers)
-    shared_array.forget_the_dead(x.path)
+    shared_array.unlink_if_orphaned(x.path)
     os.pwrite(x._handle, bytes(shared_array.PAGE), 0)  # as another may read it while its maker writes: no sign of death
-    shared_array.forget_the_dead(x.path)
+    shared_array.unlink_if_orphaned(x.path)
     assert files_of(dead_makers) == [f"jaxmpi-array-{dead_makers}"]
     x.free()
 
@@ -766,9 +766,13 @@ def test_numbers_that_fit_are_taken():
 
 def test_an_index_beyond_64_bits_is_not_there():
     with pytest.raises(jaxmpi.UsageError, match="got index 18446744073709551615; there are 8 examples"):
-        partitioning.choose(np.array([2**64 - 1, 0], np.uint64), 8)
-    assert np.asarray(partitioning.choose(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
+        partitioning.select_rows(np.array([2**64 - 1, 0], np.uint64), 8)
+    assert np.asarray(partitioning.select_rows(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
 
 
 def test_more_pieces_than_rows_cost_no_more():
-    assert partitioning.pieces(8, 2, 1, 10**12) == partitioning.pieces(8, 2, 1, 8) == [(4, 5), (5, 6), (6, 7), (7, 8)]
+    assert (
+        partitioning.worker_pieces(8, 2, 1, 10**12)
+        == partitioning.worker_pieces(8, 2, 1, 8)
+        == [(4, 5), (5, 6), (6, 7), (7, 8)]
+    )

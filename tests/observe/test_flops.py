@@ -21,15 +21,15 @@ from jaxmpi.observe.flops import (
     TERAFLOPS,
     Peak,
     StepFlops,
-    cores_of_hosts,
-    flops_of,
+    count_flops,
+    device_peak,
     measured_peak,
-    peak_of,
-    peak_of_all,
-    peak_of_devices,
+    peak_on_devices,
+    total_cores,
+    total_peak,
 )
 from jaxmpi.runtime.device_setup import my_gpu
-from jaxmpi.tasks.registry import task_of
+from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import build, main, step
 from jaxmpi.trainer.training_plan import job_of
 
@@ -37,7 +37,7 @@ KEY = jax.random.key_data(jax.random.key(0))
 
 
 def counted(function, *args: PyTree) -> float | None:
-    return flops_of(jax.make_jaxpr(function)(*args).jaxpr)
+    return count_flops(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def by_xla(function, *args: PyTree) -> float:
@@ -48,7 +48,7 @@ def by_xla(function, *args: PyTree) -> float:
 
 def of_gradients(model: Model, batch: int, micro_batch: int = 0, label: tuple[int, ...] = ()) -> float | None:
     """Return the FLOPs of a worker's gradients, as the trainer traces them."""
-    forward = step.Forward(task_of(Experiment(model=model, data=Data())))
+    forward = step.Forward(make_task(Experiment(model=model, data=Data())))
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *model.input_shape), model.input_dtype))
     examples = {
         "image": jnp.zeros((batch, *model.input_shape), model.input_dtype),
@@ -237,7 +237,7 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
 )
 def test_a_peak_is_known_by_kind_and_dtype_or_not_at_all(kind, bfloat16, float32):
     for dtype, expected in (("bfloat16", bfloat16), ("float32", float32)):
-        peak = peak_of(kind, dtype)
+        peak = device_peak(kind, dtype)
         assert (peak and peak.flops_per_s) == (expected and pytest.approx(expected))
 
 
@@ -245,9 +245,9 @@ def test_the_peak_of_all_is_the_sum_over_workers_devices_or_unknown(monkeypatch)
     """Devices of this machine in the place of those that the table knows."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     one, two = gather_workers(1), gather_workers(2)
-    assert peak_of_all(one, "float32") is None
+    assert total_peak(one, "float32") is None
     monkeypatch.setitem(TERAFLOPS, "cpu", (1.0, 0.5))
-    assert [peak_of_all(workers, "float32") for workers in (one, two)] == [
+    assert [total_peak(workers, "float32") for workers in (one, two)] == [
         Peak(n * 0.5e12, "data sheet") for n in (1, 2)
     ]
 
@@ -261,19 +261,19 @@ def test_a_gpu_that_ranks_share_counts_once(monkeypatch):
             monkeypatch.setenv(f"OMPI_COMM_{name}", str(value))
         seen.append([("node0", my_gpu(), 0, "NVIDIA A30")])
     a30 = 82.0e12
-    assert peak_of_devices(seen, "float32") == Peak(2 * a30, "data sheet")
+    assert peak_on_devices(seen, "float32") == Peak(2 * a30, "data sheet")
     others = [[("node1", gpu, 0, kind)] for [(_, gpu, _, kind)] in seen]
-    assert peak_of_devices([*seen, *others], "float32") == Peak(4 * a30, "data sheet")
+    assert peak_on_devices([*seen, *others], "float32") == Peak(4 * a30, "data sheet")
     whole_host = [("node0", "rank 0", i, "NVIDIA A30") for i in range(4)]  # of one process
-    assert peak_of_devices([whole_host], "float32") == Peak(4 * a30, "data sheet")
-    assert peak_of_devices([*seen, [("node1", "0", 0, "unheard of")]], "float32") is None
+    assert peak_on_devices([whole_host], "float32") == Peak(4 * a30, "data sheet")
+    assert peak_on_devices([*seen, [("node1", "0", 0, "unheard of")]], "float32") is None
 
 
 def test_cores_that_ranks_share_count_once_and_a_quota_counts():
-    assert cores_of_hosts([("a", [0], 1), ("a", [1], 1), ("b", [0, 1, 2, 3], 4)]) == 6
-    assert cores_of_hosts([("a", [0], 1), ("a", [0], 1), ("a", [1], 1)]) == 2  # three on two cores
-    assert cores_of_hosts([("a", [*range(64)], 2)]) == 2  # a container's quota
-    assert cores_of_hosts([("a", [], 8)]) == 8  # a system that tells no cores
+    assert total_cores([("a", [0], 1), ("a", [1], 1), ("b", [0, 1, 2, 3], 4)]) == 6
+    assert total_cores([("a", [0], 1), ("a", [0], 1), ("a", [1], 1)]) == 2  # three on two cores
+    assert total_cores([("a", [*range(64)], 2)]) == 2  # a container's quota
+    assert total_cores([("a", [], 8)]) == 8  # a system that tells no cores
 
 
 def test_a_measured_peak_is_what_products_reach():

@@ -24,7 +24,7 @@ from jaxmpi.observe import record_reader, report_charts, report_facts
 from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.record_format import PARTS, SOURCES
-from jaxmpi.observe.recorder import MOST_RANKS, Recorder, Unit, blocks, cut_record, jsonable
+from jaxmpi.observe.recorder import MOST_RANKS, Recorder, Unit, as_json_number, block_maxima, cut_record
 from jaxmpi.observe.sinks.files import TensorBoard
 from jaxmpi.observe.step_timing import HEAD, LOCAL, Summary, summary, summary_asynchronous
 from jaxmpi.observe.terminal import Plain
@@ -197,8 +197,8 @@ VALUES = [
 
 @pytest.mark.parametrize(("value", "expected"), VALUES)
 def test_jsonable(value, expected):
-    assert jsonable(value) == expected
-    assert json.loads(json.dumps(jsonable(value))) == expected
+    assert as_json_number(value) == expected
+    assert json.loads(json.dumps(as_json_number(value))) == expected
 
 
 def test_a_run_that_goes_back_goes_on_in_the_same_file(tmp_path):
@@ -368,8 +368,8 @@ def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_pat
 
 
 def test_many_ranks_are_listed_in_blocks_of_neighbours():
-    assert blocks([1.0, 2.0]) == [1.0, 2.0]
-    many = blocks([float(i) for i in range(1000)])
+    assert block_maxima([1.0, 2.0]) == [1.0, 2.0]
+    many = block_maxima([float(i) for i in range(1000)])
     assert len(many) <= MOST_RANKS
     assert many[-1] == 999.0
 

@@ -18,9 +18,9 @@ from PIL import Image
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe import plots, record_reader, report, report_charts, report_facts, report_page
 from jaxmpi.observe.record_format import FORMAT
-from jaxmpi.observe.record_reader import MOST_LINES, read, thinned
+from jaxmpi.observe.record_reader import MOST_LINES, average_neighbours, read
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.observe.report import names
+from jaxmpi.observe.report import unique_names
 from jaxmpi.observe.report_charts import BINS, MOST_NAMED, table_data
 from jaxmpi.observe.step_timing import HEAD, LOCAL, summary
 from jaxmpi.observe.terminal import Terminal
@@ -222,7 +222,7 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
             (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
             found = read(tmp_path)
             shown = report_charts.charts([found])
-            panels = [*report_charts.pictures([found], shown).values(), *report_charts.of_run(found).values()]
+            panels = [*report_charts.pictures([found], shown).values(), *report_charts.run_label(found).values()]
             assert all(isinstance(panel.title, str) for each in panels for panel in each)
             assert report_page.page([found], {}).startswith("<!doctype html>")
 
@@ -315,10 +315,10 @@ def test_what_a_resumed_run_compiled_is_left_out(tmp_path):
 
 def test_means_of_neighbours():
     values = np.arange(1000.0)
-    assert len(thinned(values, 10)) == 10
-    assert thinned(values, 10).mean() == values.mean()
-    assert np.isnan(thinned(np.full(1000, np.nan), 10)).all()
-    assert thinned(np.array([1.0, np.nan, 3.0, 5.0]), 2).tolist() == [1.0, 4.0]
+    assert len(average_neighbours(values, 10)) == 10
+    assert average_neighbours(values, 10).mean() == values.mean()
+    assert np.isnan(average_neighbours(np.full(1000, np.nan), 10)).all()
+    assert average_neighbours(np.array([1.0, np.nan, 3.0, 5.0]), 2).tolist() == [1.0, 4.0]
 
 
 def test_a_long_record_keeps_its_peaks(tmp_path):
@@ -362,7 +362,7 @@ def test_a_long_record_has_the_numbers_of_all_lines(damage, tmp_path, monkeypatc
 
 def test_steps_beyond_32_bits_of_a_float_stay_whole():
     steps = np.array([2.0**24, 2.0**24 + 1, 2.0**53 - 1])
-    assert unpacked(report_charts.packed(steps)).tolist() == steps.tolist()
+    assert unpacked(report_charts.pack_numbers(steps)).tolist() == steps.tolist()
 
 
 def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
@@ -377,7 +377,7 @@ def test_a_map_of_many_ranks_has_their_numbers(tmp_path):
 
 
 def test_runs_of_one_name_get_numbers(tmp_path):
-    assert names([tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z"]) == ["run (1)", "run (2)", "z"]
+    assert unique_names([tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "z"]) == ["run (1)", "run (2)", "z"]
 
 
 @pytest.mark.slow

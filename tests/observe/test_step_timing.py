@@ -18,11 +18,11 @@ from jaxmpi.observe.step_timing import (
     ComputeOnlyStep,
     StepTimer,
     StepTimes,
+    decompose,
     flat,
-    folded,
+    fold_rows,
     summary,
     summary_asynchronous,
-    taken_apart,
 )
 from jaxmpi.runtime import spans
 from jaxmpi.runtime.spans import Span
@@ -30,7 +30,7 @@ from jaxmpi.runtime.spans import Span
 
 def parts(rows: list[StepTimes], noted: list[Span] | None = None, **known: float | None) -> dict[str, float]:
     """Parts of a window by name."""
-    window = taken_apart(rows, known.get("step_s"), known.get("lone_s"), True, noted or [])
+    window = decompose(rows, known.get("step_s"), known.get("lone_s"), True, noted or [])
     return dict(zip(LOCAL, window.parts.tolist(), strict=True))
 
 
@@ -71,7 +71,7 @@ def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden()
         Span("wait", "bucket 1 of 2", 13.0, 14.0),
         Span("wait", "bucket 2 of 2", 14.0, 16.0),
     ]
-    window = taken_apart([row(10.0, 0.0, 20.0, LATER)], None, 9.0, True, noted)
+    window = decompose([row(10.0, 0.0, 20.0, LATER)], None, 9.0, True, noted)
     found = dict(zip(LOCAL, window.parts.tolist(), strict=True))
     assert (found["exposed"], found["hidden"], found["compute"]) == (3.0, 2.0, 7.0)
     assert SOURCES[window.source] == "measured"  # which goes before an estimate
@@ -91,7 +91,7 @@ def test_the_time_of_a_step_has_its_number():
         StepTimes(3, 16.0, 17.0, 17.0, 17.0, 18.0, LATER),  # the second ends at 18
         StepTimes(4, 18.0, 19.0, 19.0, 19.0, 24.0, LATER),  # the last of the window: both it and the one before end
     ]
-    found = taken_apart(rows, 3.0, None, False, []).spans
+    found = decompose(rows, 3.0, None, False, []).spans
     assert [(s.name, s.begin_s, s.end_s) for s in found] == [
         ("step 1", 11.0, 12.0),
         ("step 1", 12.0, 14.0),
@@ -115,7 +115,7 @@ def test_every_step_has_a_bar_wherever_the_one_before_has_ended():
             StepTimes(4, 18.0, 18.5, 18.5, 18.5, 19.0, LATER),
             StepTimes(5, 19.0, 21.0, 21.0, 21.0, 24.0, (19.0, 21.0)),
         ]
-        found = taken_apart(rows, step_s, None, False, []).spans
+        found = decompose(rows, step_s, None, False, []).spans
         assert {s.name for s in found} == {f"step {k}" for k in range(1, 6)}, step_s
 
 
@@ -123,15 +123,15 @@ def test_without_callbacks_a_step_without_exchange_tells():
     """The loop is a step ahead of its device: each iteration but the first waits for the step before its own."""
     ends = [(1, 10.0, 10.0, (10.0, 10.0)), (2, 10.0, 15.0, LATER), (3, 15.0, 21.0, LATER), (4, 21.0, 33.0, LATER)]
     rows = [StepTimes(k, begin, begin, begin, begin, end, ended) for k, begin, end, ended in ends]
-    window = taken_apart(rows, None, 4.0, True, [])
+    window = decompose(rows, None, 4.0, True, [])
     assert window.exposed.tolist() == [1.0, 2.0, 2.0, 2.0]  # of 5, 6, 6 and 6 s
     assert SOURCES[window.source] == "estimated"
     assert window.durations_s == (5.0, 6.0, 6.0, 6.0)
-    nothing = taken_apart([], None, None, True, [])  # of a window without steps, as after a death in an evaluation
+    nothing = decompose([], None, None, True, [])  # of a window without steps, as after a death in an evaluation
     assert (nothing.steps, nothing.parts.sum()) == (0, 0.0)
-    unknown = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, True, [])
+    unknown = decompose([row(10.0, 0.0, 15.0, LATER)], None, None, True, [])
     assert (unknown.exposed.tolist(), SOURCES[unknown.source]) == ([0.0], "unknown")
-    alone = taken_apart([row(10.0, 0.0, 15.0, LATER)], None, None, False, [])
+    alone = decompose([row(10.0, 0.0, 15.0, LATER)], None, None, False, [])
     assert SOURCES[alone.source] == "none"
 
 
@@ -204,9 +204,9 @@ def test_an_estimate_is_none_for_steps_that_take_another_time():
 
 def test_long_windows_are_folded_without_loss():
     values = np.arange(1000.0)
-    assert len(folded(values)) <= MOST_ROWS
-    assert folded(values).sum() == values.sum()
-    assert folded(np.zeros(0)).size == 0
+    assert len(fold_rows(values)) <= MOST_ROWS
+    assert fold_rows(values).sum() == values.sum()
+    assert fold_rows(np.zeros(0)).size == 0
 
 
 # ---------------------------------------------------------------- the loop's clock

@@ -14,7 +14,16 @@ import threading
 
 import pytest
 
-from jaxmpi.observe.terminal import Panel, Plain, ProgressLine, Terminal, decimals, left, open_terminal, sparkline
+from jaxmpi.observe.terminal import (
+    Panel,
+    Plain,
+    ProgressLine,
+    Terminal,
+    format_number,
+    open_terminal,
+    remaining_time,
+    sparkline,
+)
 from jaxmpi.runtime import job_folder
 from jaxmpi.runtime.screen import columns_of
 from launching import ROOT, mpirun_line
@@ -53,7 +62,7 @@ def test_model_flops_and_mfu_are_shown_where_they_are_known_and_a_measured_peak_
 
 
 def test_a_small_loss_keeps_its_digits():
-    assert [decimals(value) for value in (12.34567, 0.4321, -0.001, 0.0, 0.00098765, -2.5e-7)] == [
+    assert [format_number(value) for value in (12.34567, 0.4321, -0.001, 0.0, 0.00098765, -2.5e-7)] == [
         *("12.3457", "0.4321", "-0.0010", "0.0000", "0.000988", "-2.5e-07")
     ]
     assert "loss 2.5e-07  " in dataclasses.replace(NOW, loss=2.5e-7).line
@@ -148,7 +157,7 @@ def test_curves():
     assert sparkline([1.0, 2.0, 3.0], 10) == "▁▅█"
     assert sparkline([1.0, float("nan"), 3.0], 10) == "▁?█"
     assert len(sparkline(list(range(1000)), 10)) == 10
-    assert left(NOW, NOW) == ""
+    assert remaining_time(NOW, NOW) == ""
 
 
 def test_where_there_is_no_terminal_lines_come():

@@ -8,7 +8,7 @@ import pytest
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.durations import step_range
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe.trace import FIRST_BUCKET, Tracer, UncoordinatedTrace, merged, of_steps
+from jaxmpi.observe.trace import FIRST_BUCKET, Tracer, UncoordinatedTrace, merge_events, parse_steps
 from jaxmpi.runtime.spans import Span
 from launching import train, train_here
 from traces import check_schema
@@ -19,14 +19,14 @@ DIGITS = "experiments/digits.py"
 def test_clocks_are_brought_together():
     """Rank 1's clock is 100 s ahead; both did the same at the same time."""
     noted = [[Span("data", "batch of step 1", 5.0 + off, 6.0 + off)] for off in (0.0, 100.0)]
-    events = check_schema({"traceEvents": merged(noted, [0.0, 100.0], ["a", "b"]), "displayTimeUnit": "ms"}, 2)
+    events = check_schema({"traceEvents": merge_events(noted, [0.0, 100.0], ["a", "b"]), "displayTimeUnit": "ms"}, 2)
     assert [(e["pid"], e["ts"], e["dur"]) for e in events] == [(0, 0.0, 1e6), (1, 0.0, 1e6)]
 
 
 def test_every_bucket_has_its_track_in_its_order():
     labels = [f"bucket {i} of 12 (w{i})" for i in (10, 2, 1)]
     noted = [Span("travel", label, 1.0, 2.0) for label in labels] + [Span("wait", labels[0], 1.5, 2.0)]
-    events = merged([noted], [0.0], ["a"])
+    events = merge_events([noted], [0.0], ["a"])
     tracks = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
     assert [tracks[label] - FIRST_BUCKET for label in reversed(labels)] == [0, 1, 2]
     waits = [e for e in events if e.get("cat") == "wait"]
@@ -36,9 +36,9 @@ def test_every_bucket_has_its_track_in_its_order():
 def test_of_some_steps():
     noted = [Span("compute", f"step {k}", float(k), k + 0.9) for k in range(1, 31)]
     noted += [Span("travel", "bucket 1 of 1 (w)", 12.5, 12.8), Span("travel", "bucket 1 of 1 (w)", 25.5, 25.8)]
-    kept = of_steps(noted, (10, 20))
+    kept = parse_steps(noted, (10, 20))
     assert sorted(span.begin_s for span in kept) == [*map(float, range(10, 13)), 12.5, *map(float, range(13, 21))]
-    assert of_steps(noted, (40, 50)) == []
+    assert parse_steps(noted, (40, 50)) == []
 
 
 def test_a_run_that_ends_before_says_so(tmp_path):

@@ -18,7 +18,6 @@ from jaxmpi.optim.optimizers import (
     OPTIMIZERS,
     TRIED_SCALES,
     TRIED_UPDATES,
-    at_step,
     check_takes_gradients,
     clip_by_global_norm,
     is_linear,
@@ -27,6 +26,7 @@ from jaxmpi.optim.optimizers import (
     optimizer,
     scale_biases,
     schedule_free_parts,
+    set_step,
 )
 from jaxmpi.optim.schedules import Clock, schedule
 from launching import train_here
@@ -359,7 +359,7 @@ def test_an_optimizer_that_wants_the_loss_is_refused():
 
 def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
     tx = configured(name="schedule_free_sgd", b1=0.5)
-    state = at_step(tx.init(PARAMS), 7)
+    state = set_step(tx.init(PARAMS), 7)
     steps = [int(leaf) for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
     assert sorted(steps) == [7, 8]  # Optax counts those of the average from 1
     [free] = schedule_free_parts(tx.update(gradient(0), state, PARAMS)[1])

@@ -22,7 +22,7 @@ from jaxmpi.checkpoint import manager, run_directory
 from jaxmpi.checkpoint.restore import restore
 from jaxmpi.checkpoint.write import Retention
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.comm.topology import gather_workers, spread
+from jaxmpi.comm.topology import gather_workers, shard_rows
 from jaxmpi.config import schema
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.core.files import HeldFolder
@@ -150,7 +150,7 @@ def test_a_flipped_bit_is_found_among_the_workers_of_one_process():
     flipped = {**tree, "w": tree["w"].copy()}
     flipped["w"].view(np.uint32)[1, 2] ^= 1
     for third, expected in ((tree, ""), (flipped, "worker 2 differs from the other 3 in w")):
-        params = spread([tree, tree, third, tree], workers.mesh)
+        params = shard_rows([tree, tree, third, tree], workers.mesh)
         by_device = np.asarray(jax.vmap(replica_check.fingerprints)(params))
         for found in (replica_check.checksums(params, workers), by_device):
             assert found.shape == (4, 3)

@@ -112,7 +112,7 @@ def test_padding_counts_neither_in_the_loss_nor_in_the_figures_of_tokens():
     other = np.where(labels[..., None] < 0, 100 * rng.standard_normal(logits.shape), logits).astype(np.float32)
     for measure in (
         lambda x: classes.counted_cross_entropy(x, jnp.asarray(labels)),
-        lambda x: classes.top_of_counted(x, {"label": jnp.asarray(labels)}),
+        lambda x: classes.counted_top_k(x, {"label": jnp.asarray(labels)}),
     ):
         here, there = measure(jnp.asarray(logits)), measure(jnp.asarray(other))
         assert jax.tree.map(np.ndarray.tolist, jax.tree.map(np.asarray, here)) == jax.tree.map(

@@ -37,7 +37,7 @@ from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.optim.optimizers import at_step, is_linear, optimizer
+from jaxmpi.optim.optimizers import is_linear, optimizer, set_step
 from jaxmpi.rules import base, parameter_server, registry
 from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.parameter_server import (
@@ -52,7 +52,7 @@ from jaxmpi.rules.parameter_server import (
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import async_chief, async_start
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
-from jaxmpi.trainer.async_worker import Worker
+from jaxmpi.trainer.async_worker import AsyncWorker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.callbacks import Callback
 from jaxmpi.trainer.loop import RunProgress
@@ -203,8 +203,8 @@ def test_who_has_made_less_than_half_of_the_steps_has_fallen_behind(steps):
     """But nobody before there are enough, and none that is gone."""
     made = [steps, steps // 2 - 1, 0, steps]
     enough = steps >= async_chief.MANY
-    assert async_chief.fallen_behind(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
-    assert async_chief.fallen_behind([async_chief.MANY - 1, 0], [False, True]) == {}
+    assert async_chief.find_stragglers(made, [False, False, True, False]) == ({1: float(steps)} if enough else {})
+    assert async_chief.find_stragglers([async_chief.MANY - 1, 0], [False, True]) == {}
 
 
 LATE = """
@@ -276,8 +276,8 @@ def test_a_step_that_any_worker_leaves_out_is_told(tmp_path):
     assert re.search(r"rank 1/2 on \S+: the gradient of \S+ of worker 1 is not finite at step 5: skipped", ended.out)
 
 
-class LoneWorker(Worker):
-    """Worker 0 of one, with the status at hand and nothing to learn."""
+class LoneWorker(AsyncWorker):
+    """AsyncWorker 0 of one, with the status at hand and nothing to learn."""
 
     def __init__(self) -> None:
         self.number, self.workers, self.saved, self.is_done = 0, 1, 0.0, False
@@ -329,7 +329,7 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     (checkpoints := tmp_path / "checkpoints").mkdir()
     parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
     evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
-    chief = async_chief.ChiefWorker(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
+    chief = async_chief.AsyncLeader(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
     assert chief.progress(state, worker.report({}, examples=10)) == RunProgress(1, DueEvents(log=True, save=True))
     chief.log(1, state)
     chief.save(1, state)
@@ -349,7 +349,7 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
 # ---------------------------------------------------------------- evaluations
 
 
-class JudgingWorker(Worker):
+class JudgingWorker(AsyncWorker):
     """A worker with a server at hand."""
 
     def __init__(self, number: int, server: Server) -> None:
@@ -880,7 +880,7 @@ def test_learning_rates_follow_the_run_and_moments_stay():
     tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
     params = {"a": jnp.ones(3)}
     _, state = tx.update({"a": jnp.ones(3)}, tx.init(params), params)
-    later = at_step(state, 7)
+    later = set_step(state, 7)
     assert [int(x) for x in jax.tree.leaves(later) if x.ndim == 0] == [7]
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
         assert before.ndim == 0 or np.asarray(before).tobytes() == np.asarray(after).tobytes()
@@ -897,7 +897,7 @@ def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(
     home.end(7, {"center": params}, {"tally": [0.0] * len(Counters._fields)}, None)
     rule = build(RuleConfig("easgd"), Optim("sgd")).asynchronous
     for worker in range(2):
-        start = async_start.start_of(found(tmp_path)[-1], fresh, worker, 2, rule)
+        start = async_start.start_from_checkpoint(found(tmp_path)[-1], fresh, worker, 2, rule)
         assert [int(x) for x in jax.tree.leaves(start.state.rule_state) if x.ndim == 0] == [7]
 
 

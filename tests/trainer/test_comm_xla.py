@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.comm.axis import after
+from jaxmpi.comm.axis import depend_on
 from jaxmpi.config.schema import COMMS
 from launching import PATH, ROOT, Ended, mpirun, train
 from tolerances import WIRE, U
@@ -120,7 +120,7 @@ BITS = {
 @pytest.mark.parametrize("other", BITS)
 def test_what_waits_for_a_result_keeps_its_bits_and_does_wait(dtype, other):
     x, result = (bits.astype(f"u{np.dtype(name).itemsize}").view(name) for name, bits in both(dtype, other))
-    run = jax.jit(after).lower(x, [result, result[:0]]).compile()
+    run = jax.jit(depend_on).lower(x, [result, result[:0]]).compile()
     assert np.asarray(run(x, [result, result[:0]])).tobytes() == x.tobytes()
     assert re.search(r"popcnt\(", run.as_text() or "")  # XLA has not seen that the result is not needed
 

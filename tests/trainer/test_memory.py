@@ -27,7 +27,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves, size_bytes
 from jaxmpi.experiments.digits import experiment as DIGITS
 from jaxmpi.input_pipeline.device_feed import DeviceFeed
-from jaxmpi.optim.optimizers import OPTIMIZERS, arrays_of, optimizer
+from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer, state_arrays
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded
 from jaxmpi.tools import cli
@@ -426,12 +426,19 @@ def programs_of_updates(name: str, params: dict) -> Iterator[tuple[int, Any, tup
         jitted.append(jax.jit(function, **options))
         return jitted[-1]
 
-    most = arrays_of(config)
-    of_rules: list[tuple[Any, Any, int]] = [(alone, base.descend, most), (clipping, base.descend, most)]
+    most = state_arrays(config)
+    of_rules: list[tuple[Any, Any, int]] = [
+        (alone, base.jit_optimizer_step, most),
+        (clipping, base.jit_optimizer_step, most),
+    ]
     if name in ("momentum", "adamw", "lion"):  # of each kind one
         of_rules += [
-            (alone, lambda tx, jit: measured(tx, base.Exchange(jit, jit, jit)), arrays_of(config, gives_square=True)),
-            (alone, base.updates_of, most + 1),  # the updates lie nowhere else
+            (
+                alone,
+                lambda tx, jit: measured(tx, base.Exchange(jit, jit, jit)),
+                state_arrays(config, gives_square=True),
+            ),
+            (alone, base.jit_optimizer_updates, most + 1),  # the updates lie nowhere else
         ]
     for tx, of, arrays in of_rules:
         of(tx, jit)

@@ -9,7 +9,7 @@ import jax
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.model.contract import Model, a, check_facts, check_image
+from jaxmpi.model.contract import Model, check_facts, check_image, with_article
 
 # ---------------------------------------------------------------- arguments
 
@@ -21,7 +21,7 @@ TRAIN_ARGUMENTS = {
 }
 
 
-class Once:
+class OncePerShape:
     """A function without arguments, called once; unlike `functools.cache`, it can be pickled."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -34,7 +34,7 @@ class Once:
         return self.value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Once, (self.make,)
+        return OncePerShape, (self.make,)
 
 
 def train_arguments(call: Callable[..., Any], train: bool) -> dict[str, bool]:
@@ -43,7 +43,7 @@ def train_arguments(call: Callable[..., Any], train: bool) -> dict[str, bool]:
     return {name: train is on for name, on in TRAIN_ARGUMENTS.items() if name in names}
 
 
-def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | None = None) -> bool:
+def takes_parameter(function: Callable[..., Any], count: int, by_name: dict[str, Any] | None = None) -> bool:
     """Return True if `function` takes `count` positional arguments and these by name."""
     if isinstance(function, type):  # a metaclass may hide what its constructor takes
         function = functools.partial(function.__init__, None)
@@ -59,7 +59,7 @@ def takes(function: Callable[..., Any], count: int, by_name: dict[str, Any] | No
 # ---------------------------------------------------------------- checks
 
 
-def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[int], classes: int) -> Model:
+def check_call(name: str, init: Callable, apply: Callable, input_shape: Sequence[int], classes: int) -> Model:
     """Make a model that checks the shape of its images.
 
     Raises:
@@ -80,5 +80,5 @@ def checked(name: str, init: Callable, apply: Callable, input_shape: Sequence[in
 
 def check_maker(name: str, make: Any, not_of: type | tuple, way_out: str) -> None:
     """Raise `UsageError` unless `make` takes one argument and is no `not_of`."""
-    holds = callable(make) and not isinstance(make, not_of) and takes(make, 1)
-    check(holds, f"{name}: got {a(make)}; {way_out}")
+    holds = callable(make) and not isinstance(make, not_of) and takes_parameter(make, 1)
+    check(holds, f"{name}: got {with_article(make)}; {way_out}")

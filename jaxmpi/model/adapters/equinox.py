@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, by_path, path_name
-from jaxmpi.model.adapters.common import Once, check_maker, checked
-from jaxmpi.model.contract import Model, a, shown
+from jaxmpi.model.adapters.common import OncePerShape, check_call, check_maker
+from jaxmpi.model.contract import Model, format_value, with_article
 
 
 def equinox_model(
@@ -50,13 +50,13 @@ def equinox_model(
 
     def build(key: jax.Array) -> Any:
         module = make if isinstance(make, eqx.Module) else make(key)
-        check(isinstance(module, eqx.Module), f"{name}: got {a(module)} from its maker; {way_out}")
+        check(isinstance(module, eqx.Module), f"{name}: got {with_article(module)} from its maker; {way_out}")
         try:
             return eqx.nn.make_with_state(lambda: module)()
         except ValueError as error:  # its state has been taken out already
             raise UsageError(f"{name}: leave eqx.nn.make_with_state to the adapter; {way_out}") from error
 
-    @Once
+    @OncePerShape
     def structure() -> tuple[Any, Any]:
         return eqx.filter_eval_shape(build, jax.random.key(0))
 
@@ -81,7 +81,7 @@ def equinox_model(
         outputs, state = call(image, state, jax.random.split(key, len(image)))
         return outputs, model_state | by_name(empty, state) if train else model_state
 
-    return checked(name, init, apply, input_shape, classes)
+    return check_call(name, init, apply, input_shape, classes)
 
 
 def over_examples(name: str, module: Any, axis_name: str, stateful: bool) -> Callable:
@@ -96,7 +96,7 @@ def over_examples(name: str, module: Any, axis_name: str, stateful: bool) -> Cal
             return result, state
         check(
             isinstance(result, tuple) and len(result) == 2 and type(result[1]) is type(state),
-            f"{name}: got {shown(result)} from a module that holds state; expected (outputs, state)",
+            f"{name}: got {format_value(result)} from a module that holds state; expected (outputs, state)",
         )
         return result
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.model.adapters.common import checked, takes, train_arguments
-from jaxmpi.model.contract import Model, a, check_pair
+from jaxmpi.model.adapters.common import check_call, takes_parameter, train_arguments
+from jaxmpi.model.contract import Model, check_pair, with_article
 
 
 def plain_model(
@@ -40,13 +40,13 @@ def plain_model(
     """
     inits = "init(key) or init(key, image), which gives params, or (params, state)"
     applies = "apply(params, image) or apply(params, state, image), and key and train by name"
-    check(callable(init), f"{name}: got {a(init)} for init; expected {inits}")
-    check(callable(apply), f"{name}: got {a(apply)} for apply; expected {applies}")
+    check(callable(init), f"{name}: got {with_article(init)} for init; expected {inits}")
+    check(callable(apply), f"{name}: got {with_article(apply)} for apply; expected {applies}")
     arguments = list(inspect.signature(apply).parameters)
     stateful = arguments[1:2] in (["state"], ["model_state"])
     parameters = inspect.signature(init).parameters.values()
     has_more = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
-    count = 2 if has_more or not takes(init, 1) else 1  # arguments with a default keep it
+    count = 2 if has_more or not takes_parameter(init, 1) else 1  # arguments with a default keep it
     shapes = [parameter.name for parameter in parameters if "shape" in parameter.name]
     check(not shapes, f"{name}: init takes {shapes}: wrap it, as lambda key, image: init(key, image.shape)[1]")
     check(
@@ -54,13 +54,13 @@ def plain_model(
         f"{name}: apply takes {arguments[1:2]} second: wrap it, as lambda params, image, key: "
         "apply(params, key, image)",
     )
-    check(takes(init, count), f"{name}: got init{inspect.signature(init)}; expected {inits}")
+    check(takes_parameter(init, count), f"{name}: got init{inspect.signature(init)}; expected {inits}")
 
     def by_name(key: Any, train: bool) -> dict[str, Any]:
         return train_arguments(apply, train) | ({"key": key} if "key" in arguments else {})
 
     check(
-        takes(apply, 3 if stateful else 2, by_name(None, True)),
+        takes_parameter(apply, 3 if stateful else 2, by_name(None, True)),
         f"{name}: got apply{inspect.signature(apply)}; expected {applies}",
     )
 
@@ -81,4 +81,4 @@ def plain_model(
         outputs, state = pair(apply(params, *state, image, **by_name(key, train)), "apply: expected (outputs, state)")
         return outputs, state if train else model_state
 
-    return checked(name, model_init, model_apply, input_shape, classes)
+    return check_call(name, model_init, model_apply, input_shape, classes)

@@ -6,8 +6,8 @@ import jax
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.model.adapters.common import checked, train_arguments
-from jaxmpi.model.contract import Model, a
+from jaxmpi.model.adapters.common import check_call, train_arguments
+from jaxmpi.model.contract import Model, with_article
 
 
 def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes: int) -> Model:
@@ -32,7 +32,8 @@ def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes
 
     check(
         isinstance(module, linen.Module),
-        f"{name}: got {a(module)}; expected an instance of a flax.linen.Module, such as linen_model(Net(), ...)",
+        f"{name}: got {with_article(module)}; expected an instance of a flax.linen.Module, such as "
+        "linen_model(Net(), ...)",
     )
 
     def init(key: jax.Array, image: jax.Array) -> tuple[PyTree, PyTree]:
@@ -48,4 +49,4 @@ def linen_model(module: Any, *, name: str, input_shape: tuple[int, ...], classes
         )
         return outputs, unfreeze(updated) if train else model_state
 
-    return checked(name, init, apply, input_shape, classes)
+    return check_call(name, init, apply, input_shape, classes)

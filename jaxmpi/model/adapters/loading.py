@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, by_path, mismatches, path_name
 from jaxmpi.model.adapters.equinox import state_names
-from jaxmpi.model.contract import a
+from jaxmpi.model.contract import with_article
 
 
-def filled(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
+def fill_leaves(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any:
     """The module with these arrays, which are from `source`; see `jaxmpi.load(...).into`."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     if "flax" in libraries and hasattr(module, "init_with_output"):
@@ -23,7 +23,8 @@ def filled(module: Any, params: PyTree, model_state: PyTree, source: str) -> Any
     if "equinox" in libraries or isinstance(module, tuple):
         return into_equinox(module, params, model_state, source)
     raise UsageError(
-        f"got {a(module)}; expected a module of Flax NNX, Linen or Equinox, or Equinox's (module, state): other "
+        f"got {with_article(module)}; expected a module of Flax NNX, Linen or Equinox, or Equinox's "
+        "(module, state): other "
         "programs take model.params and model.model_state, nested dicts of arrays"
     )
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, path_name
-from jaxmpi.model.adapters.common import Once, check_maker, checked, train_arguments
-from jaxmpi.model.contract import Model, a
+from jaxmpi.model.adapters.common import OncePerShape, check_call, check_maker, train_arguments
+from jaxmpi.model.contract import Model, with_article
 
 
 def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, ...], classes: int) -> Model:
@@ -39,11 +39,11 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
 
     def build(rngs: Any) -> Any:
         module = make(rngs)
-        check(isinstance(module, nnx.Module), f"{name}: got {a(module)} from its maker; {way_out}")
+        check(isinstance(module, nnx.Module), f"{name}: got {with_article(module)} from its maker; {way_out}")
         check_bare(name, bare_arrays(module))
         return module
 
-    @Once  # building a Model costs nothing; the first apply pays
+    @OncePerShape  # building a Model costs nothing; the first apply pays
     def structure() -> tuple[Any, list[tuple[Any, Any]], frozenset[Any]]:
         module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
         graph, _, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -69,7 +69,7 @@ def nnx_model(make: Callable[[Any], Any], *, name: str, input_shape: tuple[int, 
         state = nnx.state(module, lambda path, _: path in state_paths)
         return outputs, nnx.to_pure_dict(state)
 
-    return checked(name, init, apply, input_shape, classes)
+    return check_call(name, init, apply, input_shape, classes)
 
 
 def bare_arrays(module: Any) -> list[str]:

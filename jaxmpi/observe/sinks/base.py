@@ -46,7 +46,7 @@ def medians(row: Row) -> dict[str, Any]:
 # ---------------------------------------------------------------- the identity of a run
 
 
-def kept(run_dir: Path) -> dict[str, Any]:
+def read_state(run_dir: Path) -> dict[str, Any]:
     """Identities of this run at services, by sink; empty at first."""
     if not (run_dir / IDS).exists():
         return {}
@@ -60,10 +60,10 @@ _keeping = threading.Lock()  # two sinks may begin at once
 importing = threading.Lock()
 
 
-def keep(run_dir: Path, name: str, identity: Any) -> None:
+def write_state(run_dir: Path, name: str, identity: Any) -> None:
     """Write this run's identity at a service, for a resumed run."""
     with _keeping:
-        write_whole(run_dir / IDS, (json.dumps(kept(run_dir) | {name: identity}, indent=2) + "\n").encode())
+        write_whole(run_dir / IDS, (json.dumps(read_state(run_dir) | {name: identity}, indent=2) + "\n").encode())
 
 
 # ---------------------------------------------------------------- lines on their way
@@ -122,7 +122,7 @@ class Background:
 
     def _run(self) -> None:
         try:
-            with own_threads(self.__name__):
+            with name_threads(self.__name__):
                 sink = self._open()
                 while not self._is_closing.wait(GATHER_S):
                     self._write(sink)
@@ -141,11 +141,11 @@ def send(sinks: list[Sink], row: Row) -> None:
     """Send a line to each sink; drop and report one that fails."""
     for sink in list(sinks):
         try:
-            with own_threads(name_of(sink)):
+            with name_threads(sink_name(sink)):
                 sink(dict(row))
         except (Exception, SystemExit) as error:  # the user's code: the run is worth more than a sink
             sinks.remove(sink)
-            say_failed(name_of(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
+            say_failed(sink_name(sink), f"failed at a line of kind {row.get('kind')} and gets no more lines", error)
 
 
 def end(sink: Sink, has_failed: bool) -> None:
@@ -161,13 +161,13 @@ def close(sinks: list[Sink], has_failed: bool) -> None:
             sink.begin_to_close(has_failed)
     for sink in sinks:
         try:
-            with own_threads(name_of(sink)):
+            with name_threads(sink_name(sink)):
                 end(sink, has_failed)
         except (Exception, SystemExit) as error:
-            say_failed(name_of(sink), "failed while it was closed, and may lack its last lines", error)
+            say_failed(sink_name(sink), "failed while it was closed, and may lack its last lines", error)
 
 
-def name_of(sink: Sink) -> str:
+def sink_name(sink: Sink) -> str:
     """The name of a sink, for messages."""
     return getattr(sink, "__name__", type(sink).__name__)
 
@@ -175,7 +175,7 @@ def name_of(sink: Sink) -> str:
 _told: set[tuple[str, str]] = set()  # a library may start a thread for every line
 
 
-def own_threads(name: str) -> AbstractContextManager[None]:
+def name_threads(name: str) -> AbstractContextManager[None]:
     """Let threads that start in the block fail; report each error once."""
 
     def report(error: BaseException) -> None:

@@ -61,7 +61,7 @@ class Csv:
 
     def __call__(self, row: Row) -> None:
         """Append a line to the table of its kind."""
-        kind, cells = row["kind"], cells_of(row)
+        kind, cells = row["kind"], flatten_row(row)
         if kind in CUTS or cells.keys() - {*self.columns.get(kind, ())}:
             self._from_record()  # which has this line by now
         elif cells:
@@ -72,7 +72,7 @@ class Csv:
         rows = [json.loads(line) for line in self.record.read_bytes().splitlines()] if self.record.exists() else []
         tables: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
-            tables.setdefault(row["kind"], []).append(cells_of(row))
+            tables.setdefault(row["kind"], []).append(flatten_row(row))
         self.columns = {kind: [*dict.fromkeys(name for row in table for name in row)] for kind, table in tables.items()}
         for kind, columns in self.columns.items():
             if columns:
@@ -82,7 +82,7 @@ class Csv:
                     writer.writerows(tables[kind])
 
 
-def cells_of(row: Row) -> dict[str, Any]:
+def flatten_row(row: Row) -> dict[str, Any]:
     """Fields that fit into a cell; none of `run` (config.json has them)."""
     if row["kind"] == "run":
         return {}

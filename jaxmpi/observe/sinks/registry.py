@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import check, lookup
-from jaxmpi.observe.sinks.base import Background, Sink, own_threads, say_failed
+from jaxmpi.observe.sinks.base import Background, Sink, name_threads, say_failed
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
 from jaxmpi.observe.sinks.services import Mlflow, Wandb
 
@@ -75,7 +75,7 @@ def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
         if isinstance(given, str):
             spec = SINKS[given]
             try:
-                with own_threads(given):
+                with name_threads(given):
                     sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
             except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
                 say_failed(given, "could not be opened and gets no lines", error)

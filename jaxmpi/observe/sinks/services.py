@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmpi.core.json_tree import flatten_json
-from jaxmpi.observe.sinks.base import Row, importing, keep, kept, numbers
+from jaxmpi.observe.sinks.base import Row, importing, numbers, read_state, write_state
 
 PROJECT = "jaxmpi"  # unless the service's own variable names another
 MOST_TEXT = 500  # characters of a parameter
@@ -48,14 +48,14 @@ class Wandb:
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", run_dir.name),
-            id=kept(run_dir).get("wandb") or uuid.uuid4().hex[:8],
+            id=read_state(run_dir).get("wandb") or uuid.uuid4().hex[:8],
             resume="allow" if mode == "online" else None,
             mode=mode,
             dir=str(run_dir),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True),
         )
         self.run.define_metric("*", step_metric="step")  # its own steps may not go back
-        keep(run_dir, "wandb", self.run.id)
+        write_state(run_dir, "wandb", self.run.id)
         self.run_dir, self._picture = run_dir, wandb.Image
         self._text = lambda text: wandb.Html(f"<pre>{html.escape(text)}</pre>")
 
@@ -104,7 +104,7 @@ class Mlflow:
 
         logging.getLogger("mlflow").setLevel(logging.ERROR)  # which the import has changed
         self.metric, self.param, self.client = Metric, Param, MlflowClient()
-        self.run_dir, self.run_id, self._metrics = run_dir, kept(run_dir).get("mlflow", ""), []
+        self.run_dir, self.run_id, self._metrics = run_dir, read_state(run_dir).get("mlflow", ""), []
         if self.run_id:
             self.client.update_run(self.run_id, status="RUNNING")
             return
@@ -112,7 +112,7 @@ class Mlflow:
         there = self.client.get_experiment_by_name(name)
         experiment = there.experiment_id if there else self.client.create_experiment(name)
         self.run_id = self.client.create_run(experiment, run_name=run_dir.name).info.run_id
-        keep(run_dir, "mlflow", self.run_id)
+        write_state(run_dir, "mlflow", self.run_id)
 
     def __call__(self, row: Row) -> None:
         """Take a line's numbers, the configuration as parameters, samples as artifacts."""
@@ -125,13 +125,13 @@ class Mlflow:
         elif "step" in row:
             now_ms = int(1e3 * time.time())
             self._metrics += [
-                self.metric(allowed(name), value, now_ms, row["step"]) for name, value in numbers(row).items()
+                self.metric(allowed_key(name), value, now_ms, row["step"]) for name, value in numbers(row).items()
             ]
 
     def _configure(self, facts: Row) -> None:
         """Log parameters that the run does not have: MLflow changes none."""
         known = self.client.get_run(self.run_id).data.params
-        named = {allowed(path): str(value) for path, value in flatten_json(facts).items()}
+        named = {allowed_key(path): str(value) for path, value in flatten_json(facts).items()}
         new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
         for begin in range(0, len(new), 100):
             self.client.log_batch(self.run_id, params=new[begin : begin + 100])
@@ -155,6 +155,6 @@ class Mlflow:
         self.client.set_terminated(self.run_id, status)
 
 
-def allowed(name: str) -> str:
+def allowed_key(name: str) -> str:
     """A name with `_` for the characters that MLflow refuses."""
     return re.sub(r"[^\w\-./ ]", "_", name)
