@@ -114,7 +114,7 @@ class Rank:
             while thread.arrived:
                 parcel = thread.arrived.popleft()
                 self.w = rule.merge(self.w, wire.decode(parcel.body), parcel.share)
-            if push := rule.draw(thread.shut()):
+            if push := rule.draw(thread.closed_peers()):
                 thread.push(push.to, push.share, wire.encode(self.w))
 
         return exchange, thread.end

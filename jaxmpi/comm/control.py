@@ -204,7 +204,7 @@ class MpiProcesses(Membership):
             ranks = self.in_job([rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]])
             raise TrainingError(f"a barrier of this host: one of ranks {ranks} did not come within {limit_s:g} s")
 
-    def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
+    def leader_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
         """Call `make` on this host's first rank, then on the others.
 
         The others find the first one's cache. It waits for nobody; they wait for it alone, and no longer if it dies.

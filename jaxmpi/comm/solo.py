@@ -53,7 +53,7 @@ class SoloProcesses:
     def host_barrier(self) -> None:
         """Nobody to wait for."""
 
-    def after_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
+    def leader_first(self, make: Callable[[], Any], timeout_s: float) -> Any:
         """The value that this process makes."""
         del timeout_s
         return make()

@@ -36,9 +36,10 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
     """Carry out a command with all workers, this process's own among them.
 
     Raises:
-        UsageError, WorkerFailed: as `WorkerGroup.attempt`; another command is under way. The workers are as before.
+        UsageError, WorkerFailed: as `WorkerGroup.run_and_report`; another command is under way. The workers are as
+            before.
     """
-    with group.alone(what), profiling.call(what, group.mine.rank == 0):
+    with group.alone(what), profiling.call(what, group.own_slot.rank == 0):
         return send_and_run(group, what, prepare)
 
 
@@ -48,7 +49,7 @@ def send_and_run(group: WorkerGroup, what: str, prepare: Callable[[], Command]) 
     try:
         command = prepare()
     except Exception as error:
-        group.refuse(what, error)
+        group.report_refusal(what, error)
         raise
     try:
         while True:
@@ -64,7 +65,7 @@ def send_and_run(group: WorkerGroup, what: str, prepare: Callable[[], Command]) 
                 command = command._replace(header=command.header | {"again": True})
     except BaseException as error:
         group.note(error)
-        group.rest()
+        group.release_slots()
         raise
 
 
@@ -81,7 +82,7 @@ def releases_slots(handler: Callable[[WorkerGroup, Command], Any]) -> Callable[[
             raise
         finally:
             if is_over:
-                group.rest()
+                group.release_slots()
 
     return resting
 
@@ -92,16 +93,16 @@ def releases_slots(handler: Callable[[WorkerGroup, Command], Any]) -> Callable[[
 @releases_slots
 def call(group: WorkerGroup, command: Command) -> tuple[tuple[Any, ...], Leaves]:
     """Compute everywhere and reduce; return structures, and leaves if results are wanted."""
-    reports = group.attempt(command.header["name"], lambda slot: compute(slot, command, group))
+    reports = group.run_and_report(command.header["name"], lambda slot: compute(slot, command, group))
     counts = [report.count for report in reports]
-    leaves = group.mine.program.leaves
+    leaves = group.own_slot.program.leaves
     with profiling.part("reduce"):
         out = {slot.rank: slot.out for slot in group.slots}
         results = profiling.wait_if_profiling(reduce_leaves(group, leaves, out, counts, command.header["strategy"]))
     for slot in group.slots:
         store_results(slot, leaves, results, command.header["locals"])
     returned = [results[i] for i, leaf in enumerate(leaves) if leaf.place == "result"] if group.leads else []
-    return group.mine.program.structures, returned
+    return group.own_slot.program.structures, returned
 
 
 def store_results(slot: WorkerSlot, leaves: Sequence[Leaf], results: dict[int, Any], made: dict[str, int]) -> None:
@@ -123,7 +124,7 @@ def reduce_leaves(
 ) -> dict[int, Any]:
     """Results over workers, by leaf."""
     across = [i for i, leaf in enumerate(leaves) if leaf.place in ("result", "into")]
-    first = out[group.mine.rank]
+    first = out[group.own_slot.rank]
     sums = [i for i in across if is_exchanged(leaves[i].op, first[i].dtype)]
     results: dict[int, Any] = {}
     for op in ("mean", "sum"):
@@ -132,22 +133,22 @@ def reduce_leaves(
             results |= zip(chosen, sum_over_workers(group, op, parts, counts, strategy), strict=True)
     if rest := [i for i in across if i not in results]:
         everywhere = any(leaves[i].place == "into" for i in rest)
-        rows = group.gathered({rank: [np.asarray(out[rank][i]) for i in rest] for rank in out}, everywhere)
+        rows = group.gather_arrays({rank: [np.asarray(out[rank][i]) for i in rest] for rank in out}, everywhere)
         shares = [count / sum(counts) for count in counts]
         for place, i in enumerate(rest if rows is not None else []):
-            results[i] = group.mine.put(combine(leaves[i].op, [row[place] for row in rows or []], shares))
+            results[i] = group.own_slot.put(combine(leaves[i].op, [row[place] for row in rows or []], shares))
     return results
 
 
 def sum_over_workers(group: WorkerGroup, op: str, parts: dict[int, Leaves], counts: list[int], strategy: str) -> Leaves:
     """Means weighted by examples, or sums, over the exchange."""
     if group.size == 1:
-        return parts[group.mine.rank]
-    dtypes = [x.dtype for x in parts[group.mine.rank]]
+        return parts[group.own_slot.rank]
+    dtypes = [x.dtype for x in parts[group.own_slot.rank]]
     uneven = op == "mean" and len(set(counts)) > 1
     if uneven:  # sum_r (n_r / n) mean_r, in 32 bits
         parts = {rank: scale_leaves(leaves, np.float32(counts[rank] / sum(counts))) for rank, leaves in parts.items()}
-    totals = group.summed(parts, "sum" if uneven or op == "sum" else "mean", strategy)[group.mine.rank]
+    totals = group.sum_leaves(parts, "sum" if uneven or op == "sum" else "mean", strategy)[group.own_slot.rank]
     return [x.astype(dtype) if x.dtype != dtype else x for x, dtype in zip(totals, dtypes, strict=True)]
 
 
@@ -164,7 +165,7 @@ def send_programs(group: WorkerGroup, missing: list[str]) -> None:
     """The programs that workers lack, made here once."""
     for text in missing:
         function, form, shapes = json.loads(text)
-        header, body = group.functions[function].travelling(  # pyright: ignore[reportAttributeAccessIssue]
+        header, body = group.functions[function].serialize_program(  # pyright: ignore[reportAttributeAccessIssue]
             form, tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in shapes)
         )
         data = np.frombuffer(body, np.uint8)
@@ -182,7 +183,7 @@ def program(group: WorkerGroup, command: Command) -> None:
             slot.programs[command.header["key"]] = load_program(command.header, next(command.received).tobytes())
         return CallReport("ok", "")
 
-    group.attempt(command.header["name"], load, part="compile", waiting="compile")
+    group.run_and_report(command.header["name"], load, part="compile", waiting="compile")
 
 
 def load_program(header: dict[str, Any], body: bytes) -> WorkerProgram:
@@ -215,7 +216,7 @@ def put(group: WorkerGroup, command: Command) -> None:
         slot.out = [slot.own(value) for value in worker_inputs(slot, command)]
         return CallReport("ok", json.dumps(header["says"]))
 
-    group.attempt(command.header["name"], work, part="shuffle")
+    group.run_and_report(command.header["name"], work, part="shuffle")
     for slot in group.slots:
         if command.header["ranks"] is None or slot.rank in command.header["ranks"]:
             slot.values[command.header["number"]] = slot.out
@@ -243,7 +244,9 @@ def report_variable(slot: WorkerSlot, command: Command, op: str = "") -> CallRep
 @releases_slots
 def reduce(group: WorkerGroup, command: Command) -> Leaves:
     """The variable over workers, each counted once; kept by all if asked."""
-    group.attempt(command.header["name"], functools.partial(report_variable, command=command, op=command.header["op"]))
+    group.run_and_report(
+        command.header["name"], functools.partial(report_variable, command=command, op=command.header["op"])
+    )
     with profiling.part("reduce"):
         return profiling.wait_if_profiling(reduce_reported(group, command.header))
 
@@ -251,15 +254,15 @@ def reduce(group: WorkerGroup, command: Command) -> Leaves:
 def reduce_reported(group: WorkerGroup, header: dict[str, Any]) -> Leaves:
     """Results of a reduction whose leaves are laid out."""
     mine = {slot.rank: slot.out for slot in group.slots}
-    if header["keep"] and all(is_exchanged(header["op"], x.dtype) for x in mine[group.mine.rank]):
-        totals = mine if group.size == 1 else group.summed(mine, header["op"], header["strategy"])
+    if header["keep"] and all(is_exchanged(header["op"], x.dtype) for x in mine[group.own_slot.rank]):
+        totals = mine if group.size == 1 else group.sum_leaves(mine, header["op"], header["strategy"])
         for slot in group.slots:
             slot.values[header["number"]] = totals[slot.rank]
-        return totals[group.mine.rank]
+        return totals[group.own_slot.rank]
     place = "into" if header["keep"] else "result"
     leaves = [
         Leaf(op=header["op"], place=place, target=header["number"], index=i, name=header["name"])
-        for i in range(len(mine[group.mine.rank]))
+        for i in range(len(mine[group.own_slot.rank]))
     ]
     results = reduce_leaves(group, leaves, mine, [1] * group.size, header["strategy"])
     if header["keep"]:
@@ -272,11 +275,11 @@ def reduce_reported(group: WorkerGroup, header: dict[str, Any]) -> Leaves:
 def fetch(group: WorkerGroup, command: Command) -> list[list[np.ndarray]] | None:
     """The leaves of one worker or all, kept by all if asked."""
     header = command.header
-    group.attempt(header["name"], functools.partial(report_variable, command=command))
+    group.run_and_report(header["name"], functools.partial(report_variable, command=command))
     wanted = range(group.size) if header["rank"] is None else [header["rank"]]
     with profiling.part("shuffle"):
         mine = {s.rank: [np.asarray(x) for x in s.out] if s.rank in wanted else [] for s in group.slots}
-        rows = group.gathered(mine, header["keep"])
+        rows = group.gather_arrays(mine, header["keep"])
     if header["keep"] and rows is not None:
         every = len(wanted) > 1
         kept = [combine("gather", leaf, ()) for leaf in zip(*rows, strict=True)] if every else rows[wanted[0]]
@@ -296,7 +299,7 @@ def lengths(group: WorkerGroup, command: Command) -> list[int]:
         check(len(found) == 1 and () not in found, f"{name}: {got}; {expected}")
         return CallReport("ok", json.dumps(command.header), found.pop()[0])
 
-    return [report.count for report in group.attempt(command.header["name"], count)]
+    return [report.count for report in group.run_and_report(command.header["name"], count)]
 
 
 def close(group: WorkerGroup, command: Command) -> None:

@@ -30,11 +30,11 @@ class DeviceGroup(WorkerGroup):
         self.mesh = Mesh(np.array(devices), (AXIS,))
         self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
 
-    def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
+    def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """All workers are in this process: nothing travels."""
         return mine
 
-    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` under shard_map, rank r on device r; empty leaves stay unchanged."""
         full = [i for i, x in enumerate(mine[0]) if x.size]
         if self.size == 1 or not full:
@@ -52,7 +52,7 @@ class DeviceGroup(WorkerGroup):
             for rank, leaves in mine.items()
         }
 
-    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """All workers are in this process: nothing travels."""
         return [mine[rank] for rank in range(self.size)]
 

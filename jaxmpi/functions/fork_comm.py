@@ -123,17 +123,17 @@ class SharedMemoryAllgather:
         All workers call it together, with the same sizes, in the same order. Any dtype and shape will do.
         """
         mine, every = as_bytes(operands[0]), as_bytes(results[0]).reshape(self.board.size, -1)
-        with self._failing():
+        with self._fail_on_error():
             for start in range(0, mine.size, self.room):
                 piece = mine[start : start + self.room]
-                every[:, start : start + self.room] = self._piece((piece,), piece.size)[:, : piece.size]
+                every[:, start : start + self.room] = self._gather_chunk((piece,), piece.size)[:, : piece.size]
 
     def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
         """Every worker's u8[n] of any n, if wanted; a collective call."""
         size = np.array([data.size]).view(np.uint8)
         taken = self.room - size.size  # bytes of data in the first piece, which also says how many bytes there are
-        with self._failing():
-            rows = self._piece((size, data[:taken]), -1)
+        with self._fail_on_error():
+            rows = self._gather_chunk((size, data[:taken]), -1)
             sizes = rows[:, : size.size].copy().view(np.int64)[:, 0].tolist()
             out = [data if rank == self.board.rank else np.empty(n, np.uint8) for rank, n in enumerate(sizes)]
             others = [rank for rank in range(len(sizes)) if rank != self.board.rank] if is_wanted else []
@@ -145,10 +145,10 @@ class SharedMemoryAllgather:
                 start, taken = start + taken, self.room
                 if start >= max(sizes):
                     return out if is_wanted else None
-                rows = self._piece((data[start : start + taken],), -1)
+                rows = self._gather_chunk((data[start : start + taken],), -1)
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _fail_on_error(self) -> Iterator[None]:
         """Let the others know if this worker does not go on."""
         try:
             yield
@@ -156,7 +156,7 @@ class SharedMemoryAllgather:
             self.board.fail()
             raise
 
-    def _piece(self, mine: Sequence[np.ndarray], size: int) -> np.ndarray:
+    def _gather_chunk(self, mine: Sequence[np.ndarray], size: int) -> np.ndarray:
         """All workers' rows, u8[workers, n], valid until the call after the next.
 
         `size` must be the same on all. A row is free: all have come to the call before this one, and so have left the

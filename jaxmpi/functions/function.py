@@ -132,7 +132,7 @@ class Function:
             UsageError: arguments, rows or outputs that cannot be. WorkerFailed (a TrainingError): a worker failed; its
                 traceback is in the message, and the next call works.
         """
-        group = self._bound()
+        group = self._bind_group()
         made = {place: Variable(group, None) for place, output in enumerate(self.outputs) if output.stays}
         chosen: list[ChosenOutputs] = []
         known = len(self.forms)
@@ -152,7 +152,7 @@ class Function:
             raise
         return self._results(structures, leaves, made, chosen[0])
 
-    def _bound(self) -> WorkerGroup:
+    def _bind_group(self) -> WorkerGroup:
         """This function's worker group: the current one at the first call."""
         if self.group is None:
             self.group = lifecycle.current_group()
@@ -180,17 +180,17 @@ class Function:
         structure = bound.add_all(markers, args, keywords)
         header = bound.header(batch, batch_local, int(slices))
         names = {str(place): variable.number for place, variable in made.items() if place in chosen.computed}
-        form = self._form(Form(structure, keywords, chosen.computed))
+        form = self._form_number(Form(structure, keywords, chosen.computed))
         header |= {"f": self.number, "form": form, "name": self.name, "locals": names, "outputs": chosen.computed}
         header["strategy"] = self.strategy or group.default_strategy
         agreed = ("name", "f", "form", "n", "rows", "local", "slices", "strategy", "locals", "outputs")
         header["says"] = json.dumps({key: header[key] for key in agreed} | bound.chosen())
-        fresh = self._fresh(bound)
+        fresh = self._changed_broadcasts(bound)
         header["fresh"] = list(fresh)
         given = LocalInputs(bound.given, bound.rows, bound.local, fresh)
         return Command("call", header, given, lambda rank: bound.arrays_for(rank, list(fresh.values())))
 
-    def _fresh(self, bound: "CallInputs") -> dict[int, Any]:
+    def _changed_broadcasts(self, bound: "CallInputs") -> dict[int, Any]:
         """The broadcast leaves that workers do not have yet, by their number."""
         fresh = {}
         for i, leaf in enumerate(bound.broadcast):
@@ -216,7 +216,7 @@ class Function:
         self.jitted = {form: jitted for form, jitted in self.jitted.items() if form < known}
         self.programs = {key: program for key, program in self.programs.items() if key[0] < known}
 
-    def _form(self, form: Form) -> int:
+    def _form_number(self, form: Form) -> int:
         if form not in self.forms:
             self.forms.append(form)
         return self.forms.index(form)
@@ -230,12 +230,12 @@ class Function:
         """
         if (form, shapes) not in self.programs:
             with profiling.part("compile"):
-                self.programs[form, shapes] = self._traced(form, shapes)
+                self.programs[form, shapes] = self._trace(form, shapes)
         return self.programs[form, shapes]
 
-    def _traced(self, form: int, shapes: tuple) -> WorkerProgram:
+    def _trace(self, form: int, shapes: tuple) -> WorkerProgram:
         me = weakref.proxy(self)  # a weak reference: dropping the function lets go at once of what workers hold of it
-        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._parts(form, flat)))
+        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._computed_outputs(form, flat)))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, says = [], []
         for (leaf, name), part in zip(self._destinations(form), parts, strict=True):
@@ -274,14 +274,14 @@ class Function:
         ]
         return [*outputs, *updates]
 
-    def _parts(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
+    def _computed_outputs(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
         """Call the user's function; return trees of computed outputs, then of updates."""
-        parts, outputs = self._all_parts(form, flat), self.forms[form].outputs
+        parts, outputs = self._all_outputs(form, flat), self.forms[form].outputs
         return [*(parts[i] for i in outputs), *parts[len(self.outputs) :]]
 
-    def _all_parts(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
+    def _all_outputs(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
         """All outputs, then all updates, as what is checked."""
-        with self._exchange():
+        with self._refuse_exchange():
             result = self.forms[form].call(self.__wrapped__, flat)
         expected = len(self.trees.trees) + len(self.updates)
         parts = (result,) if self.is_bare else result
@@ -297,7 +297,7 @@ class Function:
             check(got == wanted, f"{self.name}: an update is a tree {got}; its variable is {wanted}")
         return [*self.trees.split(self.name, parts[:first]), *parts[first:]]
 
-    def _exchange(self) -> AbstractContextManager[None]:
+    def _refuse_exchange(self) -> AbstractContextManager[None]:
         """Refuse an exchange in the function that is not over its workers."""
         if self.group is None or self.group.size == 1 or self.group.is_the_world:
             return nullcontext()
@@ -307,14 +307,14 @@ class Function:
             "exchanged, with mean or sum as its output, and go on in a second function or in the script"
         )
 
-    def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
+    def serialize_program(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
         """Header and body of a program for a process without the function."""
         program = self.program(form, shapes)
         header = {"name": self.name, "leaves": program.leaves, "says": program.says, "module": ""}
         avals = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
         if body := stablehlo(jax.jit(program.run), avals):
             return header, body
-        parts = jax.eval_shape(lambda *flat: self._all_parts(form, flat), *avals)
+        parts = jax.eval_shape(lambda *flat: self._all_outputs(form, flat), *avals)
         numbers = jax.tree.unflatten(jax.tree.structure(parts), range(len(jax.tree.leaves(parts))))
         picked = [*(numbers[i] for i in self.forms[form].outputs), *numbers[len(self.outputs) :]]
         return {**header, **qualified_name(self.__wrapped__), "picked": jax.tree.leaves(picked)}, pickle.dumps(
@@ -424,7 +424,7 @@ class CallInputs:
                 structures.append(self._add_argument(f"argument {name}", marker, next(left)))
             else:
                 check(variable.group is self.group, f"input {place}: the variable {OF_OTHERS}")
-                held = self.group.mine.held(variable.number)
+                held = self.group.own_slot.held(variable.number)
                 count = len(held)
                 if isinstance(marker, Scatter):
                     for leaf, is_key in zip(held, key_leaves(variable.structure), strict=True):

@@ -69,7 +69,7 @@ class Outputs:
     @functools.cached_property
     def all(self) -> ChosenOutputs:
         """All outputs."""
-        return self._laid_out(self.numbers[0] if self.is_single else self.numbers)
+        return self._choose_numbers(self.numbers[0] if self.is_single else self.numbers)
 
     def chosen(self, subset: Any) -> ChosenOutputs:
         """The outputs asked for; None asks for all.
@@ -91,9 +91,9 @@ class Outputs:
         known = all(isinstance(key, (str, int)) and key in tree for key in subset)
         check(known and len(set(subset)) == len(subset), f"output_subset: got {list(subset)!r}; {expected}")
         picked = {key: tree[key] for key in subset}
-        return self._laid_out(picked if self.is_single else tuple(picked.values()))
+        return self._choose_numbers(picked if self.is_single else tuple(picked.values()))
 
-    def _laid_out(self, numbers: PyTree) -> ChosenOutputs:
+    def _choose_numbers(self, numbers: PyTree) -> ChosenOutputs:
         """Choose outputs by number; a tuple leaves out those kept in variables."""
         computed = tuple(sorted(jax.tree.leaves(numbers)))
         if not self.is_single:

@@ -64,11 +64,11 @@ class ProcessGroup(WorkerGroup):
         self.leads, self.is_the_world = not is_serial or transport.rank == 0, not is_serial
         self.default_strategy = strategy
 
-    def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
+    def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report, by the transport."""
         return self.transport.reports(mine[0])
 
-    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` outside jit; f32 through shared memory needs no program."""
         [(rank, leaves)] = mine.items()
         if self.size > 1 and in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
@@ -86,7 +86,7 @@ class ProcessGroup(WorkerGroup):
         jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
         return self.comm.sum_on_host_now
 
-    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """Every worker's arrays, of any lengths, packed into one message."""
         rows = self.gather_bytes(pack(mine[self.transport.rank]), everywhere or not self.is_serial)
         return None if rows is None else [unpack(row) for row in rows]
@@ -103,7 +103,7 @@ class ProcessGroup(WorkerGroup):
         """
         self.is_exchanging = False
         of_workers = as_contiguous([command.arrays_for(rank) for rank in range(1, self.size)]) if self.is_serial else []
-        dropped = self.newly_dropped()
+        dropped = self.take_dropped()
         self.forget(dropped)
         if self.is_serial:
             freed = list(FREED)
@@ -121,7 +121,7 @@ class ProcessGroup(WorkerGroup):
         kind, fields, dropped, freed = json.loads(header)
         self.forget(dropped)
         for key in freed:
-            self.mine.arrays.pop(key, None)
+            self.own_slot.arrays.pop(key, None)
         return Command(kind, fields, received=iter(arrays))
 
     def end(self) -> None:
@@ -138,18 +138,18 @@ class ForkedGroup(ProcessGroup):
     cores: Sequence[int] = ()  # that this process had before the fork
     way_out = "jaxmpi.close(), then fork again"
 
-    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """The exchange through shared memory, by any strategy."""
-        with self._naming("a sum over workers"):
-            return jax.block_until_ready(super().summed(mine, op, strategy))
+        with self._name_dead_worker("a sum over workers"):
+            return jax.block_until_ready(super().sum_leaves(mine, op, strategy))
 
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
         """A gather of bytes through shared memory."""
-        with self._naming("a gather over workers"):
+        with self._name_dead_worker("a gather over workers"):
             return self.comm.gather_now(data, everywhere or self.leads)
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _name_dead_worker(self, what: str) -> Iterator[None]:
         """Report a failed exchange in shared memory, and name an ended worker."""
         try:
             yield

@@ -268,7 +268,7 @@ class MpiTransport:
     def reports(self, mine: CallReport) -> list[CallReport]:
         """48 bytes a rank; texts travel if they differ."""
         row, rows = np.frombuffer(pack_report(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
-        self._together(self.comm.Iallgather(row, rows))
+        self._wait_for_all(self.comm.Iallgather(row, rows))
         agreed = unpack_reports([each.tobytes() for each in rows])
         return agreed or [CallReport(*each) for each in self.control.allgather_object(mine)]
 
@@ -279,7 +279,7 @@ class MpiTransport:
         MPI's counts.
         """
         sizes = np.empty(self.size, np.int64)
-        self._together(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
+        self._wait_for_all(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
         out = [np.empty(size, np.uint8) for size in sizes.tolist()] if everywhere or self.rank == 0 else None
         chunk = MAX_BYTES // self.size
         for start in range(0, max(sizes.tolist()), chunk):
@@ -287,16 +287,16 @@ class MpiTransport:
             place = np.empty(sum(counts), np.uint8) if out is not None else None
             mine = data[start : start + chunk]
             if everywhere:
-                self._together(self.comm.Iallgatherv(mine, (place, counts)))
+                self._wait_for_all(self.comm.Iallgatherv(mine, (place, counts)))
             else:
-                self._together(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0))
+                self._wait_for_all(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0))
             if out is not None and place is not None:
                 ends = np.cumsum(counts).tolist()
                 for whole, end, count in zip(out, ends, counts, strict=True):
                     whole[start : start + count] = place[end - count : end]
         return out
 
-    def _together(self, request: Any) -> None:
+    def _wait_for_all(self, request: Any) -> None:
         """Wait for what all ranks take part in.
 
         Raises:
@@ -358,22 +358,22 @@ class SocketTransport:
         try:
             self.ends[rank].send_bytes(data)
         except OSError as error:
-            raise self.died(rank) from error
+            raise self.death_error(rank) from error
 
     def _receive(self, rank: int) -> bytes:
         try:
-            self._look(self.ends[rank].fileno())
+            self._poll(self.ends[rank].fileno())
             return self.ends[rank].recv_bytes()
         except (EOFError, OSError) as error:
-            raise self.died(rank) from error
+            raise self.death_error(rank) from error
 
-    def _look(self, handle: int) -> None:
+    def _poll(self, handle: int) -> None:
         poll, deadline = select.poll(), time.perf_counter() + self.looks_s
         poll.register(handle, select.POLLIN)
         while not poll.poll(0) and time.perf_counter() < deadline:
             os.sched_yield()
 
-    def died(self, rank: int) -> WorkerDied:
+    def death_error(self, rank: int) -> WorkerDied:
         """The error for the end of a worker, or of the master."""
         if rank not in self.jobs:
             return WorkerDied("the master has ended")
@@ -393,7 +393,7 @@ class SocketTransport:
         """Raise `WorkerDied` if a worker has gone."""
         for rank, job in self.jobs.items():
             if job.poll() is not None or process_state(job.pid) in ("Z", "X"):  # its other threads may end later
-                raise self.died(rank)
+                raise self.death_error(rank)
 
     def send(self, rank: int, header: str, arrays: Arrays) -> None:
         """Header with the arrays' shapes, then each array."""
@@ -423,9 +423,9 @@ class SocketTransport:
             for rank in range(1, self.size):
                 self._send(rank, rows)
         agreed = unpack_reports([rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)])
-        return agreed or [CallReport(*report) for report in self._star(list(mine))]
+        return agreed or [CallReport(*report) for report in self._allgather_json(list(mine))]
 
-    def _star(self, mine: Any) -> list[Any]:
+    def _allgather_json(self, mine: Any) -> list[Any]:
         """Every process's JSON value, on all."""
         if self.rank != 0:
             self._send(0, json.dumps(mine).encode())
@@ -436,8 +436,8 @@ class SocketTransport:
         return rows
 
     def host_barrier(self) -> None:
-        self._star(None)
+        self._allgather_json(None)
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
         """The master's JSON value, on all."""
-        return self._star(make() if self.rank == 0 else None)[0]
+        return self._allgather_json(make() if self.rank == 0 else None)[0]

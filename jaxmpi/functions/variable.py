@@ -38,7 +38,7 @@ class Variable:
 
     def __init__(self, group: WorkerGroup, structure: Any, number: int | None = None) -> None:
         self.group, self.structure = group, structure
-        self.number = group.new_number() if number is None else number
+        self.number = group.next_variable_number() if number is None else number
 
     def __del__(self) -> None:
         self.group.dropped.append(self.number)
@@ -55,7 +55,7 @@ class Variable:
         For a script that leads, or has devices as workers, this is worker 0.
         """
         self.group.check_usable()
-        return self._tree(self.group.mine.held(self.number))
+        return self._tree(self.group.own_slot.held(self.number))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -144,7 +144,7 @@ class Variable:
         """Refuse what cannot be done with random keys."""
         for i, is_key in enumerate(key_leaves(self.structure)):
             if is_key:
-                check_op(op, self.group.mine.held(self.number)[i].shape, f"variable.{name}: leaf {i}")
+                check_op(op, self.group.own_slot.held(self.number)[i].shape, f"variable.{name}: leaf {i}")
 
     def _leaves(self, value: PyTree) -> list[np.ndarray]:
         structure = jax.tree.structure(packed(value))
@@ -197,7 +197,7 @@ class Variable:
         def prepare() -> Command:
             row = reduction_name(op)
             self._check_keys(name, row)
-            for i, x in enumerate(self.group.mine.held(self.number)):
+            for i, x in enumerate(self.group.own_slot.held(self.number)):
                 check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
             chosen = self.group.default_strategy if strategy is None else strategy
             check_strategy(chosen)

@@ -88,9 +88,9 @@ class WorkerSlot:
         self.programs: dict[str, WorkerProgram] = {}  # that have come from the master
         self.known: dict[tuple, WorkerProgram] = {}  # the same, by function, form and shapes
         self.arrays: dict[str, SharedArray] = {}  # mapped, by key
-        self.rest()
+        self.release()
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Let go of the command that was carried out."""
         self.out: Leaves = []  # leaves that the command under way has made
         self.program = NO_PROGRAM  # program of the call under way
@@ -135,7 +135,7 @@ class Library(Protocol):
         """
         ...
 
-    def travelling(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
+    def serialize_program(self, form: int, shapes: tuple) -> tuple[dict[str, Any], bytes]:
         """The same for a process without the function: header and body."""
         ...
 

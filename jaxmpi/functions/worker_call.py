@@ -40,7 +40,7 @@ def compute(slot: WorkerSlot, command: Command, group: WorkerGroup) -> CallRepor
     The report says what must be the same on all workers.
     """
     if slot.done is None or "again" not in command.header:
-        slot.rest()
+        slot.release()
         slot.done = compute_now(slot, command, group)
     return slot.done
 

@@ -55,21 +55,21 @@ class WorkerGroup:
 
     # ------------------------------------------------------------ what differs between kinds of groups
 
-    def all_reports(self, mine: list[CallReport]) -> list[CallReport]:
+    def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """Every worker's report, by rank."""
         raise NotImplementedError
 
-    def summed(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` of every worker's list of floats."""
         raise NotImplementedError
 
-    def gathered(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
         """Every worker's arrays by rank, on the leading process or on all."""
         raise NotImplementedError
 
     def send(self, command: Command) -> None:
         """Send a command to the workers that wait, if any do."""
-        self.forget(self.newly_dropped())
+        self.forget(self.take_dropped())
 
     def end(self) -> None:
         """End the workers that wait."""
@@ -87,22 +87,22 @@ class WorkerGroup:
             for number in numbers:
                 slot.forget(number)
 
-    def newly_dropped(self) -> list[int]:
+    def take_dropped(self) -> list[int]:
         """Numbers of objects dropped since the last call; more may follow meanwhile."""
         numbers, self.dropped = self.dropped, []
         return numbers
 
     @property
-    def mine(self) -> WorkerSlot:
+    def own_slot(self) -> WorkerSlot:
         """This process's first worker."""
         return self.slots[0]
 
-    def rest(self) -> None:
+    def release_slots(self) -> None:
         """Drop what workers hold of the command that was carried out."""
         for slot in self.slots:
-            slot.rest()
+            slot.release()
 
-    def new_number(self) -> int:
+    def next_variable_number(self) -> int:
         """A number for a new variable."""
         self.made += 1
         return self.made
@@ -140,7 +140,7 @@ class WorkerGroup:
             slot.known[key] = slot.programs[text]
         return slot.known[key]
 
-    def attempt(
+    def run_and_report(
         self, what: str, work: Callable[[WorkerSlot], CallReport], part: str = "function", waiting: str = "straggler"
     ) -> list[CallReport]:
         """Do this process's part of a command; all raise if one fails.
@@ -169,19 +169,19 @@ class WorkerGroup:
                     _, errors[slot.rank] = try_work(slot, wait_for_outputs)
                 reports[i] = reports[i] if errors[slot.rank] is None else failure_report(errors[slot.rank])
         with profiling.part(waiting):
-            reports = self.met(reports)
+            reports = self.exchange_reports(reports)
         judge = judge_reports(what, reports, {r: e for r, e in errors.items() if e is not None})
         self.is_exchanging = True
         return judge
 
-    def met(self, mine: list[CallReport]) -> list[CallReport]:
+    def exchange_reports(self, mine: list[CallReport]) -> list[CallReport]:
         """`all_reports`, after whose failure the workers may be out of step.
 
         Raises:
             OutOfStep: whatever failed.
         """
         try:
-            return self.all_reports(mine)
+            return self.gather_reports(mine)
         except OutOfStep:
             raise
         except Exception as error:
@@ -197,12 +197,12 @@ class WorkerGroup:
             way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
             self.gone = f"the workers are no longer in step: {error_text(error):.500}{way_out}"
 
-    def refuse(self, what: str, error: Exception) -> None:
+    def report_refusal(self, what: str, error: Exception) -> None:
         """Report that this rank cannot begin, if every rank runs the script."""
         if self.is_serial:
             return
         try:
-            reports = self.met([failure_report(error)] * len(self.slots))
+            reports = self.exchange_reports([failure_report(error)] * len(self.slots))
         except BaseException as late:  # Ctrl-C included
             self.note(late)
             raise

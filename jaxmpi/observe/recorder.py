@@ -195,13 +195,13 @@ class Recorder:
         )
         if anatomy:
             slowest = self._slowest(anatomy.own_s)
-            told |= self._of_anatomy(anatomy, now) | {"slowest": slowest}
+            told |= self._anatomy_fields(anatomy, now) | {"slowest": slowest}
             self._buckets.add(noted, anatomy.steps)
             shown = dataclasses.replace(shown, slowest=slowest, **time_shares(anatomy))
         self.write("train", **told)
         self._terminal.progress(shown)
 
-    def _of_anatomy(self, anatomy: Summary, now: float) -> dict[str, Any]:
+    def _anatomy_fields(self, anatomy: Summary, now: float) -> dict[str, Any]:
         """Record fields of an anatomy."""
         self._compute_s += float(anatomy.spent[COMPUTE].mean())
         return {

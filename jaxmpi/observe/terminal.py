@@ -60,7 +60,7 @@ class ProgressLine:
     shuffles: tuple[tuple[float, int], ...] = ()  # seconds and bytes of each shuffle of data in memory
 
     @property
-    def shuffled(self) -> str:
+    def shuffles_text(self) -> str:
         """Seconds and bytes of shuffles since the last line; empty if none."""
         if not self.shuffles:
             return ""
@@ -69,7 +69,7 @@ class ProgressLine:
         return f"{count} {sum(seconds):.3g} s {with_prefix(sum(sizes))}B"
 
     @property
-    def made(self) -> str:
+    def worker_steps_text(self) -> str:
         """Steps by worker; beyond MOST_WORKERS the least, the median and the most."""
         each = sorted(self.worker_steps)
         if len(each) > MOST_WORKERS:
@@ -94,8 +94,8 @@ class ProgressLine:
                 *([f"skipped {self.skipped}"] if self.skipped else []),
                 *([" ".join(parts)] if parts else []),
                 *([f"slowest {self.slowest}"] if self.slowest else []),
-                *([self.made] if self.made else []),
-                *([self.shuffled] if self.shuffles else []),
+                *([self.worker_steps_text] if self.worker_steps_text else []),
+                *([self.shuffles_text] if self.shuffles else []),
             ]
         )
 
@@ -214,10 +214,10 @@ class Panel(Terminal):
         An empty row ends it, because mpirun passes on whole lines only.
         """
         at = phases.current()
-        rows: list[RenderableType] = [self.drawn(self._now)] if self._now else []
+        rows: list[RenderableType] = [self.draw(self._now)] if self._now else []
         return Group(*rows, *([crop(str(at), self.console.width)] if at else []), *([Text()] if at or rows else []))
 
-    def drawn(self, now: ProgressLine) -> RenderableType:
+    def draw(self, now: ProgressLine) -> RenderableType:
         """Progress, curves, and the breakdown of time."""
         width = self.console.width
         rows: list[RenderableType] = [
@@ -237,10 +237,10 @@ class Panel(Terminal):
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
         if now.slowest:
             rows.append(crop(f"slowest {now.slowest}", width))
-        if now.made:
-            rows.append(crop(now.made, width))
+        if now.worker_steps_text:
+            rows.append(crop(now.worker_steps_text, width))
         if now.shuffles:
-            rows.append(crop(now.shuffled, width))
+            rows.append(crop(now.shuffles_text, width))
         return Group(*rows)
 
     def close(self) -> None:

@@ -255,8 +255,8 @@ class Gossip(Protocol):
 class Asynchronous(NamedTuple):
     """How workers meet a center or each other, in NumPy on f32[n].
 
-    `sent` and `seen` are what travelled, as both ends know it. `outward(params, state)` is the tree that travels,
-    `inward(tree, state)` the params for what came of it.
+    `sent` and `seen` are what travelled, as both ends know it. `to_center(params, state)` is the tree that travels,
+    `from_center(tree, state)` the params for what came of it.
     """
 
     send: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (w, base) -> what the worker sends
@@ -267,8 +267,8 @@ class Asynchronous(NamedTuple):
     # (worker, workers, seed, weight or 0) -> its part, if workers meet each other and not a center
     gossip: Callable[[int, int, int, float], Gossip] | None = None
     starts_at_center: bool = False  # if a run is resumed
-    outward: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
-    inward: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
+    to_center: Callable[[PyTree, PyTree], PyTree] = lambda params, state: params
+    from_center: Callable[[PyTree, PyTree], PyTree] = lambda tree, state: tree
 
     @property
     def is_gossip(self) -> bool:

@@ -63,9 +63,9 @@ def nesterov(tx: optax.GradientTransformation, exchange: Exchange, delta: float,
         params = jax.tree.map(lambda y, old, new: (y - delta * old) + (1 + delta) * new, params, v, faster)
         return params, (inner, faster)
 
-    outward = jax.jit(lambda params, state: jax.tree.map(lambda y, v: y - delta * v, params, state[1]))
-    inward = jax.jit(lambda tree, state: jax.tree.map(lambda w, v: w + delta * v, tree, state[1]))
-    travelling = spring._replace(outward=outward, inward=inward)
+    to_center = jax.jit(lambda params, state: jax.tree.map(lambda y, v: y - delta * v, params, state[1]))
+    from_center = jax.jit(lambda tree, state: jax.tree.map(lambda w, v: w + delta * v, tree, state[1]))
+    travelling = spring._replace(to_center=to_center, from_center=from_center)
     return Rule(init, step_in_place(update, exchange.jit), False, asynchronous=travelling)
 
 

@@ -48,7 +48,7 @@ class GossipThread:
         self._outboxes = {peer: Outbox(mpi) for peer in self._peers}
         self._pushed, self._begun, self._out = (dict.fromkeys(self._peers, 0) for _ in range(3))  # pushes so far
         self._is_ending = False
-        self._heads = {peer: self._expect(peer) for peer in self._peers}
+        self._heads = {peer: self._post_header(peer) for peer in self._peers}
         self._coming: dict[int, IncomingPush] = {}
         self._thread = threading.Thread(target=self._run, name="jaxmpi gossip", daemon=True)
         self._thread.start()
@@ -58,7 +58,7 @@ class GossipThread:
         self._pushed[to] += 1
         self._to_send.append((to, PushMessage(share, body)))
 
-    def shut(self) -> frozenset[int]:
+    def closed_peers(self) -> frozenset[int]:
         """Workers to push nothing to: gone, or behind with earlier pushes."""
         return frozenset(peer for peer in self._peers if self._pushed[peer] - self._out[peer] >= MOST) | self.gone
 
@@ -81,15 +81,15 @@ class GossipThread:
     def _run(self) -> None:
         scheduling.take_short_turns()
         pauses = Backoff()
-        while not (self._is_ending and self.ended | self.gone >= set(self._peers) and self._all_out()):
+        while not (self._is_ending and self.ended | self.gone >= set(self._peers) and self._flush()):
             moved = bool(self._to_send)
             while self._to_send:
                 self._is_ending |= self._send(*self._to_send.popleft())
-            moved |= any([self._look(peer) for peer in self._peers if peer not in self.gone | self.ended])
-            self._all_out()
+            moved |= any([self._poll(peer) for peer in self._peers if peer not in self.gone | self.ended])
+            self._flush()
             pauses.after(moved)
 
-    def _all_out(self) -> bool:
+    def _flush(self) -> bool:
         """Return True if all messages to all peers have left."""
         out = [peer for peer, outbox in self._outboxes.items() if outbox.is_empty()]
         self._out |= {peer: self._begun[peer] for peer in out}
@@ -101,30 +101,30 @@ class GossipThread:
         messages = [np.array([PUSHED if push else ENDED, share], np.float64).view(np.uint8)]
         messages += host_comm.cut(push.body) if push else []
         for message in messages if to not in self.gone else []:
-            self._guarded(to, lambda message=message: self._outboxes[to].send(message, to))
+            self._unless_lost(to, lambda message=message: self._outboxes[to].send(message, to))
         self._begun[to] += push is not None
         return push is None
 
-    def _expect(self, peer: int) -> tuple[Any, np.ndarray]:
+    def _post_header(self, peer: int) -> tuple[Any, np.ndarray]:
         head = np.empty(2)
         return self.mpi.Irecv(head, peer), head
 
-    def _look(self, peer: int) -> bool:
+    def _poll(self, peer: int) -> bool:
         """Poll a peer for the header of a `PushMessage`, then its parts."""
         coming = self._coming.get(peer)
         if coming is None and len(self.arrived) >= MOST * len(self._peers) and not self._is_ending:
             return False  # until the main thread has taken some; at the end it waits for all
         if coming is None:
-            return bool(self._guarded(peer, lambda: self._head(peer)))
-        self._guarded(peer, lambda: host_comm.some_are_complete(coming.requests))
+            return bool(self._unless_lost(peer, lambda: self._take_header(peer)))
+        self._unless_lost(peer, lambda: host_comm.some_are_complete(coming.requests))
         if any(coming.requests) or peer in self.gone:
             return False
         self.arrived.append(coming.push)
         del self._coming[peer]
-        self._guarded(peer, lambda: self._heads.update({peer: self._expect(peer)}))
+        self._unless_lost(peer, lambda: self._heads.update({peer: self._post_header(peer)}))
         return True
 
-    def _head(self, peer: int) -> bool:
+    def _take_header(self, peer: int) -> bool:
         request, head = self._heads[peer]
         if not request.Test():
             return False
@@ -136,7 +136,7 @@ class GossipThread:
         self._coming[peer] = IncomingPush(push, parts)
         return True
 
-    def _guarded(self, peer: int, act: Callable[[], Any]) -> Any:
+    def _unless_lost(self, peer: int, act: Callable[[], Any]) -> Any:
         """Result of an act, or None if the peer is gone."""
         try:
             return act()

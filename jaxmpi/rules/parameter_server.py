@@ -189,7 +189,7 @@ class GlobalProgress:
             self.evaluate = max(self.evaluate, report.evaluate)
         self._held.add(worker)
 
-    def lose(self, worker: int) -> None:
+    def drop_worker(self, worker: int) -> None:
         """Wait no more for a worker that is gone; its exchanges count."""
         self.reports.pop(worker, None)
         self.absent.discard(worker)
@@ -236,11 +236,11 @@ class GlobalProgress:
         staleness = tuple(float(self.staleness[late]) for late in range(LONGEST + 1))
         return ServerAnswer(status, self.counters, staleness, (self.spent if worker == 0 else self.spent[:0]).copy())
 
-    def evaluating(self) -> set[int]:
+    def unevaluated_workers(self) -> set[int]:
         """Workers that have yet to post their part of an evaluation."""
         return {worker for worker, report in self.reports.items() if report.evaluated < self.evaluate}
 
-    def awaited(self) -> set[int]:
+    def expected_workers(self) -> set[int]:
         """Workers expected to send next: none that is held back or gone."""
         return set(self.reports) - self._held - self.told
 
@@ -286,15 +286,15 @@ class Server:
         else:
             self._segment(worker, kind, number, body)
 
-    def lose(self, worker: int) -> None:
+    def drop_worker(self, worker: int) -> None:
         """A worker is gone."""
         self.out.pop(worker, None)
         if self.progress:
             self.is_closed |= worker == 0  # nobody else would say so; the others get it from server 0's answers
-            self.progress.lose(worker)
+            self.progress.drop_worker(worker)
             self._answer()
 
-    def excuse(self, workers: Iterable[int]) -> None:
+    def drop_stragglers(self, workers: Iterable[int]) -> None:
         """Let others begin without late workers, which may still come."""
         if self.progress:
             self.progress.absent -= set(workers)
@@ -405,7 +405,7 @@ class ServerExchange:
         elif where not in (POST, END):
             self.seen[slice(*where)] = self._wire.decode(answer)
 
-    def waiting_for(self) -> list[int]:
+    def pending_servers(self) -> list[int]:
         """Servers whose answers are still to come."""
         return [server for server, open_ in enumerate(self._open) if open_]
 

@@ -94,7 +94,7 @@ class ServerEndpoint:
         """
         self.mpi, self.server = mpi, server
         self._outbox, self._message_bytes = Outbox(mpi, ANSWERED), message_bytes
-        self._coming = {worker: deque(self._expect(worker) for _ in range(WINDOW + 1)) for worker in workers}
+        self._coming = {worker: deque(self._post_receive(worker) for _ in range(WINDOW + 1)) for worker in workers}
         self._first = itertools.count()  # counts rounds, to begin each with another worker
         self.lost: list[int] = []
         self.heard_s: dict[int, float] = {}  # by worker: the time of the last message from it or to it
@@ -122,38 +122,40 @@ class ServerEndpoint:
     def silent_s(self) -> dict[int, float]:
         """Seconds since each worker's last message, but for those awaiting an answer."""
         now_s, progress = time.monotonic(), self.server.progress
-        awaited = {worker for worker in (progress.awaited() if progress else ()) if not self.server.out.get(worker)}
+        awaited = {
+            worker for worker in (progress.expected_workers() if progress else ()) if not self.server.out.get(worker)
+        }
         return {worker: now_s - self.heard_s.setdefault(worker, now_s) for worker in sorted(awaited)}
 
     def poll(self) -> bool:
         """A round; False if nothing has come."""
         workers = sorted(self._coming)
         first = next(self._first) % max(len(workers), 1)
-        moved = any([self._look(worker) for worker in workers[first:] + workers[:first]])
+        moved = any([self._take_message(worker) for worker in workers[first:] + workers[:first]])
         for worker, answers in list(self.server.out.items()):
             while answers and worker in self._coming:
                 self.heard_s[worker] = time.monotonic()
-                self._guarded(worker, partial(self._outbox.send, answers.popleft(), worker))
+                self._unless_lost(worker, partial(self._outbox.send, answers.popleft(), worker))
                 moved = True
         self._outbox.is_empty()
         return moved
 
-    def _expect(self, worker: int) -> tuple[Any, np.ndarray]:
+    def _post_receive(self, worker: int) -> tuple[Any, np.ndarray]:
         message = np.empty(self._message_bytes, np.uint8)
         return self.mpi.Irecv(message, worker, SAID), message
 
-    def _look(self, worker: int) -> bool:
+    def _take_message(self, worker: int) -> bool:
         """Take the oldest message of a worker; False if there is none."""
         coming = self._coming[worker]
-        if not self._guarded(worker, lambda: coming[0][0].Test()):
+        if not self._unless_lost(worker, lambda: coming[0][0].Test()):
             return False
         message = coming.popleft()[1]
-        self._guarded(worker, lambda: coming.append(self._expect(worker)))
+        self._unless_lost(worker, lambda: coming.append(self._post_receive(worker)))
         self.heard_s[worker] = time.monotonic()
         self.server.take(worker, message)
         return True
 
-    def _guarded(self, worker: int, act: Callable[[], Any]) -> Any:
+    def _unless_lost(self, worker: int, act: Callable[[], Any]) -> Any:
         """Result of an act, or None if the worker is gone."""
         if worker not in self._coming:
             return None
@@ -164,7 +166,7 @@ class ServerEndpoint:
                 raise
             del self._coming[worker]
             self.lost.append(worker)
-            self.server.lose(worker)
+            self.server.drop_worker(worker)
             # Nobody is left to say so; a server that keeps the progress of all knows the end by that.
             self.server.is_closed |= not (self._coming or self.server.progress)
             return None
@@ -232,7 +234,7 @@ def progress_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) 
     for sending in exchange.ready():
         lines[sending.server].send(sending.message, sending.answer_bytes)
     moved = False
-    for server in exchange.waiting_for():
+    for server in exchange.pending_servers():
         answer = lines[server].answer()
         if answer is not None:
             exchange.take(server, answer)

@@ -45,7 +45,7 @@ class RuleSpec:
     sends_params: bool = False  # which a wire of 8 bits would round by more than a step changes them
     check: Callable[[RuleConfig, int], None] = lambda config, workers: None  # raises UsageError
 
-    def goes_by(self, setting: str) -> bool:
+    def uses(self, setting: str) -> bool:
         """Return True if a config field matters; `name` and `force` always do."""
         own = self.settings if self.settings is not None else {setting} - COMMON
         return setting in ("name", "force", *own)
@@ -131,9 +131,9 @@ def check_settings(config: RuleConfig) -> None:
     row = lookup(RULES, config.name, "rule")
     for field in dataclasses.fields(config):
         got, why = getattr(config, field.name), NO_USE.get(field.name, "which does not go by it")
-        if row.goes_by(field.name) or got == default_settings(field):
+        if row.uses(field.name) or got == default_settings(field):
             continue
-        able = " or ".join(name for name, spec in RULES.items() if spec.goes_by(field.name))
+        able = " or ".join(name for name, spec in RULES.items() if spec.uses(field.name))
         ways = [f"rule.{field.name}: got {got} with rule {config.name}, {why}; leave it out"]
         if able:
             ways.append(f"or use {able}")

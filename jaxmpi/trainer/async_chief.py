@@ -64,9 +64,9 @@ class AsyncLeader:
         self.result: dict[str, float] = {}
         self.answer: ServerAnswer | None = None  # the last
 
-    def asks(self) -> dict[str, float]:
+    def requests(self) -> dict[str, float]:
         """The next report's requests to all workers: parts of checkpoint and evaluation."""
-        return self.evaluation.asks() | ({"save": self.number} if self.is_writing else {})
+        return self.evaluation.requests() | ({"save": self.number} if self.is_writing else {})
 
     def progress(self, state: TrainState, answer: ServerAnswer) -> RunProgress:
         """Complete what all workers have done parts of; return what is due.
@@ -74,7 +74,7 @@ class AsyncLeader:
         At the end nothing is due: see `finish`.
         """
         self.answer, step = answer, self.run.plan.step(answer.counters.examples)
-        if outcome := self.evaluation.conclude_if_whole(answer):
+        if outcome := self.evaluation.conclude_if_complete(answer):
             self.result, self.evaluated = outcome.figures, self.evaluation.step
         is_saved = answer.status.save == self.number and answer.status.saved >= answer.status.alive
         if self.is_writing and is_saved and not self.evaluation.is_open:  # which may be its score
@@ -103,7 +103,7 @@ class AsyncLeader:
         assert self.answer is not None
         self.begun, self.at, home = step, self.answer.counters, self.run.saver.home
         if fate := home.fate():
-            self.end_elsewhere(state, fate)
+            self.save_elsewhere(state, fate)
         self.states = callbacks.states(self.run.experiment.callbacks, self.run.workers.processes)
         with written(step, home):
             self.parts.begin(step)
@@ -129,7 +129,7 @@ class AsyncLeader:
         with written(self.begun, run.saver.home):
             parts.end(self.begun, {"center": self.shared(state)}, extra, score)
 
-    def end_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
+    def save_elsewhere(self, state: TrainState, fate: str) -> NoReturn:
         """Save the center elsewhere, to resume from, and end the run."""
         home = self.run.saver.home
         place = refuge(home, self.run.recorder.copy_to)
@@ -217,7 +217,7 @@ class AsyncLeader:
     def wait(self, state: TrainState) -> None:
         """Report, write the checkpoint part asked for, and complete what is whole."""
         time.sleep(LOOK_S)
-        answer = self.worker.report(self.asks())
+        answer = self.worker.report(self.requests())
         self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
         self.progress(state, answer)
 

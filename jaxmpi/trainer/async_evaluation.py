@@ -43,14 +43,14 @@ class SharedEvaluation:
         self._number, self._sums = 0.0, dict[str, np.ndarray]()
         self._subject: Subject | None = None
 
-    def rehearse(self, state: TrainState) -> None:
+    def compile(self, state: TrainState) -> None:
         """Judge one batch, so that all is compiled that an evaluation takes."""
         subject = subject_of(self.run, state)
         self._like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), subject)
         for metrics in judged(self.run, subject, 0, 0, 1):
             jax.block_until_ready(metrics)
 
-    def asks(self) -> dict[str, float]:
+    def requests(self) -> dict[str, float]:
         """The next report's words to all workers: to judge their parts."""
         return {"evaluate": self._number} if self.is_open else {}
 
@@ -59,22 +59,22 @@ class SharedEvaluation:
         self.step, self.is_open, self._subject = step, True, subject_of(self.run, state)
         self._number = step + 1 + self.worker.is_done / 2  # that of the end may be of the same step
         self.worker.post(pack_leaves(self._subject))
-        self.worker.report(self.asks())
-        self._sums = self._judge(self._subject, step, self.worker.number)
+        self.worker.report(self.requests())
+        self._sums = self._evaluate(self._subject, step, self.worker.number)
         self.worker.evaluated = self._number
 
-    def take_part(self, answer: ServerAnswer) -> None:
+    def evaluate_shard(self, answer: ServerAnswer) -> None:
         """Judge this worker's part, if asked for, and post its sums."""
         number = answer.status.evaluate
         if number <= self.worker.evaluated:
             return
         if self.parts[self.worker.number] != (0, 0):
-            subject = on_device(self._fetched())
-            sums = self._judge(subject, int(number) - 1, self.worker.number)
+            subject = on_device(self._fetch_subject())
+            sums = self._evaluate(subject, int(number) - 1, self.worker.number)
             self.worker.post(np.append(number, flat(sums)).view(np.uint8))
         self.worker.evaluated = number
 
-    def conclude_if_whole(self, answer: ServerAnswer) -> Evaluation | None:
+    def conclude_if_complete(self, answer: ServerAnswer) -> Evaluation | None:
         """Worker 0: the outcome, once all workers have posted their parts."""
         if not self.is_open or answer.status.evaluate < self._number or answer.status.evaluated < answer.status.alive:
             return None
@@ -83,16 +83,16 @@ class SharedEvaluation:
         for number in range(1, self.worker.workers if totals else 1):
             values = self.worker.fetch(number, 8 * (1 + flat(totals).size)).view(np.float64)
             is_there = values[0] == self._number
-            part = like(self._sums, values[1:]) if is_there else self._judge(subject, self.step, number)
+            part = like(self._sums, values[1:]) if is_there else self._evaluate(subject, self.step, number)
             totals = {name: total + part.get(name, 0) for name, total in totals.items()}
         return concluded(self.run, subject, self.step, means_of(totals))
 
-    def _judge(self, subject: Subject, step: int, number: int) -> dict[str, np.ndarray]:
+    def _evaluate(self, subject: Subject, step: int, number: int) -> dict[str, np.ndarray]:
         """Sums over the part of a worker."""
         begin, end = self.parts[number]
         return {} if begin == end else sums_of(judged(self.run, subject, step, begin, end), self.run.workers)
 
-    def _fetched(self) -> Subject:
+    def _fetch_subject(self) -> Subject:
         """The subject that worker 0 has posted."""
         leaves, structure = jax.tree.flatten(self._like)
         ends = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])

@@ -101,7 +101,7 @@ class HeartbeatMonitor:
         """How long a worker may say nothing."""
         if worker in progress.absent:
             return start_limit_s(self.stall_timeout_s)
-        has_more_to_do = worker == 0 or worker in progress.evaluating()
+        has_more_to_do = worker == 0 or worker in progress.unevaluated_workers()
         return (self.stall_timeout_s or math.inf) * (failures.LONG if has_more_to_do else 1.0)
 
     def look(self, endpoint: ServerEndpoint, is_called_away: bool) -> None:
@@ -123,7 +123,7 @@ class HeartbeatMonitor:
         )
         if self.on_stall == "abort":
             failures.end_job(STALLED)
-        endpoint.server.excuse(late.keys() & progress.absent)
+        endpoint.server.drop_stragglers(late.keys() & progress.absent)
 
 
 def serve(run: Run, endpoint: ServerEndpoint, monitor: HeartbeatMonitor) -> None:

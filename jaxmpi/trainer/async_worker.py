@@ -84,13 +84,13 @@ class AsyncWorker:
         )
         self.new = self.new.plus(new)
 
-    def spend(self, window: Window) -> None:
+    def count_time(self, window: Window) -> None:
         """Count where the time of steps went."""
         part = by_name(window)
         alike = {name: part[name] for name in ("data", "transfer", "compute", "other")}
         self.spent = self.spent.plus(TimeSpent(window.steps, exchange=part["exposed"], **alike))
 
-    def begin_with_all(self) -> None:
+    def wait_for_start(self) -> None:
         """Report ready before the first step, and wait for all live workers."""
         failures.doing("start", failures.LONG)
         self._answer(self._server_exchange(PUSH, None, self._report({})))
@@ -106,13 +106,13 @@ class AsyncWorker:
     def exchange(self, state: TrainState, asks: Mapping[str, float]) -> tuple[TrainState, ServerAnswer]:
         """Exchange with the center and report; return the state and the answer."""
         begin = time.perf_counter()
-        w = self.flat.vector(self.rule.outward(state.params, state.rule_state))
+        w = self.flat.vector(self.rule.to_center(state.params, state.rule_state))
         exchange = self._server_exchange(PUSH, self.rule.send(w, self.base), self._report(asks))
         distance = float(np.linalg.norm(w - exchange.seen))
         w, self.base = self.rule.meet(w, self.base, exchange.sent, exchange.seen)
-        state = state._replace(params=self._params(w, state))
+        state = state._replace(params=self._to_params(w, state))
         took_s = time.perf_counter() - begin
-        self._met(distance, exchange.sent_bytes, took_s)
+        self._count_exchange(distance, exchange.sent_bytes, took_s)
         self.spent = self.spent.plus(TimeSpent(exchange=took_s - self._held_s, sync=self._held_s))
         return state, self._answer(exchange)
 
@@ -127,11 +127,11 @@ class AsyncWorker:
             if w is None:
                 begin, w = wait_for_step(state), self.flat.vector(state.params)
             sent = self.wire.decode(push.body)
-            self._met(float(np.linalg.norm(w - sent)), 0, 0.0)
+            self._count_exchange(float(np.linalg.norm(w - sent)), 0, 0.0)
             w = gossip.merge(w, sent, push.share)
         if w is not None:
-            state = state._replace(params=self._params(w, state))
-        push = None if self.is_done else gossip.draw(gossiper.shut())
+            state = state._replace(params=self._to_params(w, state))
+        push = None if self.is_done else gossip.draw(gossiper.closed_peers())
         if push:
             begin = begin or wait_for_step(state)
             body = self.wire.encode(self.flat.vector(state.params) if w is None else w)
@@ -214,10 +214,10 @@ class AsyncWorker:
         self.new, self.spent = Counters(), TimeSpent()
         return said
 
-    def _params(self, w: np.ndarray, state: TrainState) -> PyTree:
-        return self.rule.inward(on_device(self.flat.tree(w)), state.rule_state)
+    def _to_params(self, w: np.ndarray, state: TrainState) -> PyTree:
+        return self.rule.from_center(on_device(self.flat.tree(w)), state.rule_state)
 
-    def _met(self, distance: float, sent_bytes: int, seconds: float) -> None:
+    def _count_exchange(self, distance: float, sent_bytes: int, seconds: float) -> None:
         self.new = self.new.plus(Counters(exchanges=1, exchange_s=seconds, sent_bytes=sent_bytes, distance=distance))
 
 

@@ -151,14 +151,14 @@ class AsynchronousWorker:
         self.first = next(self.source)
         train_step, limit_s = run.functions.train_step, start_limit_s(run.experiment.stall_timeout_s)
         with phases.phase("tracing and compiling the step"):
-            self.step = run.workers.processes.after_first(
+            self.step = run.workers.processes.leader_first(
                 lambda: train_step.lower(state, self.first).compile(), limit_s
             )
         with phases.phase("compiling the evaluation"):  # else one would fall behind while it compiles
-            run.workers.processes.after_first(lambda: self.evaluation.rehearse(state), limit_s)
+            run.workers.processes.leader_first(lambda: self.evaluation.compile(state), limit_s)
             run.plan.lr_of(1)  # as progress lines do
         with phases.phase("waiting for all workers to be ready"):
-            self.worker.begin_with_all()
+            self.worker.wait_for_start()
         self.begin_turns()
         if self.chief:
             run.recorder.start_window(int(self.start.counters.examples))
@@ -184,16 +184,16 @@ class AsynchronousWorker:
         if not meets and worker.clock % self.report_every:
             self._let_others_run(state)
             return state, RunProgress(step)
-        sums = np.sum([self._read(*one) for one in self._pending], axis=0)
+        sums = np.sum([self._step_sums(*one) for one in self._pending], axis=0)
         self.timer.pause()
         worker.count(sums, len(self._pending), run.plan.feed.skipped, run.plan.feed.wait_s)
         self._pending.clear()
         window = self.timer.window()
-        worker.spend(window)
+        worker.count_time(window)
         worker.tracer.add(window.spans, worker.number, step)
-        asks = (self.chief.asks() if self.chief else {}) | {"leave": float(run.notice.given)}
+        asks = (self.chief.requests() if self.chief else {}) | {"leave": float(run.notice.given)}
         state, answer = worker.exchange(state, asks) if meets else (state, worker.report(asks))
-        self._do_parts(state, answer)
+        self._serve_requests(state, answer)
         self.answer = answer
         progress = RunProgress(step, is_over=bool(answer.status.stop))
         if self.chief:
@@ -216,12 +216,12 @@ class AsynchronousWorker:
                 time.sleep(sleep_s)
             self.worker.spent = self.worker.spent.plus(TimeSpent(sync=time.perf_counter() - begin_s))
 
-    def _do_parts(self, state: TrainState, answer: ServerAnswer) -> None:
+    def _serve_requests(self, state: TrainState, answer: ServerAnswer) -> None:
         """Do this worker's parts of a checkpoint and an evaluation under way."""
         self.worker.write_if_asked(self.parts, self.run.saver.home, state, answer)
-        self.evaluation.take_part(answer)
+        self.evaluation.evaluate_shard(answer)
 
-    def _read(self, step: int, metrics: Metrics | None) -> np.ndarray:
+    def _step_sums(self, step: int, metrics: Metrics | None) -> np.ndarray:
         """f64[SUMS] of a step, checked as finite before it reaches the center.
 
         Raises:
@@ -283,7 +283,7 @@ class AsynchronousWorker:
             answer = worker.report({})
             while not answer.status.closing:
                 time.sleep(LOOK_S)
-                self._do_parts(state, answer)
+                self._serve_requests(state, answer)
                 answer = worker.report({})
         if is_left:
             raise decisions.Preempted

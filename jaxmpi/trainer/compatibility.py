@@ -210,7 +210,7 @@ AT_START = (
     ),
     *incompatible(is_asynchronous, ASYNCHRONOUS, ("comm", "xla", "take --comm mpi")),
     *incompatible(
-        lambda x: lookup(registry.RULES, x.rule.name, "rule").goes_by("momentum") and x.optim.name != "sgd",
+        lambda x: lookup(registry.RULES, x.rule.name, "rule").uses("momentum") and x.optim.name != "sgd",
         "rule {rule.name} and optimizer {optim.name}",
         ("rule.momentum", "any", "EAMSGD is rule easgd over optim.name sgd, others bring a momentum of their own"),
     ),

@@ -85,7 +85,7 @@ def test_a_panel_fits_its_terminal(columns):
     panel.evaluated("top-1", "50.00 %", 0.5)
     panel.evaluated("top-1", "75.00 %", 0.75)
     panel._first = dataclasses.replace(NOW, step=10, elapsed_s=20.0)
-    panel.console.print(panel.drawn(NOW))
+    panel.console.print(panel.draw(NOW))
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines()
     assert all(len(line) <= columns for line in lines), lines
     assert lines[0].startswith("step 30/120"[:columns])

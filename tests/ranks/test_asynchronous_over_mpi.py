@@ -135,7 +135,7 @@ def test_a_worker_that_takes_nothing_is_pushed_nothing_more_and_no_memory_fills(
     gossiper, gossip = GossipThread(control().clone(), RANK, SIZE, 4 * N), RandomGossip(RANK, SIZE, 1.0, seed=3)
     body, pushed, end_s = np.full(N, RANK, np.float32).view(np.uint8), 0, time.monotonic() + 1
     while time.monotonic() < end_s:
-        if push := gossip.draw(gossiper.shut()):
+        if push := gossip.draw(gossiper.closed_peers()):
             gossiper.push(push.to, push.share, body)
             pushed += 1
         time.sleep(0.001)

@@ -169,7 +169,7 @@ class World:
     def kill(self, i: int) -> None:
         del self.workers[i]
         for s, server in enumerate(self.servers):
-            server.lose(i)
+            server.drop_worker(i)
             del self.there[i, s], self.back[i, s]
 
     def run(self) -> None:
@@ -367,12 +367,12 @@ def test_what_a_worker_posts_all_fetch_and_it_may_post_again(pieces):
 def test_all_that_live_take_part_in_an_evaluation():
     progress = begun(3)
     progress.report(0, WorkerReport(1, 0, evaluate=5.0), Counters())
-    assert progress.evaluating() == {0, 1, 2}
+    assert progress.unevaluated_workers() == {0, 1, 2}
     progress.report(1, WorkerReport(1, 0, evaluated=5.0), Counters())
-    progress.lose(2)
+    progress.drop_worker(2)
     status = progress.answer(0).status
     assert (status.evaluate, status.evaluated, status.alive) == (5.0, 1, 2)
-    assert progress.evaluating() == {0}
+    assert progress.unevaluated_workers() == {0}
 
 
 class StraightLine:
@@ -438,7 +438,7 @@ def test_a_worker_ahead_waits_and_goes_on_when_the_slowest_dies():
     progress.report(0, WorkerReport(3, 0), new)
     progress.report(1, WorkerReport(1, 0), new)
     assert [w for w, _ in progress.answers()] == [1]  # worker 2 has done nothing yet
-    progress.lose(2)
+    progress.drop_worker(2)
     assert [w for w, _ in progress.answers()] == [0]
 
 
@@ -457,13 +457,13 @@ def test_the_end_is_over_when_all_that_are_there_have_heard():
     progress.report(1, WorkerReport(1, 0, 1), new)
     assert [a.status.closing for _, a in progress.answers()] == [1]
     assert not progress.is_over()
-    progress.lose(2)
+    progress.drop_worker(2)
     assert progress.is_over()
 
 
 def test_when_worker_0_dies_the_others_hear_it():
     progress = begun(2)
-    progress.lose(0)
+    progress.drop_worker(0)
     progress.report(1, WorkerReport(1, 0), [*Counters()])
     assert [a.status.closing for _, a in progress.answers()] == [2]
 
@@ -510,8 +510,8 @@ def test_nobody_is_answered_before_all_that_live_have_come():
     for worker in (2, 0):
         progress.report(worker, WorkerReport(0, 0), new)
         assert [*progress.answers()] == []
-    assert progress.awaited() == {1, 3}
-    progress.lose(3)
+    assert progress.expected_workers() == {1, 3}
+    progress.drop_worker(3)
     assert [*progress.answers()] == []
     progress.report(1, WorkerReport(0, 0), new)
     assert [worker for worker, _ in progress.answers()] == [0, 1, 2]
@@ -526,6 +526,6 @@ def test_workers_that_are_late_at_the_start_can_be_begun_without():
     for sending in exchange.ready():
         server.take(0, sending.message)
     assert not server.out.get(0)
-    server.excuse({1})
+    server.drop_stragglers({1})
     assert len(server.out[0]) == 1
-    assert progress.awaited() == {0, 1}  # it may still come
+    assert progress.expected_workers() == {0, 1}  # it may still come

@@ -410,19 +410,19 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
         states.append(state._replace(params=params, model_state=model_state))
         workers.append(JudgingWorker(number, server))
         evaluations.append(SharedEvaluation(run, workers[-1]))
-        evaluations[-1].rehearse(states[-1])
+        evaluations[-1].compile(states[-1])
         made[number].clear()
         progress.report(number, WorkerReport(0, 0), Counters())
     for _ in progress.answers():
         pass
     evaluations[0].begin(40, states[0])
-    assert evaluations[0].conclude_if_whole(workers[0].report(evaluations[0].asks())) is None
+    assert evaluations[0].conclude_if_complete(workers[0].report(evaluations[0].requests())) is None
     for number in (1,) if dies == "before" else (1, 2):
-        evaluations[number].take_part(workers[number].report({}))
-        evaluations[number].take_part(workers[number].report({}))  # which says that it has, and is not asked again
+        evaluations[number].evaluate_shard(workers[number].report({}))
+        evaluations[number].evaluate_shard(workers[number].report({}))  # which says that it has, and is not asked again
     if dies:
-        server.lose(2)
-    outcome = evaluations[0].conclude_if_whole(workers[0].report({}))
+        server.drop_worker(2)
+    outcome = evaluations[0].conclude_if_complete(workers[0].report({}))
     assert outcome is not None
     assert sorted(itertools.chain(*made)) == data.tolist()
     assert outcome.figures["eval_count"] == batches
@@ -430,7 +430,7 @@ def test_an_evaluation_is_of_every_batch_once_by_worker_0s_params_and_state(batc
         assert outcome.figures["eval_loss"] == pytest.approx(float(3 * data.mean()) + 70_000, rel=1e-7)
         assert outcome.figures["eval_far"] == pytest.approx(float(data.mean()) / 2)
         assert max(map(len, made)) <= -(-batches // 3) * (2 if dies == "before" else 1)
-    assert evaluations[0].conclude_if_whole(workers[0].report(evaluations[0].asks())) is None  # it is over
+    assert evaluations[0].conclude_if_complete(workers[0].report(evaluations[0].requests())) is None  # it is over
 
 
 # ---------------------------------------------------------------- who dies
@@ -803,11 +803,11 @@ def test_eamsgd_is_the_papers_two_lines_and_only_w_travels():
         w = w + v
         params, state = rule.update(gradient(params), state, params)
         w = w - alpha * (w - center)
-        mine = np.asarray(asynchronous.outward(params, state)["a"])
+        mine = np.asarray(asynchronous.to_center(params, state)["a"])
         new, _ = asynchronous.meet(mine, mine, mine, center.astype(np.float32))
-        params = asynchronous.inward({"a": jnp.asarray(new)}, state)
+        params = asynchronous.from_center({"a": jnp.asarray(new)}, state)
     # 5 steps of some 12 roundings of numbers below 2; errors grow by 1 + delta at most a step, to 2^5.
-    np.testing.assert_allclose(asynchronous.outward(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
+    np.testing.assert_allclose(asynchronous.to_center(params, state)["a"], w, atol=5 * 12 * U * 2 * 2**5)
 
 
 @pytest.mark.parametrize("tau", [1, 3])
