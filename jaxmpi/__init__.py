@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from jaxmpi.allreduce.api import exchange as exchange
     from jaxmpi.allreduce.api import exchange_gradients as exchange_gradients
     from jaxmpi.allreduce.sharded import sharded as sharded
-    from jaxmpi.checkpoint.trained import TrainedModel as TrainedModel
-    from jaxmpi.checkpoint.trained import load as load
+    from jaxmpi.checkpoint.export import TrainedModel as TrainedModel
+    from jaxmpi.checkpoint.export import load as load
+    from jaxmpi.checkpoint.export import load_program as load_program
     from jaxmpi.collectives.started import start as start
     from jaxmpi.collectives.started import wait as wait
     from jaxmpi.comm.axis import AxisComm as AxisComm
@@ -50,7 +51,7 @@ _NAMES = {
         "exchange_gradients",
     ),
     "jaxmpi.allreduce.sharded": ("sharded",),
-    "jaxmpi.checkpoint.trained": ("TrainedModel", "load"),
+    "jaxmpi.checkpoint.export": ("TrainedModel", "load", "load_program"),
     "jaxmpi.collectives.started": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint import manifests
-from jaxmpi.checkpoint.leaves import halves, is_float
+from jaxmpi.checkpoint.restore import halves
 from jaxmpi.checkpoint.write import Files, Retention, files_of, save
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -85,7 +86,7 @@ class Saver:
             self._error = error
 
     def _save(self, folder: Path, files: Files, step: int, extra: dict[str, Any], score: float | None) -> None:
-        refuse_not_finite(files, step, self._folder)
+        check_finite(files, step, self._folder)
         facts = {"workers": self._workers, "extra": extra, "keep": self._keep, "score": score}
         save(folder, files, self._processes, step=step, **facts)
 
@@ -186,26 +187,19 @@ def refuge(home: HeldFolder, copy: Callable[[Path], None]) -> Path:
     raise AssertionError  # numbers do not end
 
 
-def refuse_not_finite(files: Files, step: int, folder: Path) -> None:
+def check_finite(files: Files, step: int, folder: Path, way_out: str = "") -> None:
     """Refuse to write a state from which no run could resume.
 
     Raises:
-        TrainingError: the first leaf that is NaN or infinite.
+        TrainingError: the first leaf with NaN or infinite numbers, which complex ones may have as well.
     """
-    if odd := not_finite(files):
-        raise TrainingError(f"{odd}{of_step(step, folder)}")
-
-
-def not_finite(files: Files) -> str:
-    """Path and file of the first NaN or infinite leaf; else empty."""
-    leaves = ((file, path, leaf) for file, tree in files.items() for path, leaf in named_leaves(tree))
-    odd = (f"{path} of {file}" for file, path, leaf in leaves if is_float(leaf) and not np.isfinite(leaf).all())
-    return next(odd, "")
-
-
-def of_step(step: int, folder: Path) -> str:
-    """Predicate of a sentence about a leaf that is not finite."""
-    return f" is not finite after step {step}: not saved, earlier checkpoints stay; {last_good(folder)}"
+    for file, tree in files.items():
+        for path, leaf in named_leaves(tree):
+            if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(leaf).all():
+                raise TrainingError(
+                    f"{path} of {file} is not finite after step {step}: not saved, earlier checkpoints stay; "
+                    f"{last_good(folder)}{way_out}"
+                )
 
 
 def last_good(folder: Path) -> str:

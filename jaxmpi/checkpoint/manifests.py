@@ -24,7 +24,7 @@ from jaxmpi.core.json_tree import parse_json
 FORMAT = 2
 MANIFEST_BYTES = 1 << 28  # limit of a plausible manifest: a leaf takes some hundred bytes
 COUNT = 1 << 53  # limit of a plausible count
-_NAME = re.compile(r"step_(\d{8,18})")
+_NAME = re.compile(r"step_\d{8,19}", re.ASCII)  # i64, such as time.time_ns()
 
 
 class Damaged(UsageError):
@@ -34,7 +34,7 @@ class Damaged(UsageError):
 # ---------------------------------------------------------------- which there are
 
 
-def own_file(worker: int) -> str:
+def worker_file(worker: int) -> str:
     """The name of a worker's own file."""
     return f"worker_{worker:05d}.bin"
 
@@ -156,7 +156,7 @@ def check_fields(file: Path, manifest: dict[str, Any]) -> None:
     undamaged(
         0 < workers <= len(manifest["files"]), f"{file}: workers: got {workers!r:.80}; expected one file for each"
     )
-    names = {"common.bin", *map(own_file, range(workers))}  # they become paths
+    names = {"common.bin", *map(worker_file, range(workers))}  # they become paths
     undamaged(
         manifest["files"].keys() == names,
         f"{file}: files: got {[*manifest['files']]!r:.80}; expected common.bin and one for each worker",

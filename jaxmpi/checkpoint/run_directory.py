@@ -55,24 +55,15 @@ def agreed_run_dir(experiment: Experiment, name: str, processes: Processes) -> I
         home = claim(experiment, name, held) if processes.rank == 0 else None
         folder = Path(processes.bcast_object(str(home.path) if home else ""))
         if home is None:
-            home = seen(folder)
+            try:
+                home = HeldFolder(folder)
+            except OSError as error:
+                raise UsageError(
+                    f"run directory {str(folder)!r} is not seen by this host ({error.strerror}); put it on a file "
+                    "system that all hosts share"
+                ) from error
             held.callback(home.close)
         yield home
-
-
-def seen(folder: Path) -> HeldFolder:
-    """Open the run directory that another rank has chosen.
-
-    Raises:
-        UsageError: this host has none of that name.
-    """
-    try:
-        return HeldFolder(folder)
-    except OSError as error:
-        raise UsageError(
-            f"run directory {str(folder)!r} is not seen by this host ({error.strerror}); put it on a file system that "
-            "all hosts share"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -381,38 +372,10 @@ def refuse_other_run(saved: dict[str, Any], now: dict[str, Any], but: Sequence[s
 
 # Fields that change no update: output, retention, monitoring, paths; and batches, which `identity` has.
 NOT_THE_NUMBERS = (
-    *(
-        "run_dir",
-        "resume",
-        "from_start",
-        "continue_from",
-        "params",
-        "inject",
-        "local_batch",
-        "effective_batch",
-        "rule.noise_scale",
-    ),
-    *(
-        "eval_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "keep_best",
-        "monitor",
-        "monitor_mode",
-        "log_every",
-        "compute_only_every",
-    ),
-    *(
-        "quiet",
-        "trace",
-        "profile",
-        "sinks",
-        "stall_timeout_s",
-        "on_stall",
-        "on_nonfinite",
-        "recover_limit",
-    ),
-    *("replica_check_every", "on_rank_loss"),
+    *("run_dir", "resume", "from_start", "continue_from", "params", "inject", "local_batch", "effective_batch"),
+    *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "monitor", "monitor_mode", "log_every"),
+    *("quiet", "trace", "profile", "sinks", "stall_timeout_s", "on_stall", "on_nonfinite", "recover_limit"),
+    *("rule.noise_scale", "compute_only_every", "replica_check_every", "on_rank_loss"),
     *NOT_THE_DATA,
 )
 

@@ -5,9 +5,11 @@
         common.bin          state that is equal on all workers
         worker_00003.bin    worker 3's own state
 
-No pickle: leaves are raw bytes. The newest and the best checkpoints are kept.
+No pickle: leaves are raw bytes. The newest and the best checkpoints are kept. Ranks of a synchronous rule write a
+checkpoint together (`save`); asynchronous workers write their parts at steps of their own (`UncoordinatedCheckpoint`).
 """
 
+import json
 import os
 import shutil
 import zlib
@@ -17,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.checkpoint.leaves import halves
-from jaxmpi.checkpoint.manifests import FORMAT, best_first, found, own_file, sealed, step_of
+from jaxmpi.checkpoint.manifests import FORMAT, best_first, found, sealed, step_of, worker_file
+from jaxmpi.checkpoint.restore import halves
+from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import Processes
-from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import sync_file
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
@@ -48,7 +51,7 @@ def files_of(states: Mapping[int, TrainState], replicated: bool, same_params: bo
     for worker, state in states.items():
         common, own = halves(state, replicated, same_params)
         files |= {"common.bin": common} if worker == 0 else {}
-        files[own_file(worker)] = own
+        files[worker_file(worker)] = own
     return files
 
 
@@ -84,18 +87,14 @@ def save(
 
     def together(act: Callable[[], Any]) -> list[Any]:
         """Call `act` here, wait for the others, and return all ranks' results."""
-        made, failure = None, ""
-        try:
-            made = act()
-        except OSError as error:
-            if not agrees:
-                raise
-            [rank] = processes.in_job([processes.rank])
-            failure = f"rank {rank}: the checkpoint of step {step} cannot be written: {error}"
-        every = processes.allgather_object((failure, made))
-        if failures := [text for text, _ in every if text]:
-            raise AgreedError(failures[0])
-        return [each for _, each in every]
+
+        def write() -> Any:
+            try:
+                return act()
+            except Exception as error:
+                raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}") from error
+
+        return on_all_ranks(processes, write) if agrees else processes.allgather_object(act())
 
     together(lambda: make_aside(aside) if is_first else None)
     written = together(lambda: {name: write_leaves(aside / name, tree, step) for name, tree in files.items()})
@@ -108,48 +107,33 @@ def save(
 
 
 def commit(folder: Path, step: int, facts: Mapping[str, Any], keep: Retention) -> None:
-    """Turn step_N.tmp into a checkpoint, and drop those beyond `keep`."""
+    """Turn step_N.tmp into a checkpoint, in place of an older one of that step, and drop those beyond `keep`."""
     final, aside = folder / f"step_{step:08d}", folder / f"step_{step:08d}.tmp"
     write_text(aside / "manifest.json", sealed({"format": FORMAT, "step": step, **facts}))
     sync_folder(aside)
-    put_in_place(aside, final)
-    prune(folder, step, keep)
-
-
-def make_aside(aside: Path) -> None:
-    """Make a checkpoint's temporary folder; a removed run directory stays removed."""
-    aside.parent.mkdir(exist_ok=True)
-    drop_cut_off(aside.parent)
-    aside.mkdir()
-
-
-def drop_cut_off(folder: Path) -> None:
-    """Remove partial checkpoints of an ended run; links are not followed."""
-    for cut_off in folder.glob("step_*.tmp"):
-        if cut_off.is_dir() and not cut_off.is_symlink():
-            shutil.rmtree(cut_off)
-        else:
-            cut_off.unlink()
-
-
-def put_in_place(aside: Path, final: Path) -> None:
-    """Rename a whole checkpoint, then remove an older one of that step."""
     before = final.with_name(f"{final.name}.old.tmp")
     if final.exists():
         final.rename(before)
     aside.rename(final)
-    sync_folder(final.parent)
+    sync_folder(folder)
     if before.exists():
         shutil.rmtree(before)
-
-
-def prune(folder: Path, step: int, keep: Retention) -> None:
-    """Drop checkpoints up to `step` beyond the newest and best of `keep`."""
     upto = [path for path in found(folder) if step_of(path) <= step]
     best = best_first(upto)[: keep.best] if keep.best else []
     for path in upto[: -keep.newest]:
         if path not in best:
             shutil.rmtree(path)
+
+
+def make_aside(aside: Path) -> None:
+    """Make a checkpoint's temporary folder, and remove partial checkpoints of an ended run; links are not followed."""
+    aside.parent.mkdir(exist_ok=True)  # without parents: a run directory that was removed stays removed
+    for partial in aside.parent.glob("step_*.tmp"):
+        if partial.is_dir() and not partial.is_symlink():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink()
+    aside.mkdir()
 
 
 def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
@@ -187,3 +171,42 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
+
+
+class UncoordinatedCheckpoint(NamedTuple):
+    """Checkpoint without a barrier, from each worker's file; worker 0 commits it."""
+
+    folder: Path  # RUN/checkpoints
+    workers: int
+    keep: Retention
+
+    def aside(self, step: int) -> Path:
+        """The folder that becomes the checkpoint."""
+        return self.folder / f"step_{step:08d}.tmp"
+
+    def begin(self, step: int) -> None:
+        """Make the folder; worker 0 calls it before it announces the checkpoint."""
+        make_aside(self.aside(step))
+
+    def write_own(self, step: int, worker: int, tree: PyTree) -> None:
+        """Write a worker's part, then its index, which marks it as whole."""
+        name = worker_file(worker)
+        index = write_leaves(self.aside(step) / name, tree, step)
+        being_written = self.aside(step) / f"{name}.json.tmp"
+        write_text(being_written, json.dumps(index))
+        being_written.rename(being_written.with_suffix(""))
+
+    def end(self, step: int, common: PyTree, extra: Mapping[str, Any], score: float | None) -> None:
+        """Commit the checkpoint; worker 0 calls it after all live workers' `write_own`.
+
+        Files of workers that have ended are empty.
+        """
+        aside = self.aside(step)
+        files = {"common.bin": write_leaves(aside / "common.bin", common, step)}
+        for name in map(worker_file, range(self.workers)):
+            index = aside / f"{name}.json"
+            files[name] = json.loads(index.read_text()) if index.exists() else write_leaves(aside / name, {}, step)
+        for left in aside.glob("worker_*.json*"):
+            left.unlink()
+        facts = {"workers": self.workers, "score": score, "files": files, "extra": dict(extra)}
+        commit(self.folder, step, facts, self.keep)

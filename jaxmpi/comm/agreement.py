@@ -2,11 +2,50 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from jaxmpi.core.errors import UsageError
+from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.core.frames import PLACE_BYTES, calling_place
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """What `on_all_ranks` needs of a control plane."""
+
+    size: int
+
+    def allgather_object(self, value: Any) -> list[Any]: ...
+    def in_job(self, ranks: Any) -> list[int]: ...
+
+
+def on_all_ranks(ranks: Ranks, act: Callable[[], T]) -> list[T]:
+    """Call `act` on every rank and return all ranks' results; if it raises on one rank, all ranks raise.
+
+    Without this agreement the others would send their next message to a rank that has left.
+
+    Args:
+        act: returns a JSON value and sends no messages.
+
+    Raises:
+        UsageError: the first failing rank's.
+        AgreedError: in place of any other exception of the first failing rank.
+    """
+    made, failure, error = None, None, None
+    try:
+        made = act()
+    except Exception as caught:
+        is_said = isinstance(caught, (UsageError, TrainingError))
+        error, failure = caught, [isinstance(caught, UsageError), f"{caught}" if is_said else f"{caught!r:.400}"]
+    every = ranks.allgather_object([failure, made])
+    for rank, (failed, _) in enumerate(every):
+        if failed:
+            if failed[0] and ranks.size == 1:
+                raise UsageError(failed[1]) from error
+            kind = UsageError if failed[0] else AgreedError
+            raise kind(f"rank {ranks.in_job([rank])[0]}: {failed[1]}") from error
+    return [each for _, each in every]
 
 
 class Fingerprint(NamedTuple):

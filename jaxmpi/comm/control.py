@@ -33,7 +33,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.frames import calling_frames, is_users, line_of
 from jaxmpi.core.json_tree import differences
-from jaxmpi.core.pytrees import PyTree, check_arrays, named_leaves
+from jaxmpi.core.pytrees import PyTree, check_arrays, describe_leaf, named_leaves
 from jaxmpi.runtime import affinity, device_setup, failures, in_flight, launchers, mpi_end
 
 LATE_S = 5.0  # for ranks to say that they are here, once one has waited in vain
@@ -312,10 +312,10 @@ class MpiProcesses(Membership):
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The arrays of rank `root`; structure, shapes and dtypes must be equal."""
         check(0 <= root < self.size, f"broadcast: root: got {root}; expected a rank in [0, {self.size})")
-        check_arrays(tree)
-        arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
-        sent = {name: f"{array.dtype}{list(array.shape)}" for name, array in named_leaves(arrays)}
+        sent = {name: describe_leaf(leaf) for name, leaf in named_leaves(tree)}
         self.assert_same(f"the tree to broadcast from rank {root}", sent)
+        check_arrays("broadcast", tree)  # after the comparison, so that it raises on all ranks or on none
+        arrays = jax.tree.map(lambda leaf: np.array(leaf, order="C"), tree)  # copies: JAX's own buffers are read-only
         self.barrier()  # polled: MPI_Bcast would spin until the root is there
 
         def one(array: np.ndarray) -> np.ndarray:

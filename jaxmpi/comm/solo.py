@@ -73,7 +73,7 @@ class SoloProcesses:
     def bcast(self, tree: PyTree, root: int = 0) -> PyTree:
         """The tree itself, as NumPy arrays."""
         check(root == 0, f"broadcast: root: got {root}; expected a rank in [0, 1)")
-        check_arrays(tree)
+        check_arrays("broadcast", tree)
         return jax.tree.map(np.asarray, tree)
 
     def allgather_object(self, value: Any) -> list[Any]:

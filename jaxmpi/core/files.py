@@ -202,6 +202,8 @@ def made_whole(file: Path) -> Iterator[Path]:
         os.close(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
         is_mine = True
         yield aside
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
         os.rename(aside, file)
         is_mine = False
     except OSError as error:

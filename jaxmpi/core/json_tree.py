@@ -1,6 +1,7 @@
-"""JSON values of any origin: parsed within limits, as flat tables, and their differences."""
+"""JSON values of any origin: parsed within limits, as flat tables, their differences, and trees of flat tables."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,25 @@ def read_json(path: Path, most_bytes: int, expected: str) -> Any:
         UsageError: as `read_plain` and `parse_json`.
     """
     return parse_json(read_plain(path, most_bytes, expected), path)
+
+
+def nest(leaves: Mapping[str, Any], split: Callable[[str], list[str]], source: Any = "leaves") -> dict[str, Any]:
+    """The nested dicts that have these leaves at the paths into which `split` cuts their names.
+
+    Raises:
+        UsageError: two names are one path, or one is a leaf and a node: a leaf would be lost.
+    """
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = split(name)
+        check(len(parents) < MOST_LEVELS, f"{source}: {name:.80}: got more than {MOST_LEVELS} levels of names")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            check(isinstance(place, dict), f"{source}: {name}: both a leaf and a node of the tree")
+        check(last not in place, f"{source}: {name}: both a leaf and a node of the tree, or twice in it")
+        place[last] = leaf
+    return tree
 
 
 def differences(rank: int, got: str, first: int, expected: str) -> list[str]:

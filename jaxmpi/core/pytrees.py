@@ -13,9 +13,14 @@ from jaxmpi.core.errors import check
 PyTree = Any
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
-    """Leaves by names such as `layers/0/weight`."""
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def by_path(tree: PyTree, name_of: Callable[[Any], str] | None = None) -> dict[str, Any]:
+    """Leaves by names such as `layers/0/weight`; no two have the same."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = (name_of or path_name)(path)
+        check(name not in named, f"two leaves of a tree have the path {name!r}; give its nodes other names")
+        named[name] = leaf
+    return named
 
 
 def path_name(path: Any) -> str:
@@ -42,17 +47,24 @@ def mismatches(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]
     return lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
 
 
-def check_arrays(tree: PyTree) -> None:
-    """Raise `UsageError` by path if a leaf holds no numbers."""
+def check_arrays(what: str, tree: PyTree) -> None:
+    """Raise `UsageError` by path if a leaf, such as a module's activation function, holds no numbers."""
     for name, leaf in named_leaves(tree):
-        is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        kind = "" if is_key else np.asarray(leaf).dtype.kind  # V: bfloat16 and the like
-        got = "a random key" if is_key else type(leaf).__name__
+        got = describe_leaf(leaf)
         check(
-            kind != "" and kind in "biufcV",
-            f"broadcast: leaf {name or '(the tree itself)'!r}: got {got}; expected an array of numbers (of a random "
-            "key: jax.random.key_data)",
+            "[" in got,
+            f"{what}: leaf {name or '(the tree itself)'!r}: got {got}; expected an array of numbers (of a random key: "
+            "jax.random.key_data; of a module: eqx.filter(model, eqx.is_array))",
         )
+
+
+def describe_leaf(leaf: Any) -> str:
+    """`float32[3, 64]`; the type of a leaf that holds no numbers."""
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "a random key"
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    is_numbers = array.dtype.kind in "biufc" or jnp.issubdtype(array.dtype, jnp.number)  # bfloat16's kind is V
+    return f"{array.dtype}{list(array.shape)}" if is_numbers else type(leaf).__name__
 
 
 def mean_of_floats(tree: PyTree, mean: Callable[[PyTree], PyTree]) -> PyTree:
@@ -86,13 +98,11 @@ def zeros_for(shapes: PyTree) -> PyTree:
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Leaves with paths such as `params/conv1/kernel`; no two have the same."""
-    named: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        parts = (jax.tree_util.keystr((key,), simple=True).replace("/", "\\/") for key in path)
-        name = "/".join(parts)
-        check(name not in named, f"two leaves of a tree have the path {name!r}; give its nodes other names")
-        named[name] = leaf
-    return list(named.items())
+
+    def escaped(path: Any) -> str:
+        return "/".join(jax.tree_util.keystr((key,), simple=True).replace("/", "\\/") for key in path)
+
+    return list(by_path(tree, escaped).items())
 
 
 def tree_digest(tree: PyTree) -> str:

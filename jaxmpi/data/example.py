@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.json_tree import nest
 from jaxmpi.data.augment import Augment
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, to_array, where
@@ -135,14 +136,7 @@ def with_tuples(tree: Any) -> Any:
 
 def nested(fields: dict[str, Any]) -> dict[str, Any]:
     """The dict of dicts and tuples whose `flat` this is."""
-    tree: dict[str, Any] = {}
-    for name, value in fields.items():
-        *outer, last = name.split("/")
-        inner = tree
-        for key in outer:
-            inner = inner.setdefault(key, {})
-        inner[last] = value
-    return with_tuples(tree)
+    return with_tuples(nest(fields, lambda name: name.split("/"), "fields"))
 
 
 def plain(value: np.ndarray, name: str) -> np.ndarray:

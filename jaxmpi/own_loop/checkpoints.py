@@ -19,18 +19,18 @@ import jax
 import numpy as np
 
 from jaxmpi.allreduce.sharded import ShardedState
-from jaxmpi.checkpoint.manager import not_finite, of_step
+from jaxmpi.checkpoint.manager import check_finite
 from jaxmpi.checkpoint.manifests import found, read_manifest
-from jaxmpi.checkpoint.recut import Slicing
-from jaxmpi.checkpoint.restore import restore
+from jaxmpi.checkpoint.restore import Slicing, restore
 from jaxmpi.checkpoint.write import Files, Retention, files_of, save
+from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.deals import Leaves
-from jaxmpi.core.errors import AgreedError, UsageError, check
-from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own, path_name
+from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.pytrees import PyTree, as_given, check_arrays, has_ranks_own, path_name
 from jaxmpi.core.random_keys import is_key_data, packed, unpacked
 from jaxmpi.core.slices import Entries
 from jaxmpi.core.train_state import TrainState
@@ -61,14 +61,15 @@ class Checkpoints:
                 `best = inf` of a loop that has seen no loss yet.
             comm: whose ranks save and restore together: `jaxmpi.world()`, or a part of it, with a folder of its own.
         """
-        check(keep >= 1, f"jaxmpi.Checkpoints: keep: got {keep}; expected >= 1, as keep=1_000_000 to keep all")
-        self._folder, self._keep, self._check_finite, self._comm = Path(folder), keep, check_finite, comm
+        is_count = bool(_whole_number(keep))
+        check(is_count, f"jaxmpi.Checkpoints: keep: got {keep!r:.80}; expected >= 1, as keep=1_000_000 to keep all")
+        self._folder, self._keep, self._check_finite, self._comm = Path(folder), int(keep), check_finite, comm
 
     def save(self, step: SupportsInt, shared: PyTree, own: PyTree = (), extra: dict[str, Any] | None = None) -> Path:
         """Write a checkpoint, in the foreground; return its folder.
 
         Args:
-            step: its number, >= 0.
+            step: its number, >= 0; `time.time_ns()` will do.
             shared: a tree of arrays, equal on all ranks; rank 0's is written.
             own: each rank's own tree, as debts of `lowrank` and `topk`, running statistics, keys, the state of
                 `jaxmpi.sharded`; of the same structure and shapes on all. All are written.
@@ -83,17 +84,26 @@ class Checkpoints:
                 earlier checkpoints stay.
         """
         check_may_send("jaxmpi.Checkpoints.save")
-        control, number = self._processes(), int(step)
-        check(number >= 0, f"jaxmpi.Checkpoints.save: step: got {number}; expected >= 0")
-        _check_json(extra)
-        control.assert_same("jaxmpi.Checkpoints.save", {"step": number})
-        cuts = Cuts.of(shared, own, control)
-        state = cuts.state(number, shared, own, [share.saved(control.rank) for share in cuts.shares])
-        files = files_of({control.rank: state}, replicated=not cuts.shares)
-        told = control.allgather_object((self._problem(files, number, control), cuts.of_parts))
-        if problems := [text for text, _ in told if text]:
-            raise AgreedError(problems[0])
-        facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **cuts.facts([row for _, row in told])}
+        control, number, files, cuts = self._processes(), _whole_number(step), {}, None
+        control.assert_same("jaxmpi.Checkpoints.save", {"step": f"{step!r:.80}" if number is None else number})
+        if number is None:
+            raise UsageError(
+                f"jaxmpi.Checkpoints.save: step: got {step!r:.80}; expected >= 0, a whole number of 63 bits at most"
+            )
+
+        def prepare() -> list[list[Any]]:
+            nonlocal cuts, files
+            _check_json(extra)
+            cuts = Cuts.of(shared, own, control)
+            state = cuts.state(number, shared, own, [share.saved(control.rank) for share in cuts.shares])
+            files = files_of({control.rank: state}, replicated=not cuts.shares)
+            self._check(files, number, control)
+            return cuts.of_parts
+
+        of_parts = on_all_ranks(control, prepare)
+        assert cuts is not None
+        cuts.check_counts(of_parts)
+        facts = {OF_USER: extra or {}, RANKS: [*control.numbers], **cuts.facts(of_parts)}
         return save(
             self._folder,
             files,
@@ -109,23 +119,22 @@ class Checkpoints:
         comm = communicator(self._comm)
         return comm.processes if isinstance(comm, MpiComm) else SoloProcesses()
 
-    def _problem(self, files: Files, step: int, control: Processes) -> str:
-        """Why this rank cannot write; empty if it can."""
-        [rank] = control.in_job([control.rank])
-        try:
-            if control.rank == 0:
+    def _check(self, files: Files, step: int, control: Processes) -> None:
+        """Raise `TrainingError` if this rank cannot write the checkpoint."""
+        if control.rank == 0:
+            try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                if others := self._others(control):
-                    return (
-                        f"rank {rank}: {self._folder}: has a checkpoint that ranks {others} of this job saved; "
-                        f"expected those of ranks {[*control.numbers]} alone: give each part of the ranks its folder"
-                    )
-        except OSError as error:
-            return f"rank {rank}: the checkpoint of step {step} cannot be written: {error}"
-        if not (odd := not_finite(files) if self._check_finite else ""):
-            return ""
-        way_out = "leave it out, or Checkpoints(folder, check_finite=False)"
-        return f"rank {rank}: {odd}{of_step(step, self._folder)}; {way_out}"
+                others = self._others(control)
+            except OSError as error:
+                raise TrainingError(f"the checkpoint of step {step} cannot be written: {error}") from error
+            if others:
+                raise TrainingError(
+                    f"{self._folder}: has a checkpoint that ranks {others} of this job saved; expected those of ranks "
+                    f"{[*control.numbers]} alone: give each part of the ranks its folder"
+                )
+        if self._check_finite:
+            way_out = "; leave it out, or Checkpoints(folder, check_finite=False)"
+            check_finite(files, step, self._folder, way_out)
 
     def _others(self, control: Processes) -> list[int]:
         """Other ranks of this job, if they saved the newest checkpoint."""
@@ -161,10 +170,20 @@ class Checkpoints:
         check_may_send("jaxmpi.Checkpoints.restore")
         control = self._processes()
         control.assert_same("jaxmpi.Checkpoints.restore", None)
-        cuts = Cuts.of(shared, own, control)
+        cuts, like = None, {}
+
+        def prepare() -> list[list[Any]]:
+            nonlocal cuts, like
+            cuts = Cuts.of(shared, own, control)
+            like = {control.rank: cuts.state(0, shared, own, [packed(share.own) for share in cuts.shares])}
+            return cuts.of_parts
+
+        of_parts = on_all_ranks(control, prepare)
+        assert cuts is not None
+        cuts.check_counts(of_parts)
         saved = restore(
             self._folder,
-            {control.rank: cuts.state(0, shared, own, [packed(share.own) for share in cuts.shares])},
+            like,
             control,
             workers=control.size,
             replicated=not cuts.shares,
@@ -182,10 +201,19 @@ class Checkpoints:
         return Restored(saved.step, unpacked(common), unpacked(mine), extra)
 
 
+def _whole_number(step: Any) -> int | None:
+    """The step; None if it is not one that can be saved: a fraction, negative, or beyond int64."""
+    try:
+        number = int(step)
+        return number if 0 <= number < 1 << 63 and bool(number == step) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def _check_json(extra: Any) -> None:
     try:
         json.dumps(extra)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"jaxmpi.Checkpoints.save: extra: {error}; expected what JSON has: numbers of Python, as float(loss), "
             "strings, lists and dicts"
@@ -214,7 +242,7 @@ class Cuts:
 
     @classmethod
     def of(cls, shared: PyTree, own: PyTree, control: Processes) -> "Cuts":
-        """Find them. Communicates: a gather of their numbers.
+        """Find them.
 
         Raises:
             UsageError: one is in the shared tree, of which rank 0's is written; or shares are in several orders.
@@ -225,14 +253,17 @@ class Cuts:
         named = jax.tree_util.tree_leaves_with_path(own, is_leaf=_is_sharded)
         found = [(path_name(path), state) for path, state in named if _is_sharded(state)]
         states, paths = tuple(state for _, state in found), tuple(path for path, _ in found)
-        counts = control.allgather_object(len(states)) if control.size > 1 else [len(states)]
-        several = f"own: got {counts} states of jaxmpi.sharded by rank; expected as many on all"
-        check(len({*counts}) == 1, several)
         made = cls(control, states, paths)
         orders = {share.chunks for share in made.shares if isinstance(share.cut, Entries)}
         several = "own: got states of jaxmpi.sharded of several strategies; give them to several Checkpoints"
         check(len(orders) < 2, several)
         return made
+
+    def check_counts(self, of_parts: list[list[Any]]) -> None:
+        """Raise `UsageError` on all ranks alike if they have different numbers of states."""
+        counts = [*map(len, of_parts)]
+        several = f"own: got {counts} states of jaxmpi.sharded by rank; expected as many on all"
+        check(len({*counts}) == 1, several)
 
     @property
     def is_share(self) -> list[bool]:
@@ -334,6 +365,7 @@ class Cuts:
         """A `TrainState` of NumPy arrays; shares are its `rule_state`."""
         is_share = iter(self.is_share)
         rest = jax.tree.map(lambda x: () if _is_sharded(x) and next(is_share) else x, packed(own), is_leaf=_is_sharded)
+        check_arrays("jaxmpi.Checkpoints", {"shared": packed(shared), "own": rest})
         common, mine, shares = jax.tree.map(np.asarray, (packed(shared), rest, shares))
         return TrainState(
             step=np.array(step, np.int64),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.checkpoint.recut import RULE_STATE, Slicing, with_rule_state
+from jaxmpi.checkpoint.restore import RULE_STATE, Slicing, with_rule_state
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi_fault_tolerant import FaultTolerantComm

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxmpi.config.experiment_file import PROGRAMS, shipped_experiments
 from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.files import made_whole
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +51,6 @@ def copied(name: str) -> Path:
     name = name.removeprefix("experiments/").removesuffix(".py")
     source, path = lookup(shipped_experiments(), name, "experiment"), Path("experiments", f"{name}.py")
     check(not path.exists(), f"{path} is there already; rename it, or train it: jaxmpi train {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source.read_text())
+    with made_whole(path) as aside:
+        aside.write_text(source.read_text())
     return path

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxmpi.checkpoint.manager import refuge, written
-from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
+from jaxmpi.checkpoint.write import UncoordinatedCheckpoint
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.train_state import TrainState

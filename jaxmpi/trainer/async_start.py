@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint import manifests
-from jaxmpi.checkpoint.leaves import read_file
-from jaxmpi.checkpoint.restore import first_whole
+from jaxmpi.checkpoint.restore import first_whole, read_file
 from jaxmpi.comm.topology import Workers
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -104,7 +103,7 @@ def start_from_checkpoint(path: Path, state: TrainState, worker: int, workers: i
     manifest = manifests.read_manifest(path)
     center = read_file(path, manifest, "common.bin", {"center": state.params})["center"]
     mine, weight = state._replace(step=np.array(manifest["step"], np.int32), params=center), 0.0
-    name = manifests.own_file(worker)
+    name = manifests.worker_file(worker)
     if manifest["files"].get(name):
         own = read_file(path, manifest, name, {**state._asdict(), "weight": np.zeros(())})
         weight = float(own.pop("weight")) * (manifest["workers"] == workers)

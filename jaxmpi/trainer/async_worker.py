@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.checkpoint.manager import written
-from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
+from jaxmpi.checkpoint.write import UncoordinatedCheckpoint
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves
@@ -182,7 +182,7 @@ class AsyncWorker:
         step = int(save) - 1
         host = jax.tree.map(np.asarray, state)
         for path, leaf in named_leaves(host):
-            if jnp.issubdtype(leaf.dtype, jnp.floating) and not np.isfinite(leaf).all():
+            if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(leaf).all():
                 raise TrainingError(f"{path} of worker {self.number} is not finite: not saved, earlier ones stay")
         with written(step, home):
             parts.write_own(step, self.number, {**host._asdict(), "weight": np.array(self.weight)})

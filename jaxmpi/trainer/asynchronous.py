@@ -18,8 +18,7 @@ from functools import partial
 import numpy as np
 
 from jaxmpi.checkpoint.manager import warn
-from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
-from jaxmpi.checkpoint.write import Retention
+from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import to_device
 from jaxmpi.config.durations import step_range

@@ -25,7 +25,7 @@ from jaxmpi.allreduce.comm_thread_handlers import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.allreduce.shards import Shards, shards_of
-from jaxmpi.checkpoint import orbax_export, trained
+from jaxmpi.checkpoint.export import SUFFIX, Loaded, load, params_from_orbax
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import RankComm
@@ -373,16 +373,16 @@ def rule_state(rule: Rule, params: PyTree) -> PyTree:
 # ---------------------------------------------------------------- its state 0
 
 
-def given_model(where: Path, params: PyTree, model_state: PyTree) -> orbax_export.Loaded:
+def given_model(where: Path, params: PyTree, model_state: PyTree) -> Loaded:
     """Params and model state of a file or folder, structured as given.
 
     Raises:
         UsageError: it cannot be read, or is not of this model.
     """
-    if where.suffix != trained.SUFFIX:
-        return orbax_export.load(where, params, model_state)
-    model = trained.load(where)
-    return orbax_export.Loaded(*model.like(params, model_state), bool(model.model_state))
+    if where.suffix != SUFFIX:
+        return params_from_orbax(where, params, model_state)
+    model = load(where)
+    return Loaded(*model.like(params, model_state), bool(model.model_state))
 
 
 def initial_states(job: Job, rule: Rule) -> dict[int, TrainState]:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import Processes
 from jaxmpi.core.errors import UsageError, check, nearest
 from jaxmpi.core.pytrees import PyTree, by_path
@@ -373,15 +374,19 @@ def states(callbacks: Sequence[Callback], control: Processes) -> list[list[Any]]
     Raises:
         UsageError: a state of any rank's is no JSON.
     """
-    kept, errors = [], []
-    for callback in callbacks:
-        name, state = type(callback).__name__, callback.state()
-        try:
-            kept.append([name, json.loads(json.dumps(state))])
-        except (TypeError, ValueError, RecursionError) as error:
-            errors.append(f"callback {name}: state: got {state!r:.80}: {error}; expected JSON values")
-    every = control.allgather_object(errors) if callbacks else []
-    check(not any(every), next((first for first, *_ in filter(None, every)), ""))
+    kept: list[list[Any]] = []
+
+    def copy_states() -> None:
+        for callback in callbacks:
+            name, state = type(callback).__name__, callback.state()
+            try:
+                kept.append([name, json.loads(json.dumps(state))])
+            except (TypeError, ValueError, RecursionError) as error:
+                text = f"callback {name}: state: got {state!r:.80}: {error}; expected JSON values"
+                raise UsageError(text) from error
+
+    if callbacks:
+        on_all_ranks(control, copy_states)
     return kept
 
 

@@ -4,7 +4,7 @@
 
 The file is what `jax.export` serializes: params, model state and `predict`, as the run evaluates them, in StableHLO. It
 says itself what goes in and out and for which platforms it is. `model.jaxexport.json` beside it says that to people
-and to programs without JAX, and where the model is from. Nothing needs it.
+and to programs without JAX, and where the model is from. It also has the checksum that `jaxmpi.load_program` compares.
 
 Inputs are the fields of a batch that reach the outputs, as the data source gives them: u8 images are normalised inside.
 Outputs have the names of `jaxmpi predict`, in a dict, so that a task may give any tree.
@@ -30,7 +30,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jaxmpi.checkpoint import trained
+from jaxmpi.checkpoint.export import export
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import made_whole
@@ -214,5 +214,5 @@ def main(options: argparse.Namespace) -> None:
     if options.out.suffix == PROGRAM:
         return write(asked_for(options), options.out, platforms=options.platforms, batch=options.batch)
     if processes().rank == 0:
-        step = trained.export(options.run_dir, options.out, options.step, options.best)
+        step = export(options.run_dir, options.out, options.step, options.best)
         print(f"{options.out}: params and model state at step {step}")

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import os
 import shlex
 import zipfile
 from collections.abc import Callable, Sequence
@@ -27,14 +28,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.checkpoint import trained
+from jaxmpi.checkpoint.export import choose_checkpoint, load
 from jaxmpi.checkpoint.manifests import read_manifest
 from jaxmpi.checkpoint.run_directory import MOST_CONFIG_BYTES
+from jaxmpi.comm.agreement import on_all_ranks
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config import experiment_file, flags
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.files import made_whole, open_plain
 from jaxmpi.core.json_tree import flatten_json, read_json
 from jaxmpi.core.pytrees import PyTree, named_leaves, zeros_for
 from jaxmpi.core.train_state import Batch
@@ -117,32 +120,34 @@ class Finished:
         Raises:
             UsageError: an example is corrupt, so that outputs would not be in line with the data.
         """
-        parts: list[dict[str, np.ndarray]] = []
+        names: list[str] = []
+        parts: list[list[np.ndarray]] = []
         with self.feed.pool:
             for batch in self.feed.batches():
-                named = {name: np.asarray(leaf) for name, leaf in by_name(self.predict(batch)).items()}
-                parts.append(self._of_all_ranks({**named, "weight": np.asarray(batch["weight"])}))
-        whole = {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else {})}
-        real = whole.pop("weight", np.zeros(0)) > 0
+                named = by_name(self.predict(batch))
+                names = [*named]
+                parts.append(self._gather_rows([*map(np.asarray, named.values()), np.asarray(batch["weight"])]))
+        *whole, weights = map(np.concatenate, zip(*parts, strict=True)) if parts else [np.zeros(0)]
+        real = weights > 0
         examples = len(self.feed.source)
         check(real.sum() == examples, f"{self.feed.source.name}: {examples - int(real.sum())} examples are corrupt")
-        return {name: values[real] for name, values in whole.items()}
+        return {name: values[real] for name, values in zip(names, whole, strict=True)}
 
-    def _of_all_ranks(self, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _gather_rows(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Every rank's rows in the sampler's order; float64 keeps 32 bits exactly."""
-        flat = np.concatenate([values.ravel().astype(np.float64) for values in own.values()])
-        every = self.workers.processes.allgather_array(flat)
-        ends = np.cumsum([values.size for values in own.values()])[:-1]
-        dealt = {}
-        for (name, values), part in zip(own.items(), np.split(every, ends, axis=1), strict=True):
-            rows = part.reshape(len(every), *values.shape).swapaxes(0, 1)
-            dealt[name] = rows.reshape(-1, *values.shape[1:]).astype(values.dtype)
-        return dealt
+        every = self.workers.processes.allgather_array(np.concatenate([x.ravel().astype(np.float64) for x in arrays]))
+        ends = np.cumsum([x.size for x in arrays])[:-1]
+        rows = [
+            part.reshape(len(every), *x.shape).swapaxes(0, 1)
+            for x, part in zip(arrays, np.split(every, ends, axis=1), strict=True)
+        ]
+        return [each.reshape(-1, *x.shape[1:]).astype(x.dtype) for x, each in zip(arrays, rows, strict=True)]
 
 
 def by_name(outputs: Any) -> dict[str, Any]:
     """Outputs of a task by their paths; one alone is `outputs`."""
-    return {name or "outputs": leaf for name, leaf in named_leaves(outputs)}
+    named = named_leaves(outputs)
+    return {"outputs": named[0][1]} if [name for name, _ in named] == [""] else dict(named)
 
 
 def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = None, best: bool = False) -> Finished:
@@ -153,9 +158,14 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
     """
     workers = gather_workers(1)
     is_first = workers.processes.rank == 0
-    path = trained.chosen(run_dir, step, best) if is_first else run_dir
-    classes = read_manifest(path)["extra"]["experiment"].get("the data.train.classes", 0) if is_first else 0
-    classes = workers.processes.bcast_object(classes)
+
+    def choose() -> list[Any]:
+        if not is_first:
+            return []
+        path = choose_checkpoint(run_dir, step, best)
+        return [str(path), read_manifest(path)["extra"].get("experiment", {}).get("the data.train.classes", 0)]
+
+    path, classes = on_all_ranks(workers.processes, choose)[0]
     model = experiment.model
     if model is not None and classes and model.with_classes and classes != model.classes:
         experiment = dataclasses.replace(experiment, model=model.with_classes(classes))  # as training had it
@@ -165,11 +175,19 @@ def open_finished(experiment: Experiment, run_dir: Path, *, step: int | None = N
     forward = steps.Forward(make_task(dataclasses.replace(experiment, model=feed.model)), dtype)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), feed.example())
     shapes = jax.eval_shape(forward.task.init, jax.random.key(0), zeros)
-    found = trained.load(path) if is_first else None
-    held = found.like(*shapes) if found else zeros_for(shapes)
-    params, model_state = workers.processes.bcast(held)
-    at = workers.processes.bcast_object(found.step if found else 0)
-    return Finished(workers=workers, feed=feed, forward=forward, params=params, model_state=model_state, step=at or 0)
+    arrays = zeros_for(shapes)
+
+    def read() -> int:
+        nonlocal arrays
+        if not is_first:
+            return 0
+        model = load(path)
+        arrays = model.like(*shapes)
+        return model.step or 0
+
+    at = on_all_ranks(workers.processes, read)[0]
+    params, model_state = workers.processes.bcast(arrays)
+    return Finished(workers=workers, feed=feed, forward=forward, params=params, model_state=model_state, step=at)
 
 
 # ---------------------------------------------------------------- from the command line
@@ -246,21 +264,31 @@ def refuse_other_inputs(named: str, saved: dict[str, Any], now: dict[str, Any]) 
     check(not lines, "\n  ".join([f"--experiment {named} is not the run's:", *lines, way_out]))
 
 
+ZIP_END_BYTES = 22  # of the last record of a zip file without comment, which has the number of its entries
+
+
 def with_inputs(experiment: Experiment, file: Path) -> Experiment:
     """Set a NumPy file's arrays as validation data; images need no labels.
 
     Raises:
         UsageError: it cannot be read, or its arrays have different lengths.
     """
-    expected = "expected arrays [n, ...] that np.savez has written"
+    arrays = "arrays [n, ...] that np.savez has written"
+    expected = f"expected {arrays}"
     try:
-        opened = np.load(file, allow_pickle=False)
-        check(isinstance(opened, np.lib.npyio.NpzFile), f"{file}: got one array; {expected}")
-        with opened:
+        with open(open_plain(file, arrays, follow=True), "rb") as raw:
+            opened = np.load(raw, allow_pickle=False)
+            check(isinstance(opened, np.lib.npyio.NpzFile), f"{file}: got one array; {expected}")
+            odd = opened.zip.testzip()  # NumPy compares no checksum of an array that ends before its entry
+            check(odd is None, f"{file}: {odd}: damaged, its checksum does not match; {expected}")
+            raw.seek(-ZIP_END_BYTES, os.SEEK_END)
+            end, count = raw.read(), len(opened.zip.namelist())
+            entries = int.from_bytes(end[10:12], "little") if end.startswith(b"PK\5\6") else count
+            check(entries in (count, 0xFFFF), f"{file}: damaged, got {count} arrays of {entries}; {expected}")
             named = {name: opened[name] for name in opened.files}
     except UsageError:
         raise
-    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile and NumPy's reader raise of all kinds for a damaged file
         raise UsageError(f"{file}: cannot be read: {error}; {expected}") from error
     for name, values in named.items():
         check(values.ndim > 0, f"{file}: {name}: got one number, {values!r:.40}; {expected}")
@@ -303,9 +331,7 @@ def predict(options: argparse.Namespace) -> None:
     run = asked_for(options)
     outputs = run.predict_all()
     if run.workers.processes.rank == 0:
-        try:
-            write_arrays(options.out, outputs)
-        except OSError as error:
-            raise UsageError(f"{options.out}: cannot be written: {error}") from error
+        with made_whole(options.out) as aside:
+            write_arrays(aside, outputs)
         told = ", ".join(f"{name} {values.dtype}{list(values.shape)}" for name, values in outputs.items())
         print(f"{options.out}: {told}, by the model of step {run.step}")

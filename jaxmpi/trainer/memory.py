@@ -17,7 +17,7 @@ from jaxmpi.allreduce.algorithms.spec import is_one
 from jaxmpi.allreduce.buckets import assign_buckets
 from jaxmpi.allreduce.shards import ONE_HOST_BUCKET_BYTES
 from jaxmpi.allreduce.working_memory import at_work
-from jaxmpi.checkpoint.leaves import equal_fields
+from jaxmpi.checkpoint.restore import equal_fields
 from jaxmpi.comm.topology import Workers
 from jaxmpi.core.deals import Leaves
 from jaxmpi.core.errors import check

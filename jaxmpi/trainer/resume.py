@@ -19,8 +19,7 @@ import numpy as np
 
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.checkpoint.manager import warn
-from jaxmpi.checkpoint.recut import Slicing
-from jaxmpi.checkpoint.restore import Saved, restore
+from jaxmpi.checkpoint.restore import Saved, Slicing, restore
 from jaxmpi.comm.topology import Workers, take
 from jaxmpi.core.errors import AgreedError, UsageError
 from jaxmpi.core.pytrees import named_leaves, tree_digest

@@ -13,8 +13,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxmpi.checkpoint import manifests, orbax_export, trained, uncoordinated
-from jaxmpi.checkpoint.write import Retention, files_of, save
+from jaxmpi.checkpoint import export, manifests
+from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint, files_of, save
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.core import pytrees
@@ -52,7 +52,7 @@ def run_dir(tmp_path):
 def test_out_and_in(run_dir, tmp_path):
     cli.run(["export", str(run_dir), str(tmp_path / "out"), "--step", "3"])
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
-    got = orbax_export.load(tmp_path / "out", like, STATE)
+    got = export.params_from_orbax(tmp_path / "out", like, STATE)
     assert got.has_state
     jax.tree.map(np.testing.assert_array_equal, got.model_state, STATE)
     for one, other in zip(jax.tree.leaves(got.params), jax.tree.leaves(PARAMS), strict=True):
@@ -65,14 +65,14 @@ def test_out_and_in(run_dir, tmp_path):
         ({"more": jnp.zeros(1)}, r"more: got nothing, expected float32\[1\]"),
     ):
         with pytest.raises(UsageError, match=message):
-            orbax_export.load(tmp_path / "out", {**PARAMS, **change}, STATE)
+            export.params_from_orbax(tmp_path / "out", {**PARAMS, **change}, STATE)
     with pytest.raises(UsageError, match=r"half: got bfloat16\[3\], expected nothing"):
-        orbax_export.load(tmp_path / "out", {"conv": PARAMS["conv"]}, STATE)
+        export.params_from_orbax(tmp_path / "out", {"conv": PARAMS["conv"]}, STATE)
     with pytest.raises(UsageError, match=r"model_state/calls: got int32\[\], expected nothing"):
-        orbax_export.load(tmp_path / "out", PARAMS, {})
+        export.params_from_orbax(tmp_path / "out", PARAMS, {})
     next((tmp_path / "out").glob("**/_METADATA")).write_text("{")
     with pytest.raises(UsageError, match=r"cannot be read|is not of this model"):
-        orbax_export.load(tmp_path / "out", like, {})
+        export.params_from_orbax(tmp_path / "out", like, {})
 
 
 def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
@@ -85,7 +85,7 @@ def test_of_workers_with_params_of_their_own_the_mean_goes_out(tmp_path):
         *(tmp_path / "checkpoints", files_of(states, False, same_params=False), SoloProcesses()),
         **{"step": 0, "workers": 2, "extra": {}, "keep": Retention(2)},
     )
-    mean = orbax_export.model_of(manifests.found(tmp_path / "checkpoints")[0])
+    mean = export.model_of(manifests.found(tmp_path / "checkpoints")[0])
     for name, leaf in pytrees.named_leaves({"params": PARAMS}):
         np.testing.assert_array_equal(mean[name], leaf + np.asarray(1, leaf.dtype))
     np.testing.assert_array_equal(mean["model_state/var"], [0.5, 0.5])
@@ -107,7 +107,7 @@ def test_of_a_schedule_free_optimizer_its_x_goes_out_for_the_tensors_that_it_tra
         *(tmp_path / "checkpoints", files_of(states, False), SoloProcesses()),
         **{"step": 3, "workers": 2, "extra": {}, "keep": Retention(2)},
     )
-    got = orbax_export.model_of(manifests.found(tmp_path / "checkpoints")[0])
+    got = export.model_of(manifests.found(tmp_path / "checkpoints")[0])
     want = dict(pytrees.named_leaves({"params": params}))
     start = PARAMS["conv"]["kernel"]
     x = start - 0.5 * np.mean([1, 2, 3], dtype=np.float32)  # z falls by 0.5 a step
@@ -129,12 +129,12 @@ def test_of_a_rule_with_a_center_it_is_the_center_that_goes_out(tmp_path):
         *(tmp_path / "sync", files_of({0: synchronous}, False, same_params=False), SoloProcesses()),
         **{"step": 0, "workers": 1, "extra": {}, "keep": Retention(2)},
     )
-    apart = uncoordinated.UncoordinatedCheckpoint(tmp_path / "apart", 1, Retention(2))
+    apart = UncoordinatedCheckpoint(tmp_path / "apart", 1, Retention(2))
     apart.begin(0)
     apart.write_own(0, 0, create(PARAMS, {}, {}, seed=0, worker=0)._asdict())
     apart.end(0, {"center": center}, {}, None)
     for folder in (tmp_path / "sync", tmp_path / "apart"):
-        got = orbax_export.model_of(manifests.found(folder)[0])
+        got = export.model_of(manifests.found(folder)[0])
         assert set(got) == {name for name, _ in pytrees.named_leaves({"params": PARAMS})}
         for name, leaf in pytrees.named_leaves({"params": center}):
             np.testing.assert_array_equal(got[name], leaf)
@@ -145,7 +145,7 @@ def test_bare_params_of_another_program_leave_the_model_its_own_state(tmp_path):
     for number, tree in enumerate((PARAMS, {"params": PARAMS})):
         with ocp.StandardCheckpointer() as writer:
             writer.save(tmp_path / f"{number}", tree)
-        got = orbax_export.load(tmp_path / f"{number}", tree, STATE)
+        got = export.params_from_orbax(tmp_path / f"{number}", tree, STATE)
         assert not got.has_state
         assert got.model_state is STATE
         jax.tree.map(np.testing.assert_array_equal, got.params, tree)
@@ -155,7 +155,7 @@ def test_a_folder_without_params_is_no_model(tmp_path):
     with ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "state", {"model_state": {"mean": np.zeros(3)}})
     with pytest.raises(UsageError, match="got no params"):
-        trained.load(tmp_path / "state")
+        export.load(tmp_path / "state")
 
 
 @pytest.mark.e2e
@@ -182,7 +182,7 @@ def test_what_cannot_be_exported(run_dir, tmp_path):
     with pytest.raises(UsageError, match="no checkpoint"):
         cli.run(["export", str(tmp_path), str(tmp_path / "out")])
     with pytest.raises(UsageError, match="no folder"):
-        orbax_export.load(tmp_path / "nothing", PARAMS, {})
+        export.params_from_orbax(tmp_path / "nothing", PARAMS, {})
     (run_dir / "checkpoints" / "step_00000009" / "common.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match="damaged"):
         cli.run(["export", str(run_dir), str(tmp_path / "out")])
@@ -217,11 +217,11 @@ def test_nothing_outside_a_strangers_folder_is_read(run_dir, tmp_path):
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        orbax_export.load(tmp_path / "out", PARAMS, STATE)
+        export.params_from_orbax(tmp_path / "out", PARAMS, STATE)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(UsageError, match="_METADATA: got something other than a regular file"):
-        orbax_export.load(tmp_path / "out", PARAMS, STATE)
+        export.params_from_orbax(tmp_path / "out", PARAMS, STATE)
 
 
 def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
@@ -235,4 +235,4 @@ def test_a_strangers_chunk_is_no_larger_than_its_leaf(tmp_path):
     spec = {"driver": "zarr", "kvstore": place, "metadata": array, "create": True, "delete_existing": True}
     tensorstore.open(spec).result()
     with pytest.raises(UsageError, match=r"w: got chunks of \[1000000000\], expected \[4\] at most"):
-        orbax_export.load(tmp_path / "out", like, {})
+        export.params_from_orbax(tmp_path / "out", like, {})

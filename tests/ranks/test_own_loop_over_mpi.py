@@ -559,6 +559,82 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_refused_on_all_alike(tmp_pat
     assert kept.save(2, {"w": jnp.zeros(2)}).exists()
 
 
+def activation(x):
+    return x
+
+
+def tree_with(leaf) -> dict:
+    return {"shared": {"net": {"w": jnp.ones(2), "activation": leaf}}}
+
+
+# What a rank gives to `save`, the error, and what it names.
+BAD_SAVES = {
+    "a module's function": (tree_with(activation), jaxmpi.UsageError, "net/activation"),
+    "a text": (tree_with("relu"), jaxmpi.UsageError, "net/activation"),
+    "one path twice": ({"shared": {"a/b": jnp.ones(2), "a\\": {"b": jnp.ones(2)}}}, jaxmpi.UsageError, "path"),
+    "extra": ({"shared": {"w": jnp.ones(2)}, "extra": {"loss": jnp.ones(())}}, jaxmpi.UsageError, "extra"),
+    "complex NaN": ({"shared": {"w": jnp.array([complex(0, math.nan)])}}, jaxmpi.TrainingError, "w"),
+}
+
+
+@pytest.mark.parametrize("odd", [None, 0, SIZE - 1], ids=["on all ranks", "on the first", "on the last"])
+@pytest.mark.parametrize(("given", "error", "named"), BAD_SAVES.values(), ids=BAD_SAVES)
+def test_what_one_rank_cannot_save_is_refused_on_all_and_the_next_call_works(
+    given, error, named, odd, tmp_path_factory
+):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    good = {"shared": {"w": jnp.ones(2)}}
+    if named == "w" and odd not in (None, 0):  # rank 0's part of what is shared is written
+        given = {**good, "own": given["shared"]}
+        good = {**good, "own": {"w": jnp.zeros(1, jnp.complex64)}}
+    with pytest.raises(error, match=named):
+        kept.save(1, **(given if odd in (None, RANK) else good))
+    assert kept.save(1, {"w": jnp.ones(2)}).exists()
+    assert jaxmpi.metrics.sum(1) == SIZE
+
+
+class Unruly:
+    """A node of a tree that cannot be put together again on one rank."""
+
+
+jax.tree_util.register_pytree_node(Unruly, lambda node: ((jnp.ones(2),), None), lambda _, leaves: unruly(leaves))
+
+
+def unruly(leaves):
+    if RANK == SIZE - 1 and isinstance(leaves[0], np.ndarray):
+        raise RuntimeError("not this one")
+    return Unruly()
+
+
+def test_a_tree_that_one_rank_cannot_rebuild_is_refused_on_all(tmp_path_factory):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    kept.save(1, {"w": jnp.ones(2)})
+    with pytest.raises((jaxmpi.UsageError, jaxmpi.TrainingError), match="not this one"):
+        kept.restore({"w": Unruly()})
+    assert jaxmpi.metrics.sum(1) == SIZE
+
+
+@pytest.mark.parametrize("step", [1.9, -1, "1", math.nan, 2**63, None])
+def test_a_step_that_is_no_whole_number_is_refused(step, tmp_path_factory):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    kept.save(1, {"w": jnp.ones(2)})
+    with pytest.raises(jaxmpi.UsageError, match="step"):
+        kept.save(step, {"w": jnp.zeros(2)})
+    saved = kept.restore({"w": jnp.zeros(2)})
+    assert saved is not None
+    assert float(saved.shared["w"][0]) == 1
+
+
+@pytest.mark.parametrize("step", [10**18, 1_764_300_000_123_456_789, 2**63 - 1, np.int64(3), 4.0, jnp.int32(5)])
+def test_every_step_that_is_saved_is_found(step, tmp_path_factory):
+    kept = jaxmpi.Checkpoints(Path(processes().bcast_object(str(tmp_path_factory.mktemp("run")))))
+    kept.save(2, {"w": jnp.zeros(2)})
+    kept.save(step, {"w": jnp.ones(2)})
+    saved = kept.restore({"w": jnp.zeros(2)})
+    assert saved is not None
+    assert saved.step == int(step)
+
+
 # ---------------------------------------------------------------- docs/porting.md
 
 MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Loops of one's own")[2]

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from jaxmpi.checkpoint import manifests
-from jaxmpi.checkpoint.leaves import is_at
-from jaxmpi.checkpoint.recut import RULE_STATE
+from jaxmpi.checkpoint.restore import RULE_STATE, is_at
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError

@@ -22,8 +22,7 @@ import pytest
 
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.checkpoint.manifests import found
-from jaxmpi.checkpoint.uncoordinated import UncoordinatedCheckpoint
-from jaxmpi.checkpoint.write import Retention
+from jaxmpi.checkpoint.write import Retention, UncoordinatedCheckpoint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses

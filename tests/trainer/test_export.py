@@ -20,8 +20,8 @@ from safetensors.numpy import load_file
 
 import jaxmpi
 from jaxmpi.checkpoint import manifests
-from jaxmpi.checkpoint.leaves import read_leaves
-from jaxmpi.checkpoint.trained import dotted
+from jaxmpi.checkpoint.export import dotted
+from jaxmpi.checkpoint.restore import read_leaves
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.optim import Optim

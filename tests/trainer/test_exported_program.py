@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from jaxmpi.models.gpt import gpt_tiny
 from jaxmpi.models.norm import BatchNorm
 from jaxmpi.tools import cli
 from jaxmpi.trainer import finished_runs
-from launching import ROOT, mpirun_line, run, train_here
+from launching import ROOT, mpirun_line, run, small_disk, train_here
 from line_task import LINE, line, lines
 
 [SNIPPET] = re.findall(
@@ -112,6 +113,38 @@ def test_the_command_gives_the_outputs_of_predict_bit_for_bit(tmp_path, monkeypa
     done = run([*mpirun_line(2), "jaxmpi", "export", *asked], timeout_s=60)
     assert done.code == 0, done.out
     assert done.out.count("by the model of step 6") == 1
+
+
+def test_a_flipped_bit_of_a_program_is_noticed(line_run, tmp_path):
+    file, facts = tmp_path / "model.jaxexport", tmp_path / "model.jaxexport.json"
+    trainer_of(line_run, heights).export(file, platforms=("cpu",))
+    raw, batch = file.read_bytes(), {name: line(4)[name] for name in ("x", "tokens")}
+    want = called(file, batch)
+    jax.tree.map(np.testing.assert_array_equal, jaxmpi.load_program(file).call(batch), want)
+    for place in np.random.default_rng(0).choice(8 * len(raw), 100, replace=False).tolist():
+        changed = bytearray(raw)
+        changed[place // 8] ^= 1 << place % 8
+        file.write_bytes(changed)
+        with pytest.raises(UsageError, match=r"model\.jaxexport"):
+            jaxmpi.load_program(file)
+    file.write_bytes(raw)
+    with pytest.raises(UsageError, match="load_program"):
+        jaxmpi.load(file)
+    for text in ("{", "[]", "{}", '{"sha256": 3}'):
+        facts.write_text(text)
+        with pytest.raises(UsageError, match=r"model\.jaxexport"):
+            jaxmpi.load_program(file)
+    facts.unlink()
+    with pytest.raises(UsageError, match=r"model\.jaxexport\.json"):
+        jaxmpi.load_program(file)
+
+
+def test_a_full_disk_leaves_nothing_of_a_program(line_run, tmp_path):
+    with small_disk(tmp_path / "disk", "8k") as disk:
+        (disk / "ballast").write_bytes(b"x" * (4 << 10))
+        with pytest.raises(UsageError, match="cannot be written"):
+            trainer_of(line_run, heights).export(disk / "model.jaxexport", platforms=("cpu",))
+        assert os.listdir(disk) == ["ballast"]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from jaxmpi.config import Data, Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
 from jaxmpi.trainer import finished_runs, main
-from launching import PATH, ROOT, mpirun_line, run, train_here, wait_until
+from launching import PATH, ROOT, mpirun_line, run, small_disk, train_here, wait_until
 from line_task import LINE, line, lines
 
 
@@ -184,6 +184,60 @@ def test_a_file_without_arrays_of_examples_is_named(tmp_path):
     for name, got in (("one.npy", "got one array"), ("number.npz", "x: got one number")):
         with pytest.raises(UsageError, match=rf"{name}: {got}.*; expected arrays \[n, \.\.\.\] that np\.savez"):
             finished_runs.with_inputs(lines(tmp_path), tmp_path / name)
+
+
+def test_outputs_that_the_trainer_has_names_for_are_not_lost(trained):
+    predict = lambda params, state, batch: {"": batch["x"], "weight": batch["x"] @ params["w"], "outputs": batch["y"]}  # noqa: E731
+    task = dataclasses.replace(LINE, predict=predict)
+    outputs = finished_runs.open_finished(dataclasses.replace(trained, task=task), Path(trained.run_dir)).predict_all()
+    data, w = line(13, 1), jaxmpi.load(trained.run_dir).params["w"]
+    np.testing.assert_allclose(outputs["weight"], data["x"] @ w, atol=1e-5)
+    np.testing.assert_array_equal(outputs["outputs"], data["y"])
+    np.testing.assert_array_equal(outputs[""], data["x"])
+
+
+def test_a_flipped_bit_of_a_file_of_inputs_is_noticed(tmp_path):
+    file, experiment = tmp_path / "in.npz", lines(tmp_path)
+    finished_runs.write_arrays(file, line(5))
+    raw = file.read_bytes()
+    want = {
+        name: values.tobytes() for name, values in finished_runs.with_inputs(experiment, file).data.validation.items()
+    }
+    for place in np.random.default_rng(0).choice(8 * len(raw), 2000, replace=False).tolist():
+        changed = bytearray(raw)
+        changed[place // 8] ^= 1 << place % 8
+        file.write_bytes(changed)
+        try:
+            got = finished_runs.with_inputs(experiment, file).data.validation
+        except UsageError:
+            continue
+        assert {name: values.tobytes() for name, values in got.items()} == want
+
+
+def test_a_full_disk_leaves_nothing_of_the_outputs(digits_run, tmp_path):
+    with small_disk(tmp_path / "disk", "16k") as disk:  # 360 examples x 10 classes x 4 bytes are less than this
+        (disk / "ballast").write_bytes(b"x" * (8 << 10))
+        with pytest.raises(UsageError, match=r"out\.npz: cannot be written"):
+            cli.run(["predict", str(digits_run[0]), str(disk / "out.npz")])
+        assert os.listdir(disk) == ["ballast"]
+
+
+FOLDERS = {
+    "as the run": (["{folder}", "{folder}/x.npz"], "config.json"),
+    "as the output": (["{run}", "{folder}"], "folder"),
+    "as the output, by its name": (["{run}", "{folder}/a.npz"], "a.npz"),
+    "as the data": (["{run}", "{folder}/x.npz", "--data", "{folder}"], "folder: got no plain file"),
+    "as the experiment": (["{run}", "{folder}/x.npz", "--experiment", "{folder}"], "folder"),
+    "as its parent, which is not there": (["{run}", "{folder}/b/c/x.npz/y.npz", "--data", "{folder}/b"], "b"),
+}
+
+
+@pytest.mark.parametrize(("argv", "match"), FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_in_the_place_of_a_file_is_named(argv, match, digits_run, tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "a.npz").mkdir(parents=True)
+    with pytest.raises(UsageError, match=match):
+        cli.run(["predict", *(word.format(run=digits_run[0], folder=folder) for word in argv)])
 
 
 REFUSED = {

@@ -1,7 +1,9 @@
 """A trained model out of a run: newest, best, from a folder or a file, bit for bit; what does not fit is named."""
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from flax import linen, nnx
 from safetensors.numpy import load_file, save_file
 
 import jaxmpi
-from jaxmpi.checkpoint import trained
+from jaxmpi.checkpoint import export
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves
+from jaxmpi.data.example import nested
 from jaxmpi.tools import cli
 from jaxmpi.trainer import main
+from launching import small_disk
 from line_task import LINE, lines
 
 TREE = {
@@ -60,7 +64,7 @@ def test_the_newest_one_of_a_step_and_the_best(finished):
 
 def test_a_file_holds_the_same_bits(tmp_path):
     file = tmp_path / "model.safetensors"
-    trained.to_safetensors(TREE, file, 12)
+    export.to_safetensors(TREE, file, 12)
     got = jaxmpi.load(file)
     assert got.step == 12
     for (name, one), (other_name, other) in zip(
@@ -126,12 +130,12 @@ def test_a_damaged_file_and_others_that_are_none(finished, tmp_path):
         with pytest.raises(UsageError, match=match):
             jaxmpi.load(where, **options)
     with pytest.raises(UsageError, match=r"a\.b: got a dot in a name"):
-        trained.to_safetensors({"a.b": np.zeros(1)}, tmp_path / "x.safetensors", 0)
+        export.to_safetensors({"a.b": np.zeros(1)}, tmp_path / "x.safetensors", 0)
 
 
 def test_a_module_of_other_arrays_is_named():
     kernel = {"kernel": np.zeros((2, 4), np.float32)}
-    model = trained.TrainedModel(params=kernel, model_state={}, source=Path("runs/a"))
+    model = export.TrainedModel(params=kernel, model_state={}, source=Path("runs/a"))
     with pytest.raises(
         UsageError,
         match=r"^params of runs/a: not of this module:\n  bias: got nothing, .*\n  kernel: got float32\[2, 4\], "
@@ -146,5 +150,103 @@ def test_a_linen_module_comes_back_bound():
     net = linen.Dense(3)
     x = np.ones((1, 2), np.float32)
     params = dict(net.init(jax.random.key(0), x)["params"])
-    bound = trained.TrainedModel(params=params, model_state={}).into(net)
+    bound = export.TrainedModel(params=params, model_state={}).into(net)
     np.testing.assert_array_equal(bound(x), net.apply({"params": params}, x))
+
+
+# ---------------------------------------------------------------- flipped bits, lost leaves, full disks
+
+
+def flipped(file: Path, seed: int, count: int):
+    """The file with one bit changed, `count` times over; then as it was."""
+    raw = file.read_bytes()
+    rng = np.random.default_rng(seed)
+    for place in rng.choice(8 * len(raw), min(count, 8 * len(raw)), replace=False).tolist():
+        changed = bytearray(raw)
+        changed[place // 8] ^= 1 << place % 8
+        file.write_bytes(changed)
+        yield place
+    file.write_bytes(raw)
+
+
+def bits(model: export.TrainedModel) -> Any:
+    named = named_leaves({"params": model.params, "model_state": model.model_state})
+    return model.step, [(name, leaf.dtype, leaf.shape, leaf.tobytes()) for name, leaf in named]
+
+
+def assert_refused_or_equal(where: Path, want: Any) -> None:
+    try:
+        got = bits(jaxmpi.load(where))
+    except UsageError:
+        return
+    assert got == want
+
+
+def test_a_flipped_bit_of_a_file_is_noticed(tmp_path):
+    file = tmp_path / "model.safetensors"
+    export.to_safetensors(TREE, file, 12)
+    want = bits(jaxmpi.load(file))
+    for _ in flipped(file, 0, 1500):
+        assert_refused_or_equal(file, want)
+    assert bits(jaxmpi.load(file)) == want
+
+
+def test_a_flipped_bit_of_a_folder_is_noticed(finished, tmp_path):
+    folder = tmp_path / "exported"
+    cli.run(["export", str(finished), str(folder)])
+    want = bits(jaxmpi.load(folder))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for number, file in enumerate(files):
+        for _ in flipped(file, number, 6):
+            assert_refused_or_equal(folder, want)
+    assert bits(jaxmpi.load(folder)) == want
+
+
+COLLISIONS = [("params", "params.v"), ("params.v", "params.v.w"), ("params.v.w", "params.v"), ("w", "w.v")]
+
+
+@pytest.mark.parametrize("names", COLLISIONS)
+def test_a_name_that_is_both_a_leaf_and_a_node_is_refused(names, tmp_path):
+    save_file({name: np.zeros(1, np.float32) for name in names}, tmp_path / "x.safetensors")
+    with pytest.raises(UsageError, match=min(names, key=len)):
+        jaxmpi.load(tmp_path / "x.safetensors")
+    leaves = {name.replace(".", "/"): np.zeros(1) for name in names}
+    for nest in (export.nested, nested):
+        with pytest.raises(UsageError, match=min(leaves, key=len)):
+            nest(leaves)
+
+
+def test_names_that_orbax_would_take_for_one_are_refused(tmp_path):
+    tree = {"params": {"v.w": np.ones(1, np.float32), "v": {"w": np.zeros(1, np.float32)}}}
+    with pytest.raises(UsageError, match=r"params/v/w and params/v\.w|params/v\.w and params/v/w"):
+        export.to_orbax(tree, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("step", ["²", "٣", "-1", "1e3", "", "9" * 5000])
+def test_a_step_that_is_no_number_is_not_known(step, tmp_path):
+    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "x.safetensors", {"step": step})
+    assert jaxmpi.load(tmp_path / "x.safetensors").step is None
+
+
+@pytest.mark.parametrize("options", [{}, {"best": True}, {"step": 7}], ids=str)
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_an_older_checkpoint_does_not_stand_for_a_damaged_one(damage, options, finished, tmp_path):
+    run_dir = Path(shutil.copytree(finished, tmp_path / "run"))
+    manifest = run_dir / "checkpoints" / "step_00000007" / "manifest.json"
+    if damage == "missing":
+        manifest.unlink()
+    else:
+        next(flipped(manifest, 0, 1))
+    with pytest.raises(UsageError, match="step_00000007"):
+        jaxmpi.load(run_dir, **options)
+    assert jaxmpi.load(run_dir, step=6).step == 6
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "folder"])
+def test_a_full_disk_leaves_nothing_of_an_export(name, finished, tmp_path):
+    with small_disk(tmp_path / "disk", "16k") as disk:
+        (disk / "ballast").write_bytes(b"x" * (16 << 10) if name == "model.safetensors" else b"x" * (8 << 10))
+        with pytest.raises(UsageError, match=rf"{name}: cannot be written"):
+            cli.run(["export", str(finished), str(disk / name)])
+        assert os.listdir(disk) == ["ballast"]

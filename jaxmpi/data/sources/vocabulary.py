@@ -49,9 +49,12 @@ def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabula
     made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")  # pyright: ignore
     trainer: Any = trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
     made.train_from_iterator(_files(config, "train"), trainer)
+    aside = path.with_name(f"{path.name}.tmp")
     try:
-        made.save(str(path))
+        made.save(str(aside))
+        aside.replace(path)
     except Exception as error:  # all that the library raises
+        aside.unlink(missing_ok=True)
         raise UsageError(f"words: {path} cannot be written: {error}") from error
     tokens = [token for file in made.encode_batch(_files(config, "validation")) for token in file.ids]
     return Vocabulary(made.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
