@@ -63,10 +63,12 @@ def nearest(name: str, known: Mapping[str, Any]) -> str:
 
 
 def hint(name: str, known: Mapping[str, Any]) -> str:
-    """The nearest known name as a question; empty if none is near."""
-    meant = [ELSEWHERE[name]] if ELSEWHERE.get(name) in known else []
-    close = meant or difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"did you mean {close[0]!r}? " if close else ""
+    """The nearest known name as a question, whatever the case; empty if none is near."""
+    if ELSEWHERE.get(name) in known:
+        return f"did you mean {ELSEWHERE[name]!r}? "
+    by_lower = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.4)
+    return f"did you mean {by_lower[close[0]]!r}? " if close else ""
 
 
 def check(holds: bool, message: str) -> None:

@@ -52,6 +52,7 @@ def test_whole_numbers_of_steps_and_epochs_are_exact(number, epoch):
 
 LOOKUPS = [
     ("ringg", r"unknown strategy 'ringg'; did you mean 'ring'\? there are: asa, ring"),
+    ("RinG", r"did you mean 'ring'\? "),
     ("zzz", "unknown strategy 'zzz'; there are: asa, ring$"),
     ("", "unknown strategy ''; there are: asa, ring$"),
 ]
@@ -61,6 +62,11 @@ LOOKUPS = [
 def test_an_unknown_name_lists_what_exists_and_the_nearest(name, message):
     with pytest.raises(UsageError, match=message):
         lookup({"ring": 1, "asa": 2}, name, "strategy")
+
+
+def test_the_nearest_name_is_so_whatever_the_case():
+    with pytest.raises(UsageError, match="did you mean 'adamw'"):
+        lookup({"adam": 1, "adamw": 2}, "adamW", "optimizer")
 
 
 def test_a_word_of_other_libraries_leads_to_ours():
