@@ -34,14 +34,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.agreement import different_calls
-from jaxmpi.comm.compiled_calls import MOST_COMPARISONS, SOURCE, CompiledCalls, NumberedCalls
+from jaxmpi.comm.compiled_calls import MOST_COMPARISONS, MOST_TURNS, SOURCE, TURN_BIT, CompiledCalls, NumberedCalls
 from jaxmpi.comm.exchange_watch import PROBES, CallId
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import survives_losses
@@ -70,7 +70,7 @@ class CallComparison:
         _indices.append(max(used) + 1)
         self._calls = (
             PythonCalls(
-                comm=comm, others=self._others, distances=heard, name=f"{DIFFERS} {_indices[-1]}", differs=self._refuse
+                comm=comm, others=self._others, distances=heard, name=f"{DIFFERS} {_indices[-1]}", differs=self.refuse
             )
             if any(reasons)
             else CompiledCalls(
@@ -103,6 +103,7 @@ class CallComparison:
 
     def text(self, number: int) -> str:
         """Describe an exchange, which this rank may not have traced yet."""
+        number %= 1 << TURN_BIT
         return self._texts.get(number, f"exchange {number} of {self._of}")
 
     def share_slots(self) -> None:
@@ -119,7 +120,7 @@ class CallComparison:
         It needs nothing of the data, so it is the first that a program does: of two programs the one that was
         dispatched first has its turn first.
         """
-        self._calls.begin(number)
+        self._calls.begin(number, has_turn=True)
 
     def end(self, number: int) -> None:
         """Compare with the others' numbers, and give the turn away."""
@@ -145,16 +146,30 @@ class CallComparison:
 
     # ------------------------------------------------------------ ranks that differ
 
-    def _refuse(self, mine: int, theirs: Mapping[int, int]) -> None:
+    def refuse(self, mine: int, theirs: Mapping[int, int]) -> NoReturn:
         """Raise `UsageError` with these ranks' exchanges, by rank in the job."""
         numbers = self._comm.processes.numbers
         calls = {self._comm.rank: mine, **theirs}
-        raise UsageError(different_calls({numbers[rank]: self.text(number) for rank, number in calls.items()}))
+        texts = {numbers[rank]: self.text(number) for rank, number in calls.items()}
+        if len(set(texts.values())) > 1 or not isinstance(self._calls, CompiledCalls):
+            raise UsageError(different_calls(texts))
+        own, half = self._calls.turn(mine % (1 << TURN_BIT)), MOST_TURNS // 2
+        turns = {
+            numbers[rank]: own + ((number >> TURN_BIT) - (mine >> TURN_BIT) + half) % MOST_TURNS - half
+            for rank, number in calls.items()
+        }
+        shown = ", ".join(f"rank {rank} at turn {turn}" for rank, turn in sorted(turns.items())[:8])
+        raise UsageError(
+            f"ranks came to {texts[numbers[self._comm.rank]]!r} at different turns: {shown}; a turn is a run of its "
+            "program, and some rank has run the program without it. Expected the exchange in the same runs on all "
+            "ranks: keep it out of a lax.cond that only some ranks take; of optax.apply_if_finite around "
+            "exchange_gradients make optax.chain(exchange_gradients(), optax.apply_if_finite(...))"
+        )
 
     def differs(self, mine: int, theirs: Mapping[int, int]) -> None:
         """End the job with these ranks' exchanges."""
         try:
-            self._refuse(mine, theirs)
+            self.refuse(mine, theirs)
         except UsageError as error:
             failures.fail(error, None)
 
@@ -223,7 +238,7 @@ class PythonCalls:
             host_callbacks.register(name, function, ends_job=True)
         self._begun = 0
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, has_turn: bool = False) -> None:
         """Have the program take the turn and send the number."""
         host_callbacks.call(self._names[0], [], [], effect=self._comm.effect, number=number)
 

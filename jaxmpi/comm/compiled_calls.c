@@ -14,6 +14,11 @@
    that. Between hosts a number is a message of 4 bytes, of which MPI keeps as many as there are; there a rank may hear
    only some of the others.
 
+   A rank may skip an exchange, as in a `lax.cond` that only some ranks take. At the next one its number is the same as
+   the others' though they are a step behind. So an exchange also has a turn: how often its program has run, modulo
+   MOST_TURNS, in the upper bits of the number. XLA counts the runs: a run's id is one more than that of the run before of
+   the same executable, and those of two executables are far apart.
+
    Nothing here needs Python unless ranks differ or MPI fails. */
 
 #include <sched.h>
@@ -22,6 +27,7 @@
 
 enum kind { KINDS };
 enum word { COMPARISON, NUMBER, KIND, OP, ROOT }; /* of a call's attribute; OP of BEGIN: its operation publishes */
+enum { HAS_TURN = ROOT };                         /* of BEGIN */
 enum { SPINS = 64, LOOKS_WITHOUT_MPI = 4 };
 
 struct setup {
@@ -50,6 +56,10 @@ struct setup {
   int32_t places, place_words; /* of a rank on the board: how many, and the words of one; behind them are ROUNDS_WORDS */
 };
 
+struct turn {
+  int32_t number, run, turn;
+};
+
 struct comparison {
   struct setup mpi;
   pthread_mutex_t lock;
@@ -57,6 +67,7 @@ struct comparison {
   _Atomic uint32_t ticket, served; /* the next ticket for the turn, and the one that has the turn */
   _Atomic int64_t held;            /* number << 32 | how many have begun; 0 if nobody has the turn */
   _Atomic int32_t begun, waits;    /* waits: the number of a call that waits for the turn, or 0 */
+  struct turn turns[NUMBERS_WITH_TURNS];
   int64_t rounds, chunks;          /* through slots, so far */
   int32_t ahead;                   /* calls that this rank has begun since it last compared with all */
   int32_t mine, theirs[];          /* numbers of calls that differ; 0 of ranks that do not */
@@ -84,6 +95,7 @@ void jaxmpi_share(int32_t index, char *slots, int64_t slot_bytes, int64_t part_b
 int64_t jaxmpi_held(int32_t index) { return comparisons[index]->held; }
 int32_t jaxmpi_begun(int32_t index) { return comparisons[index]->begun; }
 int32_t jaxmpi_waits(int32_t index) { return comparisons[index]->waits; }
+int32_t jaxmpi_turn(int32_t index, int32_t number) { return comparisons[index]->turns[number % NUMBERS_WITH_TURNS].turn; }
 
 /* ---------------------------------------------------------------- the turn */
 
@@ -178,9 +190,23 @@ static int publish(struct comparison *c) {
   return code;
 }
 
-static int begin(struct comparison *c, int32_t number, int is_published_later) {
+/* The number with its turn. A run of another executable with this exchange counts as the next. */
+static int32_t with_turn(struct comparison *c, int32_t number, XLA_FFI_CallFrame *frame) {
+  struct turn *t = &c->turns[number % NUMBERS_WITH_TURNS];
+  XLA_FFI_RunId_Get_Args args = {XLA_FFI_RunId_Get_Args_STRUCT_SIZE, NULL, frame->ctx, 0};
+  frame->api->XLA_FFI_RunId_Get(&args);
+  uint32_t passed = (uint32_t)args.run_id - (uint32_t)t->run;
+  if (t->number != number) *t = (struct turn){.number = number, .turn = 1};
+  else t->turn += passed < MOST_PASSED ? passed : 1; /* none in a loop of one run */
+  t->run = (int32_t)args.run_id;
+  return number | t->turn % MOST_TURNS << TURN_BIT;
+}
+
+static int begin(struct comparison *c, const int32_t *words, XLA_FFI_CallFrame *frame) {
   struct setup *mpi = &c->mpi;
+  int32_t number = words[NUMBER], is_published_later = words[OP] && c->mpi.slots;
   take(c, number);
+  if (words[HAS_TURN]) number = with_turn(c, number, frame);
   int32_t count = (c->begun + 1u) & INT32_MAX; /* loops of hours come to 2^31 */
   c->begun = count;
   c->ahead++;
@@ -247,14 +273,14 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   struct job job = {0};
   if (has_array && c->mpi.slots) job = job_of(c, words, x, y);
   if (kind == BEGIN) {
-    code = begin(c, words[NUMBER], words[OP] && c->mpi.slots);
+    code = begin(c, words, frame);
   } else if (has_array && fits_slots(c, &job)) {
     code = through_slots(c, &job);
   } else {
     if (has_array && c->mpi.slots) code = publish(c);
     if (!code && has_array) code = operation(&c->mpi, words, x, y);
     if (!code && kind == BARRIER && !c->mpi.board) code = c->mpi.barrier(c->mpi.comm); /* else to compare is a barrier */
-    if (!code) code = compare(c, words[NUMBER], 0, c->mpi.size);
+    if (!code) code = compare(c, (int32_t)(c->held >> 32), 0, c->mpi.size);
   }
   if (!code && kind != BEGIN) give(c);
   if (!code) return NULL;

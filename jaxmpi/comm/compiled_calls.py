@@ -36,6 +36,12 @@ SLOT_BYTES = 256 << 10  # bytes of a chunk: a core's second-level cache holds it
 SLOTS_BYTES = 4 << 20  # bytes of all ranks' slots, about: with many ranks each has less
 LEAST_BYTES = 16 << 10  # bytes of a slot at least
 MOST_SHARED = 16  # communicators with slots: a script may split a thousand times
+TURN_BIT, MOST_TURNS = (
+    24,
+    128,
+)  # of a number that is published: the exchange's in the bits below, its turn in those above
+MOST_PASSED = 1 << 20  # runs of an executable between two exchanges; ids of two executables are further apart
+NUMBERS_WITH_TURNS = 256  # exchanges whose turns are kept
 SOURCE = c_handlers.CSource(
     Path(__file__).with_suffix(".c"),
     [Path(__file__).with_name("compiled_slots.h")],
@@ -44,6 +50,10 @@ SOURCE = c_handlers.CSource(
     MOST_COMPARISONS=MOST_COMPARISONS,
     TYPES=TYPES,
     ROUNDS_WORDS=ROUNDS_WORDS,
+    TURN_BIT=TURN_BIT,
+    MOST_TURNS=MOST_TURNS,
+    MOST_PASSED=MOST_PASSED,
+    NUMBERS_WITH_TURNS=NUMBERS_WITH_TURNS,
 )
 _call_p = SOURCE.primitive()
 Differs = ctypes.CFUNCTYPE(None, c_int32, POINTER(c_int32))
@@ -149,9 +159,13 @@ class CompiledCalls:
 
     # ------------------------------------------------------------ in a program
 
-    def begin(self, number: int, is_published_later: bool = False) -> None:
-        """Take the turn and publish the number, unless its operation does."""
-        self._bind(BEGIN, number, int(is_published_later))
+    def begin(self, number: int, is_published_later: bool = False, has_turn: bool = False) -> None:
+        """Wait for this process's other calls and publish the number, unless its operation does.
+
+        Args:
+            has_turn: compare how often the program has run, too.
+        """
+        self._bind(BEGIN, number, int(is_published_later), int(has_turn))
 
     def end(self, number: int) -> None:
         """Compare with the others' numbers, and give the turn away."""
@@ -183,6 +197,10 @@ class CompiledCalls:
     def begun(self) -> int:
         """How many calls have begun."""
         return self._library.jaxmpi_begun(self._index)
+
+    def turn(self, number: int) -> int:
+        """How often this rank's program has run since the first exchange of this number, that one included."""
+        return self._library.jaxmpi_turn(self._index, number)
 
     def number_of(self, rank: int, count: int) -> int | None:
         """Number of a rank's call of a count, or 0.

@@ -16,14 +16,13 @@ import sys
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -110,6 +109,10 @@ class ExchangeLookup(Protocol):
 
     def text(self, number: int) -> str:
         """Describe an exchange by its number."""
+        ...
+
+    def refuse(self, mine: int, theirs: Mapping[int, int]) -> NoReturn:
+        """Raise `UsageError` with these ranks' exchanges."""
         ...
 
 
@@ -263,8 +266,7 @@ class WaitRegistry:
         others = {rank: self.waiting_ranks.get((COMPARED, rank)) for rank in self.others}
         calls = {self.rank: wait.call} | {r: call for r, call in others.items() if call and call[1] == wait.call.count}
         if self.lookup and len(set(calls.values())) > 1:
-            named = {self.numbers[rank]: self.lookup.text(call.number) for rank, call in calls.items()}
-            raise UsageError(different_calls(named))
+            self.lookup.refuse(wait.call.number, {rank: call.number for rank, call in calls.items()})
 
     def _check_ended(self, wait: Wait, absent: Sequence[int]) -> None:
         """Raise `TrainingError` if ranks that must still come have ended.

@@ -92,6 +92,55 @@ def test_ranks_at_different_exchanges_are_named(strategy, script):
     check_both_are_named(ended.out)
 
 
+IF_FINITE = """
+import optax
+tx = {tx}
+params = {{"w": jnp.ones(4)}}
+state, update = tx.init(params), jax.jit(tx.update)
+for step in range(9):
+    grads = {{"w": jnp.full(4, 1.0 + rank)}}
+    if step == {odd} and rank == 1:
+        grads = {{"w": jnp.full(4, jnp.nan)}}
+    updates, state = update(grads, state, params)
+    jnp.sin(rank + jnp.ones(rank + 1))  # ranks run other programs in between, each its own
+    params = jax.block_until_ready(optax.apply_updates(params, updates))
+    print("step", step, flush=True)
+print("end", params["w"].tolist(), flush=True)
+"""
+SKIPS = "optax.apply_if_finite(optax.chain(jaxmpi.exchange_gradients(strategy), optax.adam(0.1)), 3)"
+WORKS = "optax.chain(jaxmpi.exchange_gradients(strategy), optax.apply_if_finite(optax.adam(0.1), 3))"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("strategy", ["asa32", "shm"])
+def test_a_rank_that_skipped_an_exchange_is_named_with_its_turn_at_the_next(strategy):
+    script = PREAMBLE.format(strategy=strategy) + IF_FINITE.format(tx=SKIPS, odd=4)
+    ended = mpirun(2, "-c", script, timeout_s=90)
+    assert not ended.timed_out, ended.out
+    assert ended.code == 2, ended.out
+    assert "rank 0 at turn 5, rank 1 at turn 6" in ended.out
+    assert "step 6" not in ended.out
+
+
+@pytest.mark.e2e
+def test_a_rank_that_skipped_the_last_exchange_does_not_leave_the_other_waiting():
+    script = PREAMBLE.format(strategy="asa32") + IF_FINITE.format(tx=SKIPS, odd=8)
+    ended = mpirun(2, "-c", script, timeout_s=90)
+    assert not ended.timed_out, ended.out
+    assert ended.code
+    assert "whose script has ended" in ended.out, ended.out
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("tx", "odd"), [(WORKS, 4), (SKIPS, -1)])
+def test_ranks_that_skip_alike_or_not_at_all_go_on_with_equal_bits(tx, odd):
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + IF_FINITE.format(tx=tx, odd=odd), timeout_s=90)
+    assert ended.code == 0, ended.out
+    ends = [line.partition("end")[2] for line in ended.out.splitlines() if "end [" in line]
+    assert len(ends) == 2, ended.out
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.e2e
 def test_ranks_of_a_part_are_named_by_their_numbers_in_the_job():
     script = IN_ANOTHER_ORDER.replace("strategy)", "comm=part)").replace(
