@@ -96,6 +96,17 @@ def zeros_for(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
+def in_32_bits(tree: PyTree) -> PyTree:
+    """Floats of 16 bits as float32, other leaves as they are: for what many small numbers are added to."""
+    is_short = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4  # noqa: E731
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_short(x) else x, tree)
+
+
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Leaves in the dtypes of another tree."""
+    return jax.tree.map(lambda x, other: x.astype(other.dtype), tree, like)
+
+
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """Leaves with paths such as `params/conv1/kernel`; no two have the same."""
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi.core.errors import check
-from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits
 from jaxmpi.optim import optimizers
 from jaxmpi.rules.base import Rule
 
@@ -27,8 +27,9 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
 
     a_t = ((1 - d) / (1 - d^t)) sum_{s <= t} d^(t - s) w_s ;  kept as a <- a + (1 - d) / (1 - d^t) (w - a).
 
-    So a has no memory of the initial params. Communicates nothing more: params are equal on all workers. If updates are
-    sharded each worker holds its slice of a; `eval_params` then gathers it, in 32 bits.
+    So a has no memory of the initial params. It is kept in 32 bits: in 16 a small step towards w would be rounded away.
+    Communicates nothing more: params are equal on all workers. If updates are sharded each worker holds its slice of a;
+    `eval_params` then gathers it, in 32 bits.
 
     Args:
         rule: whose params are equal on all workers after each step.
@@ -47,13 +48,13 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
     def moved(average: PyTree, steps: jax.Array, params: PyTree, *chunk: jax.Array) -> tuple[PyTree, jax.Array]:
         steps = steps + 1
         share = (1 - decay) / (1 - jnp.float32(decay) ** steps.astype(jnp.float32))
-        own = sharding.shards.cut.own(params, *chunk) if sharding else params
+        own = in_32_bits(sharding.shards.cut.own(params, *chunk) if sharding else params)
         return jax.tree.map(lambda a, w: a + share.astype(a.dtype) * (w - a), average, own), steps
 
     move = jit(moved, donate_argnums=(0, 1))
 
     def with_average(of_rule: PyTree, average: PyTree) -> PyTree:
-        return {"of_rule": of_rule, AVERAGE: average, "averaged": jnp.zeros((), jnp.int32)}
+        return {"of_rule": of_rule, AVERAGE: in_32_bits(average), "averaged": jnp.zeros((), jnp.int32)}
 
     def init(params: PyTree) -> PyTree:
         return with_average(rule.init(params), params)
@@ -65,7 +66,8 @@ def averaged(rule: Rule, decay: float, jit: Callable[..., Callable], name: str) 
         return params, {"of_rule": of_rule, AVERAGE: average, "averaged": steps}, *more
 
     def eval_params(params: PyTree, state: PyTree) -> PyTree:
-        return sharding.shards.gather(state[AVERAGE], params) if sharding else state[AVERAGE]
+        average = sharding.shards.gather(state[AVERAGE], params) if sharding else state[AVERAGE]
+        return cast_like(average, params)
 
     def init_slice(params: PyTree, chunk: jax.Array) -> PyTree:
         assert sharding

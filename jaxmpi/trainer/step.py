@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmpi.comm.topology import AXIS
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.pytrees import PyTree
+from jaxmpi.core.pytrees import PyTree, cast_like, in_32_bits
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.model.batch_statistics import statistics_over
 from jaxmpi.rules.base import Rule
@@ -142,14 +142,14 @@ def local_gradients(
             total, model_state, metrics = carry
             i, piece = item
             grads, (model_state, more) = differentiate(params, model_state, piece, jax.random.fold_in(key, i))
-            add = partial(jax.tree.map, jnp.add)
-            return (add(total, grads), model_state, add(metrics, more)), None
+            total = jax.tree.map(jnp.add, total, in_32_bits(grads))
+            return (total, model_state, jax.tree.map(jnp.add, metrics, more)), None
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        start = (zeros, model_state, Metrics(jnp.zeros(()), jnp.zeros(())))
-        (grads, model_state, metrics), _ = jax.lax.scan(
+        start = (jax.tree.map(jnp.zeros_like, in_32_bits(params)), model_state, Metrics(jnp.zeros(()), jnp.zeros(())))
+        (total, model_state, metrics), _ = jax.lax.scan(
             accumulate, start, (jnp.arange(size // micro_batch, dtype=jnp.int32), slices)
         )
+        grads = cast_like(total, params)
         return grads, model_state, seen(grads, metrics)
 
     return gradients

@@ -4,11 +4,15 @@ import re
 import sys
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import jaxmpi
 from jaxmpi.comm.job import processes
+from jaxmpi.core.errors import UsageError
 from launching import mpirun
 
 LATE = """
@@ -117,3 +121,23 @@ def test_an_error_on_one_rank_ends_any_script_from_the_world_on():
     assert not ended.timed_out, ended.out
     assert ended.code == 1, ended.out
     assert re.search(r"jaxmpi: rank 1/2 on \S+ \(start\):\nTraceback.*\n.*line 3.*\nValueError: no data", ended.out)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(jnp.bfloat16, 1.0), (jnp.float16, 300.0)])
+def test_many_batches_in_16_bits_are_accumulated_in_32(dtype, size, standard_promotion, no_launcher):
+    """1 + 256 is 256 in bfloat16, and 300 * 256 is infinite in float16."""
+    params = {"w": jnp.zeros((), dtype)}
+    tx = jaxmpi.accumulate_gradients(optax.sgd(1.0), 1024)
+    update, state = jax.jit(tx.update), tx.init(params)
+    for _ in range(1024):
+        updates, state = update({"w": jnp.asarray(size, dtype)}, state, params)
+    assert updates["w"].dtype == dtype
+    assert -float(updates["w"]) == size
+
+
+def test_the_gradient_of_an_integer_is_refused_by_path(no_launcher):
+    tx = jaxmpi.accumulate_gradients(optax.sgd(1.0), 2)
+    params = {"count": jnp.int32(0), "w": jnp.float32(1)}
+    grads = {"count": np.zeros((), jax.dtypes.float0), "w": jnp.float32(1)}
+    with pytest.raises(UsageError, match="count"):
+        tx.update(grads, tx.init(params), params)
