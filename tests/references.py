@@ -121,7 +121,9 @@ def color(rows: Rows, wire: str, order: Sequence[int], colours: int, packets: in
     parts = padded(rows[list(order)], k * workers).reshape(workers, k, -1)  # each a multiple of the workers
 
     def summed(c: int) -> np.ndarray:
-        each = padded(parts[:, c], packets).reshape(workers, packets, -1)
+        length = -(-parts.shape[2] // packets)
+        length = length if length < 256 else min(parts.shape[2], -(-length // 256) * 256)
+        each = np.pad(parts[:, c], ((0, 0), (0, packets * length - parts.shape[2]))).reshape(workers, packets, length)
         sums = [climb(forest, each[:, i], wire, c, forest.parent[c].index(-1)) for i in range(packets)]
         return np.concatenate(sums)[: parts.shape[2]]
 

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.autotune import Verdict, allowed_wires, choose, is_auto
-from jaxmpi.allreduce.buckets import Order, assign_buckets, fuse, split, split_all
+from jaxmpi.allreduce.buckets import Alignment, Order, assign_buckets, fuse, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.compression import Peers
@@ -222,15 +222,20 @@ class Choice(NamedTuple):
         sizes = [leaf.size if leaf.dtype in FLOATS else 0 for leaf in leaves]
         return assign_buckets(sizes, bucket_bytes, self.ready(len(leaves)))
 
+    @property
+    def alignment(self) -> Alignment:
+        """Where leaves begin in buckets."""
+        strategy = parse(self.strategy)
+        return Alignment(strategy.wire.block, (strategy.spec.pieces or len)(self.comm.hosts))
+
     def inside_jit(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """Leaves -> buckets -> sums -> leaves, in the caller's program."""
         if self.comm.size == 1:
             return [self.alone(leaf) for leaf in leaves]
-        buckets, own = self.buckets(leaves), in_own_type(leaves)
-        vectors = self.exchanged(
-            [*(fuse([leaves[i] for i in bucket]) for bucket in buckets), *(leaves[i] for i in own)]
-        )
-        out = split_all(vectors[: len(buckets)], leaves, buckets)
+        buckets, own, alignment = self.buckets(leaves), in_own_type(leaves), self.alignment
+        flats = [fuse([leaves[i] for i in bucket], alignment) for bucket in buckets]
+        vectors = self.exchanged([*flats, *(leaves[i] for i in own)])
+        out = split_all(vectors[: len(buckets)], leaves, buckets, alignment)
         for i, total in zip(own, vectors[len(buckets) :], strict=True):
             out[i] = total
         return out
@@ -289,9 +294,13 @@ def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callabl
     alone += in_own_type(like)
     fused = [bucket for bucket in buckets if len(bucket) > 1]
     groups = [[like[i] for i in bucket] for bucket in fused]
-    fuse_each = choice.comm.jit(lambda groups: [fuse(group) for group in groups])
-    exchange_each = in_turn(choice.exchanged)
-    split_each = choice.comm.jit(lambda flats: [split(flat, group) for flat, group in zip(flats, groups, strict=True)])
+    alignment = choice.alignment
+
+    def split_groups(flats: list[jax.Array]) -> list[list[jax.Array]]:
+        return [split(flat, group, alignment) for flat, group in zip(flats, groups, strict=True)]
+
+    fuse_each = choice.comm.jit(lambda groups: [fuse(group, alignment) for group in groups])
+    exchange_each, split_each = in_turn(choice.exchanged), choice.comm.jit(split_groups)
 
     def run(leaves: list[jax.Array]) -> list[jax.Array]:
         flats = fuse_each([[leaves[i] for i in bucket] for bucket in fused]) if fused else []

@@ -9,6 +9,7 @@ without, and so are the bits of the sums (docs/decisions/0008).
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.extend.core
@@ -131,27 +132,65 @@ def fill(leaves: Sequence[int], sizes: Sequence[int], bucket_bytes: int | None) 
 # ---------------------------------------------------------------- as flat vectors
 
 
-def fuse(leaves: Sequence[jax.Array]) -> jax.Array:
+class Alignment(NamedTuple):
+    """Where leaves begin in a bucket.
+
+    Wires 16 and 8 give each block of floats one scale. In a block with two leaves the smaller would be rounded away by
+    the scale of the larger, and a NaN would spread to a leaf that has none. Zeros therefore fill up each leaf to whole
+    blocks, and the bucket to whole blocks in each piece into which a strategy cuts it. So every block lies in one leaf,
+    and its error is that of the leaf alone. A leaf that is alone in its bucket needs none of this.
+    """
+
+    block: int = 1  # floats that share a scale on the wire
+    pieces: int = 1  # equal pieces into which the strategy cuts a bucket
+
+    def size(self, sizes: Sequence[int]) -> int:
+        """Floats of a bucket with leaves of these sizes."""
+        if len(sizes) == 1 or self.block == 1:
+            return sum(sizes)
+        return round_up(sum(round_up(size, self.block) for size in sizes), self.block * self.pieces)
+
+
+PACKED = Alignment()  # leaves one right after another
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-n // multiple) * multiple
+
+
+def fuse(leaves: Sequence[jax.Array], alignment: Alignment = PACKED) -> jax.Array:
     """Leaves as one f32[n]; a single f32 leaf is only reshaped."""
     flat = [leaf.astype(jnp.float32).reshape(-1) for leaf in leaves]
-    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+    if len(flat) == 1:
+        return flat[0]
+    if alignment.block > 1:
+        flat = [jnp.pad(leaf, (0, -leaf.size % alignment.block)) for leaf in flat]
+        missing = alignment.size([leaf.size for leaf in leaves]) - sum(leaf.size for leaf in flat)
+        flat = [*flat, jnp.zeros(missing, jnp.float32)]
+    return jnp.concatenate(flat)
 
 
-def split(flat: jax.Array, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def split(
+    flat: jax.Array, leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], alignment: Alignment = PACKED
+) -> list[jax.Array]:
     """The inverse of `fuse`, in the shapes and dtypes of `leaves`."""
-    ends = np.cumsum([leaf.size for leaf in leaves])
+    starts = np.cumsum([0, *(round_up(leaf.size, alignment.block) for leaf in leaves)])
     return [
-        flat[end - leaf.size : end].reshape(leaf.shape).astype(leaf.dtype)
-        for end, leaf in zip(ends, leaves, strict=True)
+        flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype)
+        for start, leaf in zip(starts, leaves, strict=False)
     ]
 
 
 def split_all(
-    flats: Sequence[jax.Array], leaves: Sequence[jax.Array], buckets: Sequence[Sequence[int]]
+    flats: Sequence[jax.Array],
+    leaves: Sequence[jax.Array],
+    buckets: Sequence[Sequence[int]],
+    alignment: Alignment = PACKED,
 ) -> list[jax.Array]:
     """Leaves from one flat vector a bucket; others stay as they are."""
     out = list(leaves)
     for flat, bucket in zip(flats, buckets, strict=True):
-        for i, leaf in zip(bucket, split(flat, [leaves[i] for i in bucket]), strict=True):
+        for i, leaf in zip(bucket, split(flat, [leaves[i] for i in bucket], alignment), strict=True):
             out[i] = leaf
     return out

@@ -5,6 +5,7 @@ adds to its next gradients. So what has been sent over many steps comes to what 
 refuses compressors; `exchange_gradients` keeps theirs. One function and one row of the table each.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jax import lax
 
 from jaxmpi.allreduce import algorithms
 from jaxmpi.allreduce.algorithms import Strategy
+from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.wires import Wire
 from jaxmpi.core.errors import UsageError, check, nearest
 from jaxmpi.core.pytrees import PyTree
@@ -187,28 +189,34 @@ def topk(percent: float) -> Compressor:
             jax.tree.map(lambda leaf: jnp.zeros(leaf.size, jnp.float32) if is_sparse(leaf) else None, params)
         )
 
-    def chosen(grads: Thin, error: Thin) -> tuple[Thin, jax.Array, jax.Array]:
-        """Sums g + e, f32[n] each; places and values of the largest."""
+    def chosen(grads: Thin, error: Thin, block: int) -> tuple[Thin, jax.Array, jax.Array]:
+        """Sums g + e, f32[n] each; places and values of the largest, each leaf's in blocks of their own."""
         meant = {i: leaf.astype(jnp.float32).reshape(-1) + error[i] for i, leaf in grads.items()}
         places = {i: largest(m, count(m)) for i, m in meant.items()}
         return (
             meant,
             jnp.concatenate(list(places.values())),
-            jnp.concatenate([meant[i][at] for i, at in places.items()]),
+            jnp.concatenate([jnp.pad(meant[i][at], (0, -at.size % block)) for i, at in places.items()]),
         )
 
-    def added(grads: Thin, meant: Thin, own: tuple, every: tuple) -> tuple[Thin, Thin]:
+    def added(grads: Thin, meant: Thin, own: tuple, every: tuple, block: int) -> tuple[Thin, Thin]:
         """The mean of what was sent, and what this worker still owes.
 
         `own` has this worker's places and values, `every` those of all workers, as rows.
         """
-        totals, owed, end = {}, {}, 0
+        totals, owed, end, start = {}, {}, 0, 0
         for i, m in meant.items():
-            part = slice(end, end := end + count(m))
-            mean = mean_sparse(every[0][:, part], every[1][:, part], m.size)
+            k = count(m)
+            places, values = slice(end, end + k), slice(start, start + k)
+            end, start = end + k, start + round_up(k, block)
+            mean = mean_sparse(every[0][:, places], every[1][:, values], m.size)
             totals[i] = mean.reshape(grads[i].shape).astype(grads[i].dtype)
-            owed[i] = m.at[own[0][part]].add(-own[1][part], unique_indices=True)
+            owed[i] = m.at[own[0][places]].add(-own[1][values], unique_indices=True)
         return totals, owed
+
+    @functools.cache  # `peers.local` compiles a function once
+    def of_block(block: int) -> tuple[Callable, Callable]:
+        return functools.partial(chosen, block=block), functools.partial(added, block=block)
 
     def compress(grads: PyTree, state: TopKState, peers: Peers) -> tuple[PyTree, TopKState]:
         leaves, structure = jax.tree.flatten(grads)
@@ -217,11 +225,12 @@ def topk(percent: float) -> Compressor:
         out = peers.mean({i: leaf for i, leaf in enumerate(leaves) if error[i] is None})
         if not thin:
             return jax.tree.unflatten(structure, changed(leaves, out)), state
-        meant, places, values = peers.local(chosen)(thin, {i: error[i] for i in thin})
+        choose, add = of_block(peers.wire.block)
+        meant, places, values = peers.local(choose)(thin, {i: error[i] for i in thin})
         encode, decode = peers.local(peers.wire.encode), peers.local(peers.wire.decode)
         sent = encode(values)
         all_places, all_sent = peers.rows((places, sent))
-        totals, owed = peers.local(added)(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
+        totals, owed = peers.local(add)(thin, meant, (places, decode(sent)), (all_places, decode(all_sent)))
         state = TopKState(jax.tree.unflatten(structure, changed(error, owed)))
         return jax.tree.unflatten(structure, changed(leaves, out | totals)), state
 

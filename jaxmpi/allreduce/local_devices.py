@@ -80,19 +80,20 @@ def summed_by(
     buckets, devices = choice.buckets(like), list(mesh.devices.flat)
     along = PartitionSpec(*mesh.axis_names)
     over = functools.partial(jax.shard_map, mesh=mesh, in_specs=along, out_specs=along, check_vma=False)
-    sizes = [sum(like[i].size for i in bucket) for bucket in buckets]
+    alignment = choice.alignment._replace(pieces=mesh.size * choice.alignment.pieces)
+    sizes = [alignment.size([like[i].size for i in bucket]) for bucket in buckets]
     divisor = choice.comm.size * mesh.size if choice.op == "mean" else 1
     rows = [DeviceRows.of(size, mesh.size, choice.comm.size, choice.strategy) for size in sizes]
 
     def fused(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [fuse([leaves[i][0] for i in bucket]) for bucket in buckets]
+        return [fuse([leaves[i][0] for i in bucket], alignment) for bucket in buckets]
 
     def added(of_devices: list[list[jax.Array]]) -> list[jax.Array]:
         return [row.as_cut(functools.reduce(jnp.add, each)) for row, each in zip(rows, of_devices, strict=True)]
 
     def means(totals: list[jax.Array]) -> list[list[jax.Array]]:
         flats = [row.as_it_was(total)[:size] / divisor for row, size, total in zip(rows, sizes, totals, strict=True)]
-        parts = [split(flat, [like[i] for i in bucket]) for flat, bucket in zip(flats, buckets, strict=True)]
+        parts = [split(flat, [like[i] for i in bucket], alignment) for flat, bucket in zip(flats, buckets, strict=True)]
         return jax.tree.map(lambda part: part[None], parts)
 
     fuse_each, add_each, split_each = jax.jit(over(fused)), choice.comm.jit(added), jax.jit(over(means))

@@ -141,14 +141,15 @@ def chosen_for(
 def fused(tree: PyTree, choice: Choice) -> list[jax.Array]:
     """Leaves -> buckets f32[n]."""
     leaves = [guarded(jnp.asarray(leaf), choice.comm) for leaf in jax.tree.leaves(tree)]
-    return [fuse([leaves[i] for i in bucket]) for bucket in choice.buckets(leaves)]
+    return [fuse([leaves[i] for i in bucket], choice.alignment) for bucket in choice.buckets(leaves)]
 
 
 def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
     """Sums of buckets -> the tree of sums or means."""
     leaves, structure = jax.tree.flatten(tree)
     divisor = choice.comm.size if choice.op == "mean" else 1
-    return jax.tree.unflatten(structure, split_all([x / divisor for x in sums], leaves, choice.buckets(leaves)))
+    parts = split_all([x / divisor for x in sums], leaves, choice.buckets(leaves), choice.alignment)
+    return jax.tree.unflatten(structure, parts)
 
 
 def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portable: bool) -> Calls:

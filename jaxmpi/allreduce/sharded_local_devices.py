@@ -55,7 +55,11 @@ class ShardsOfDevices:
 
     @property
     def cut(self) -> Entries | Leaves:
-        return Leaves(self.deal) if self.deal else Entries(self.size)
+        return Leaves(self.aligned_deal) if self.aligned_deal else Entries(self.size)
+
+    @property
+    def aligned_deal(self) -> Deal | None:
+        return self.deal and self.deal._replace(block=self.of.block)
 
     @property
     def gives_square(self) -> bool:
@@ -160,7 +164,7 @@ def programs(shards: ShardsOfDevices, structure: Any, shapes: tuple) -> Programs
     """Compile the pieces for trees of these shapes."""
     like = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*each) for each in shapes])
     of, places, processes = shards.of, shards.mesh.size, shards.of.size
-    vectors = vectors_of(like, shards.size, of.choice.bucket_bytes, shards.deal)
+    vectors = vectors_of(like, shards.size, of.choice.bucket_bytes, shards.aligned_deal, of.block)
     join, unpack, pack, split = (
         piece(as_part) for piece in (vectors.joining, vectors.unpacking, vectors.packing, vectors.splitting)
     )

@@ -10,6 +10,7 @@ padded. Both asa and hier-asa keep the bits here, too.
 """
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.spec import Halves, is_one
 from jaxmpi.allreduce.algorithms.table import with_halves
 from jaxmpi.allreduce.api import TRACED, Choice, Op, check_op, guarded, is_traced
-from jaxmpi.allreduce.buckets import Order, assign_buckets
+from jaxmpi.allreduce.buckets import Order, assign_buckets, round_up
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
@@ -80,6 +81,11 @@ class Shards(NamedTuple):
         halves = parse(self.choice.strategy).spec.halves
         assert halves
         return halves
+
+    @property
+    def block(self) -> int:
+        """Floats that share a scale on the wire of gradients or of new params."""
+        return math.lcm(parse(self.choice.strategy).wire.block, WIRES[self.gather_wire].block)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -242,7 +248,7 @@ class Shards(NamedTuple):
 
     def _vectors(self, like: PyTree) -> SlicesInBuckets | RowsInColumns:
         order = self.choice if self.is_beside else None  # buckets by the order in which gradients come
-        return vectors_of(like, self.size, self.choice.bucket_bytes, self.deal, order)
+        return vectors_of(like, self.size, self.choice.bucket_bytes, self.deal, self.block, order)
 
     def _chunks_of_sums(self, flats: list[jax.Array]) -> list[jax.Array]:
         """f32[n] -> f32[n / w]: this worker's chunk of mean or sum."""
@@ -289,21 +295,27 @@ class Shards(NamedTuple):
 
 
 def vectors_of(
-    like: PyTree, workers: int, bucket_bytes: int | None, deal: Deal | None, order: Choice | None = None
+    like: PyTree,
+    workers: int,
+    bucket_bytes: int | None,
+    deal: Deal | None,
+    block: int = 1,
+    order: Choice | None = None,
 ) -> SlicesInBuckets | RowsInColumns:
     """How trees of these shapes travel.
 
     Args:
+        block: floats that share a scale on the wire; none of them lies in two leaves.
         order: whose buckets to take, if not those of the tree.
     """
     if deal:
         width = deal.width if bucket_bytes is None else bucket_bytes // (4 * workers)
-        width = max(1, width, -(-deal.width // MOST_VECTORS))
+        width = round_up(max(1, width, -(-deal.width // MOST_VECTORS)), deal.block)
         starts = range(0, deal.width, width)
         return RowsInColumns(deal, [(start, min(start + width, deal.width)) for start in starts])
     leaves = jax.tree.leaves(like)
     buckets = order.buckets(leaves) if order else assign_buckets([leaf.size for leaf in leaves], bucket_bytes)
-    return SlicesInBuckets(tuple(leaves), workers, buckets)
+    return SlicesInBuckets(tuple(leaves), workers, buckets, block)
 
 
 @functools.cache
@@ -389,8 +401,9 @@ def shards_of(
         choice=choice,
         clip_norm=clip_norm,
         gives_square=gives_square,
-        deal=deal if comm.size > 1 else None,
         gather_wire=gather_wire,
         early=early,
     )
+    if deal and comm.size > 1:
+        made = made._replace(deal=deal._replace(block=made.block))
     return made._replace(shared_params=SharedParams(host, made.cut, made.chunks[host.local_rank])) if host else made

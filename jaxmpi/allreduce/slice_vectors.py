@@ -43,6 +43,7 @@ class SlicesInBuckets(NamedTuple):
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     workers: int
     buckets: list[list[int]]  # leaves of each vector; empty ones are in none
+    block: int = 1  # in a row of several, slices begin at multiples of it: the floats that share a scale on the wire
 
     def joining(self, jit: Jit) -> Callable[[PyTree], list[jax.Array]]:
         """A function that joins a whole tree's leaves, bucket by bucket."""
@@ -77,9 +78,13 @@ class SlicesInBuckets(NamedTuple):
     def _slice(self, i: int) -> tuple[int, ...]:
         return shape_of_slice(self.leaves[i].shape, self.workers)
 
+    def _filled_up(self, part: jax.Array) -> jax.Array:
+        missing = -part.shape[-1] % self.block
+        return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, missing)]) if missing else part
+
     def _joining(self, jit: Jit, part: Callable[[jax.Array], jax.Array]) -> Callable[[PyTree], list[jax.Array]]:
         def join(groups: list[list[jax.Array]]) -> list[jax.Array]:
-            return [joined([part(x) for x in group]).reshape(-1) for group in groups]
+            return [joined([self._filled_up(part(x)) for x in group]).reshape(-1) for group in groups]
 
         join_groups = jit(join)
 
@@ -102,8 +107,9 @@ class SlicesInBuckets(NamedTuple):
         def split(vectors: Sequence[jax.Array]) -> list[jax.Array]:
             out = []
             for bucket, vector in zip(several, vectors, strict=True):
-                parts = cut(vector, [math.prod(self._slice(i)) for i in bucket])
-                out += [leaf(part, i) for i, part in zip(bucket, parts, strict=True)]
+                sizes = [math.prod(self._slice(i)) for i in bucket]
+                parts = cut(vector, [-(-size // self.block) * self.block for size in sizes])
+                out += [leaf(part[..., :size], i) for i, size, part in zip(bucket, sizes, parts, strict=True)]
             return out
 
         split_vectors = jit(split)

@@ -43,6 +43,7 @@ class Wire(NamedTuple):
     encode: Callable[[jax.Array], PyTree]
     decode: Callable[[PyTree], jax.Array]
     on_host: HostWire | None = None  # the same numbers in NumPy; without it sums run in programs alone
+    block: int = 1  # floats that share a scale: leaves that are sent together begin at multiples of it
 
 
 # ---------------------------------------------------------------- in a program
@@ -250,6 +251,7 @@ WIRES: dict[str, Wire] = {
         encode_f16,
         decode_blocks,
         HostWire(size_f16, encode_f16_on_host, lambda sent: decode_blocks_on_host(*parts(sent, np.float16))),
+        BLOCK,
     ),
     "bf16": Wire(
         lambda x: x.astype(jnp.bfloat16),
@@ -264,6 +266,7 @@ WIRES: dict[str, Wire] = {
         encode_i8,
         decode_blocks,
         HostWire(size_i8, encode_i8_on_host, lambda sent: decode_blocks_on_host(*parts(sent, np.int8))),
+        BLOCK,
     ),
 }
 PACKAGED_WIRES = dict(WIRES)  # before a user adds or replaces rows

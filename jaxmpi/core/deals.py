@@ -50,6 +50,7 @@ class Deal(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # by leaf
     owners: tuple[int, ...]  # by leaf: the number of the row that has it
     workers: int
+    block: int = 1  # in a row leaves begin at multiples of it: the floats that share a scale on the wire of rows
 
     def sizes(self) -> list[int]:
         """Entries of each row, without what fills it up."""
@@ -61,7 +62,14 @@ class Deal(NamedTuple):
     @property
     def width(self) -> int:
         """Entries of the longest row."""
-        return max(1, *self.sizes())
+        ends = [0] * self.workers
+        for owner, shape in zip(self.owners, self.shapes, strict=True):
+            ends[owner] += self.extent(shape)
+        return max(1, *ends)
+
+    def extent(self, shape: Sequence[int]) -> int:
+        """Entries of a row from a leaf of this shape to the next."""
+        return -(-math.prod(shape) // self.block) * self.block
 
     @property
     def padding(self) -> float:
@@ -79,12 +87,17 @@ class Deal(NamedTuple):
 
     def row_of(self, part: PyTree) -> DealtLeaves:
         """A part as a row."""
-        return DealtLeaves(joined(jax.tree.leaves(part), self.width, jnp.float32))
+        return DealtLeaves(joined([self.filled_up(leaf) for leaf in jax.tree.leaves(part)], self.width, jnp.float32))
+
+    def filled_up(self, leaf: jax.Array) -> jax.Array:
+        """A flat leaf with zeros up to the next."""
+        missing = -leaf.size % self.block
+        return jnp.pad(leaf.reshape(-1), (0, missing)) if missing else leaf.reshape(-1)
 
     def part_of(self, row: DealtLeaves, number: int) -> PyTree:
         """The inverse of `row_of`."""
         shapes = [shape for owner, shape in zip(self.owners, self.shapes, strict=True) if owner == number]
-        leaves = cut_up(row.entries, shapes)
+        leaves = cut_up(row.entries, shapes, self.block)
         return jax.tree.unflatten(
             self.structure, [next(leaves) if owner == number else optax.MaskedNode() for owner in self.owners]
         )
@@ -92,19 +105,19 @@ class Deal(NamedTuple):
     def columns(self, leaves: Sequence[jax.Array], start: int, stop: int) -> jax.Array:
         """[w, stop - start]: these columns of all rows of a tree."""
         rows, ends = [[] for _ in range(self.workers)], [0] * self.workers
-        for owner, leaf in zip(self.owners, leaves, strict=True):
+        for owner, leaf in zip(self.owners, map(self.filled_up, leaves), strict=True):
             begin, ends[owner] = ends[owner], ends[owner] + leaf.size
             low, high = max(start, begin), min(stop, ends[owner])
             if low < high:
-                rows[owner].append(leaf.reshape(-1)[low - begin : high - begin])
+                rows[owner].append(leaf[low - begin : high - begin])
         return jnp.stack([joined(pieces, stop - start, jnp.float32) for pieces in rows])
 
     def whole_of(self, rows: jax.Array) -> PyTree:
         """The tree of all rows, [w, longest]."""
         out, ends = [], [0] * self.workers
         for owner, shape in zip(self.owners, self.shapes, strict=True):
-            begin, ends[owner] = ends[owner], ends[owner] + math.prod(shape)
-            out.append(rows[owner, begin : ends[owner]].reshape(shape))
+            begin, ends[owner] = ends[owner], ends[owner] + self.extent(shape)
+            out.append(rows[owner, begin : begin + math.prod(shape)].reshape(shape))
         return jax.tree.unflatten(self.structure, out)
 
 
@@ -149,10 +162,10 @@ def joined(leaves: Sequence[jax.Array], width: int, dtype: Any) -> jax.Array:
     return jnp.concatenate([*(leaf.reshape(-1) for leaf in leaves), jnp.zeros(missing, dtype)])
 
 
-def cut_up(row: Any, shapes: Sequence[Sequence[int]]) -> Iterator[Any]:
-    """The inverse of `joined`."""
-    ends = np.cumsum([0, *map(math.prod, shapes)])
-    return iter([row[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)])
+def cut_up(row: Any, shapes: Sequence[Sequence[int]], block: int = 1) -> Iterator[Any]:
+    """The inverse of `joined`, of leaves that are filled up to blocks."""
+    starts = np.cumsum([0, *(-(-math.prod(shape) // block) * block for shape in shapes)])
+    return iter([row[a : a + math.prod(s)].reshape(s) for a, s in zip(starts, shapes, strict=False)])
 
 
 # ---------------------------------------------------------------- an optimizer's state
@@ -308,7 +321,7 @@ class Leaves(NamedTuple):
     def write(self, whole: PyTree, own: DealtLeaves, chunk: int) -> None:
         """Copy a row's leaves to their places in `whole`, in host memory."""
         leaves = [x for x, owner in zip(jax.tree.leaves(whole), self.deal.owners, strict=True) if owner == chunk]
-        pieces = cut_up(np.asarray(own.entries), [leaf.shape for leaf in leaves])
+        pieces = cut_up(np.asarray(own.entries), [leaf.shape for leaf in leaves], self.deal.block)
         for leaf, piece in zip(leaves, pieces, strict=True):
             np.copyto(leaf, piece)
 

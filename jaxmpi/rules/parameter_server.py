@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jaxmpi.allreduce.host_comm import MESSAGE_BYTES
-from jaxmpi.allreduce.wires import BLOCK, HostWire, host_wire
+from jaxmpi.allreduce.wires import BLOCK, WIRES, HostWire, host_wire
 
 PUSH, READ, REPORT, POST, FETCH, END, LEAVE = range(7)  # kinds of messages; LEAVE ends a run that is to be resumed
 HEADER_BYTES = 16
@@ -39,7 +39,10 @@ class ServerLayout(NamedTuple):
 
     def bounds(self, server: int) -> tuple[int, int]:
         """The shard of a server, [begin, end)."""
-        return self.n * server // self.servers, self.n * (server + 1) // self.servers
+        block = WIRES[self.wire].block  # so that no block of the wire lies in two leaves of `Flat`
+        blocks = -(-self.n // block)
+        begin, end = (min(self.n, block * (blocks * s // self.servers)) for s in (server, server + 1))
+        return begin, end
 
     def width(self) -> int:
         """Floats of a segment: whole wire blocks, at most one message."""

@@ -24,7 +24,7 @@ from jaxmpi.comm.base import SoloComm
 from jaxmpi.core.errors import UsageError
 from launching import mpirun
 from references import mean_in_leaf_dtype
-from tolerances import leaf_bound
+from tolerances import bound, leaf_bound
 
 WORKERS = 3
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -58,11 +58,8 @@ def over_workers(function, workers: int = WORKERS, **kwargs):
 def assert_mean_of_workers(got, tree, strategy: str, op: str = "mean") -> None:
     for leaf, rows in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True):
         exact = mean_in_leaf_dtype(rows) * (len(rows) if op == "sum" else 1)
-        flat = rows.reshape(len(rows), -1)
-        # Leaves fused into a bucket share its scale: the floor of wire 16 is that of the largest leaf.
-        largest = max((np.abs(other.astype(np.float32)).max(initial=0) for other in jax.tree.leaves(tree)), default=0)
-        padded = np.concatenate([flat.astype(np.float32), np.full((len(rows), 1), largest, np.float32)], 1)
-        error = leaf_bound(strategy, padded, str(leaf.dtype), op)[:-1].reshape(exact.shape)
+        flat = rows.reshape(len(rows), -1).astype(np.float32)
+        error = leaf_bound(strategy, flat, str(leaf.dtype), op).reshape(exact.shape)  # as if the leaf were alone
         assert (leaf.dtype, leaf.shape) == (rows.dtype, rows.shape)
         assert (np.abs(np.asarray(leaf, np.float64) - exact) <= error).all()
 
@@ -158,6 +155,29 @@ def test_some_strategies_give_the_same_bits_whatever_the_buckets(strategy):
     results = [over_workers(exchange, 4, strategy=strategy, bucket_bytes=b)(tree) for b in buckets]
     bits = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)] for result in results]
     assert bits[0] == bits[1] == bits[2]
+
+
+BLOCKS = ["asa", "ring", "tree", "root", "pipering", "color3", "hier-asa", "hier-ring", "hier-tree", "hier-color2"]
+
+
+@pytest.mark.parametrize("strategy", [*(f"{name}:8" for name in BLOCKS), "asa:16", "color2:16"])
+def test_leaves_of_a_bucket_do_not_share_a_scale(strategy):
+    """The error of each leaf is that of the leaf alone; a NaN stays in its leaf."""
+    hosts = (0, 0, 1, 1, 2, 2)
+    workers = len(hosts)
+    sizes = {"a": 3, "b": 64, "c": 700, "d": 257, "e": 1, "f": 30_000, "g": 5}
+    scales = {"a": 1e-3, "b": 1e-12, "c": 1e6, "d": np.nan, "e": 1e-9, "f": 1.0, "g": 1e-6}
+    tree = {name: scales[name] * noise(i, (n,), workers=workers) for i, (name, n) in enumerate(sizes.items())}
+    run = functools.partial(
+        exchange, strategy=strategy, op="sum", bucket_bytes=None, comm=AxisComm("w", workers, hosts)
+    )
+    got = jax.jit(jax.vmap(run, axis_name="w", axis_size=workers))(tree)
+    for name, rows in tree.items():
+        if np.isfinite(scales[name]):
+            error = np.abs(np.asarray(got[name][0], np.float64) - rows.astype(np.float64).sum(0))
+            assert (error <= bound(strategy, rows, len(set(hosts)))).all(), name
+        else:
+            assert np.isnan(got[name]).all()
 
 
 def test_a_ring_does_not():

@@ -334,14 +334,36 @@ def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_mas
         masters = rule.sharding.shards.gather(state["masters"], params)
         relative, of_largest = WIRE[wire]
         changes = {leaf: np.abs(masters[leaf] - before[leaf]) for leaf in FEW}
-        largest, off = max(change.max() for change in changes.values()), 0.0
+        off = 0.0
         for leaf, change in changes.items():
             apart = np.abs(np.asarray(masters[leaf] - params[leaf], np.float64))
-            bound = (relative + U) * change + of_largest * largest + U * np.abs(params[leaf])
+            bound = (relative + U) * change + of_largest * change.max() + U * np.abs(params[leaf])
             assert (apart <= bound).all()
             off = max(off, apart.max())
         assert off > 0
         assert np.abs(masters["big"] - FEW["big"]).max() > 10 * off
+
+
+@pytest.mark.parametrize("cut", ["element", "tensor"])
+@pytest.mark.parametrize("strategy", ["asa:8", "ring:16", "hier-ring:8"])
+def test_tensors_of_a_bucket_do_not_share_a_scale(strategy, cut):
+    """The error of each leaf is that of the leaf alone, in the sum and when gathered; a NaN stays in its leaf."""
+    comm = AxisComm("w", 4, (0, 0, 1, 1))
+    scales = {"a": 1e-3, "b": 1.0, "c": np.nan, "d": 1e-12, "e": 1e6}
+    sizes = {"a": 64, "b": 700, "c": 40, "d": 9, "e": 300}
+    rows = {name: (scales[name] * RNG.standard_normal((4, n))).astype(np.float32) for name, n in sizes.items()}
+    like = jax.tree.map(lambda x: x[0], rows)
+    wire = strategy.partition(":")[2]
+    dealt = deal(like, 4) if cut == "tensor" else None
+    halves = shards_of(strategy, "sum", comm, BUCKET_BYTES, deal=dealt, gather_wire=wire)
+    total = program(lambda grads: halves.gather(halves.scatter(grads)[0], grads, wire))(rows)
+    for name, each in rows.items():
+        got = np.asarray(total[name][3], np.float64)
+        if np.isnan(scales[name]):
+            assert np.isnan(got).all()
+            continue
+        error = bound(strategy, each, hosts=2) + bound(f"asa:{wire}", each)  # of the sum, and of what is gathered
+        assert (np.abs(got - each.astype(np.float64).sum(0)) <= error).all(), name
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.algorithms.spec import ALL, Part, StrategySpec
+from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
 from jaxmpi.allreduce.host_comm import MESSAGE_BYTES, HostComm, Requests, Rows, columns
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn, wire_format
@@ -43,7 +44,8 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     k, height = len(forest.depth), forest.height
     _, part = coloured_cut(x.size, comm.size, colours)
     packets = packets_of(x.size, k, height)
-    own = jax.vmap(lambda row: pad(row, packets))(pad(x, k * part).reshape(k, part)).reshape(k, packets, -1)
+    rows_of_packets = packets * packet_length(part, packets)
+    own = jax.vmap(lambda row: pad(row, rows_of_packets))(pad(x, k * part).reshape(k, part)).reshape(k, packets, -1)
     depth = jnp.asarray(forest.depth)[:, place]  # depth of this place in each tree
     home = jnp.asarray(forest.home)[place]  # the one tree in which it has children
     colour = [jnp.asarray(row)[place] for row in forest.colour]  # in each round, the tree in which it has a parent
@@ -82,7 +84,7 @@ def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iter
     padded = comm.size * -(-n // comm.size)
     k, part = coloured_cut(padded, comm.size, colours)
     packets = packets_of(padded, k, forest.height)
-    length = -(-part // packets)
+    length = packet_length(part, packets)
     width = message_of(length, columns(wire))
     climbs = [functools.partial(up_and_down, forest=forest, tree=c) for c in range(k)]
     for packet in range(0, part, length):
@@ -135,6 +137,17 @@ def packets_of(n: float, k: int, height: int) -> int:
     m packets take m + 2 height turns of PRICE + n / (k m) each.
     """
     return max(1, round(math.sqrt(2 * height * n / (k * PRICE))))
+
+
+def packet_length(part: int, packets: int) -> int:
+    """Floats of a packet: whole blocks unless it is shorter, so that no block of a wire lies in two leaves."""
+    length = -(-part // packets)
+    return length if length < BLOCK else min(part, round_up(length, BLOCK))
+
+
+def coloured_pieces(hosts: Sequence[int], colours: int) -> int:
+    """Pieces of a bucket: parts of `coloured_cut` times workers."""
+    return min(colours, len(hosts)) * len(hosts)
 
 
 class Forest(NamedTuple):
@@ -269,6 +282,7 @@ COLOR = StrategySpec(
     on_host=coloured_parts,
     seconds=coloured_trees_seconds,
     cut=coloured_cut,
+    pieces=coloured_pieces,
     spelled=("color2", "color4"),
 )
 PIPERING = StrategySpec(
@@ -278,4 +292,5 @@ PIPERING = StrategySpec(
     on_host=functools.partial(coloured_parts, colours=1),
     seconds=functools.partial(coloured_trees_seconds, colours=1),
     cut=functools.partial(coloured_cut, colours=1),
+    pieces=functools.partial(coloured_pieces, colours=1),
 )

@@ -1,7 +1,7 @@
 """A sum inside each host, another algorithm between hosts."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -131,6 +131,12 @@ def hierarchical_seconds(net: Net, n: float, wire: str, cross: Cost) -> float:
     return inside + (cross(across, n / net.slots, wire) if net.hosts > 1 else 0.0)
 
 
+def hierarchical_pieces(hosts: Sequence[int], cross: Callable[[Sequence[int]], int]) -> int:
+    """The pieces of `cross`, of each rank of a host."""
+    between = sorted(set(hosts))
+    return len(hosts) // len(between) * cross(between)
+
+
 HIERARCHICAL = StrategySpec(
     hierarchical,
     ALL,
@@ -142,5 +148,6 @@ HIERARCHICAL = StrategySpec(
     halves=Halves(
         scattered_between, gathered_inside, chunks_by_host, on_host=HalvesOnHost(scattered_on_host, gathered_on_host)
     ),
+    pieces=hierarchical_pieces,
     spelled=("hier-asa", "hier-ring", "hier-tree", "hier-color4"),
 )

@@ -105,7 +105,7 @@ def own_chunks(comm: Comm) -> tuple[int, ...]:
 class StrategySpec(NamedTuple):
     """A strategy: `sum` and its wires; all else is optional.
 
-    `<k>` or `<cross>` of a name is a keyword of `sum`, `on_host`, `seconds` and `cut`, filled in by `table.find`.
+    `<k>` or `<cross>` of a name is a keyword of `sum`, `on_host`, `seconds`, `cut` and `pieces`, filled in by `find`.
     """
 
     sum: Callable[..., jax.Array]  # a Sum
@@ -120,6 +120,9 @@ class StrategySpec(NamedTuple):
     halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
     # (n, workers) -> number and floats of parts, each of which is added in one order; without one as many as workers
     cut: Callable[..., tuple[int, int]] | None = None
+    # by the hosts of all ranks: equal pieces into which a bucket is cut, so that each can be whole blocks of a wire;
+    # without one as many as workers
+    pieces: Callable[..., int] | None = None
     spelled: tuple[str, ...] = ()  # names to try if the name has a blank
     exchanges: bool = True  # else each worker keeps its own, and params drift apart
     in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params

@@ -115,6 +115,7 @@ def find(algorithm: str) -> StrategySpec:
             on_host=row.on_host and functools.partial(row.on_host, colours=k),
             seconds=row.seconds and functools.partial(row.seconds, colours=k),
             cut=row.cut and functools.partial(row.cut, colours=k),
+            pieces=row.pieces and functools.partial(row.pieces, colours=k),
         )
     if algorithm.startswith("hier-") and "<" not in algorithm:
         cross, row = find(algorithm.removeprefix("hier-")), STRATEGIES["hier-<cross>"]
@@ -128,12 +129,13 @@ def find(algorithm: str) -> StrategySpec:
             fits_on_host=lambda hosts: row.fits_on_host(hosts) and cross.fits_on_host(sorted(set(hosts))),
             seconds=row.seconds and cross.seconds and functools.partial(row.seconds, cross=cross.seconds),
             is_candidate=row.is_candidate,
+            pieces=row.pieces and functools.partial(row.pieces, cross=cross.pieces or len),
             halves=row.halves and cross.halves and row.halves.across(cross.halves),
         )
     blanks = [name for name in STRATEGIES if "<" in name and algorithm in (name, name.partition("<")[0].strip("-"))]
     check(not blanks, f"got strategy {algorithm!r}; fill in what is in <> in {blanks}, as in color4 and hier-ring")
     if algorithm not in STRATEGIES:
-        raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm.lower(), {**STRATEGIES, **ALIASES})}")
+        raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm, {**STRATEGIES, **ALIASES})}")
     return STRATEGIES[algorithm]
 
 

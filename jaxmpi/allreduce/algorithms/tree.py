@@ -1,6 +1,7 @@
 """Recursive halving, then doubling, between partners. Thakur et al. 2005, section 4."""
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -106,4 +107,5 @@ TREE = StrategySpec(
     on_host=functools.partial(in_columns, sum=pairwise_on_host),
     fits_on_host=lambda hosts: len(hosts).bit_count() == 1,
     seconds=pairwise_seconds,
+    pieces=lambda hosts: math.lcm(len(hosts), 1 << len(hosts).bit_length() - 1),
 )
