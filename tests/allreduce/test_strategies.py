@@ -432,7 +432,7 @@ def test_every_worker_sends_the_bytes_of_the_table(algorithm, workers):
     for wire in ["32"] if algorithm == "none" else BITS:
         sent = np.array(sent_by_each(f"{algorithm}:{wire}", N, tuple(range(workers))))
         is_filled_up = algorithm in ("pipering", "color4")  # packets, to whole blocks
-        np.testing.assert_allclose(sent, expected * N * BITS[wire], rtol=1e-2 if is_filled_up else 1e-12)
+        np.testing.assert_allclose(sent, expected * N * BITS[wire], rtol=2e-2 if is_filled_up else 1e-12)
 
 
 def test_a_hierarchy_sends_a_part_between_hosts():
