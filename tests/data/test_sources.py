@@ -45,7 +45,7 @@ from jaxmpi.data.sources import animals
 from jaxmpi.data.sources.batch_files import _names as file_names
 from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.models.cnn import digits_cnn_tiny
-from launching import PATH, ROOT
+from launching import PATH, ROOT, train
 
 RNG = np.random.default_rng(0)
 GREY = (np.arange(24 * 32).reshape(24, 32) // 3).astype(np.uint8)
@@ -603,6 +603,14 @@ class TestTfds:
         for i in range(12):
             assert again.encoded(i) == source.encoded(i)
             assert np.array_equal(again[i][0], source[i][0])
+
+    @pytest.mark.e2e
+    def test_the_shipped_experiment_trains_on_a_data_set_by_name_and_folder(self, prepared, tmp_path):
+        flags = f"--data.dir {prepared} --data.name tiny_colours --data.validation-split train --data.loaders 1"
+        lengths = f"--local-batch 3 --train-for 2st --run-dir {tmp_path / 'run'}"
+        ended = train(2, "experiments/tfds.py", *flags.split(), *lengths.split(), timeout_s=280)
+        assert ended.code == 0, ended.out
+        assert "evaluation on 12" in ended.out
 
     def test_unknown_split(self, prepared):
         with pytest.raises(UsageError, match=r"Unknown split 'dev'.*'train'"):
