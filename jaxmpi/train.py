@@ -4,9 +4,10 @@ import atexit
 import gc
 import sys
 
-from jaxmpi.runtime import failures, interrupts, launchers, phases
+from jaxmpi.runtime import failures, interrupts, job_folder, launchers, phases
 
 if __name__ == "__main__":
+    job_folder.end_with_supervisor()
     interrupts.leave_on_interrupt()
     failures.open_streams()
     failures.install_excepthooks()

@@ -20,7 +20,7 @@ from jaxmpi.core.env import building_for_mpicc, getting_mpi
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, as_given, has_ranks_own
 from jaxmpi.core.random_keys import packed, unpacked
-from jaxmpi.runtime import failures, in_flight, launchers, prepare
+from jaxmpi.runtime import failures, in_flight, job_folder, launchers, prepare
 
 START_S = 60.0  # for MPI to start in one process
 
@@ -41,12 +41,14 @@ def start_mpi() -> None:
     Raises:
         UsageError: one is missing, or they were built for two MPIs.
     """
+    launchers.set_home()
     try:
         import mpi4py
 
         if "mpi4py.MPI" not in sys.modules:  # else it ends MPI in C code, in a child of `os.fork` too, which then hangs
             mpi4py.rc.finalize = False
-            import mpi4py.MPI
+            with failures.start_limit():
+                import mpi4py.MPI
 
             atexit.register(finalize)  # runs after mpi4jax's hook, which waits for programs that still communicate
     except (ImportError, RuntimeError) as error:  # the second from a wheel that finds no library
@@ -100,6 +102,7 @@ def processes() -> Processes:
         start_mpi()
     except UsageError as error:
         raise UsageError(f"{launch.launcher} started {launch.size} ranks, but {error}") from error
+    job_folder.mark(job_folder.MPI_RUNS)
     return MpiProcesses()
 
 

@@ -19,13 +19,14 @@ import pickle
 import select
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jaxmpi.comm.polling import POLL_S, wait
-from jaxmpi.core.errors import UsageError
+from jaxmpi.comm.polling import POLL_S, WaitClock, wait
+from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data.example import ExampleReader
 from jaxmpi.data.loader_pool import (
@@ -42,7 +43,7 @@ from jaxmpi.data.loader_pool import (
 from jaxmpi.data.loader_worker import COPY_FINISHED, Close, Hello, LoaderAnswer, Make, ignore_signals
 from jaxmpi.data.ring_buffer import SharedPickle
 from jaxmpi.data.sources.base import where
-from jaxmpi.runtime import failures
+from jaxmpi.runtime import failures, job_folder
 
 CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
 TRAIN, VAL, STOP, ENDED = b"train", b"val", b"stop", b"ended"
@@ -149,8 +150,27 @@ def _spawned(size: int) -> tuple[Any, Any]:
     program, *arguments = python_line("jaxmpi.input_pipeline.mpi_loaders", os.getpid())
     # The launcher has given all its slots to workers; a loader sleeps most of the time.
     info = MPI.Info.Create({"host": MPI.Get_processor_name(), "map_by": "slot:oversubscribe"})
+    ended: Future[Any] = Future()
+
+    def spawn() -> None:
+        try:
+            ended.set_result(MPI.COMM_SELF.Spawn(program, arguments, size, info))
+        except MPI.Exception as error:
+            ended.set_exception(error)
+
+    # In a thread of its own, since under load Open MPI may stay in this call for ever, deaf to signals.
+    threading.Thread(target=spawn, name="jaxmpi spawn", daemon=True).start()
+    waited = WaitClock()
+    while not ended.done():
+        if waited.look() > failures.START_TIMEOUT_S:
+            failures.note_spawned()
+            raise TrainingError(
+                f"data.loader spawn: MPI has not started {size} loaders within {failures.START_TIMEOUT_S:g} s "
+                "(JAXMPI_START_TIMEOUT_S sets the time); start the job again, or take --data.loader processes"
+            )
+        time.sleep(POLL_S)
     try:
-        comm = MPI.COMM_SELF.Spawn(program, arguments, size, info)
+        comm = ended.result()
     except MPI.Exception as error:
         raise UsageError(
             f"data.loader: got spawn, but MPI cannot start {size} loaders a worker ({error}): no slots are left, or "
@@ -184,11 +204,13 @@ def main(worker: int) -> None:
     `worker` is the worker's process on this host. The loader is a process of its own: MPI would end the whole job with
     it, and nobody could say at which file.
     """
+    job_folder.end_with_supervisor()
     ignore_signals()
     threading.Thread(target=end_with, args=(worker,), daemon=True).start()
     loader = started(in_words=True)
     told = outbox(loader.pipe)
-    from mpi4py import MPI
+    with failures.start_limit():
+        from mpi4py import MPI
 
     comm, job, is_here = MPI.Comm.Get_parent(), 0, True
     while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message

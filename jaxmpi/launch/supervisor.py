@@ -95,10 +95,13 @@ class JobRunner:
         if self._job is not None and self._job.poll() is None:
             self._job.send_signal(number)
 
-    def run(self, line: Sequence[str]) -> tuple[int, str]:
+    def run(self, line: Sequence[str], local_ranks: int = 0) -> tuple[int, str]:
         """Run a job; return its shell exit code and standard error's end.
 
         The text includes mpirun's notice of a lost host, which may be on standard output.
+
+        Args:
+            local_ranks: how many ranks this host gets; 0 if it is not known.
         """
         said, told = Relay(sys.stdout), Relay(sys.stderr)
         with job_folder.own_segments() as setting:
@@ -118,7 +121,7 @@ class JobRunner:
                 self._send(self._request())
             said.start()
             told.start()
-            code = end_of(job, setting, "--with-ft" in line)
+            code = end_of(job, setting, outlives_ranks="--with-ft" in line, local_ranks=local_ranks)
             text = told.tail()
             if code == 0 and is_unfinished(setting):
                 code = 128 + signal.SIGKILL
@@ -130,15 +133,18 @@ class JobRunner:
         return (code if code >= 0 else 128 - code), text
 
 
-def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bool) -> int:
+def end_of(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_ranks: bool, local_ranks: int) -> int:
     """Wait for a launcher's exit code; kill a launcher that hangs.
 
     A launcher hangs if it does not end a job that a rank has ended or left. Open MPI's launcher blocks forever if a
     rank exits with code 0 before it starts MPI, while the others wait there. A launcher that hangs would delay a
     restart as long.
 
+    No job goes on without a rank that ends before MPI has started: the others wait for it in MPI_Init for ever.
+
     Args:
-        outlives_ranks: the job goes on without ranks that end.
+        outlives_ranks: the job goes on without ranks that end once MPI has started.
+        local_ranks: how many ranks this host gets; 0 if it is not known. One that is killed at once is never seen.
     """
     words, asked_s, seen, here, looks = job_folder.words(setting), 0.0, {}, {}, 0
     while asked_s < ENDS_S:
@@ -148,7 +154,11 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], outlives_ranks: bo
         here = launchers.ranks_below(job.pid)
         seen |= here
         looks += bool(seen)
-        has_left = seen.keys() > here.keys() and not outlives_ranks and not (words / job_folder.FINISHED).exists()
+        may_leave = (words / job_folder.FINISHED).exists()
+        if outlives_ranks:
+            may_leave = may_leave or (words / job_folder.MPI_RUNS).exists()
+            seen |= dict.fromkeys(set(range(local_ranks)) - seen.keys(), 0) if seen else {}
+        has_left = seen.keys() > here.keys() and not may_leave
         is_over = has_left or (words / job_folder.ENDING).exists()
         asked_s = asked_s + look_s if is_over else 0.0
     left = f" after rank {sorted(seen.keys() - here.keys())} had left it" if seen.keys() > here.keys() else ""
@@ -249,7 +259,8 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
         asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
     before, first = None, record_in(folder)
     for start in range(asked.restarts + 1):
-        code, text = runner.run(line(asked.workers, asked.launcher_args, asked.train_args))
+        here = 0 if asked.launcher_args else asked.workers
+        code, text = runner.run(line(asked.workers, asked.launcher_args, asked.train_args), here)
         if runner.asked:
             code = runner.code_of(code)
             return code if runner.asked > 1 else name_culprit(code, text)

@@ -9,7 +9,8 @@ their own.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -183,17 +184,31 @@ class ServerChannel:
         self.mpi, self.rank, self._outbox = mpi, server_rank, Outbox(mpi)
         self._coming: deque[tuple[Any, np.ndarray]] = deque()
 
+    @contextmanager
+    def _naming_the_server(self) -> Iterator[None]:
+        """Raise `TrainingError` with the server's rank for an error of MPI that shows that it is gone."""
+        try:
+            yield
+        except Exception as error:
+            if not is_loss(error):
+                raise
+            raise TrainingError(
+                f"rank {self.rank}, which keeps the center, is gone; go on from the last checkpoint with --resume"
+            ) from error
+
     def send(self, message: np.ndarray, answer_bytes: int) -> None:
-        """Say u8[..]; the answer will be that long."""
+        """Send u8[..]; the answer will be that long."""
         answer = np.empty(answer_bytes, np.uint8)
-        self._coming.append((self.mpi.Irecv(answer, self.rank, ANSWERED), answer))
-        self._outbox.send(message, self.rank)
+        with self._naming_the_server():
+            self._coming.append((self.mpi.Irecv(answer, self.rank, ANSWERED), answer))
+            self._outbox.send(message, self.rank)
 
     def answer(self) -> np.ndarray | None:
         """The oldest answer that has not been taken, if it has come."""
-        self._outbox.is_empty()
-        if not self._coming[0][0].Test():
-            return None
+        with self._naming_the_server():
+            self._outbox.is_empty()
+            if not self._coming[0][0].Test():
+                return None
         return self._coming.popleft()[1]
 
 
@@ -210,15 +225,8 @@ def run_exchange(exchange: ServerExchange, lines: Sequence[ServerChannel]) -> fl
     while not exchange.is_over():
         if since_s is None and exchange.lacks_only_report():
             since_s = time.perf_counter()
-        try:
-            with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
-                pauses.after(progress_exchange(exchange, lines))
-        except Exception as error:
-            if not is_loss(error):
-                raise
-            raise TrainingError(
-                "a rank that keeps the center is gone; go on from the last checkpoint with --resume"
-            ) from error
+        with np.errstate(all="ignore"):  # NaN and infinity pass through; the loss shows them
+            pauses.after(progress_exchange(exchange, lines))
         # Where only the report's answer is missing, the slowest worker is waited for, which may be evaluating.
         limit_s = TIMEOUT_S * (1.0 if since_s is None else failures.LONG)
         if time.monotonic() - pauses.moved_s > limit_s:

@@ -1,6 +1,6 @@
 """One process of a job: launcher, cores, devices, and what ends it.
 
-In reading order: `launchers`, rank and size; `affinity` and `fair_cores`, cores; `allocator`, freed memory; `caches` of
+In reading order: `launchers`, rank and size; `affinity`, cores; `allocator`, freed memory; `caches` of
 compiled programs; `device_setup`, GPUs and CPU devices; `job_folder`, marks in shared memory; `prepare`, set-up before
 JAX starts; `interrupts`, signals to leave; `mpi_end`, hooks before MPI ends; `spared_threads`, whose errors do not end
 the run; `failures`, hooks that end the job; `phases` without a step, such as a compilation; `spans` of time;

@@ -10,6 +10,7 @@ hence `let_be_heard`, and the exit code in a file (docs/decisions/0011).
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import io
@@ -39,6 +40,8 @@ from jaxmpi.runtime.spared_threads import report_of
 
 # How long a rank at its end waits for the others before it takes them for stuck.
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
+# How long MPI may take to start, which waits until all ranks have come, or to start other processes.
+START_TIMEOUT_S = seconds_from("JAXMPI_START_TIMEOUT_S", 600)
 # How long a rank that ends the job lets the launcher read what it has said, and then pass it on.
 READ_S, PASSED_ON_S = 1.0, 0.1
 # How long another rank waits for rank 0 to print an error that both may hold; longer if ranks came up slowly.
@@ -137,6 +140,19 @@ def install_hooks(job: JobControl) -> None:
     _job = job
     install_excepthooks()
     before_mpi_ends(leave)
+
+
+@contextmanager
+def start_limit() -> Iterator[None]:
+    """Print the stack and end this process if the block, which starts MPI, takes longer than START_TIMEOUT_S.
+
+    MPI starts with Python's lock held, so only a thread in C can keep the limit.
+    """
+    faulthandler.dump_traceback_later(START_TIMEOUT_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def note_spawned() -> None:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a 
 OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
 WORDS = "words"  # a folder there, on the host of who has made it
 BEGAN, FINISHED = "began", "finished"  # files in that: a rank of this host has done so
+MPI_RUNS = "mpi runs"  # and: MPI has started, so all ranks have come that far
+ALIVE = "alive"  # a FIFO there, which the supervisor holds open for writing
 # If this process is killed, what its ranks still make on their way out goes as well; a word on its input: all is done.
 AFTER_ME = 'read -r word; [ "$word" ] || for _ in 1 2 3 4 5; do sleep 1; rm -rf "$1"; done'
 ENDING = "ending"  # and: a rank of this host has asked the launcher to end the job
@@ -44,6 +47,25 @@ def is_marked(name: str) -> bool:
     return (words(os.environ) / name).exists()
 
 
+def end_with_supervisor() -> None:
+    """Have Linux kill this process when the supervisor of its job on this host ends, however it ends.
+
+    The kernel sends the signal when the last writer closes the FIFO. A thread that watches would not do: Python code
+    cannot run while a module in C is imported or MPI starts. PR_SET_PDEATHSIG would not do either: it reports the end
+    of the thread that has started this process, and a launcher's threads may end at any time.
+    """
+    try:
+        pipe = os.open(words(os.environ) / ALIVE, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # no supervisor on this host
+        return
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    with suppress(BlockingIOError):  # while there is a writer
+        if not os.read(pipe, 1):
+            os._exit(128 + signal.SIGKILL)
+
+
 @contextmanager
 def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
     """Yield Open MPI's setting of a job's own folder in shared memory.
@@ -58,10 +80,13 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
     folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
     handle, line, silent = hold(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
     (folder / WORDS).mkdir()  # once no other job's start can sweep it away
+    os.mkfifo(folder / WORDS / ALIVE)
+    alive = os.open(folder / WORDS / ALIVE, os.O_RDWR)
     janitor = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
     try:
         yield {SEGMENTS: str(folder)}
     finally:
+        os.close(alive)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
         janitor.communicate(b"done\n")

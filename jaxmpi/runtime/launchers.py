@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import pwd
 import signal
 from pathlib import Path
 from typing import NamedTuple
@@ -103,6 +104,15 @@ def children_of(pid: int) -> list[int]:
             with contextlib.suppress(OSError):  # the thread has
                 found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     return found
+
+
+def set_home() -> None:
+    """Set HOME if the environment lacks it, as in a container or a service: Open MPI does not start without it."""
+    if not os.environ.get("HOME"):
+        try:
+            os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:  # a user without an entry
+            os.environ["HOME"] = "/nonexistent"
 
 
 def end_with_parent(parent: int) -> None:

@@ -230,4 +230,4 @@ def wait_for_step(state: TrainState) -> float:
 def check_alive(answer: ServerAnswer) -> None:
     """Raise `TrainingError` if worker 0 is gone."""
     if answer.status.closing == 2:
-        raise TrainingError("worker 0, which keeps the record, is gone; go on from the last checkpoint with --resume")
+        raise TrainingError("rank 0, which keeps the record, is gone; go on from the last checkpoint with --resume")

@@ -4,16 +4,15 @@ A slow worker holds up all others if every step exchanges. Under these rules eac
 Every tau steps it exchanges with the center, or after some steps it sends its params to another worker.
 `AsynchronousWorker` answers the loop's questions as the lock-step coordinator does. Its reports
 to server 0 take the place of collectives, and the answers carry the progress of all. Worker 0 is also chief: it logs,
-evaluates and saves by the examples of all workers. Workers that share cores take turns (`fair_cores`). A rank with a
-shard of the center serves it in a thread, or does nothing else.
+evaluates and saves by the examples of all workers. A rank with a shard of the center serves it in a
+thread, or does nothing else.
 """
 
 import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -29,14 +28,13 @@ from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.observe.trace import UncoordinatedTrace
 from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
-from jaxmpi.rules.parameter_server import ServerAnswer, TimeSpent
-from jaxmpi.runtime import failures, job_folder, phases, spans
-from jaxmpi.runtime.fair_cores import Address, FairCores
+from jaxmpi.rules.parameter_server import ServerAnswer
+from jaxmpi.runtime import failures, phases, spans
 from jaxmpi.trainer.async_chief import LOOK_S, AsyncLeader
 from jaxmpi.trainer.async_evaluation import SharedEvaluation
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
 from jaxmpi.trainer.async_start import AsyncStart, on_device
-from jaxmpi.trainer.async_worker import AsyncWorker, wait_for_step
+from jaxmpi.trainer.async_worker import AsyncWorker
 from jaxmpi.trainer.loop import Position, RunProgress, run_steps
 from jaxmpi.trainer.progress import SUMS
 from jaxmpi.trainer.run import Run
@@ -62,32 +60,13 @@ def run_asynchronously(run: Run, start: AsyncStart, hosts: Sequence[str]) -> dic
         parts = run, connections.endpoint, monitor
         thread = threading.Thread(target=serve, args=parts, name="jaxmpi center", daemon=True)
         thread.start()  # before anything is compiled: it names who is late
-    cores = FairCores()
-    neighbours = host_workers(run, cores, thread)
     if connections.endpoint and not connections.channels:
         serve(run, connections.endpoint, monitor)
         return {}
     worker = AsyncWorker(run, start, connections, trace)
-    coordinator = AsynchronousWorker(
-        run=run, start=start, worker=worker, server=thread, cores=cores, begin_turns=partial(cores.begin, *neighbours)
-    )
+    coordinator = AsynchronousWorker(run=run, start=start, worker=worker, server=thread)
     with contextlib.closing(run.profiler):
         return run_steps(coordinator, run.callbacks, Position(int(start.state.step), start.state))
-
-
-def host_workers(run: Run, cores: FairCores, server: threading.Thread | None) -> tuple[list[Address], set[int]]:
-    """Addresses and server threads of workers whose processes this one can see.
-
-    They are on this host, in the PID namespace of this process. All ranks call it together.
-
-    Args:
-        server: keeps a shard of the center on this rank.
-    """
-    control, space = run.workers.processes, job_folder.pid_space()
-    rows = control.allgather_object([cores.address, space, server.native_id if server else 0])
-    workers = zip(control.hosts, rows[: run.workers.size], strict=False)
-    seen = [row for host, row in workers if host == control.hosts[control.rank] and row[0] and row[1] == space]
-    return [tuple(address) for address, _, _ in seen], {thread for _, _, thread in seen}
 
 
 class StderrRecorder(Recorder):
@@ -110,14 +89,11 @@ class AsynchronousWorker:
         start: AsyncStart,
         worker: AsyncWorker,
         server: threading.Thread | None,
-        cores: FairCores,
-        begin_turns: Callable[[], None],
     ) -> None:
         """Take up what the run starts with.
 
         Args:
             server: keeps a shard of the center on this rank.
-            begin_turns: has `cores` know the others of this host.
         """
         solo = run.workers._replace(processes=SoloProcesses())  # votes and evaluations are this rank's
         leaves = [path for path, _ in named_leaves(start.state.params)]
@@ -125,7 +101,6 @@ class AsynchronousWorker:
         recorder = run.recorder if run.workers.processes.rank == 0 else StderrRecorder(None)
         guard = dataclasses.replace(run.guard, votes=votes, workers=solo, recorder=recorder)
         self.run, self.start, self.worker, self.server = run, start, worker, server
-        self.cores, self.begin_turns = cores, begin_turns
         self.alone = dataclasses.replace(run, workers=solo, guard=guard)
         self.timer = StepTimer(run.workers.size, to_device(run.workers))
         keep = Retention(run.experiment.keep_checkpoints, run.experiment.keep_best)
@@ -158,7 +133,6 @@ class AsynchronousWorker:
             run.plan.lr_of(1)  # as progress lines do
         with phases.phase("waiting for all workers to be ready"):
             self.worker.wait_for_start()
-        self.begin_turns()
         if self.chief:
             run.recorder.start_window(int(self.start.counters.examples))
         return state
@@ -181,7 +155,6 @@ class AsynchronousWorker:
             state = worker.gossip_step(state)
         meets = not worker.rule.is_gossip and worker.clock % worker.tau == 0
         if not meets and worker.clock % self.report_every:
-            self._let_others_run(state)
             return state, RunProgress(step)
         sums = np.sum([self._step_sums(*one) for one in self._pending], axis=0)
         self.timer.pause()
@@ -202,18 +175,7 @@ class AsynchronousWorker:
         else:
             now = run.plan.step(answer.counters.examples)
             state = state._replace(rule_state=optimizers.set_step(state.rule_state, now))
-            self._let_others_run(state)
         return state, progress
-
-    def _let_others_run(self, state: TrainState) -> None:
-        """Sleep outside a step if another worker here had less core time."""
-        sleep_s = self.cores.sleep_s()
-        if sleep_s:
-            begin_s = wait_for_step(state)
-            self.timer.pause()
-            with spans.span("other", "turns of other workers"):
-                time.sleep(sleep_s)
-            self.worker.spent = self.worker.spent.plus(TimeSpent(sync=time.perf_counter() - begin_s))
 
     def _serve_requests(self, state: TrainState, answer: ServerAnswer) -> None:
         """Do this worker's parts of a checkpoint and an evaluation under way."""
@@ -269,7 +231,6 @@ class AsynchronousWorker:
             decisions.Preempted: the run is to be resumed later.
         """
         worker = self.worker
-        self.cores.end()
         assert self.answer is not None
         is_left = self.answer.status.stop == 2
         state = worker.end(state)

@@ -21,7 +21,7 @@ from jaxmpi.launch.options import Options, parse
 from jaxmpi.launch.postmortem import Culprit, culprit
 from jaxmpi.launch.supervisor import SupervisedJob
 from jaxmpi.runtime import failures, interrupts, job_folder, launchers
-from launching import ROOT, run, wait_until
+from launching import ROOT, run, train, wait_until
 
 RULE = "-" * 74 + "\n"
 KILLED = RULE + "prterun noticed that process rank 2 with PID 24043 on node vm exited on\nsignal 9 (Killed).\n" + RULE
@@ -70,6 +70,10 @@ ENDINGS = {
         Culprit("", "node2", "lost communication with a remote daemon"),
     ),
     "srun": ("srun: error: node01: task 2: Killed\n", Culprit("2", "node01", "Killed")),
+    "center": (
+        "jaxmpi: rank 1/3 on vm (step 5):\nerror: rank 0, which keeps the center, is gone; go on\n",
+        Culprit("0", "", "rank 0, which keeps the center, is gone"),
+    ),
     "nobody": ("a warning\n", None),
 }
 
@@ -433,29 +437,79 @@ def test_a_job_ends_with_its_supervisor(tmp_path):
 # Rank 0 starts MPI once rank 1 is gone: the launcher ends a job itself that a rank leaves meanwhile.
 LEAVES = """
 import os, pathlib, time
-gone = pathlib.Path(__file__).with_name("gone")
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+gone, rank = pathlib.Path(__file__).with_name("gone"), os.environ.get("OMPI_COMM_WORLD_RANK")
+if rank == "1":
     gone.touch()
-    os._exit(0)
-while not gone.exists():
+    {end}
+while rank == "0" and not gone.exists():
     time.sleep(0.05)
-time.sleep(0.5)
+time.sleep(0.5 * (rank == "0"))
 """
+KILLS_ITSELF = "os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.e2e
-def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(tmp_path):
+@pytest.mark.parametrize(
+    ("end", "options"),
+    [
+        ("os._exit(0)", ()),
+        (KILLS_ITSELF, ("--on-rank-loss", "shrink")),
+        (KILLS_ITSELF, ("--rule.name", "easgd", "--optim.name", "sgd")),
+    ],
+)
+def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(end, options, tmp_path):
     """Open MPI's launcher would wait for it for ever."""
     text = (ROOT / "experiments" / "digits.py").read_text()
-    (tmp_path / "leaves.py").write_text(LEAVES + text)
+    (tmp_path / "leaves.py").write_text(LEAVES.format(end=end) + text)
     ended = run(
-        [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(tmp_path / "leaves.py")],
+        [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(tmp_path / "leaves.py"), *options],
         timeout_s=90,
         env={"JAXMPI_LAUNCHER_TIMEOUT_S": "3"},
     )
     assert not ended.timed_out, ended.out
     assert ended.code != 0
     assert "which has not ended the job for 3 s after rank [1] had left it" in ended.out
+
+
+@pytest.mark.e2e
+def test_a_start_of_mpi_has_a_limit(tmp_path):
+    text = "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    time.sleep(300)\n"
+    (tmp_path / "late.py").write_text(text + (ROOT / "experiments" / "digits.py").read_text())
+    ended = train(2, str(tmp_path / "late.py"), timeout_s=90, env={"JAXMPI_START_TIMEOUT_S": "2"})
+    assert not ended.timed_out, ended.out
+    assert ended.code != 0
+    assert "start_mpi" in ended.out  # the stack
+
+
+@pytest.mark.e2e
+def test_ranks_that_start_end_with_the_supervisor_though_the_launcher_hangs(tmp_path):
+    text = "import os, pathlib, time\npathlib.Path(__file__).with_name(str(os.getpid())).touch()\ntime.sleep(300)\n"
+    (tmp_path / "late.py").write_text(text)
+    line = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", "2", str(tmp_path / "late.py")]
+    job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    wait_until(lambda: len([*tmp_path.glob("[0-9]*")]) == 2, timeout_s=60)
+    pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
+    [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_below(pid)]
+    os.kill(launcher, signal.SIGSTOP)
+    try:
+        job.kill()
+        job.wait()
+        deadline = time.monotonic() + 10
+        while any(map(is_running, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_running, pids))
+    finally:
+        os.kill(launcher, signal.SIGKILL)
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Return True unless the process has ended, perhaps without a parent that has asked."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.e2e
