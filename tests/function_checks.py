@@ -637,7 +637,7 @@ def check_profile():
         assert min(parts) >= 0
         assert abs(sum(parts) - row["total_s"]) < 1e-9
     assert 0.6 <= slow["total_s"] <= slow["total_s"] + sums["total_s"] <= seconds
-    if workers() > 1 and len(current_group().slots) == 1 and current_group().mine.rank == 0:
+    if workers() > 1 and len(current_group().slots) == 1 and current_group().own_slot.rank == 0:
         assert slow["straggler_s"] >= 0.5 > slow["function_s"]
     assert (sums["reduce_s"] > sums["function_s"]) or workers() == 1
     assert (slow["sent_bytes"] > 0) == (current_group().is_serial and workers() > 1)

@@ -261,9 +261,9 @@ class OnHosts:
 def test_sums_that_all_ranks_refuse_alike_leave_them_in_step(comm, kind, message):
     ours = alone(Unanswered(), comm=comm)
     with pytest.raises(kind, match=message):
-        ours.summed({0: [jax.numpy.ones(2)]}, "sum", "shm")
+        ours.sum_leaves({0: [jax.numpy.ones(2)]}, "sum", "shm")
     comm.hosts, comm.room, comm.sum_ = (0, 0), "", ""
-    assert ours.summed({0: [jax.numpy.ones(2)]}, "sum", "shm")[0][0].tolist() == [1, 1]
+    assert ours.sum_leaves({0: [jax.numpy.ones(2)]}, "sum", "shm")[0][0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("has_failed_before", [False, True])
