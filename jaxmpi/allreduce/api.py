@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from jaxmpi.allreduce import compression
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.autotune import Verdict, allowed_wires, choose, is_auto
+from jaxmpi.allreduce.autotune import AutotuneResult, allowed_wires, choose, is_auto, size_class
 from jaxmpi.allreduce.buckets import Alignment, Order, assign_buckets, fuse, split, split_all
 from jaxmpi.allreduce.building_blocks import allgather
 from jaxmpi.allreduce.call_order import caller, callers, columns, compared, in_turn, number_of, one_thread
@@ -29,7 +29,6 @@ from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
-from jaxmpi.allreduce.probes import Probe, size_class
 from jaxmpi.comm.agreement import Fingerprint, fingerprint, with_call_site
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
@@ -69,9 +68,8 @@ def exchange(
     Args:
         tree: this worker's leaves; the same structure, shapes and dtypes on every worker.
         strategy: `algorithm[:wire]` or an alias, as asa32 (default), ring16, tree:bf16, color4:8, hier-ring:16; all are
-            in `algorithms.STRATEGIES`. `auto` (32 bits) and `auto:<wire>` (that wire, too): what a probe finds fastest
-            for trees of about this size, with its bucket size unless one is given. The size class is the number of
-            binary digits of the number of floats; a choice is kept for its class and these workers.
+            in `algorithms.STRATEGIES`. `auto` (32 bits) and `auto:<wire>` (that wire, too): the fastest for trees of
+            about this size, timed at the first exchange and cached (docs/plan.md).
         op: mean or sum.
         comm: who takes part; default: all ranks of the MPI job, or one worker if there is no launcher.
         bucket_bytes: small leaves are fused up to this many bytes; None is one flat buffer for all leaves.
@@ -127,27 +125,25 @@ def check_strategy(strategy: str) -> None:
         parse(strategy)
 
 
-_settled: dict[tuple[Comm, str, int | None, tuple[str, ...], int], Verdict] = {}
-_probes: dict[MpiComm, Probe] = {}
-
-
 def settle(
     comm: Comm, strategy: str, bucket_bytes: int | None, sizes: Sequence[int], among: tuple[str, ...] = ()
-) -> Verdict:
+) -> AutotuneResult:
     """The choice of `auto` for these workers, algorithms and size class.
 
     Communicates at the first call of a size class only; rank 0 then prints the choice. All ranks have trees of the same
     sizes, so all know the class.
     """
-    key = comm, strategy, bucket_bytes, among, size_class(sizes)
     if not isinstance(comm, MpiComm):
         return choose(comm, sizes, strategy, bucket_bytes)
-    if key not in _settled:
-        with jax.ensure_compile_time_eval():  # a probe runs now, though the caller's program may only be traced
-            _settled[key] = choose(comm, sizes, strategy, bucket_bytes, among, _probes)
+
+    def chosen() -> AutotuneResult:
+        with jax.ensure_compile_time_eval():  # exchanges run now, though the caller's program may only be traced
+            result = choose(comm, sizes, strategy, bucket_bytes, among)
         if comm.rank == 0:
-            print(f"jaxmpi: {_settled[key].why}", flush=True)
-    return _settled[key]
+            print(f"jaxmpi: {result.why}", flush=True)
+        return result
+
+    return comm.cached(("auto", strategy, bucket_bytes, among, size_class(sizes)), chosen)
 
 
 _constant = jax.jit(lambda: np.int32(0))  # a call takes 4 us, an addition outside jit 120
@@ -184,7 +180,7 @@ class Choice(NamedTuple):
             is_part: this is inside another exchange, which is compared as a whole.
         """
         if not is_traced(leaves):
-            return jax.tree.leaves(_outside_jit(self)(jax.tree.unflatten(jax.tree.structure(tree), leaves)))
+            return jax.tree.leaves(_outside_jit_of(self)(jax.tree.unflatten(jax.tree.structure(tree), leaves)))
         self.comm.assert_same(with_call_site(self.fingerprint(tree, TRACED)))
         number = None if is_part else number_of(self.comm, f"{self.what(leaves)}, {caller()}")
         leaves = [not_mapped(leaf) if over_mpi(self.comm) else leaf for leaf in leaves]  # a refused call began nothing
@@ -263,7 +259,12 @@ class Choice(NamedTuple):
         return self.comm.allreduce(x) / self.comm.size
 
 
-@functools.cache
+def _outside_jit_of(choice: Choice) -> Callable[[PyTree], PyTree]:
+    if isinstance(choice.comm, MpiComm):  # what is kept for it goes with it
+        return choice.comm.cached(choice, lambda: _outside_jit(choice))
+    return _outside_jit_elsewhere(choice)
+
+
 def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
     """The exchange outside jit, compiled once a structure, compared at every call."""
     programs: dict[Any, tuple[Fingerprint, Callable[[list[jax.Array]], list[jax.Array]]]] = {}
@@ -281,6 +282,9 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
         return jax.tree.unflatten(structure, programs[key][1](leaves))
 
     return call
+
+
+_outside_jit_elsewhere = functools.cache(_outside_jit)
 
 
 def _three_programs(choice: Choice, like: list[jax.ShapeDtypeStruct]) -> Callable[[list[jax.Array]], list[jax.Array]]:

@@ -1,35 +1,55 @@
-"""`auto`: the fastest strategy by a probe of a few seconds.
+"""`auto`: the strategy that is fastest for a tree on these ranks, as timed.
 
-Messages are timed first, inside hosts and between them. With what they cost, `cost_model` puts all strategies in order;
-the first few are then timed for real, and the fastest of those is taken: the model proposes, the measurement decides.
-`measuring` has those measurements. `probes` keeps them for each set of hosts.
+Which sum is fastest depends on links, cores, MPI library and lengths in ways that no formula has caught: one predicted
+0.31 s for what took 1.3 s. So on the first exchange of a tree the few strategies that fit exchange arrays of its
+leaves' sizes, in turn, and all ranks take the one whose slowest rank was fastest. The choice is cached by hosts, ranks,
+versions and size. A later run times only the cached strategy. If it takes much longer or shorter than it did, then
+something has changed, and all are timed again. What was timed while other processes used these cores is not cached.
 """
 
+import json
 import math
+import os
+import statistics
+import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from jaxmpi.allreduce import cost_model, probes
-from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.measuring import BASELINE, BUCKETS, AutotuneRequest, from_rank_0, measured
-from jaxmpi.allreduce.prices import Net
-from jaxmpi.allreduce.probes import Probe
+import jax
+import jax.numpy as jnp
+
+from jaxmpi.allreduce.algorithms import find, parse
+from jaxmpi.allreduce.algorithms.table import PACKAGED_STRATEGIES, STRATEGIES
+from jaxmpi.allreduce.buckets import assign_buckets, fuse, split_all
+from jaxmpi.allreduce.dispatch import sums
+from jaxmpi.allreduce.measuring import BUDGET_S, from_rank_0, identity, slowest
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.agreement import fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm
-from jaxmpi.core.errors import lookup
+from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.runtime import affinity, caches
 
-MARGIN = 0.05  # a smaller gain changes nothing
+MOST = 4  # strategies to time
+BUCKET_BYTES = 4 << 20  # by default
+ON_ONE_HOST = "shm", "asa", "ring", "ar"
+ON_SEVERAL = "asa", "ring", "hier-ring", "tree", "color4"
+MARGIN = 0.05  # gain for which MPI's own sum is taken, whose bits another version of the library may not repeat
+CHANGED = 1.5  # times slower or faster than cached: all are timed again
+HOPELESS = 2.5  # times the fastest one's second exchange: a strategy is timed no further
+ROUNDS = 3, 9  # at least and at most
+OTHERS_COMPUTE = 0.25  # cores that other processes use, so that times are not worth keeping
+ARRAYS = 6  # as big as the tree, that timing needs at most
 
 
-class Verdict(NamedTuple):
+class AutotuneResult(NamedTuple):
     """The choice of `auto`."""
 
     strategy: str  # in full: asa:32
     bucket_bytes: int | None
-    overlap: bool  # True if exchanging beside the backward pass can pay: cores are free while messages travel
+    overlap: bool  # True if exchanging concurrently with the backward pass can pay: cores are idle during an exchange
     why: str  # one line
 
 
@@ -49,88 +69,212 @@ def allowed_wires(spelling: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("32", wire)))
 
 
+def size_class(sizes: Sequence[int]) -> tuple[int, int]:
+    """Binary digits of the numbers of floats and of leaves; each class has one choice."""
+    return sum(map(int, sizes)).bit_length(), len(sizes).bit_length()
+
+
 def choose(
     comm: Comm,
     sizes: Sequence[int],
     asked: str = "auto",
-    bucket_bytes: int | None = BUCKETS[0],
+    bucket_bytes: int | None = BUCKET_BYTES,
     among: Sequence[str] = (),
-    held: dict[MpiComm, Probe] | None = None,
-) -> Verdict:
+) -> AutotuneResult:
     """The fastest strategy for these sizes and workers, equal on all ranks.
 
     Args:
         comm: who exchanges.
         sizes: floats of every leaf.
-        asked: `auto`, or `auto:<wire>` if that wire may travel, too.
-        bucket_bytes: a size that stays, unless it is the default.
-        among: algorithms to choose from, asa one of them; none given: all.
-        held: probes of earlier calls of this process, by workers; used before saved ones, and updated.
+        asked: `auto`, or `auto:<wire>` if that wire may be used, too.
+        bucket_bytes: small leaves are fused up to this many bytes.
+        among: algorithms to choose from; none given: all.
 
-    Communicates: a comparison of the arguments; the saved probe, or one of a few seconds. Uses saved ones of the same
-    hosts, slots, cores and versions, unless JAXMPI_PROBE=fresh. Measures more for a size class that is new to them.
+    Communicates: a comparison of the arguments, and some exchanges of such a tree.
 
     Raises:
         UsageError: an unknown wire; ranks that ask for different things.
     """
-    wires = allowed_wires(asked)
+    wires, sizes = allowed_wires(asked), [int(n) for n in sizes]
     if not isinstance(comm, MpiComm):
-        reason = "one worker: nothing travels" if comm.size == 1 else "no MPI ranks, so nothing is probed"
-        return Verdict(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
-    request = AutotuneRequest(tuple(int(n) for n in sizes), wires, tuple(among))
-    comm.assert_same(
-        fingerprint("auto", {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": request.sizes, "among": among})
-    )
-    buckets = BUCKETS if bucket_bytes == BUCKETS[0] else (bucket_bytes,)
-    begin = time.perf_counter()
-    known = probe(comm, request, held.get(comm) if held else None)
-    if held is not None:
-        held[comm] = known
-    took_s = time.perf_counter() - begin
-    return Verdict(*from_rank_0(comm.processes, lambda: decide(known, request, asked, buckets, took_s)))
+        reason = "one worker: nothing is sent" if comm.size == 1 else "no MPI ranks, so nothing is timed"
+        return AutotuneResult(f"asa:{wires[-1]}", bucket_bytes, False, f"{asked}: asa:{wires[-1]}; {reason}")
+    request = {"strategy": asked, "bucket_bytes": bucket_bytes, "floats": sizes, "among": [*among]}
+    comm.assert_same(fingerprint("auto", request))
+    control, begin = comm.processes, time.perf_counter()
+    facts = identity(comm)
+    trials = Trials(comm, sizes, bucket_bytes, facts)
+    key = facts | request | {"floats": size_class(sizes)}
+    cached = from_rank_0(control, lambda: read(key))
+    names, why = candidates(comm.hosts, wires, among), ""
+    if cached and cached["strategy"] in names:
+        why = trials.changed(cached["strategy"], cached["seconds"][cached["strategy"]], sum(sizes) / cached["floats"])
+    if cached and cached["strategy"] in names and not why:
+        name, seconds, how = cached["strategy"], cached["seconds"], "cached"
+    else:
+        seconds, is_quiet = trials.time_all(names)
+        name, how = fastest(seconds), f"{why}timed in {time.perf_counter() - begin:.1f} s"
+        if not is_quiet:
+            how += ", and not cached: other processes compute"
+        elif control.rank == 0:
+            caches.write_json("auto", key, {"strategy": name, "seconds": seconds, "floats": sum(sizes)})
+    slots = max(comm.hosts.count(host) for host in set(comm.hosts))
+    pays = len(set(comm.hosts)) > 1 or facts["cores"] >= 2 * slots
+    times = ", ".join(f"{each} {seconds[each]:.2g} s" for each in sorted(seconds, key=seconds.__getitem__))
+    where = f"{sum(sizes):,} floats in {len(sizes)} leaves on {len(set(comm.hosts))} x {slots} ranks"
+    return AutotuneResult(name, bucket_bytes, pays, f"{asked}: {name} for {where}: {times} ({how})")
 
 
-def probe(comm: MpiComm, request: AutotuneRequest, known: Probe | None = None) -> Probe:
-    """The known or saved probe, completed; the same on all ranks.
-
-    Communicates: it is a measurement of a few seconds, unless nothing is missing.
-    """
-    key = probes.identity(comm)
-    if known is None and (saved := from_rank_0(comm.processes, lambda: probes.as_json(probes.read(key)))):
-        known = probes.from_json(saved)
-    return measured(comm, known, key, request)
-
-
-def decide(probe: Probe, request: AutotuneRequest, asked: str, buckets: Sequence[int | None], took_s: float) -> Verdict:
-    """The best of what was measured."""
-    net, fits, sizes = probe.net, probe.fits(), request.sizes
-    names = [name for name in request.strategies(net) if name in fits]
-    seconds = {name: cost_model.step_seconds(net, sizes, name, buckets[0], fits) for name in names}
-    fastest, *others = sorted(seconds, key=seconds.__getitem__)
-    first = fastest if seconds[fastest] < (1 - MARGIN) * seconds.get(BASELINE, math.inf) else BASELINE
-    overlap = cost_model.can_overlap(net, max(sizes, default=0), first)
-    bucket_bytes = buckets[0] if overlap else best_bucket(net, sizes, first, buckets, fits)
-    best_s = cost_model.step_seconds(net, sizes, first, bucket_bytes, fits)
-    why = (
-        f"{asked}: {first}, {size_of(bucket_bytes, first)}: {best_s:.2g} s for {sum(sizes):,} floats in "
-        f"{len(sizes)} leaves on {net.hosts} x {net.slots} ranks"
-        + "".join(f"; {name} {seconds[name]:.2g} s" for name in [fastest, *others] if name != first)
-        + f" (probe: {took_s:.1f} s)"
-    )
-    return Verdict(first, bucket_bytes, overlap, why)
+def candidates(hosts: Sequence[int], wires: Sequence[str], among: Sequence[str] = ()) -> list[str]:
+    """The strategies to time, in full, each with the shortest wire that may be used; the user's own rows first."""
+    users = [name for key, row in STRATEGIES.items() if PACKAGED_STRATEGIES.get(key) is not row for name in _names(key)]
+    slots = {hosts.count(host) for host in hosts}
+    names = [*users, *(ON_ONE_HOST if len(set(hosts)) == 1 else ON_SEVERAL)]
+    if among:
+        names = [name for name in dict.fromkeys([*names, *among]) if name in among]
+    elif slots == {1}:  # a hierarchy of hosts with one rank each is that between hosts
+        names.remove("hier-ring") if "hier-ring" in names else None
+    fitting = [name for name in dict.fromkeys(names) if find(name).fits(hosts)]
+    shortest = {name: next((w for w in reversed(wires) if w in find(name).wires), "") for name in fitting}
+    return [f"{name}:{wire}" for name, wire in shortest.items() if wire][:MOST]
 
 
-def size_of(bucket_bytes: int | None, strategy: str) -> str:
-    """Name of a bucket size, for messages."""
-    if parse(strategy).spec.means:
-        return "leaves as they are"
-    return "one flat buffer" if bucket_bytes is None else f"buckets of {bucket_bytes / 2**20:g} MiB"
+def _names(key: str) -> tuple[str, ...]:
+    """Names to time of a user's row, which `auto` may take if it has a cost."""
+    row = STRATEGIES[key]
+    return (row.spelled or (key,)) if row.seconds and row.exchanges else ()
 
 
-def best_bucket(
-    net: Net, sizes: Sequence[int], strategy: str, buckets: Sequence[int | None], fits: cost_model.Fits
-) -> int | None:
-    """The first bucket size, unless another gives a clearly shorter exchange."""
-    seconds = {size: cost_model.step_seconds(net, sizes, strategy, size, fits) for size in buckets}
-    best = min(buckets, key=seconds.__getitem__)
-    return best if seconds[best] < (1 - MARGIN) * seconds[buckets[0]] else buckets[0]
+def fastest(seconds: dict[str, float]) -> str:
+    """The strategy of the least time; MPI's own only for a clear gain."""
+    ours = {name: s for name, s in seconds.items() if name != "ar:32"} or seconds
+    best = min(ours, key=ours.__getitem__)
+    return best if seconds.get("ar:32", math.inf) > (1 - MARGIN) * seconds[best] else "ar:32"
+
+
+# ---------------------------------------------------------------- timing
+
+
+class Trials:
+    """Exchanges of a tree of these sizes, timed on all ranks together."""
+
+    def __init__(self, comm: MpiComm, sizes: Sequence[int], bucket_bytes: int | None, facts: dict[str, Any]) -> None:
+        """Make the tree, a smaller one if memory is short."""
+        self.comm, self.control, self.bucket_bytes = comm, comm.processes, bucket_bytes
+        slots = max(facts["hosts"].values())
+        room = min(self.control.allgather_object(_free_bytes())) / (ARRAYS * slots)
+        scale = min(1.0, room / (4 * sum(sizes) or 1))
+        self.leaves = [jnp.ones(max(1, int(n * scale)), jnp.float32) for n in sizes]
+        self.scale = 1 / scale
+        self.programs: dict[str, Callable[[list[jax.Array]], list[jax.Array]]] = {}
+
+    def seconds(self, name: str) -> float:
+        """Seconds of the slowest rank for one exchange; the first call compiles as well."""
+        if name not in self.programs:
+            self.programs[name] = jax.jit(lambda leaves: self._exchange(leaves, name))
+        return self.scale * slowest(self.control, lambda: jax.block_until_ready(self.programs[name](self.leaves)))
+
+    def _exchange(self, leaves: list[jax.Array], name: str) -> list[jax.Array]:
+        bucket_bytes = 0 if parse(name).spec.means else self.bucket_bytes
+        buckets = assign_buckets([leaf.size for leaf in leaves], bucket_bytes)
+        vectors = [fuse([leaves[i] for i in bucket]) for bucket in buckets]
+        return split_all(sums(vectors, name, self.comm, self.comm.size), leaves, buckets)
+
+    def changed(self, name: str, cached_s: float, growth: float) -> str:
+        """How the time of a cached strategy has changed; empty if it has not.
+
+        Args:
+            name: of the strategy.
+            cached_s: seconds that it took for a tree of the same class.
+            growth: floats of this tree over floats of that one.
+        """
+        try:
+            self.seconds(name)  # compiles
+            for _ in range(ROUNDS[0]):  # the first ones may find fresh memory
+                s = self.seconds(name)
+                if cached_s * min(1, growth) / CHANGED <= s <= cached_s * max(1, growth) * CHANGED:
+                    return ""
+        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
+            return f"{name} cannot be used now; "
+        return f"{name} took {cached_s:.2g} s when it was cached and takes {s:.2g} s; "
+
+    def time_all(self, names: Sequence[str]) -> tuple[dict[str, float], bool]:
+        """Median seconds of each strategy by turns; whether other processes left these cores alone.
+
+        What cannot be used here is left out.
+        """
+        second: dict[str, float] = {}
+        began, busy = time.perf_counter(), busy_seconds()
+        for name in names:
+            try:
+                self.seconds(name)
+                second[name] = self.seconds(name)
+            except UsageError:  # as in `changed`
+                continue
+        hopeful = [name for name in second if second[name] <= HOPELESS * min(second.values())]
+        count = min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / (sum(second[name] for name in hopeful) or 1))))
+        rounds = [{name: self.seconds(name) for name in hopeful} for _ in range(count if len(hopeful) > 1 else 1)]
+        is_quiet = not others_compute(self.comm, busy, time.perf_counter() - began)
+        return second | {name: statistics.median(each[name] for each in rounds) for name in hopeful}, is_quiet
+
+
+class BusySeconds(NamedTuple):
+    """Seconds of computing so far, as the kernel counts it."""
+
+    cores: dict[str, float]  # of each core that this process may use, by whomever
+    process: float  # of this process
+
+
+def busy_seconds() -> BusySeconds:
+    """Seconds so far; of no core if the kernel does not say."""
+    tick, mine, cores = os.sysconf("SC_CLK_TCK"), set(affinity.core_mask()), {}
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        lines = []
+    for words in map(str.split, lines):
+        if words and words[0][:3] == "cpu" and words[0][3:].isdigit() and int(words[0][3:]) in mine:
+            user, nice, system, _idle, _iowait, *interrupts = map(int, words[1:9])
+            cores[words[0]] = (user + nice + system + sum(interrupts)) / tick
+    return BusySeconds(cores, time.process_time())
+
+
+def others_compute(comm: MpiComm, before: BusySeconds, took_s: float) -> bool:
+    """Return True if other processes than the ranks have used their cores since, on any host; equal on all ranks."""
+    now = busy_seconds()
+    cores = {core: now.cores[core] - busy for core, busy in before.cores.items() if core in now.cores}
+    rows = comm.processes.allgather_object([cores, now.process - before.process, took_s])
+    for host in set(comm.hosts):
+        ranks = [row for row, at in zip(rows, comm.hosts, strict=True) if at == host]
+        of_all = {core: busy for row in ranks for core, busy in row[0].items()}
+        others = sum(of_all.values()) - sum(row[1] for row in ranks)
+        if others > OTHERS_COMPUTE * max(row[2] for row in ranks) + 0.05:  # the kernel counts in steps of 0.01
+            return True
+    return False
+
+
+def _free_bytes() -> float:
+    try:
+        text = Path("/proc/meminfo").read_text()
+        return 1024.0 * int(text.partition("MemAvailable:")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        return math.inf
+
+
+# ---------------------------------------------------------------- on disk
+
+
+def read(key: dict[str, Any]) -> dict[str, Any] | None:
+    """The cached choice; None if there is none, or with JAXMPI_PROBE=fresh."""
+    if os.environ.get("JAXMPI_PROBE") == "fresh":
+        return None
+    try:
+        value = json.loads(caches.json_file("auto", key).read_text())
+        seconds = {str(name): float(s) for name, s in value["seconds"].items()}
+        found = {"strategy": value["strategy"], "seconds": seconds, "floats": max(1, int(value["floats"]))}
+        return found if seconds[found["strategy"]] > 0 else None
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
+        print(f"jaxmpi: the cached choice of auto cannot be used ({error}); timing again", file=sys.stderr)
+        return None

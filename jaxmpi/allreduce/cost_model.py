@@ -14,7 +14,7 @@ from jaxmpi.core.errors import UsageError, check
 
 
 def candidates(net: Net, wires: Sequence[str]) -> list[str]:
-    """Full names, such as ring:16, of strategies that `auto` may use."""
+    """Full names, such as ring:16, of strategies that `jaxmpi plan` may name."""
     names = spelled(lambda row: bool(row.seconds) and row.is_candidate(net))
     return [f"{name}:{wire}" for name in names for wire in wires if wire in find(name).wires]
 
@@ -100,13 +100,3 @@ def step_seconds(
         count = max(1, math.ceil(4 * small / limit))
         seconds += count * predict(net, small / count, strategy, fits) + 2 * add(net, small)
     return seconds
-
-
-def can_overlap(net: Net, n: float, strategy: str) -> bool:
-    """Return True if a program can compute during an exchange.
-
-    It is a sum of n floats. Either cores are to spare, or most of its time is spent waiting for other hosts.
-    """
-    whole = predict(net, n, strategy)
-    free = predict(net._replace(between=Link(0.0, 0.0)), n, strategy)
-    return net.cores >= 2 * net.slots or (net.hosts > 1 and free < whole / 2)

@@ -1,129 +1,64 @@
-"""Measurements of a probe: which are worth their time, and how.
+"""Timings of messages, additions and sums on these ranks.
 
-Timing every strategy at every length would take longer than a probe may. The probe first measures links, additions and
-calls, from which the cost model predicts all strategies. It then times up to four candidates of each wire and the
-baseline, at a short and a long vector. Strategies predicted 1.5 times as slow as the best are left out. A strategy's
-time is the median over repeats of the slowest rank. The least would promise more than a run then gets.
+`autotune` times exchanges with these functions. `jaxmpi plan` goes by the prices of links and additions that
+`measure_net` finds, and by the seconds of strategies at a short and a long vector.
 """
 
-import itertools
+import importlib.metadata
+import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce import cost_model, probes
+from jaxmpi.allreduce import cost_model
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.prices import Link, Net
-from jaxmpi.allreduce.probes import Probe
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import Processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.env import seconds_from
-from jaxmpi.core.errors import UsageError
+from jaxmpi.runtime import affinity
 
-BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds of a probe; measurements that have begun by then are finished
-BUCKETS = (4 << 20, 1 << 20, 16 << 20, 64 << 20)  # bytes; the first stays unless another gains autotune.MARGIN
+BUDGET_S = seconds_from("JAXMPI_PROBE_S", 2)  # seconds in which candidates are timed by turns, about
 SHORT = 1 << 12  # floats a worker, of the shorter vector that strategies are timed with
 LONGEST = 1 << 22  # floats of the longer one at most
 LONG_SHARE = 0.04  # share of the budget: predicted seconds of the longer vector at most
 REPEATS = 3
-HOPELESS = 1.5  # a prediction of so many times the best one's is not worth a measurement
-TIE = 1.1  # two predictions of so little between them do not say which is faster
-ENOUGH = 4  # strategies of a wire to measure
-BASELINE = "asa:32"  # strategy that others must beat by autotune.MARGIN
 
 
-class AutotuneRequest(NamedTuple):
-    """The exchange to choose for, and the strategies that may be used."""
-
-    sizes: tuple[int, ...]  # floats of every leaf
-    wires: tuple[str, ...] = ("32",)
-    among: tuple[str, ...] = ()  # algorithms; none: all
-
-    def strategies(self, net: Net) -> list[str]:
-        """Names of strategies that may be used, with wires, such as ring:16."""
-        names = cost_model.candidates(net, self.wires)
-        return [name for name in names if not self.among or name.partition(":")[0] in self.among]
-
-
-def measured(comm: MpiComm, probe: Probe | None, key: dict[str, Any], request: AutotuneRequest) -> Probe:
-    """Measure the best candidates for this request, and save what is new.
-
-    If these leaves' size class is known, only what cannot be missed is added: the next run shall choose as this one
-    does. A probe for a scalar has not timed the strategies for long vectors, so another class has its own candidates.
-    """
-    is_known = probe is not None and probe.knows(request.sizes)
-    control, end = comm.processes, time.perf_counter() + (0.0 if is_known else BUDGET_S)
-    known = probe or Probe(measure_net(comm), {})
-    prices = known.net.codec_s_per_float
-    codecs = {wire: codec_seconds(comm, known.net, wire) for wire in request.wires if wire not in prices}
-    known = known._replace(net=known.net._replace(codec_s_per_float={**prices, **codecs}))
-    count = sum(map(len, known.seconds.values()))
-    while True:
-        late = time.perf_counter() > end
-        following = from_rank_0(control, lambda late=late: next_to_measure(known, request, late))
-        if following is None:
-            break
-        name, n = following
-        times = known.seconds.setdefault(name, {})
+def identity(comm: MpiComm) -> dict[str, Any]:
+    """Facts for which measurements hold: hosts, slots, cores, versions, backend."""
+    names = comm.processes.allgather_object(socket.gethostname())
+    versions = {}
+    for package in ("jaxmpi", "jax", "mpi4jax"):
         try:
-            times[n] = time_strategy(comm, name, n)
-        except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
-            times.clear()
-    if not is_known:
-        known = known._replace(classes=(*known.classes, probes.size_class(request.sizes)))
-    if control.rank == 0 and (codecs or not is_known or sum(map(len, known.seconds.values())) > count):
-        probes.save(key, known)
-    return known
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "hosts": {name: names.count(name) for name in sorted(set(names))},
+        "cores": cores_of_a_host(comm),
+        "versions": versions | {"mpi": comm.processes.library},
+        "device": jax.default_backend(),
+    }
 
 
-def next_to_measure(probe: Probe, request: AutotuneRequest, time_is_up: bool) -> tuple[str, int] | None:
-    """The next strategy and number of floats to time, or None.
-
-    None if all that count are measured, or there is no time. All strategies at the length that says more about these
-    leaves come first, then all at the other. The baseline and the first of every wire are measured in any case. The
-    second of every wire is measured if it is predicted to take about as long.
-    """
-    names = request.strategies(probe.net)
-    expected = {name: cost_model.step_seconds(probe.net, request.sizes, name, BUCKETS[0]) for name in names}
-    rows = ranked(probe, request, expected)
-    turns = itertools.zip_longest(*rows)
-    names = list(dict.fromkeys([BASELINE, *(name for row in turns for name in row if name)]))
-    needed = set(names[: 1 + len(request.wires)])
-    if not probe.knows(request.sizes):
-        needed |= {row[1] for row in rows if len(row) > 1 and expected[row[1]] <= TIE * expected[row[0]]}
-    lengths = {name: lengths_for(probe.net, name) for name in names}
-    is_short = max(request.sizes, default=0) < 4 * short_for(probe.net)
-    for turn in (0, 1):
-        for name in names:
-            n = lengths[name][turn if is_short else 1 - turn]
-            is_needed = turn == 0 and name in needed and name not in probe.seconds
-            if n not in probe.seconds.get(name, {}) and (is_needed or not time_is_up):
-                return name, n
-    return None
-
-
-def ranked(probe: Probe, request: AutotuneRequest, expected: dict[str, float]) -> list[list[str]]:
-    """Rank the few strategies of each wire worth a measurement, best first.
-
-    If the leaves' size class is known, what is measured already goes before the rest. Words that could not be
-    measured are left out.
-
-    Args:
-        expected: seconds of a step's exchange by strategy.
-    """
-    settled = probe.seconds if probe.knows(request.sizes) else {}
-    hopeless = HOPELESS * min(expected.values())
-    ordered = sorted(expected, key=lambda name: (name not in settled, expected[name]))
-    able = [name for name in ordered if probe.seconds.get(name) != {}]
-    hopeful = [name for name in able if name in settled or expected[name] <= hopeless]
-    return [[name for name in hopeful if name.endswith(f":{wire}")][:ENOUGH] for wire in request.wires]
+def cores_of_a_host(comm: MpiComm) -> float:
+    """Cores that a host's ranks may use, on the host with fewest."""
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    quota = affinity.quota_cores(affinity.QUOTA, os.cpu_count() or 1)
+    every = comm.processes.allgather_object([mine, quota])
+    sets: dict[int, set[int]] = {}
+    for host, (cores, _) in zip(comm.hosts, every, strict=True):
+        sets.setdefault(host, set()).update(cores)
+    return float(min(*map(len, sets.values()), *(limit for _, limit in every)))
 
 
 def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
@@ -135,7 +70,7 @@ def lengths_for(net: Net, strategy: str) -> tuple[int, int]:
 
 
 def short_for(net: Net) -> int:
-    """Floats of the shorter vector that the probe times."""
+    """Floats of the shorter vector."""
     return net.workers * max(1, min(SHORT, LONGEST // (16 * net.workers)))
 
 
@@ -170,7 +105,7 @@ def measure_net(comm: MpiComm) -> Net:
     control = comm.processes
     ranks = [[rank for rank in comm.order if comm.hosts[rank] == host] for host in sorted(set(comm.hosts))]
     slots = max(map(len, ranks))
-    net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=probes.cores_of_a_host(comm))
+    net = Net(len(ranks), slots, Link(0.0, 0.0), Link(0.0, 0.0), cores=cores_of_a_host(comm))
     net = net._replace(even=len({len(host) for host in ranks}) == 1)
     long_s = from_rank_0(control, lambda: LONG_SHARE * BUDGET_S)
     peers = control.world.Clone()  # neither the control plane's nor mpi4jax's

@@ -1,46 +1,34 @@
-"""A probe: measurements on a set of hosts, and its file.
+"""A probe for `jaxmpi plan`: prices on a set of hosts, and its file.
 
-`auto` needs to know how fast messages and strategies are here, and measuring takes seconds. So a probe is kept in a
-file, named by a hash of hosts, ranks, cores, device and versions. It holds link prices, and the seconds of strategies
-by length of the vector. Factors between these seconds and the cost model's correct the model for other lengths. A
-strategy that was not measured gets the median factors, else it would look better than all that were. The file may be
-damaged or forged, so every number is checked. A probe that cannot be read is measured again.
+It holds link prices, and the seconds of strategies by length of the vector. Factors between these seconds and the cost
+model's correct the model for other lengths and numbers of hosts. A strategy that was not measured gets the median
+factors, else it would look better than all that were.
 """
 
-import hashlib
-import importlib.metadata
 import json
 import os
-import socket
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
-from jaxmpi.allreduce import cost_model
-from jaxmpi.allreduce.algorithms import parse
+from jaxmpi.allreduce import cost_model, measuring
+from jaxmpi.allreduce.autotune import candidates
 from jaxmpi.allreduce.cost_model import Fit
+from jaxmpi.allreduce.measuring import from_rank_0
 from jaxmpi.allreduce.prices import Link, Net
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import read_plain
-from jaxmpi.runtime import affinity, caches
+from jaxmpi.runtime import caches
 
-FORMAT = 1
-MOST_BYTES = 1 << 20  # bytes of a saved probe at most; a few thousand are used
-MOST = 1e9  # largest count or time in a saved probe; its least time is 1 / MOST
-MOST_RANKS = 1 << 20  # hosts or ranks of a saved probe at most
+FORMAT = 2
 
 
 class Probe(NamedTuple):
     """Measurements on a set of hosts."""
 
     net: Net
-    seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank; none: impossible
-    classes: tuple[int, ...] = ()  # size classes whose most promising strategies were measured
+    seconds: dict[str, dict[int, float]]  # strategy in full -> floats -> seconds of the slowest rank
 
     def fits(self) -> dict[str, Fit]:
         """The measured strategies' factors."""
@@ -58,91 +46,55 @@ class Probe(NamedTuple):
         typical = Fit(*(statistics.median(parts) for parts in zip(*found.values(), strict=True)))
         return dict.fromkeys(names, typical) | found
 
-    def knows(self, sizes: Sequence[int]) -> bool:
-        """Return True if candidates for leaves of about this size were measured."""
-        return size_class(sizes) in self.classes
 
+def probe(comm: MpiComm, wires: Sequence[str]) -> Probe:
+    """The cached probe, completed for these wires; the same on all ranks.
 
-def size_class(sizes: Sequence[int]) -> int:
-    """Binary digits of the number of floats; each class has one choice."""
-    return sum(int(n) for n in sizes).bit_length()
-
-
-def identity(comm: MpiComm) -> dict[str, Any]:
-    """Facts for which a probe holds: hosts, slots, cores, versions, backend."""
-    names = comm.processes.allgather_object(socket.gethostname())
-    versions = {}
-    for package in ("jaxmpi", "jax", "mpi4jax"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "hosts": {name: names.count(name) for name in sorted(set(names))},
-        "cores": cores_of_a_host(comm),
-        "versions": versions | {"mpi": comm.processes.library},
-        "device": jax.default_backend(),
-    }
-
-
-def cores_of_a_host(comm: MpiComm) -> float:
-    """Cores that a host's ranks may use, on the host with fewest."""
-    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    quota = affinity.quota_cores(affinity.QUOTA, os.cpu_count() or 1)
-    every = comm.processes.allgather_object([mine, quota])
-    sets: dict[int, set[int]] = {}
-    for host, (cores, _) in zip(comm.hosts, every, strict=True):
-        sets.setdefault(host, set()).update(cores)
-    return float(min(*map(len, sets.values()), *(limit for _, limit in every)))
-
-
-def file_of(key: Mapping[str, Any]) -> Path:
-    """Path of the stored probe."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return caches.cache_folder("probes") / f"{digest[:16]}.json"
+    Communicates: a measurement of a few seconds, unless nothing is missing.
+    """
+    control, key = comm.processes, measuring.identity(comm)
+    cached = from_rank_0(control, lambda: as_json(read(key)))
+    known = from_json(cached) if cached else Probe(measuring.measure_net(comm), {})
+    prices, seconds = dict(known.net.codec_s_per_float), dict(known.seconds)
+    new_wires = [wire for wire in wires if wire not in prices]
+    if not new_wires:
+        return known
+    for wire in new_wires:
+        prices[wire] = measuring.codec_seconds(comm, known.net, wire)
+    net = known.net._replace(codec_s_per_float=prices)
+    for wire in new_wires:
+        for name in candidates(comm.hosts, [wire]):
+            if name in cost_model.candidates(net, [wire]) and name not in seconds:
+                try:
+                    lengths = from_rank_0(control, lambda name=name: measuring.lengths_for(net, name))
+                    seconds[name] = {n: measuring.time_strategy(comm, name, n) for n in lengths}
+                except UsageError:  # on all ranks alike: no room for shared memory, as in a small container
+                    continue
+    known = Probe(net, seconds)
+    if control.rank == 0:
+        save(key, known)
+    return known
 
 
 def as_json(probe: Probe | None) -> dict[str, Any] | None:
     """Convert to plain values."""
-    if probe is None:
-        return None
-    return {"net": probe.net._asdict(), "seconds": probe.seconds, "classes": probe.classes}
+    return None if probe is None else {"net": probe.net._asdict(), "seconds": probe.seconds}
 
 
 def from_json(value: Any) -> Probe:
-    """The inverse of `as_json`, with every number looked at.
+    """The inverse of `as_json`.
 
     Raises:
         ValueError, TypeError, KeyError or AttributeError: it is none.
     """
     net = dict(value["net"])
     net["inside"], net["between"] = Link(*net["inside"]), Link(*net["between"])
-    made = Net(**net)
-    seconds = {
-        parse(name).name: {int(n): float(s) for n, s in times.items()} for name, times in value["seconds"].items()
-    }
-    numbers = [*made.inside, *made.between, made.gamma_s_per_byte, made.call_s, *made.codec_s_per_float.values()]
-    check(all(0 <= x <= MOST for x in numbers), "a price is negative or not finite")
-    check(type(made.hosts) is int and type(made.slots) is int, "hosts or ranks are no whole numbers")
-    check(made.hosts >= 1 and made.slots >= 1 and made.cores >= 1 / MOST, "no hosts, ranks or cores")
-    check(made.hosts <= MOST_RANKS and made.workers <= MOST_RANKS, "too many hosts or ranks")
-    times = [(n, s) for each in seconds.values() for n, s in each.items()]
-    check(all(1 / MOST <= s <= MOST and 0 < n <= MOST for n, s in times), "a time is not > 0, or none of a vector")
-    classes = value.get("classes", [])  # older probes have none
-    check(all(type(digits) is int and 0 <= digits <= 64 for digits in classes), "a size class is no number of digits")
-    return Probe(made, seconds, tuple(classes))
+    times = value["seconds"].items()
+    return Probe(Net(**net), {name: {int(n): float(s) for n, s in each.items()} for name, each in times})
 
 
-def check_hosts(hosts: Any) -> None:
-    """Refuse what is no table of ranks by printable host name."""
-    check(isinstance(hosts, dict), "no hosts")
-    check(
-        all(name.isprintable() and type(ranks) is int for name, ranks in hosts.items()), "a host has no name or ranks"
-    )
-
-
-# Errors that reading can raise.
-DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, OverflowError)
+# Errors of a file that is damaged, or of another version.
+DAMAGED = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 
 def read(key: Mapping[str, Any]) -> Probe | None:
@@ -150,12 +102,11 @@ def read(key: Mapping[str, Any]) -> Probe | None:
     if os.environ.get("JAXMPI_PROBE") == "fresh":
         return None
     try:
-        path = file_of(key)
-        if not os.path.lexists(path):
-            return None
-        value = json.loads(read_plain(path, MOST_BYTES, "a probe"))
+        value = json.loads(caches.json_file("probes", key).read_text())
         check(value["format"] == FORMAT and value["key"] == key, "of another kind")
         return from_json(value)
+    except FileNotFoundError:
+        return None
     except DAMAGED as error:
         print(f"jaxmpi: the saved probe cannot be used ({error}); probing again", file=sys.stderr)
         return None
@@ -166,9 +117,8 @@ def newest() -> tuple[dict[str, Any], Probe] | None:
     folder = caches.cache_folder("probes")
     for path in sorted(folder.glob("*.json"), key=lambda path: path.lstat().st_mtime, reverse=True):
         try:
-            value = json.loads(read_plain(path, MOST_BYTES, "a probe"))
+            value = json.loads(path.read_text())
             check(value["format"] == FORMAT, "of another kind")
-            check_hosts(value["key"]["hosts"])
             return value["key"], from_json(value)
         except DAMAGED:  # `read` says so if it matters
             continue
@@ -176,11 +126,5 @@ def newest() -> tuple[dict[str, Any], Probe] | None:
 
 
 def save(key: Mapping[str, Any], probe: Probe) -> None:
-    """Save a probe, whole or not at all; print why if not."""
-    try:
-        path = file_of(key)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps({"format": FORMAT, "key": key, **(as_json(probe) or {})}, indent=1) + "\n")
-        aside.replace(path)
-    except (OSError, RuntimeError, UsageError) as error:
-        print(f"jaxmpi: the probe is not kept: {error}; set XDG_CACHE_HOME", file=sys.stderr)
+    """Cache a probe."""
+    caches.write_json("probes", key, {"format": FORMAT, "net": probe.net._asdict(), "seconds": probe.seconds})

@@ -5,7 +5,6 @@ only a derivative makes are compared like any other. A call outside jit is compa
 """
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -151,9 +150,8 @@ def _now(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
         return _program(call)(list(operands))
 
 
-@functools.cache
 def _program(call: MpiCall) -> Callable[[PyTree], PyTree]:
-    return in_turn(lambda operands: row_of(call).run(call, *operands))
+    return call.comm.cached(call, lambda: in_turn(lambda operands: row_of(call).run(call, *operands)))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequence[Any]:

@@ -290,10 +290,9 @@ class Lane:
             comm_thread().begin(pending)
 
 
-@functools.cache
 def lane_of(comm: MpiComm) -> Lane:
     """This communicator's; all its ranks call it together for its first operation."""
-    return Lane(comm)
+    return comm.cached("lane", lambda: Lane(comm))
 
 
 def began(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:

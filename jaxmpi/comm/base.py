@@ -123,6 +123,10 @@ def check_member(comm: Any) -> None:
         f"comm: rank {my_rank()}: got a communicator in which this rank has no part, as of "
         "split(None); expected the call on the ranks that have one: if part: ...",
     )
+    check(
+        not getattr(comm, "is_freed", False),
+        f"comm: rank {my_rank()}: got a communicator that was freed; expected one before its free()",
+    )
 
 
 def color_of(color: Any) -> int | str | None:
@@ -154,6 +158,9 @@ class SoloComm:
         """The one worker again, or `NullComm` if it takes none."""
         del key
         return NullComm() if color_of(color) is None else self
+
+    def free(self) -> None:
+        """Nothing: one worker has nothing to free."""
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         return x

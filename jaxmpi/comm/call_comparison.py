@@ -51,6 +51,7 @@ from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
 ALL_BELOW = 17  # ranks: of so many and more, each receives from those at distances 1, 2, 4, ...
+_comparisons: list["CallComparison"] = []  # of communicators that were not freed
 _indices = [-1]  # numbers of comparisons; a communicator's is the same on all its ranks
 
 
@@ -59,11 +60,9 @@ class CallComparison:
 
     def __init__(self, comm: MpiComm) -> None:
         """All ranks come here together."""
-        from mpi4py import MPI
-
         self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
-        self._others = comm.processes.clone()
+        self._others = comm.processes.roll.comm  # whose thread has other tags
         is_one_host = len(set(comm.hosts)) == 1
         heard = range(1, comm.size) if is_one_host else distances(comm.size)
         reasons, used = zip(*comm.processes.allgather_object([_why_python(), _indices[-1]]), strict=True)
@@ -85,15 +84,21 @@ class CallComparison:
         first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
         if first == comm.rank:
             c_handlers.say_once("compare and call MPI", reasons[comm.rank])
-        self._on_mpi_error = MPI.Comm.Create_errhandler(lambda _, code: self.name_error(code))
+        self._mpis: list[Any] = []  # communicators whose errors it names
         self.name_errors_of(comm.mpi)
         comm.processes.roll.lookup = self
-        before_mpi_ends(_let_programs_end)
-        when_all_have_ended(self._check_all_came)
+        _comparisons.append(self)
+        _check_at_end()
+
+    def close(self) -> None:
+        """Let go of what programs call."""
+        self._calls.close()
+        _comparisons.remove(self)
 
     def name_errors_of(self, mpi: Any) -> None:
         """Have a communicator's errors name ranks at other exchanges."""
-        mpi.Set_errhandler(self._on_mpi_error)
+        self._mpis.append(mpi)
+        mpi.Set_errhandler(_error_handler())
 
     def number(self, what: str) -> int:
         """Return the next traced exchange's number."""
@@ -200,7 +205,7 @@ class CallComparison:
         )
         failures.fail(error, None)
 
-    def _check_all_came(self) -> None:
+    def check_all_came(self) -> None:
         """End the job if ranks have ended with other calls."""
         if not isinstance(self._calls, CompiledCalls):
             return
@@ -218,8 +223,8 @@ class CallComparison:
         if isinstance(self._calls, CompiledCalls) and (published := self._calls.number_of(rank, count)) is not None:
             return published
         theirs = np.zeros(1, np.int32)
-        if any(self._others.Iprobe(rank) for _ in range(PROBES)):
-            self._others.Recv(theirs, rank)
+        if any(self._others.Iprobe(rank, 0) for _ in range(PROBES)):
+            self._others.Recv(theirs, rank, 0)
         return int(theirs[0])
 
 
@@ -237,6 +242,11 @@ class PythonCalls:
         for name, function in zip(self._names, (self._begin, self._end), strict=True):
             host_callbacks.register(name, function, ends_job=True)
         self._begun = 0
+
+    def close(self) -> None:
+        """Forget the functions; a program that still calls them gets an error."""
+        for name in self._names:
+            host_callbacks.forget(name)
 
     def begin(self, number: int, has_turn: bool = False) -> None:
         """Have the program take the turn and send the number."""
@@ -272,7 +282,7 @@ class PythonCalls:
     def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
         theirs = np.zeros((len(self.receives_from), 1), np.int32)
         for message, rank in zip(theirs, self.receives_from, strict=True):
-            self._others.Recv(message, rank)
+            self._others.Recv(message, rank, 0)
         if (theirs != number).any():
             self._differs(number, dict(zip(self.receives_from, theirs[:, 0].tolist(), strict=True)))
         with self._turn:
@@ -287,6 +297,25 @@ def _why_python() -> str:
     return why or ("there are too many communicators" if _indices[-1] + 1 >= MOST_COMPARISONS else "")
 
 
+@functools.cache
+def _error_handler() -> Any:
+    """One for all communicators, since mpi4py has room for 32."""
+    from mpi4py import MPI
+
+    def name_error(mpi: Any, code: int) -> None:
+        for comparison in _comparisons:
+            if mpi in comparison._mpis:
+                comparison.name_error(code)
+
+    return MPI.Comm.Create_errhandler(name_error)
+
+
+@functools.cache
+def _check_at_end() -> None:
+    before_mpi_ends(_let_programs_end)
+    when_all_have_ended(lambda: [comparison.check_all_came() for comparison in _comparisons])
+
+
 def _let_programs_end() -> None:
     """Wait at exit for programs that exchange; `exchange_watch` limits the time."""
     with contextlib.suppress(Exception):  # errors of a program: mpi4jax's hook raises them again
@@ -298,7 +327,6 @@ def distances(ranks: int) -> list[int]:
     return [*range(1, ranks)] if ranks < ALL_BELOW else [1 << i for i in range((ranks - 1).bit_length())]
 
 
-@functools.cache
 def comparison_of(comm: MpiComm) -> CallComparison:
     """This Comm's comparison; all ranks call it together the first time."""
-    return CallComparison(comm)
+    return comm.cached("comparison", lambda: CallComparison(comm))

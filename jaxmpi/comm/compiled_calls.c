@@ -87,6 +87,11 @@ void jaxmpi_open(int32_t index, const struct setup *mpi) {
   comparisons[index] = made;
 }
 
+void jaxmpi_close(int32_t index) {
+  free(comparisons[index]);
+  comparisons[index] = NULL;
+}
+
 void jaxmpi_share(int32_t index, char *slots, int64_t slot_bytes, int64_t part_bytes) {
   struct setup *mpi = &comparisons[index]->mpi;
   mpi->slots = slots, mpi->slot_bytes = slot_bytes, mpi->part_bytes = part_bytes;
@@ -266,7 +271,7 @@ XLA_FFI_Error *jaxmpi_compiled_calls(XLA_FFI_CallFrame *frame) {
   if (!is_work(frame)) return NULL;
   const int32_t *words = words_of(frame);
   struct comparison *c = comparisons[words[COMPARISON]];
-  if (!c) return error(frame, "jaxmpi: a program of another process; compile it in this one");
+  if (!c) return error(frame, "jaxmpi: a program of another process, or of a communicator that was freed; compile it for this one");
   int code = 0;
   int kind = words[KIND], has_array = kind != BEGIN && kind != END && kind != BARRIER;
   const XLA_FFI_Buffer *x = has_array ? frame->args.args[0] : NULL, *y = has_array ? frame->rets.rets[0] : NULL;

@@ -157,6 +157,11 @@ class CompiledCalls:
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._slots))
             self._library.jaxmpi_share(self._index, c_void_p(address), c_int64(slot_bytes), c_int64(part_bytes))
 
+    def close(self) -> None:
+        """Let go of the memory; a program that still calls the handlers gets an error."""
+        self._library.jaxmpi_close(self._index)
+        self._numbers = self._board = self._slots = self._kept = None
+
     # ------------------------------------------------------------ in a program
 
     def begin(self, number: int, is_published_later: bool = False, has_turn: bool = False) -> None:

@@ -56,6 +56,7 @@ class MpiProcesses(Membership):
         super().__init__()
         self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
         self._max, self._in_place = MPI.MAX, MPI.IN_PLACE
+        self._rolls: list[WaitRegistry] = []
         self.roll, self._places = self._new_roll(), CallPlaces()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
@@ -73,7 +74,8 @@ class MpiProcesses(Membership):
 
     def _new_roll(self) -> WaitRegistry:
         """Make the record of this communicator's waits, on all its ranks together."""
-        return WaitRegistry(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
+        self._rolls.append(WaitRegistry(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses()))
+        return self._rolls[-1]
 
     def on_own_communicator(self) -> "MpiProcesses":
         """A copy with its own communicator for another thread; a collective call."""
@@ -82,10 +84,14 @@ class MpiProcesses(Membership):
         other.roll, other._places = other._new_roll(), CallPlaces()
         return other
 
-    def over(self, world: Any) -> "MpiProcesses":
+    def over(self, world: Any, is_ours: bool = False) -> "MpiProcesses":
         """A copy among the ranks of an mpi4py communicator.
 
         All these ranks call it together. They are numbered as in that communicator.
+
+        Args:
+            world: the communicator.
+            is_ours: nobody else uses it, so that it need not be cloned.
         """
         from mpi4py import MPI
 
@@ -96,15 +102,39 @@ class MpiProcesses(Membership):
         )
         self._meet_on(world, places)
         other = copy.copy(self)
-        other.world = self.clone(world)
+        other._made, other._rolls = [], []
+        other.world = other._keep(world) if is_ours else other.clone(world)
         other.rank, other.size = world.rank, world.size
         other.numbers = tuple(self.numbers[place] for place in places)
         other.hosts = tuple(self.hosts[place] for place in places)
-        other._local = other.world.Split_type(self._on_host, key=other.rank)
-        self._own.append(other._local)
+        is_one_host = len(set(other.hosts)) == 1
+        other._local = (
+            other.world if is_one_host else other._keep(other.world.Split_type(self._on_host, key=other.rank))
+        )
         other.local_rank, other.local_size = other._local.rank, other._local.size
         other.roll, other._places = other._new_roll(), CallPlaces()
         return other
+
+    def free(self) -> None:
+        """Free the communicators that `over` has made; all its ranks come here together, with no message under way.
+
+        What the watching threads have sent must be received first: MPI may give the number of a freed communicator to a
+        new one, which would then receive it. They send synchronously, so a rank knows when its own messages have
+        arrived, and a barrier says that all ranks know (Hoefler et al. 2010, NBX).
+        """
+        for roll in self._rolls:
+            watch().remove(roll)
+        self._arrive_draining(lambda: all([roll.drain() for roll in self._rolls]))
+        here = self.world.Ibarrier()
+        self._arrive_draining(lambda: all([roll.drain() for roll in self._rolls]) and here.Test())
+        for comm in reversed(self._made):
+            self._own.remove(comm)
+            comm.Free()
+        self._made = []
+
+    def _arrive_draining(self, is_done: Callable[[], bool]) -> None:
+        if not wait(is_done, AGREE_TIMEOUT_S):
+            raise TrainingError(f"free: the other ranks did not come within {AGREE_TIMEOUT_S:g} s; all must call it")
 
     def _meet_on(self, world: Any, ranks: Sequence[int]) -> None:
         """Wait without spinning for a communicator's ranks, by their numbers here.

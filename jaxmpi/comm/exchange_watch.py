@@ -29,7 +29,7 @@ from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.frames import is_users, line_of, module_of
 from jaxmpi.runtime import failures
 
-TELL, ASK, PLACE, ENDED = range(4)  # tags of what watching threads send each other
+TELL, ASK, PLACE, ENDED = TAGS = range(1, 5)  # tags of what watching threads send each other; numbers of calls have 0
 COMPARED, CONTROL, BESIDE, PARTNER, MEETING = WAYS = range(5)  # ways in which a rank waits
 LOOK_S = 0.5  # between looks
 PROBES = 3  # MPI may fetch a message in the first, and find it in the next
@@ -197,8 +197,7 @@ class WaitRegistry:
             UsageError: ranks wait in different exchanges.
             TrainingError: a rank that is waited for has ended, or has not come within the time limit.
         """
-        self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
-        self._listen()
+        self.drain()
         if has_ended:
             self.held, self.exchanged = None, {}
             return self._say_ended()
@@ -208,6 +207,12 @@ class WaitRegistry:
                 wait.seconds = WaitClock()
                 continue
             self._judge(wait, wait.seconds.look())
+
+    def drain(self) -> bool:
+        """Receive what has come; return True if all that was sent is received."""
+        self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+        self._listen()
+        return not self._sent
 
     def _held(self) -> Wait | None:
         """The wait of this process's program; the same object while it lasts."""
@@ -330,7 +335,7 @@ class WaitRegistry:
         return ", ".join(map(str, self._job_numbers(ranks)))
 
     def _send(self, rank: int, tag: int, message: np.ndarray) -> None:
-        self._sent.append((self.comm.Isend(message, rank, tag), message))
+        self._sent.append((self.comm.Issend(message, rank, tag), message))  # done once received, as `drain` must know
 
     def _listen(self) -> None:
         """Receive the others' waits; send this rank's place to those that ask."""
@@ -338,7 +343,8 @@ class WaitRegistry:
 
         status, misses = MPI.Status(), 0
         while misses < PROBES:
-            if (found := self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is None:
+            probes = (self.comm.Improbe(MPI.ANY_SOURCE, tag, status) for tag in TAGS)
+            if (found := next(filter(None, probes), None)) is None:
                 misses += 1
                 continue
             message = np.zeros(status.Get_count(), np.uint8)
@@ -371,6 +377,7 @@ class AbsentRankMonitor:
         """Nothing to look at yet."""
         self.has_ended = False  # the script
         self._rolls: list[WaitRegistry] = []
+        self._looks = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxmpi absent ranks", daemon=True)
 
@@ -379,6 +386,12 @@ class AbsentRankMonitor:
         self._rolls.append(roll)
         if self._thread.ident is None:
             self._thread.start()
+
+    def remove(self, roll: WaitRegistry) -> None:
+        """Look at it no more; on return no look is under way."""
+        with self._looks:
+            if roll in self._rolls:
+                self._rolls.remove(roll)
 
     def stop(self) -> None:
         """End the thread, before MPI ends."""
@@ -398,8 +411,9 @@ class AbsentRankMonitor:
         """Look now and then; an error ends the job."""
         while not self._is_over.wait(LOOK_S):
             try:
-                for roll in list(self._rolls):
-                    roll.look(self.has_ended)
+                with self._looks:
+                    for roll in list(self._rolls):
+                        roll.look(self.has_ended)
             except (UsageError, TrainingError) as error:
                 failures.fail(error, None)
 

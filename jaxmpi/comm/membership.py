@@ -33,7 +33,8 @@ class Membership:
         """Begin with all ranks of the job; MPI runs."""
         from mpi4py import MPI
 
-        self._own: list[Any] = []  # communicators
+        self._own: list[Any] = []  # communicators, which `revoke` ends
+        self._made: list[Any] = []  # those that were made for `world`, which `MpiProcesses.free` frees
         self._others: dict[int, int] = {}  # if ranks are outlived: handles of the others' processes
         self._on_host = MPI.COMM_TYPE_SHARED
         self._votes = self.clone(MPI.COMM_WORLD)
@@ -50,13 +51,20 @@ class Membership:
         self.rank, self.size = self.world.rank, self.world.size
         self._exit = self.clone()  # a communicator of its own: a rank may be at its end while others still talk
         self._local = self.world.Split_type(self._on_host, key=self.rank)
-        self._own.append(self._local)
+        self._keep(self._local)
         self.local_rank, self.local_size = self._local.rank, self._local.size
 
     def clone(self, of: Any = None) -> Any:
         """Clone a communicator for one thread alone, on all ranks together."""
-        made = (of or self.world).Clone()
+        return self._keep((of or self.world).Clone())
+
+    def split(self, color: int, key: int) -> Any:
+        """Split the communicator for one thread alone, on all ranks together."""
+        return self._keep(self.world.Split(color, key))
+
+    def _keep(self, made: Any) -> Any:
         self._own.append(made)
+        self._made.append(made)
         return made
 
     def outlive(self) -> None:
@@ -131,7 +139,7 @@ class Membership:
         before = self.numbers
         while True:
             self._votes = self._votes.Shrink()
-            self._own = [self._votes]
+            self._own, self._made = [self._votes], []
             if self._has_met():
                 break
         gone = sorted(set(before) - set(self.numbers))

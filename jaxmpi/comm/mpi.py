@@ -6,6 +6,7 @@ use shared memory. Each `MpiComm` clones its communicator, so messages of mpi4py
 functions.
 """
 
+import collections
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -41,6 +42,13 @@ class RankComm(CommDefaults):
         self.size: int = processes.size
         self.hosts = processes.hosts
         self.order = ring_order(self.hosts)
+        self._cache: dict[Any, Any] = {}
+
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` made for this key, which is dropped, and closed if it has a `close`, with the communicator."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def sum_on_host(self, vectors: Sequence[jax.Array], divisor: float = 1) -> list[jax.Array]:
         """Through shared memory, all vectors in one call."""
@@ -102,7 +110,9 @@ class MpiComm(RankComm):
 
     def __init__(self, processes: MpiProcesses) -> None:
         """Clone the world."""
-        super().__init__(processes, processes.world.Clone())
+        super().__init__(processes, processes.clone())
+        self.is_freed = False
+        self.serial = 0  # of a communicator of mpi4py's
         # For messages between two ranks, of mpi4py and of programs: they match by rank and tag, in each sender's order.
         self.headers, self.arrays = processes.clone(), processes.clone()
         made.append(self)
@@ -164,6 +174,7 @@ class MpiComm(RankComm):
         """
         from mpi4py import MPI
 
+        check_has_part(self)
         color = color_of(color)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
         given = self.processes.allgather_object(color)
@@ -173,7 +184,32 @@ class MpiComm(RankComm):
             raise UsageError(f"split: color: {got}; expected 'host' of all ranks with a part, or numbers")
         number = self.hosts[self.rank] if color == "host" else MPI.UNDEFINED if color is None else color
         part = self.processes.world.Split(number, key)
-        return MpiComm(self.processes.over(part)) if part != MPI.COMM_NULL else NullComm()
+        return MpiComm(self.processes.over(part, is_ours=True)) if part != MPI.COMM_NULL else NullComm()
+
+    def free(self) -> None:
+        """Give back what a communicator from `split` holds: MPI's communicators, shared memory and programs.
+
+        All its ranks call it together, outside jit, once their programs that use it have ended. They cannot run again:
+        they end with an error. To free it twice does nothing.
+
+        Raises:
+            UsageError: it is the world.
+        """
+        check(self is not world(), "free: got the world; expected a communicator from split()")
+        if self.is_freed:
+            return
+        jax.effects_barrier()
+        self.processes.assert_same("free", None)  # polled: it names who is absent
+        self.is_freed = True
+        self.processes.free()  # first: the thread that watches for absent ranks uses what follows
+        for kept in self._cache.values():
+            if hasattr(kept, "close"):
+                kept.close()
+        self._cache.clear()
+        if shared_sum := self.__dict__.pop("_shared_sum", None):
+            shared_sum.close()
+        self.__dict__.pop("reversed_mpi", None)
+        made.remove(self)
 
     def meet_in_reverse(self) -> None:
         """Make `reversed_mpi`, if it is not there; all ranks come here together."""
@@ -183,7 +219,7 @@ class MpiComm(RankComm):
     def reversed_mpi(self) -> Any:
         """The ranks in reverse order; all call it together the first time."""
         self.processes.assert_same("the ranks in reverse", self.size)  # polled: it names who is absent
-        return self.processes.world.Split(0, -self.rank)  # `self.mpi` is the programs', which may be using it now
+        return self.processes.split(0, -self.rank)  # `self.mpi` is the programs', which may be using it now
 
     def _make_shared_sum(self) -> SharedSum:
         """A sum ordered among mpi4jax's calls, under a name new everywhere.
@@ -285,18 +321,39 @@ def communicator(comm: Any) -> Comm:
     if known is None:
         known = MpiComm(control.over(comm))
         comm.Set_attr(_known_by(), known)
+        _free_dropped(known)
     return known
+
+
+_serials = [0]  # numbers of Comms for mpi4py's communicators; a number and its ranks name one on all of these
+_dropped: dict[tuple[int, ...], MpiComm] = {}  # of communicators that the user has freed, by number and ranks
 
 
 @functools.cache
 def _known_by() -> int:
-    """MPI's own place for what belongs to a communicator of the user's.
-
-    Ours for it is not freed with it: its clones stay until the process ends.
-    """
+    """MPI's own place for what belongs to a communicator of the user's."""
     from mpi4py import MPI
 
-    return MPI.Comm.Create_keyval()
+    def drop(_comm: Any, _key: int, known: MpiComm) -> None:
+        _dropped[known.serial, *known.processes.numbers] = known
+
+    return MPI.Comm.Create_keyval(delete_fn=drop)
+
+
+def _free_dropped(new: MpiComm) -> None:
+    """Free what was made for communicators that the user has freed since, if all their ranks are here and know.
+
+    A rank may be at `MPI_Comm_free` before others, and to free ours needs all. So it is done when ranks next come
+    together, for another communicator's first use.
+    """
+    control = new.processes
+    mine = [key for key in _dropped if set(key[1:]) <= set(control.numbers)]
+    rows = control.allgather_object([_serials[-1], mine])
+    new.serial = _serials[-1] = 1 + max(last for last, _ in rows)
+    known_by = collections.Counter(tuple(key) for _, keys in rows for key in keys)
+    for key in sorted(mine):  # in one order on all ranks
+        if known_by[key] == len(key) - 1:
+            _dropped.pop(key).free()
 
 
 @functools.cache

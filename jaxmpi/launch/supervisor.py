@@ -41,6 +41,8 @@ ENDS_S = seconds_from("JAXMPI_LAUNCHER_TIMEOUT_S", 15)  # for a launcher to end 
 # By default Open MPI takes eight minutes to notice that a host has vanished; with these settings 25 s.
 KEEPALIVE = {"time": "10", "intvl": "5", "probes": "3"}
 SETTINGS = {f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in KEEPALIVE.items()}
+# Ranks set it themselves, but too late if their script starts MPI first (runtime/allocator.py).
+ONE_ARENA = {} if os.environ.get("JAXMPI_ALLOCATOR") == "system" else {"MALLOC_ARENA_MAX": "1"}
 
 
 # ---------------------------------------------------------------- one job
@@ -112,7 +114,7 @@ class JobRunner:
                 # A process group in the background is stopped if it reads from the terminal.
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                 preexec_fn=partial(launchers.end_with_parent, os.getpid()),
-                env=SETTINGS | os.environ | setting,
+                env=SETTINGS | ONE_ARENA | os.environ | setting,
                 # On signals to its group mpirun would kill the ranks 0.25 s later. In a session of its own the kernel
                 # would ignore SIGTSTP for it.
                 process_group=0,

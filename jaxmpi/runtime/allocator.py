@@ -7,6 +7,7 @@ JAXMPI_ALLOCATOR=keep has it keep freed memory in any case.
 
 import ctypes
 import os
+import tempfile
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
 
@@ -15,11 +16,46 @@ def keep_freed_memory() -> None:
     """Have glibc keep freed buffers, since fresh ones cost page faults.
 
     Page faults of big buffers take more than half of a big exchange's time. There is one arena, because those of other
-    threads hold 64 MiB at most, and map larger buffers afresh each time. Threads that exist already keep theirs.
+    threads hold 64 MiB at most, and map larger buffers afresh each time. Arenas that exist already, as after the start
+    of MPI, stay and are given to new threads, too: `arenas` counts them.
     """
     if os.environ.get("JAXMPI_ALLOCATOR") == "system":
         return
     _set({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
+
+
+def arenas() -> int:
+    """Number of arenas that glibc gives to threads; 1 elsewhere."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_info"):
+        return 1
+    libc.fdopen.restype = ctypes.c_void_p
+    with tempfile.TemporaryFile() as told:
+        stream = ctypes.c_void_p(libc.fdopen(os.dup(told.fileno()), b"w"))
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        told.seek(0)
+        return told.read().count(b"<heap nr=")
+
+
+def use_main_arena() -> str:
+    """Have XLA take buffers from the main arena, if threads that started before have made others; else say why not.
+
+    XLA's threads would be given those arenas in turn, from which a buffer above 64 MiB costs page faults at each use.
+    The main thread always has the main arena, so programs run in the thread that calls them.
+    """
+    if os.environ.get("JAXMPI_ALLOCATOR") == "system" or arenas() == 1:
+        return ""
+    import jax
+    from jax._src import xla_bridge  # nothing public shows whether a device has started
+
+    if not xla_bridge.backends_are_initialized() and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        return ""
+    return (
+        "threads that started before jaxmpi.world() have arenas in which a buffer above 64 MiB costs page faults "
+        "at each use; set MALLOC_ARENA_MAX=1 for all ranks, or call jaxmpi.world() before the first JAX array"
+    )
 
 
 def is_settled() -> bool:

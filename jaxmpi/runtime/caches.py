@@ -1,9 +1,14 @@
-"""The folder of compiled programs, trusted if only this user may write."""
+"""The folder of compiled programs and measurements, trusted if only this user may write."""
 
+import hashlib
+import json
 import os
+import socket
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.runtime.launchers import my_rank
@@ -38,6 +43,23 @@ def check_private(folder: Path) -> None:
         not found.st_mode & 0o022,
         f"others may write {str(folder)!r} (mode {stat.S_IMODE(found.st_mode):o}); empty it, then: chmod go-w",
     )
+
+
+def json_file(name: str, key: Mapping[str, Any]) -> Path:
+    """Path of the value that is cached for a key, in a folder of this name."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder(name) / f"{digest[:16]}.json"
+
+
+def write_json(name: str, key: Mapping[str, Any], value: Mapping[str, Any]) -> None:
+    """Cache a value for a key, whole or not at all; print why if not."""
+    try:
+        path = json_file(name, key)
+        aside = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
+        aside.write_text(json.dumps({**value, "key": key}, indent=1) + "\n")
+        aside.replace(path)
+    except (OSError, RuntimeError, UsageError) as error:
+        print(f"jaxmpi: {name}: what was measured is not cached: {error}; set XDG_CACHE_HOME", file=sys.stderr)
 
 
 def use_compilation_cache() -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxmpi.runtime.affinity import core_mask, cores, idle_cores, pin_cores
-from jaxmpi.runtime.allocator import keep_freed_memory
+from jaxmpi.runtime.allocator import keep_freed_memory, use_main_arena
 from jaxmpi.runtime.caches import use_compilation_cache
 from jaxmpi.runtime.device_setup import pin_gpu
 from jaxmpi.runtime.job_folder import BEGAN, OWN, SEGMENTS, hold, mark, sweep
@@ -23,6 +23,8 @@ def prepare() -> None:
     keep_freed_memory()
     here = launched()
     if here is not None and here.size > 1:
+        if (trouble := use_main_arena()) and here.rank == 0:
+            print(f"jaxmpi: {trouble}", file=sys.stderr, flush=True)
         # Ranks compile at the same time: what one finds half written by another it compiles for itself.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry", UserWarning)
         tune_mpi(here)

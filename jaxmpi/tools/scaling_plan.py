@@ -1,6 +1,6 @@
 """`jaxmpi plan`: estimates of speed with more workers, as table and plot.
 
-Users want to know the efficiency on more hosts before they ask for them. The cost model of `auto` predicts the exchange
+Users want to know the efficiency on more hosts before they ask for them. The cost model predicts the exchange
 from link prices, which are probed or given. The step time of one worker is known, so efficiency follows for every
 layout of hosts and slots. The best strategy of each layout counts. Overlap hides an exchange behind the rest of the
 step, and only the exposed time is added. A probe on one host says nothing about links between hosts, so its layouts end
@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmpi.allreduce import autotune, cost_model, probes
-from jaxmpi.allreduce.measuring import AutotuneRequest
+from jaxmpi.allreduce import cost_model, probes
 from jaxmpi.allreduce.prices import Link, Net, wire_format
 from jaxmpi.allreduce.probes import Probe
 from jaxmpi.comm.mpi import MpiComm, world
@@ -79,7 +78,7 @@ def ask(options: argparse.Namespace) -> Question | None:
     if options.alpha_s is not None:
         probe, source = given(options), "given prices"
     elif isinstance(comm, MpiComm):
-        probe, source = autotune.probe(comm, AutotuneRequest(sizes, wires)), "probe of these ranks"
+        probe, source = probes.probe(comm, wires), "probe of these ranks"
     else:
         probe, source = saved_probe()
     if comm is not None and comm.rank != 0:

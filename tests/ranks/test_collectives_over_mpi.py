@@ -15,7 +15,8 @@ from jaxmpi.collectives.call import like
 from jaxmpi.comm import compiled_calls
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.compiled_calls import CompiledCalls
-from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.comm.exchange_watch import watch
+from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.shared_sync import SharedMemoryFile
 from jaxmpi.runtime import host_callbacks
 
@@ -195,6 +196,72 @@ def test_without_room_for_slots_operations_are_mpis(monkeypatch):
     calls = comparison_of(part)._calls
     assert isinstance(calls, CompiledCalls)
     assert calls._slots is None
+
+
+# ---------------------------------------------------------------- many communicators
+
+
+def used(comm) -> None:
+    """Use a communicator in every way that makes something for it."""
+    x = jnp.full(3, float(comm.rank))
+    total = comm.size * (comm.size - 1) / 2
+    assert jax.jit(lambda x: mpi.allreduce(x, comm=comm))(x).tolist() == [total] * 3
+    assert jax.jit(lambda x: jaxmpi.exchange(x, "shm", "sum", comm=comm))(x).tolist() == [total] * 3
+    assert jaxmpi.exchange(x, "asa32", "sum", comm=comm).tolist() == [total] * 3
+    assert mpi.allreduce(x, comm=comm).tolist() == [total] * 3
+    assert jax.jit(lambda x: mpi.wait(mpi.start(mpi.allreduce, x, comm=comm)))(x).tolist() == [total] * 3
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_more_communicators_than_mpi4py_has_error_handlers_can_be_used_in_jit():
+    parts = [COMM.split(0) for _ in range(34)]
+    for part in parts:
+        assert jax.jit(lambda x, part=part: mpi.allreduce(x, comm=part))(jnp.ones(2)).tolist() == [SIZE] * 2
+    for part in parts:
+        part.free()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_a_freed_communicator_leaves_nothing_and_is_refused():
+    def counts() -> tuple[int, ...]:
+        return len(made), len(COMM.processes._own), len(watch()._rolls), len(mappings())
+
+    used(COMM.split(0))
+    before = []
+    for turn in range(6):
+        part = COMM.split(RANK % 2, -RANK) if turn % 2 else COMM.split(0)
+        used(part) if part.size > 1 else None
+        part.free()
+        part.free()
+        before.append(counts())
+        with pytest.raises(jaxmpi.UsageError, match="freed"):
+            jaxmpi.exchange(jnp.ones(2), comm=part)
+        with pytest.raises(jaxmpi.UsageError, match="freed"):
+            mpi.allreduce(jnp.ones(2), comm=part)
+        with pytest.raises(jaxmpi.UsageError, match="freed"):
+            part.split(0)
+    assert len(set(before[2:])) == 1, before
+    with pytest.raises(jaxmpi.UsageError, match="world"):
+        COMM.free()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
+    from mpi4py import MPI
+
+    kept = []
+    for turn in range(36):
+        theirs = MPI.COMM_WORLD.Split(0, -RANK) if turn % 2 else MPI.COMM_WORLD.Dup()
+        assert jax.jit(lambda x, comm=theirs: mpi.allreduce(x, comm=comm))(jnp.ones(2)).tolist() == [SIZE] * 2
+        theirs.Free()
+        kept.append((len(made), len(COMM.processes._own)))
+    assert len(set(kept[2:])) == 1, kept
+
+
+def mappings() -> list[str]:
+    """This process's shared mappings."""
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if "jaxmpi-" in line or "memfd:jaxmpi" in line]
 
 
 # ---------------------------------------------------------------- trees
