@@ -20,7 +20,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import affinity, caches, device_setup, failures, job_folder, launchers
 from jaxmpi.runtime.launchers import Launch
-from launching import ROOT, mpirun_line, run
+from launching import ROOT, mpirun, mpirun_line, run
 
 OMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MV2 = tuple(name.replace("OMPI", "MV2") for name in OMPI)
@@ -130,6 +130,33 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4): np.ones(8 << 20)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+
+EXCHANGED = """
+{first}
+import resource
+import jaxmpi
+comm = jaxmpi.world()
+import jax, jax.numpy as jnp
+tree = [jnp.full(18 << 20, 1.0), jnp.ones(1000)]  # 72 MiB
+f = jax.jit(lambda tree: jaxmpi.exchange(tree, "{strategy}"))
+for call in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    jax.block_until_ready(f(tree))
+    faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / (72 << 20)
+    if call > 2: assert faults <= 0.05, (call, faults)
+print("no faults", flush=True)
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
+@pytest.mark.parametrize("strategy", ["shm", "asa32"])
+@pytest.mark.parametrize("first", ["", "from mpi4py import MPI"])
+def test_exchanges_above_64_mib_cost_no_page_faults_whether_or_not_mpi_starts_first(first, strategy, tmp_path):
+    (tmp_path / "job.py").write_text(EXCHANGED.format(first=first, strategy=strategy))
+    ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=100)
+    assert ended.out.count("no faults") == 2, ended.out[-3000:]
+
 
 HOLES = """
 import resource
