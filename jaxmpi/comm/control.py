@@ -74,7 +74,9 @@ class MpiProcesses(Membership):
 
     def _new_roll(self) -> WaitRegistry:
         """Make the record of this communicator's waits, on all its ranks together."""
-        self._rolls.append(WaitRegistry(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses()))
+        self._rolls.append(
+            WaitRegistry(self.clone(), self.numbers, may_watch=self.may_overlap and not survives_losses())
+        )
         return self._rolls[-1]
 
     def on_own_communicator(self) -> "MpiProcesses":

@@ -174,7 +174,7 @@ class MpiComm(RankComm):
         """
         from mpi4py import MPI
 
-        check_has_part(self)
+        check_member(self)
         color = color_of(color)
         self.processes.assert_same("split", None)  # polled: it names who is absent, or at another call
         given = self.processes.allgather_object(color)
