@@ -5,21 +5,11 @@
 Both have the same model, optimizer, batch and data. They take turns in one process, each for a few steps, batches and
 progress metrics included: the trainer with its loader, the hand-written loop with NumPy indexing. It prints median
 milliseconds a step of both, and the median of the ratio pair by pair with its 95 % interval.
-
-    mpirun -n 2 python scripts/bench_step.py --comparison [--model googlenet | digits_cnn]
-
-With several workers, the trainer's step in one jit alternates with two others. One is a step that does not compare
-which exchange ranks have reached. The other is a program that only compares, a thousand times. The script prints median
-milliseconds a step, and the ratio of both steps pair by pair with its 95 % interval. It also prints microseconds of a
-rank's own time a comparison, and their share of the step.
 """
 
-import argparse
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import harness
 import jax
@@ -30,10 +20,6 @@ from flax import nnx
 from harness import interval, take_turns
 
 from jaxmpi import data
-from jaxmpi.allreduce import api
-from jaxmpi.allreduce.call_order import compared, number_of
-from jaxmpi.comm.job import processes
-from jaxmpi.comm.mpi import world
 from jaxmpi.comm.topology import gather_workers, put
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
@@ -46,7 +32,6 @@ from jaxmpi.trainer import build
 from jaxmpi.trainer.training_plan import job_of
 
 BATCH = 32
-COMPARISONS = 1000  # in one program
 MEAN, STD = 0.305, 0.376
 Steps = Callable[[int], None]  # runs so many steps and waits for the last
 
@@ -145,26 +130,6 @@ def by_hand(config: Experiment) -> Steps:
     return read_late(step)
 
 
-def comparisons() -> Callable[[], None]:
-    """A program that only compares, COMPARISONS times, which exchange ranks have reached."""
-    comm = world()
-    number = number_of(comm, "a comparison alone")
-
-    @jax.jit
-    def compare(x: jax.Array) -> jax.Array:
-        def once(_: Any, x: jax.Array) -> jax.Array:
-            with compared(comm, number):
-                return x + 1
-
-        return jax.lax.fori_loop(0, COMPARISONS, once, x)
-
-    def run() -> None:
-        compare(jnp.zeros(())).block_until_ready()
-        jax.effects_barrier()
-
-    return run
-
-
 def epochs(examples: int) -> Iterator[np.ndarray]:
     """Batches of indices, shuffled every epoch, the short last one left out."""
     rng = np.random.default_rng(0)
@@ -173,56 +138,23 @@ def epochs(examples: int) -> Iterator[np.ndarray]:
         yield from np.split(order[: examples // BATCH * BATCH], examples // BATCH)
 
 
-def without_comparison(config: Experiment) -> Steps:
-    """The trainer's step, without comparing which exchange ranks have reached."""
-    with patch.object(api, "number_of", lambda comm, what: None):
-        steps = trainer(config)
-        steps(1)
-    return steps
-
-
-def share_of_comparisons(config: Experiment, options: argparse.Namespace) -> None:
-    """Time steps with and without comparisons, and these alone; rank 0 prints."""
-    config = dataclasses.replace(config, step_mode="fused")  # else a message outside the program compares
-    runs = {
-        "step": partial(trainer(config), options.steps),
-        "without": partial(without_comparison(config), options.steps),
-        "comparison": comparisons(),
-        "together": partial(processes().assert_same, "a turn", 0),  # comparisons leave ranks apart
-    }
-    times = {name: np.array(values) for name, values in take_turns(runs, options.pairs, warm_up=2).items()}
-    step_s, comparison_s = times["step"] / options.steps, times["comparison"] / COMPARISONS
-    if world().rank == 0:
-        where = f"{world().size} workers, batch {BATCH} each, {options.pairs} pairs, {jax.default_backend()}"
-        print(f"{config.model.name}, {where}")
-        print(f"a step {1e3 * np.median(step_s):.2f} ms, ratio to one that does not compare", end=" ")
-        print(interval(times["step"] / times["without"], 3))
-        print(f"a comparison {1e6 * np.median(comparison_s):.1f} us, share of a step", end=" ")
-        print(interval(100 * comparison_s / step_s, 3, " %"))
-
-
-def ratio_to_hand(config: Experiment, options: argparse.Namespace) -> None:
-    """Time both loops in turns; print their ratio."""
-    runs = {"trainer": partial(trainer(config), options.steps), "by hand": partial(by_hand(config), options.steps)}
-    times = take_turns(runs, options.pairs, warm_up=2, swap=True)
-    trainer_s, hand_s = (np.array(values) / options.steps for values in times.values())
-    print(
-        f"{options.model}, batch {BATCH}, {options.pairs} pairs of {options.steps} steps, {jax.default_backend()}\n"
-        f"trainer {1e3 * np.median(trainer_s):.2f} ms, by hand {1e3 * np.median(hand_s):.2f} ms a step\n"
-        f"ratio {interval(trainer_s / hand_s, 3)}"
-    )
-
-
 def main() -> None:
     """Measure and print."""
     parser = harness.parser(__doc__)
     parser.add_argument("--model", choices=["googlenet", "digits_cnn"], default="googlenet")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--comparison", action="store_true")
     options = parser.parse_args()
     prepare.prepare()
-    (share_of_comparisons if options.comparison else ratio_to_hand)(experiment(options.model), options)
+    config, steps = experiment(options.model), options.steps
+    runs = {"trainer": partial(trainer(config), steps), "by hand": partial(by_hand(config), steps)}
+    times = take_turns(runs, options.pairs, warm_up=2, swap=True)
+    trainer_s, hand_s = (np.array(values) / steps for values in times.values())
+    print(
+        f"{options.model}, batch {BATCH}, {options.pairs} pairs of {steps} steps, {jax.default_backend()}\n"
+        f"trainer {1e3 * np.median(trainer_s):.2f} ms, by hand {1e3 * np.median(hand_s):.2f} ms a step\n"
+        f"ratio {interval(trainer_s / hand_s, 3)}"
+    )
 
 
 if __name__ == "__main__":
