@@ -29,13 +29,15 @@ from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
-from jaxmpi.comm.agreement import Fingerprint, fingerprint, with_call_site
+from jaxmpi.comm.agreement import Fingerprint, fingerprint, refuse_together, with_call_site
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import check_bucket_bytes
 from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, signature
+from jaxmpi.core.to_jax import check_not_float0, check_on_one_device, to_jax
 from jaxmpi.runtime import host_callbacks
 from jaxmpi.runtime.in_flight import check_may_send
 
@@ -88,16 +90,15 @@ def exchange(
     check_op(op)
     check_bucket_bytes(bucket_bytes)
     check_strategy(strategy)
-    leaves, structure = as_numbers(tree), jax.tree.structure(tree)
-    if not leaves:
+    structure, comm = jax.tree.structure(tree), workers_of(comm)
+    if not structure.num_leaves:
         return tree
-    comm = workers_of(comm)
-    if op == "sum":
-        _check_sums(tree, comm.size)
-    tree = jax.tree.unflatten(structure, leaves)
     if not isinstance(comm, AxisComm):
         check_may_send("jaxmpi.exchange")
     with one_thread(comm) as is_part:
+        with refuse_together(comm.assert_same):
+            leaves = as_numbers(tree, op, comm.size)
+        tree = jax.tree.unflatten(structure, leaves)
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
         choice = Choice(strategy=parse(strategy).name, op=op, comm=comm, bucket_bytes=bucket_bytes, order=order)
@@ -332,44 +333,30 @@ def in_own_type(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[int]
     return [i for i, leaf in enumerate(leaves) if leaf.dtype not in FLOATS]
 
 
-def as_numbers(tree: PyTree) -> list[Any]:
+def as_numbers(tree: PyTree, op: str = "", workers: int = 1) -> list[Any]:
     """The leaves as arrays that `exchange` takes.
 
     Raises:
-        UsageError: one is neither an array of floats nor a number (path). Arrays of integers are counters or keys more
-            often than what a mean is meant of.
+        UsageError: one is neither an array of floats nor a number, or is a number that its dtype, or its sum over
+            workers, cannot hold (path). Arrays of integers are usually counters or PRNG keys, which should not be
+            averaged.
     """
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        check_not_float0(_leaf(path), leaf)
+        if isinstance(leaf, np.ndarray) and leaf.dtype in FLOATS:  # programs take NumPy's arrays as fast as JAX's
+            check_unmasked(_leaf(path), leaf)
+            leaves.append(leaf)
+            continue
         is_number = isinstance(leaf, (int, float, np.integer, np.bool_))
-        if is_number or getattr(leaf, "dtype", None) == np.float64:
-            if isinstance(leaf, (int, np.integer)):
-                name, held = _whole(leaf)
-                is_held = held.min <= leaf <= held.max
-                check(is_held, f"{_leaf(path)} is {leaf}; expected a whole number that {name} holds, or a float")
-            leaf = jnp.asarray(leaf, jnp.int32 if isinstance(leaf, (bool, np.bool_)) else None)
-        elif getattr(leaf, "dtype", None) not in FLOATS:
+        if not is_number and getattr(leaf, "dtype", None) not in (*FLOATS, jnp.float64):
             raise _not_taken(path, leaf, "floats: cast it, leave it out, or take jaxmpi.collectives.allreduce")
-        leaves.append(leaf)
+        is_bool = isinstance(leaf, (bool, np.bool_))
+        array = to_jax(_leaf(path), int(leaf) if is_bool else leaf, op, workers)
+        if workers > 1:
+            check_on_one_device(_leaf(path), array)
+        leaves.append(array.astype(jnp.int32) if is_bool else array)
     return leaves
-
-
-def _whole(leaf: Any) -> tuple[str, Any]:
-    """The dtype in which a whole number is summed, with its limits."""
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype if isinstance(leaf, np.integer) else int))
-    return dtype.name, jnp.iinfo(dtype)
-
-
-def _check_sums(tree: PyTree, workers: int) -> None:
-    """Refuse whole numbers so large that a sum over workers could wrap."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, (int, np.integer)) and not isinstance(leaf, bool):
-            name, held = _whole(leaf)
-            check(
-                held.min <= workers * int(leaf) <= held.max,
-                f"{_leaf(path)} is {leaf}: {workers} of them are beyond {name}; expected a sum that it holds: give a "
-                "float, or take jaxmpi.metrics.sum outside jit, which is exact",
-            )
 
 
 def _leaf(path: Any) -> str:
@@ -384,6 +371,8 @@ def _not_taken(path: Any, leaf: Any, expected: str) -> UsageError:
 def check_leaves(tree: PyTree) -> None:
     """Refuse leaves that a 32-bit sum would falsify."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        check_not_float0(_leaf(path), leaf)
+        check_unmasked(_leaf(path), leaf)
         if getattr(leaf, "dtype", None) not in FLOATS:
             raise _not_taken(path, leaf, "float32, bfloat16 or float16: cast it, or leave it out")
 

@@ -8,7 +8,7 @@ of a tree, so that an error names them. With one worker nothing is bound: a row 
 
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -16,16 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.allreduce.api import BUCKET_BYTES, is_traced
-from jaxmpi.allreduce.call_order import caller, callers, columns
+from jaxmpi.allreduce.call_order import caller, callers, columns, one_thread
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
 from jaxmpi.collectives import messages
 from jaxmpi.collectives.call import MAY_DIFFER, NOBODY, MpiCall, like
 from jaxmpi.collectives.primitive import bind, said_once
 from jaxmpi.collectives.table import OPERATIONS, neutral
+from jaxmpi.comm.agreement import refuse_together
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, communicator
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.to_jax import check_on_one_device, to_jax
 from jaxmpi.runtime.in_flight import check_may_send
 
 LEAST_TAGS = 1 << 15  # that every MPI has
@@ -98,10 +100,10 @@ def _reduced(operation: str, x: PyTree, op: str, comm: Any, dtype: Any, root: in
     root, dtype = _root(operation, root, chosen), _dtype(operation, dtype)
     if operation == "reduce_scatter":
         _check_rows(operation, x, chosen)
-    _check_no_keys(operation, x)
+    arrays = _arrays(operation, x, chosen, op)
     given = given_by(operation, x, chosen, root)
     plans = [_plan(operation, path, leaf, op, dtype) for path, leaf in named_leaves(x)]
-    leaves = [jnp.asarray(leaf).astype(wide) for leaf, (wide, _) in zip(jax.tree.leaves(x), plans, strict=True)]
+    leaves = [leaf.astype(wide) for leaf, (wide, _) in zip(arrays, plans, strict=True)]
     if op == "mean":
         dtypes = [leaf.dtype.name for leaf in leaves]
         summands = [_summand(leaf) for leaf in leaves]
@@ -342,8 +344,10 @@ def _root(operation: str, root: Any, comm: Comm) -> int | None:
 def _moved(operation: str, x: PyTree, comm: Any, root: Any = None, **options: Any) -> PyTree:
     chosen = _comm_of(operation, comm)
     root = _root(operation, root, chosen)
+    is_value = operation not in ("bcast", "scatter") or chosen.rank == root
+    leaves = _arrays(operation, x, chosen) if is_value else _templates(operation, x)
     given = given_by(operation, x, chosen, root)
-    results = _each(operation, [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, given, root=root, **options)
+    results = _each(operation, leaves, chosen, given, root=root, **options)
     return jax.tree.unflatten(jax.tree.structure(x), results)
 
 
@@ -363,8 +367,9 @@ def send(x: PyTree, dest: int, *, tag: int = 0, comm: Any = None) -> None:
         "dest": _partner("send", "dest", dest, chosen),
         "sendtag": _tag("send", "tag", tag, chosen),
     }
+    leaves = _arrays("send", x, chosen)
     if dest != NOBODY:
-        _each("send", [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)], chosen, {}, **options)
+        _each("send", leaves, chosen, {}, **options)
 
 
 def recv(
@@ -385,7 +390,7 @@ def recv(
     """
     chosen = _comm_of("recv", comm)
     source = _partner("recv", "source", source, chosen)
-    leaves = [_template(leaf) for leaf in jax.tree.leaves(x)]
+    leaves = _templates("recv", x, is_kept=source == NOBODY)
     if source == NOBODY:
         messages.fill_in_program(messages.status_number(status), NOBODY, None, 0)
         return jax.tree.unflatten(jax.tree.structure(x), leaves)
@@ -412,7 +417,7 @@ def sendrecv(
     Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
     """
     chosen = _comm_of("sendrecv", comm)
-    sent, places = jax.tree.leaves(sendbuf), [_template(leaf) for leaf in jax.tree.leaves(recvbuf)]
+    sent, places = _arrays("sendrecv", sendbuf, chosen), _templates("sendrecv", recvbuf, is_kept=source == NOBODY)
     check(
         len(sent) == len(places),
         f"sendrecv: rank {_number(chosen)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "
@@ -426,13 +431,21 @@ def sendrecv(
         "status": messages.status_number(status),
     }
     pairs = zip(sent, places, strict=True)
-    received = [_one("sendrecv", chosen, jnp.asarray(x), place, **options)[0] for x, place in pairs]
+    received = [_one("sendrecv", chosen, x, place, **options)[0] for x, place in pairs]
     return jax.tree.unflatten(jax.tree.structure(recvbuf), received)
 
 
-def _template(leaf: Any) -> jax.Array:
-    """A leaf that says shape and dtype of what comes."""
-    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
+def _templates(operation: str, x: PyTree, *, is_kept: bool = False) -> list[jax.Array]:
+    """Leaves for the shapes and dtypes of what comes; if nothing comes, x itself is kept."""
+    arrays = []
+    for path, leaf in named_leaves(x):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            arrays.append(jnp.zeros(leaf.shape, leaf.dtype))
+        elif isinstance(leaf, np.ndarray) and not is_kept:  # NumPy's empty arrays may hold numbers that do not fit
+            arrays.append(jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)))
+        else:
+            arrays.append(to_jax(f"{operation}: leaf {path or '(the array itself)'!r}", leaf))
+    return arrays
 
 
 def barrier(*, comm: Any = None) -> None:
@@ -523,6 +536,20 @@ def _groups(leaves: Sequence[jax.Array], means_of: Sequence[str]) -> list[list[i
         group.append(i)
         open_groups[leaf.dtype, mean_of] = group, held_bytes + leaf.nbytes
     return groups
+
+
+def _arrays(operation: str, x: PyTree, comm: Comm, op: str = "") -> list[jax.Array]:
+    """The leaves as JAX arrays; ranks refuse them together, except in messages, which two ranks alone exchange."""
+    together = nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
+    arrays = []
+    with one_thread(comm, operation), together:
+        for path, leaf in named_leaves(x):
+            where = f"{operation}: leaf {path or '(the array itself)'!r}"
+            _check_no_keys(operation, leaf)
+            array = to_jax(where, leaf, op, comm.size)
+            check_on_one_device(where, array)
+            arrays.append(array)
+    return arrays
 
 
 def _check_no_keys(operation: str, tree: PyTree) -> None:

@@ -35,6 +35,7 @@ class MpiCall:
     is_reversed: bool = False  # a scan from the last rank to the first
     is_identity: bool = False  # the transpose of an allreduce
     is_differentiated: bool = False  # beside it there is a call of tangents, or a transposed one
+    is_of_tangents: bool = False  # in forward mode
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # to the first call of a tree: `given_by`
     may_differ: bool = False  # in its line, from rank to rank
     line: str = ""  # line of the user's code
@@ -56,7 +57,7 @@ class MpiCall:
     def derived(self, operation: str, **changes: Any) -> "MpiCall":
         """The call that the transpose of this one makes."""
         line = self.line if self.line.endswith(TRANSPOSED) else f"{self.line}{TRANSPOSED}"
-        return dataclasses.replace(self, operation=operation, line=line, **changes)
+        return dataclasses.replace(self, operation=operation, line=line, is_of_tangents=False, **changes)
 
 
 TRANSPOSED = " (transposed)"

@@ -5,6 +5,7 @@ only a derivative makes are compared like any other. A call outside jit is compa
 """
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,13 @@ from jaxmpi.collectives.call import NOBODY, MpiCall, like
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint, with_call_site
 from jaxmpi.comm.call_comparison import comparison_of
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
+
+
+class NoForwardMode(UsageError, RuntimeError):
+    """A Jacobian in forward mode, for which mpi4jax raises RuntimeError."""
+
 
 _call_p = jax.extend.core.Primitive("jaxmpi_call")
 _call_p.multiple_results = True
@@ -92,6 +98,8 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
     """
     shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
+    if is_logged():
+        options["MPI4JAX_DEBUG"] = "on"
     options |= shared | {"dtypes": dtypes_of(call, operands), "counts": call.counts}
     if call.operation != "allreduce":  # its transpose sends nothing: a rank's part of a loss may be constant
         out = (
@@ -107,6 +115,12 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
     if not is_traced:
         return with_call_site(fingerprint(what, options))
     return with_call_site(fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines}))
+
+
+def is_logged() -> bool:
+    """Return True if mpi4jax prints its calls (`MPI4JAX_DEBUG`, `set_logging`): then it makes them."""
+    bridge = sys.modules.get("mpi4jax._src.xla_bridge")
+    return bridge is not None and bridge.get_logging()
 
 
 def is_tree(call: MpiCall) -> bool:
@@ -169,7 +183,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
                 comparison_of(call.comm).share_slots()
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        if number is not None and row_of(call).is_one_call and not call.is_reversed:
+        if number is not None and row_of(call).is_one_call and not call.is_reversed and not is_logged():
             if compiled := comparison_of(call.comm).compiled(number):
                 compiled.begin(has_array=bool(arrays))
                 return row_of(call).run(call, *arrays, mpi=compiled)
@@ -197,7 +211,8 @@ def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> tuple[list, list]:
     results = _call_p.bind(*primals, call=dataclasses.replace(call, is_differentiated=True))
     _check_linear(call, primals)
-    return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=call)
+    tangents_call = dataclasses.replace(call, is_of_tangents=True)
+    return results, _call_p.bind(*map(ad.instantiate_zeros, tangents), call=tangents_call)
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, call: MpiCall) -> list:
@@ -223,6 +238,12 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call:
     All ranks move the axis to one place, wherever each maps its own. That place is the first, as in most programs. It
     is the last if the operation takes rows, which are the first axis.
     """
+    if call.is_of_tangents and call.operation != "allreduce":
+        raise NoForwardMode(
+            f"{call.what(*operands)}: got forward-mode derivatives of every input at once, as by jax.jacfwd or "
+            "jax.hessian; each rank's basis vectors would meet those of the others, and give their sum; expected "
+            "jax.jacrev, or jax.jvp along one direction"
+        )
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     place = 0 if row_of(call).is_elementwise else -1
     moved = [

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
@@ -78,3 +79,17 @@ def fingerprint(what: str, value: Any) -> Fingerprint:
     except (TypeError, ValueError) as error:
         raise UsageError(f"{what}: ranks cannot compare it: {error}; give numbers, texts, lists, dicts") from error
     return Fingerprint(what, value, hashlib.sha256(f"{what}\0{text}".encode()).digest())
+
+
+@contextmanager
+def refuse_together(compare: Callable[[Fingerprint], None]) -> Iterator[None]:
+    """Have the other ranks of a call raise as well if this rank refuses what it was given.
+
+    They compare the call next. Without an answer from this rank they would wait until the time limit.
+    """
+    try:
+        yield
+    except UsageError as error:
+        with suppress(UsageError):  # the others raise it: ranks differ
+            compare(with_call_site(fingerprint(str(error), None)))
+        raise

@@ -39,6 +39,9 @@ class CompiledTogether:
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Run it."""
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue] # JAX refuses compiled programs then
+            with jax.disable_jit(False):
+                return self.made(args).run(args)
         return self.made(args).run(args)
 
     def made(self, args: tuple) -> CompiledFunction:

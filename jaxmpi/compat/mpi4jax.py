@@ -11,13 +11,13 @@ and the like give 0 and 1, as MPI does.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxmpi import collectives
 from jaxmpi.collectives import NOBODY
 from jaxmpi.collectives.call import lines_may_differ
 from jaxmpi.comm.mpi import communicator
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.to_jax import to_jax
 from jaxmpi.runtime import failures, prepare
 
 if not failures.has_backend():  # before the program's first array: such a program never calls `jaxmpi.world()`
@@ -180,7 +180,7 @@ def _reduced(function: Any, x: Any, op: Any, comm: Any, *root: int) -> jax.Array
             return function(x, word, *root, comm=comm)
     for known, word in logical:
         if op == known:
-            array = jnp.asarray(x)
+            array = to_jax(function.__name__, x)
             result = function(array != 0, word, *root, comm=comm).astype(array.dtype)
             return array if root and communicator(comm).rank != root[0] else result
     raise UsageError(f"{function.__name__}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")

@@ -62,6 +62,8 @@ def describe_leaf(leaf: Any) -> str:
     """`float32[3, 64]`; the type of a leaf that holds no numbers."""
     if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "a random key"
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array"  # its mask would be lost
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     is_numbers = array.dtype.kind in "biufc" or jnp.issubdtype(array.dtype, jnp.number)  # bfloat16's kind is V
     return f"{array.dtype}{list(array.shape)}" if is_numbers else type(leaf).__name__

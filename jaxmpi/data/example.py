@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.errors import TrainingError, UsageError, check
+from jaxmpi.core.host_arrays import check_holds
 from jaxmpi.core.json_tree import nest
 from jaxmpi.data.augment import Augment
 from jaxmpi.data.decode import CorruptExample
@@ -66,6 +67,8 @@ class ExampleReader:
                 return {field: plain(value, f"{name}: {field}") for field, value in read.items()}
             example = {"image": read.image, "label": to_array(read.label, f"{name}: label")}
             image, label = self.augment.by_user(example, epoch, index, name).values()
+            if image.dtype.itemsize > 4:
+                image = plain(image, f"{name}: image")
             return {"image": image, "label": self._checked(label, name)}
         except CorruptExample:
             raise
@@ -148,6 +151,8 @@ def plain(value: np.ndarray, name: str) -> np.ndarray:
         UsageError: no numbers, or whole ones that do not fit.
     """
     check(value.dtype.kind in "biuf", f"{name}: got {value.dtype}; expected numbers")
+    if value.dtype.kind == "f" and value.dtype.itemsize > 4:
+        check_holds(name, value, np.float32)
     if value.dtype.kind in "iu" and value.dtype.itemsize > 4:
         limits = np.iinfo(np.int32)
         fits = value.size == 0 or (value.min() >= limits.min and value.max() <= limits.max)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
 from jaxmpi.data.group_order import Move, moves
@@ -115,6 +116,7 @@ def bytes_of(array: np.ndarray, where: str) -> bytes:
     Raises:
         UsageError: the elements are not numbers that NumPy itself has.
     """
+    check_unmasked(where, array)
     check(array.dtype.kind in "biufc", f"{where}: got {array.dtype}; expected numbers to keep in memory")
     head = json.dumps([array.dtype.str, array.shape]).encode()
     return len(head).to_bytes(4, "little") + head + np.ascontiguousarray(array).tobytes()

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxmpi.core.errors import check
 from jaxmpi.core.random_keys import packed
+from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import profiling
 from jaxmpi.functions.import_by_name import import_function
 from jaxmpi.functions.partitioning import RowSelection
@@ -28,7 +29,7 @@ from jaxmpi.functions.reductions import combine, is_exchanged
 from jaxmpi.functions.shared_array import from_ticket
 from jaxmpi.functions.transport import CallReport
 from jaxmpi.functions.worker import Command, Leaf, Leaves, MissingPrograms, WorkerProgram, WorkerSlot
-from jaxmpi.functions.worker_call import as_canonical, compute, take_rows
+from jaxmpi.functions.worker_call import compute, take_rows
 from jaxmpi.functions.worker_group import WorkerGroup
 
 
@@ -231,7 +232,7 @@ def worker_inputs(slot: WorkerSlot, command: Command) -> list[Any]:
     rows, (begin, end) = command.header["rows"], command.header["spans"][slot.rank]
     picked = next(command.received) if rows == "indices" else RowSelection(0, *rows).of(begin, end)
     arrays = [from_ticket(ticket, slot.arrays) for ticket in command.header["tickets"]]
-    return [as_canonical(name, take_rows(x, picked)) for name, x in zip(command.header["names"], arrays, strict=True)]
+    return [in_jax_dtype(name, take_rows(x, picked)) for name, x in zip(command.header["names"], arrays, strict=True)]
 
 
 def report_variable(slot: WorkerSlot, command: Command, op: str = "") -> CallReport:

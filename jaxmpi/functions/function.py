@@ -29,6 +29,7 @@ from jaxmpi.comm.shared_compile import stablehlo
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
+from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.import_by_name import qualified_name
@@ -47,7 +48,7 @@ from jaxmpi.functions.shared_array import is_shared
 from jaxmpi.functions.signature import Form, bind_arguments, sort_by_parameter
 from jaxmpi.functions.variable import Variable, check_numbers, check_one_host, rows_header
 from jaxmpi.functions.worker import Command, Leaf, WorkerProgram
-from jaxmpi.functions.worker_call import as_canonical, canonical_dtype, take_rows
+from jaxmpi.functions.worker_call import canonical_dtype, take_rows
 from jaxmpi.functions.worker_group import WorkerGroup
 
 Marker = Any  # scatter, scatter(variable), broadcast, or a variable
@@ -449,7 +450,7 @@ class CallInputs:
                 self.inputs.append(["read", where_, leaf.ticket()])
             elif marker is broadcast:
                 self.inputs.append(["kept", len(self.broadcast)])
-                self.broadcast.append(as_canonical(where_, array.array if is_shared(leaf) else array))
+                self.broadcast.append(in_jax_dtype(where_, array.array if is_shared(leaf) else array))
             else:
                 if is_key:
                     check_rows(array.shape, where_)
@@ -497,7 +498,7 @@ class CallInputs:
                 arrays.append(self.rows.indices[begin:end])
             for entry, leaf in zip(self.inputs, self.given, strict=True):
                 if entry[0] == "sent":
-                    arrays.append(as_canonical(entry[1], np.asarray(take_rows(leaf, self.rows.of(begin, end)))))
+                    arrays.append(in_jax_dtype(entry[1], np.asarray(take_rows(leaf, self.rows.of(begin, end)))))
         if any(entry[0] == "rows" for entry in self.inputs) and row_choice_header(self.local[rank])[0] == "indices":
             arrays.append(np.asarray(self.local[rank]))
         return arrays + fresh

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.random_keys import is_key
 from jaxmpi.core.shared_memory import folder, reserve
 
@@ -343,12 +344,6 @@ def lossy_message(got: Any, dtype: Any) -> str:
 
 
 # ---------------------------------------------------------------- what JAX would read otherwise, or not at all
-
-
-def check_unmasked(what: str, value: Any) -> None:
-    """Refuse a masked array: its mask would be lost."""
-    if isinstance(value, np.ma.MaskedArray):
-        raise UsageError(f"{what}: got a masked array; fill it: x.filled(0) for one")
 
 
 def check_numeric(what: str, dtype: Any) -> None:

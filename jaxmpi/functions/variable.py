@@ -18,14 +18,16 @@ from jax.core import Tracer
 
 from jaxmpi.allreduce.api import check_strategy
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
+from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.partitioning import RowSelection, check_enough, common_length, select_rows, shard_bounds
 from jaxmpi.functions.reductions import Output, check_reducible, combine, reduction_name
-from jaxmpi.functions.shared_array import check_jax_takes, check_unmasked, is_shared
+from jaxmpi.functions.shared_array import check_jax_takes, is_shared
 from jaxmpi.functions.worker import Command
-from jaxmpi.functions.worker_call import as_canonical, take_rows
+from jaxmpi.functions.worker_call import take_rows
 from jaxmpi.functions.worker_group import WorkerGroup
 
 
@@ -181,7 +183,7 @@ class Variable:
 
         def own(rank: int) -> list[Any]:
             picked = rows.of(*spans[rank])
-            return [as_canonical(name, take_rows(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
+            return [in_jax_dtype(name, take_rows(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
 
         if leaves and all(map(is_shared, leaves)):
             check_one_host(self.group)
@@ -254,7 +256,7 @@ def check_numbers(what: str, leaf: Any) -> Any:
 def numeric_leaves(tree: PyTree) -> list[np.ndarray]:
     """Leaves as NumPy arrays in JAX's dtypes; random keys as their numbers."""
     named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(packed(tree))]
-    return [as_canonical(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
+    return [in_jax_dtype(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
 
 
 def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxmpi.comm.shared_sum import aligned
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions import profiling
 from jaxmpi.functions.partitioning import Picked, RowSelection, select_rows, worker_pieces
 from jaxmpi.functions.reductions import OPS, accumulation_dtype, check_reducible
@@ -112,7 +113,7 @@ def source_from_message(slot: WorkerSlot, share: np.ndarray, first: int) -> RowS
 
 def source_from_array(slot: WorkerSlot, name: str, array: Any, pick: Callable[[int, int], Picked]) -> RowSource:
     """Rows of an array that this process sees whole."""
-    fetch = lambda a, b: slot.given(as_canonical(name, take_rows(array, pick(a, b))))  # noqa: E731
+    fetch = lambda a, b: slot.given(in_jax_dtype(name, take_rows(array, pick(a, b))))  # noqa: E731
     return RowSource(array.shape[1:], canonical_dtype(array.dtype), fetch)
 
 
@@ -176,23 +177,6 @@ def canonical_dtype(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
-def as_canonical(name: str, array: Any) -> Any:
-    """The array in the dtype that JAX gives it.
-
-    Raises:
-        UsageError: it holds a whole number that this dtype would cut off; `name` says where.
-    """
-    dtype = canonical_dtype(array.dtype)
-    if array.dtype == dtype:
-        return array
-    if array.dtype.kind in "iu" and array.size:
-        room = np.iinfo(dtype)
-        odd = [number for number in (array.max(), array.min()) if not room.min <= int(number) <= room.max]
-        way_out = "set jax_enable_x64, or give floats"
-        check(not odd, f"{name}: got {odd and odd[0]}, which {dtype} cannot hold; {way_out}")
-    return array.astype(dtype)
-
-
 def keep_broadcasts(slot: WorkerSlot, command: Command) -> None:
     """Put broadcast inputs that are new where later calls find them."""
     for i in command.header["fresh"]:
@@ -207,7 +191,7 @@ def whole_input(slot: WorkerSlot, command: Command, i: int) -> Any:
         return slot.kept[command.header["f"], entry[1]]
     if entry[0] == "read":
         array = command.given.leaves[i] if command.given is not None else from_ticket(entry[2], slot.arrays)
-        return slot.given(as_canonical(entry[1], array.array))
+        return slot.given(in_jax_dtype(entry[1], array.array))
     return slot.held(entry[1])[entry[2]]
 
 

@@ -17,10 +17,12 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.comm.agreement import fingerprint, with_call_site
+from jaxmpi.comm.agreement import fingerprint, refuse_together, with_call_site
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
+from jaxmpi.core.host_arrays import check_holds, check_unmasked
 from jaxmpi.core.pytrees import PyTree, named_leaves
+from jaxmpi.core.to_jax import check_not_float0
 from jaxmpi.runtime.in_flight import check_may_send
 
 HALF = 2**32  # integers travel as high * HALF + low
@@ -65,7 +67,7 @@ def mean(metrics: PyTree, count: Any = 1) -> PyTree:
 
     Communicates, raises: as `sum`; `UsageError` if all counts are 0, or one is negative or not finite.
     """
-    return _over_ranks("jaxmpi.metrics.mean", metrics, _weight(count), is_mean=True)
+    return _over_ranks("jaxmpi.metrics.mean", metrics, count, is_mean=True)
 
 
 def _weight(count: Any) -> float:
@@ -80,22 +82,25 @@ def _weight(count: Any) -> float:
     return float(x.item())
 
 
-def _over_ranks(what: str, metrics: PyTree, count: float, is_mean: bool) -> PyTree:
+def _over_ranks(what: str, metrics: PyTree, count: Any, is_mean: bool) -> PyTree:
     check_may_send(what)
-    given = [_array(f"{what}: leaf {path or '(the number itself)'!r}", leaf) for path, leaf in named_leaves(metrics)]
+    control = processes()
+    with one_thread(control, what), refuse_together(control.compare):
+        count = _weight(count) if is_mean else 1.0
+        named = named_leaves(metrics)
+        given = [_array(f"{what}: leaf {path or '(the number itself)'!r}", leaf) for path, leaf in named]
     kinds = [f"{KINDS.get(x.dtype.kind, 'integers')}{list(x.shape)}" for x in given]
     arrays = [_real(x) for x in given]
-    control = processes()
-    named = dict(zip((path for path, _ in named_leaves(metrics)), kinds, strict=True))
+    by_path = dict(zip((path for path, _ in named), kinds, strict=True))
     columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
     with one_thread(control, what):
-        control.compare(with_call_site(fingerprint(what, named)))
+        control.compare(with_call_site(fingerprint(what, by_path)))
         rows = control.allgather_array(np.concatenate([[count], *columns]))
     counts = rows[:, 0]
     check(bool(counts.any()), f"{what}: got a count of 0 on every rank; expected examples on one of them")
     present, counts = rows[counts > 0, 1:], counts[counts > 0]
     out, begin = [], 0
-    for (path, _), x, column in zip(named_leaves(metrics), arrays, columns, strict=True):
+    for (path, _), x, column in zip(named, arrays, columns, strict=True):
         parts = present[:, begin : begin + column.size].reshape(len(counts), x.size, 2)
         begin += column.size
         over_ranks = _of_floats if x.dtype.kind == "f" else _of_integers
@@ -123,6 +128,8 @@ def _array(where: str, leaf: Any) -> np.ndarray:
     check(not isinstance(leaf, Tracer), f"{where} is traced; inside jit take jaxmpi.collectives.allreduce")
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     check(not is_key, f"{where}: got a random key; expected numbers: jax.random.key_data of it")
+    check_not_float0(where, leaf)
+    check_unmasked(where, leaf)
     array = np.asarray(leaf)
     if array.dtype.kind in "biu":
         return array
@@ -135,6 +142,8 @@ def _array(where: str, leaf: Any) -> np.ndarray:
         return array.astype(np.int64)
     is_number = is_plain and jnp.issubdtype(array.dtype, jnp.inexact)
     check(is_number, f"{where}: got {array.dtype if is_plain else type(leaf).__name__}; expected numbers")
+    if array.dtype.itemsize > 8 and array.dtype != np.complex128:
+        check_holds(where, array, np.float64)
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 

@@ -11,6 +11,7 @@ from jaxmpi.allreduce.call_order import one_thread
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree, mean_of_floats
+from jaxmpi.core.random_keys import key_from_seed
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.runtime.in_flight import check_may_send, without_messages
 
@@ -40,8 +41,12 @@ def sampler(examples: int, effective_batch: int, *, seed: int = 0, shuffle: bool
 
 
 def rank_key(seed: int) -> jax.Array:
-    """A random key of this rank alone: `fold_in(key(seed), rank)`."""
-    return jax.random.fold_in(jax.random.key(seed), processes().rank)
+    """A random key of this rank alone: `fold_in(key(seed), rank)`, from a seed of up to 64 bits.
+
+    Raises:
+        UsageError: the seed is no whole number from 0 to 2^64 - 1.
+    """
+    return jax.random.fold_in(key_from_seed("rank_key: seed", seed), processes().rank)
 
 
 def print0(*values: Any, sep: str = " ", end: str = "\n") -> None:

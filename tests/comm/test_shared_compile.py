@@ -41,3 +41,8 @@ def test_a_program_with_effects_is_compiled_once_and_called_often(caplog):
         assert float(total) == 3
     finally:
         host_callbacks.forget(NAME)
+
+
+def test_a_program_for_all_ranks_of_a_host_runs_with_jit_disabled():
+    with jax.disable_jit():
+        assert shared_jit(lambda x: x + 1, (), SoloProcesses())(jnp.ones(2)).tolist() == [2.0, 2.0]

@@ -974,3 +974,117 @@ def test_a_handle_is_waited_for_once():
         jaxmpi.start(mpi.allreduce, x)
     with pytest.raises(jaxmpi.UsageError, match=r"has neither derivative nor mapping"):
         jax.jit(jax.grad(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)).sum()))(x)
+
+
+# ---------------------------------------------------------------- what the user's arrays lose on their way into JAX
+
+ROWS_OF = lambda x: (np.ma if isinstance(x, np.ma.MaskedArray) else np).stack([x] * SIZE)  # noqa: E731
+TAKES: dict[str, Any] = {  # with a leaf that must be refused by its path
+    "allreduce": lambda x: mpi.allreduce({"ids": x}),
+    "allgather": lambda x: mpi.allgather({"ids": x}),
+    "bcast": lambda x: mpi.bcast({"ids": x}),
+    "gather": lambda x: mpi.gather({"ids": x}),
+    "alltoall": lambda x: mpi.alltoall({"ids": ROWS_OF(x)}),
+    "reduce_scatter": lambda x: mpi.reduce_scatter({"ids": ROWS_OF(x)}),
+    "scatter": lambda x: mpi.scatter({"ids": ROWS_OF(x) if RANK == 0 else x}),
+    "reduce": lambda x: mpi.reduce({"ids": x}),
+    "max": lambda x: mpi.allreduce({"ids": x}, "max"),
+    "mean": lambda x: mpi.allreduce({"ids": x}, "mean"),
+    "scan": lambda x: mpi.scan({"ids": x}),
+    "exscan": lambda x: mpi.exscan({"ids": x}),
+    "allgatherv": lambda x: mpi.allgatherv({"ids": x[None]}),
+    "alltoallv": lambda x: mpi.alltoallv({"ids": ROWS_OF(x)}, [1] * SIZE),
+    "start": lambda x: jax.jit(lambda: jaxmpi.wait(jaxmpi.start(mpi.allgather, {"ids": x})))(),
+    "exchange": lambda x: jaxmpi.exchange({"ids": x}),
+    "exchange in jit": lambda x: jax.jit(lambda: jaxmpi.exchange({"ids": x}))(),
+    "average_statistics": lambda x: jaxmpi.average_statistics({"ids": x}),
+}
+LOST = {
+    "int64": np.array([1, 2**40 + 1]),
+    "negative": np.array([1, -(2**31) - 1]),
+    "uint64": np.array([2**32], np.uint64),
+    "float64": np.array([1.0, -1e300]),
+    "complex128": np.array([1.0, 1e300j]),
+    "masked": np.ma.masked_array([1.0, 2.0], [False, True], dtype=np.float32),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "texts": np.array(["a"]),
+}
+
+
+@pytest.mark.skipif(jax.config.jax_enable_x64, reason="nothing is lost")  # pyright: ignore[reportAttributeAccessIssue]
+@pytest.mark.parametrize("name", TAKES)
+def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
+    is_bcast = name in ("bcast", "scatter") and RANK != 0  # a template there, whose numbers nobody takes
+    for kind, x in LOST.items():
+        if "statistics" in name and kind not in ("float64", "masked"):
+            continue  # other leaves stay each rank's own
+        with pytest.raises(jaxmpi.UsageError, match="ranks came to" if is_bcast else "leaf 'ids'"):
+            TAKES[name](x)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
+@pytest.mark.parametrize("name", [name for name in TAKES if name not in ("bcast", "scatter")])
+def test_an_array_that_one_rank_alone_refuses_is_refused_on_all_ranks(name):
+    for lost in ("float64", "masked"):
+        x = LOST[lost] if RANK == SIZE - 1 else np.ones_like(LOST[lost], subok=False)
+        with pytest.raises(jaxmpi.UsageError, match="leaf 'ids'"):
+            TAKES[name](x)
+    assert mpi.allreduce(np.array([2.0])).tolist() == [2.0 * SIZE]  # the next call meets its own
+
+
+def test_numbers_of_64_bits_that_fit_arrive_and_their_sums_must_fit_too():
+    most = 2**31 - 1
+    assert mpi.allreduce(np.array([most, -(2**31)]), "max").tolist() == [most, -(2**31)]
+    assert mpi.allreduce(np.array([most]), "mean").tolist() == [np.float32(most)]
+    assert mpi.allgather(np.array([np.inf, -np.inf]))[0].tolist() == [np.inf, -np.inf]
+    assert mpi.allreduce(np.array([most // SIZE]), "sum").tolist() == [most // SIZE * SIZE]
+    if SIZE > 1:
+        for x in (np.array([most]), most, np.int64(most)):
+            for call in (mpi.allreduce, mpi.scan, mpi.reduce, mpi.exscan):
+                with pytest.raises(jaxmpi.UsageError, match=f"{call.__name__}: leaf"):
+                    call(x)
+        with pytest.raises(jaxmpi.UsageError, match="allreduce: leaf"):
+            mpi.allreduce(np.array([2**16, 2]), "prod")
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
+def test_messages_take_no_array_that_jax_would_change():
+    from mpi4py import MPI
+
+    import jaxmpi.compat.mpi4jax as compat
+
+    other = (RANK + 1) % SIZE
+    for x in LOST.values():
+        for call in (mpi.send, compat.send):
+            with pytest.raises(jaxmpi.UsageError, match="send: leaf"):
+                call(x, other)
+        with pytest.raises(jaxmpi.UsageError, match="sendrecv: leaf"):
+            mpi.sendrecv(x, jnp.zeros(2), other, other)
+    with pytest.raises(jaxmpi.UsageError, match="allreduce"):
+        compat.allreduce(np.array([2**32]), MPI.LAND)  # 0 in 32 bits
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one worker sends nothing")
+@pytest.mark.parametrize("call", [mpi.allreduce, mpi.allgather, jaxmpi.exchange, lambda x: mpi.send(x, 1 - RANK)])
+def test_an_array_on_several_devices_of_a_rank_is_refused_by_name(call):
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.local_devices()[:2])
+    for spec in (PartitionSpec("x"), PartitionSpec()):
+        x = jax.device_put(jnp.ones(4), NamedSharding(mesh, spec))
+        with pytest.raises(jaxmpi.UsageError, match="leaf 'w': got an array on 2 devices"):
+            call({"w": x})
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
+@pytest.mark.parametrize("name", [name for name in LINEAR if "16 bits" not in name])
+def test_jacobians_in_forward_mode_are_refused(name):
+    """Each rank's basis vectors would meet those of the others. In reverse mode they are right."""
+    f, x = LINEAR[name], numbers((ROWS.get(name, SIZE), 2), 1)
+    for way in (NOW, jax.jit):
+        for derivative in (jax.jacfwd, jax.hessian, lambda f: jax.jacfwd(jax.jit(f))):
+            with pytest.raises(jaxmpi.UsageError, match="forward-mode") as error:
+                way(derivative(lambda x: (f(x) ** 2).sum()))(x)
+            assert isinstance(error.value, RuntimeError)  # as in mpi4jax
+    if name != "sendrecv from nobody":
+        jax.jit(jax.vmap(jax.grad(lambda x: (f(x) ** 2).sum()), -1))(jnp.stack([x, x], -1))

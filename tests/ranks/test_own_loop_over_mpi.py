@@ -162,6 +162,39 @@ def test_leaves_that_are_no_numbers_are_refused():
         jaxmpi.metrics.mean({"x": Fraction(1, 2)})
 
 
+def masked_on_the_last() -> np.ndarray:
+    x = np.ma.masked_array([1.0, 2.0], [False, True], dtype=np.float32)
+    return x if RANK == SIZE - 1 else np.ones(2, np.float32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [jaxmpi.metrics.sum, jaxmpi.metrics.mean, jaxmpi.broadcast, lambda x: jaxmpi.Checkpoints("never").save(1, x)],
+)
+def test_masks_and_gradients_of_integers_are_refused_on_all_ranks_alike(call):
+    for leaf in (masked_on_the_last(), np.zeros(2, jax.dtypes.float0)):
+        with pytest.raises(jaxmpi.UsageError, match=r"leaf '(shared/)?w'"):
+            call({"w": leaf})
+
+
+def test_all_64_bits_of_a_seed_count():
+    data = [jax.random.key_data(jaxmpi.rank_key(seed)).tolist() for seed in (0, 2**32, 2**63, 2**64 - 1, 2**32 - 1)]
+    assert len({*map(tuple, data)}) == len(data)
+    same = jax.random.fold_in(jax.random.key(7), RANK)
+    for seed in (7, np.int64(7), np.uint64(7), jnp.int32(7)):
+        assert jnp.array_equal(jax.random.key_data(jaxmpi.rank_key(seed)), jax.random.key_data(same))
+    for seed in (2**64, -1, 1.5, "7"):
+        with pytest.raises(jaxmpi.UsageError, match="rank_key: seed"):
+            jaxmpi.rank_key(seed)
+
+
+def test_accumulated_gradients_of_integers_are_refused_by_name():
+    tx, params = jaxmpi.accumulate_gradients(optax.sgd(1.0), 2), {"n": jnp.ones(2, jnp.int32)}
+    grads = jax.grad(lambda p: p["n"].sum() * 1.0, allow_int=True)(params)
+    with pytest.raises(jaxmpi.UsageError, match="accumulate_gradients: leaf 'n' is float0"):
+        tx.update(grads, tx.init(params), params)
+
+
 def test_shares_are_one_order_for_any_number_of_ranks():
     mine, alone = jaxmpi.sampler(50, 8, seed=3), Sampler(50, 8, seed=3)
     for step in (0, 6, 7):

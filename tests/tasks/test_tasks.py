@@ -16,7 +16,7 @@ from jaxmpi.config import Data, Experiment, Optim
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler
 from jaxmpi.data.example import nested
-from jaxmpi.data.sources.arrays import FieldSource
+from jaxmpi.data.sources.arrays import ArraySource, FieldSource
 from jaxmpi.model import plain_model
 from jaxmpi.tasks import classes, numbers
 from jaxmpi.tasks.registry import TASKS
@@ -146,6 +146,20 @@ def test_a_batch_has_the_fields_of_its_examples(kind):
     first, second = nested(whole)["pair"]  # as the task gets it
     np.testing.assert_array_equal(first, want["pair"][0])
     np.testing.assert_array_equal(second["second"], want["pair"][1]["second"])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.array([[1.0], [-1e300]]), np.array([[1], [2**40]]), np.ma.masked_array([[1.0], [2.0]], [[False], [True]])],
+    ids=["infinite", "wrapped", "masked"],
+)
+@pytest.mark.parametrize("fields", ["of any names", "image and label"])
+def test_numbers_that_a_batch_would_change_are_refused_by_field(values, fields):
+    named = {"image": values, "label": np.zeros(2, np.int64)} if fields == "image and label" else {"image": values}
+    source = ArraySource(**{f"{name}s": x for name, x in named.items()}) if len(named) == 2 else FieldSource(named)
+    with pytest.raises(UsageError, match=": image"):
+        with Loader(source, Sampler(2, 2, 0, 1, 0, shuffle=False), Data("array", loader="threads"), False) as batches:
+            next(iter(batches))
 
 
 # ---------------------------------------------------------------- N workers against one
