@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from jaxmpi.checkpoint.export import TrainedModel as TrainedModel
     from jaxmpi.checkpoint.export import load as load
     from jaxmpi.checkpoint.export import load_program as load_program
-    from jaxmpi.collectives.started import start as start
-    from jaxmpi.collectives.started import wait as wait
+    from jaxmpi.collectives.nonblocking import start as start
+    from jaxmpi.collectives.nonblocking import wait as wait
     from jaxmpi.comm.axis import AxisComm as AxisComm
     from jaxmpi.comm.base import SoloComm as SoloComm
     from jaxmpi.comm.job import broadcast as broadcast
@@ -52,7 +52,7 @@ _NAMES = {
     ),
     "jaxmpi.allreduce.sharded": ("sharded",),
     "jaxmpi.checkpoint.export": ("TrainedModel", "load", "load_program"),
-    "jaxmpi.collectives.started": ("start", "wait"),
+    "jaxmpi.collectives.nonblocking": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),
     "jaxmpi.comm.job": (

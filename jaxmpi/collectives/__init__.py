@@ -3,9 +3,10 @@
     from jaxmpi import collectives as mpi
     total = mpi.allreduce(x, "sum")
 
-In reading order: `api`, the functions; `table`, a row for each; `call`, arguments except the arrays; `primitive`, their
-place in JAX; `messages`, from one rank to another; `compiled_messages`, the same in C; `dtypes` that MPI has;
-`started`, beside a program; `__main__`, a list of them with what each sends: `python -m jaxmpi.collectives`.
+In reading order: `api`, the functions; `arguments`, which they check; `table`, a row for each operation; `call`, one
+call without its arrays; `primitive`, the place of calls in JAX; `messages`, from one rank to another, and
+`compiled_messages`, the same in C; `nonblocking`, `start` and `wait`; `mpi4jax_api`, the same functions under mpi4jax's
+names; `__main__`, a list of them with what each sends: `python -m jaxmpi.collectives`.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """
@@ -27,6 +28,6 @@ from jaxmpi.collectives.api import scatter as scatter
 from jaxmpi.collectives.api import send as send
 from jaxmpi.collectives.api import sendrecv as sendrecv
 from jaxmpi.collectives.call import NOBODY as NOBODY
-from jaxmpi.collectives.started import Handle as Handle
-from jaxmpi.collectives.started import start as start
-from jaxmpi.collectives.started import wait as wait
+from jaxmpi.collectives.nonblocking import Handle as Handle
+from jaxmpi.collectives.nonblocking import start as start
+from jaxmpi.collectives.nonblocking import wait as wait

@@ -1,4 +1,4 @@
-"""One call of an operation: its arguments except the arrays."""
+"""One call of an operation, its arguments except the arrays; and arrays in dtypes that MPI has."""
 
 import dataclasses
 import functools
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxmpi.comm.mpi import MpiComm
 
@@ -34,14 +36,14 @@ class MpiCall:
     status: int = 0  # number of what is to be filled with source and tag; 0: nothing
     is_reversed: bool = False  # a scan from the last rank to the first
     is_identity: bool = False  # the transpose of an allreduce
-    is_differentiated: bool = False  # beside it there is a call of tangents, or a transposed one
+    is_differentiated: bool = False  # there is a call of its tangents, or a transposed one, as well
     is_of_tangents: bool = False  # in forward mode
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)  # to the first call of a tree: `given_by`
     may_differ: bool = False  # in its line, from rank to rank
     line: str = ""  # line of the user's code
     lines: tuple[str, ...] = ()  # from the traced function to the call, for ranks to compare
 
-    def what(self, *operands: Any) -> str:
+    def describe(self, *operands: Any) -> str:
         """Describe the call with these arrays, for messages."""
         options: dict[str, Any] = {}
         if self.operation in ("send", "sendrecv"):
@@ -54,7 +56,7 @@ class MpiCall:
         said = f"{self.operation}({', '.join([*types, *named])})"
         return f"{said}, {self.line}" if self.line else said
 
-    def derived(self, operation: str, **changes: Any) -> "MpiCall":
+    def derive(self, operation: str, **changes: Any) -> "MpiCall":
         """The call that the transpose of this one makes."""
         line = self.line if self.line.endswith(TRANSPOSED) else f"{self.line}{TRANSPOSED}"
         return dataclasses.replace(self, operation=operation, line=line, is_of_tangents=False, **changes)
@@ -73,7 +75,7 @@ def _type_text(dtype: Any, shape: tuple[int, ...]) -> str:
     return f"{dtype.name}[{','.join(map(str, shape))}]"
 
 
-def like(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
+def shape_of(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array; another shape if one is given."""
     return jax.ShapeDtypeStruct(x.shape if shape is None else tuple(shape), x.dtype)
 
@@ -89,3 +91,32 @@ def lines_may_differ() -> Iterator[None]:
         yield
     finally:
         MAY_DIFFER.reset(token)
+
+
+# ---------------------------------------------------------------- dtypes of MPI
+
+NATIVE = {"bool", "float32", "float64", "complex64", "complex128"}  # dtypes that mpi4jax sends
+NATIVE |= {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+
+
+def to_mpi_dtype(x: jax.Array) -> jax.Array:
+    """An array in a dtype that MPI has, of the same bits."""
+    x = at_least_8_bits(x)
+    return x if x.dtype.name in NATIVE else lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize])
+
+
+def at_least_8_bits(x: jax.Array) -> jax.Array:
+    """The same numbers in a dtype of at least 8 bits."""
+    if x.dtype.name in NATIVE:
+        return x
+    if jnp.iinfo(x.dtype).bits < 8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits < 8:
+        return x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float32)
+    return x
+
+
+def from_mpi_dtype(sent: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `to_mpi_dtype` and of `at_least_8_bits`."""
+    if sent.dtype == dtype:
+        return sent
+    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
+    return sent.astype(dtype) if bits < 8 else lax.bitcast_convert_type(sent, dtype)

@@ -24,8 +24,7 @@ import jax
 import numpy as np
 
 from jaxmpi.collectives import messages
-from jaxmpi.collectives.call import NOBODY, MpiCall, like, type_of
-from jaxmpi.collectives.dtypes import as_was, in_bytes
+from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, type_of
 from jaxmpi.comm import c_handlers
 from jaxmpi.comm.exchange_watch import Note
 from jaxmpi.comm.mpi import MpiComm
@@ -69,14 +68,14 @@ _opened: dict[int, Opened] = {}  # by number
 
 def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's MPI calls."""
-    is_countable = all(in_bytes(x).nbytes <= messages.MAX_BYTES for x in operands)
+    is_countable = all(at_least_8_bits(x).nbytes <= messages.MAX_BYTES for x in operands)
     may = is_countable and not call.status and call.comm.processes.roll.may_watch
     why = SOURCE.unavailable_reason()
     if why and why.startswith(c_handlers.TROUBLE):
         c_handlers.say_once("send and receive", why)
     if not may or why:
         return messages.run(call, *operands)
-    what, dtype, sent = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))
+    what, dtype, sent = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
     is_sent = call.operation != "recv" and call.dest != NOBODY
     is_received = call.operation != "send" and call.source != NOBODY
     given = [] if call.operation == "send" or is_received else [operands[-1]]
@@ -86,9 +85,9 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     if number >= MOST_CALLS:
         return messages.run(call, *operands)
     words = number, sent[0].dtype.itemsize, sent[-1].dtype.itemsize
-    results = c_handlers.shaped(like(sent[-1])) if is_received else ()
+    results = c_handlers.shaped(shape_of(sent[-1])) if is_received else ()
     came = _message_p.bind(*sent[: int(is_sent)], results=results, effect=call.comm.effect, words=words)
-    return [as_was(y, dtype) for y in came] or given
+    return [from_mpi_dtype(y, dtype) for y in came] or given
 
 
 @functools.cache
@@ -133,10 +132,10 @@ def _open(call: MpiCall, what: str, sent: Any, received: Any) -> int:
     made.most_ahead, made.tags = messages.MOST_AHEAD, min(comm.processes.tags, np.iinfo(np.int32).max)
     sent_type, received_type = ("" if x is None else type_of(x) for x in (sent, received))
     sent_bytes, received_bytes = (0 if x is None else x.nbytes for x in (sent, received))
-    place = messages.place_of(call)
+    place = messages.call_site(call)
     header = messages.header_of(comm.rank, call.sendtag, messages.INLINE, sent_bytes, sent_type, place)
     _fill(made, "header", header)
-    _fill(made, "type", messages.packed_type(received_type))
+    _fill(made, "type", messages.pack_type(received_type))
     is_waited_for = sent is not None and (received is None or messages.HEADER.size + sent.nbytes > EAGER_BYTES)
     sources = set() if received is None else set(comm.processes.roll.others) if call.source is None else {call.source}
     partners = (sources | ({call.dest} if is_waited_for else set())) - {comm.rank} or {comm.rank}
@@ -148,7 +147,7 @@ def _open(call: MpiCall, what: str, sent: Any, received: Any) -> int:
         received=received_type,
         partners=tuple(sorted(partners)),
     )
-    comm.processes.roll.notes = notes_of(comm).found
+    comm.processes.roll.notes = notes_for(comm).found
     SOURCE.library().jaxmpi_open_message(ctypes.byref(made))
     return number
 
@@ -200,7 +199,7 @@ class MessageNotes:
 
 
 @functools.cache
-def notes_of(comm: MpiComm) -> MessageNotes:
+def notes_for(comm: MpiComm) -> MessageNotes:
     """The notes of this communicator."""
     return MessageNotes(comm)
 

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.collectives.call import NOBODY, MpiCall, like, type_of
-from jaxmpi.collectives.dtypes import as_sent, as_was, in_bytes
+from jaxmpi.collectives.call import NOBODY, MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype, type_of
 from jaxmpi.comm.exchange_watch import PARTNER, PROBES, message_lost
 from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.polling import survives_losses, wait
@@ -60,38 +59,38 @@ def run(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Send, receive, or both, in the order of the program's MPI calls."""
     if host_callbacks.unavailable_reason():
         return _by_mpi4jax(call, *operands)
-    what, dtype, operands = call.what(*operands), operands[-1].dtype, tuple(map(in_bytes, operands))
-    results = [like(operands[-1])] if call.operation != "send" else []
+    what, dtype, operands = call.describe(*operands), operands[-1].dtype, tuple(map(at_least_8_bits, operands))
+    results = [shape_of(operands[-1])] if call.operation != "send" else []
     sent = operands[:1] if call.operation != "recv" else ()
     rest = operands[-1:] if results and call.source == NOBODY else ()
-    registered()
-    effect, number = call.comm.effect, kept(call, what)
+    register_handlers()
+    effect, number = call.comm.effect, register_call(call, what)
     came = host_callbacks.call(MESSAGE, [*sent, *rest], results, effect=effect, call=number)
-    return [as_was(y, dtype) for y in came]
+    return [from_mpi_dtype(y, dtype) for y in came]
 
 
 _calls: list[tuple[MpiComm, dict[str, Any]]] = []
 
 
-def kept(call: MpiCall, what: str) -> int:
+def register_call(call: MpiCall, what: str) -> int:
     """Keep a call for good; return its number.
 
     A program holds that number alone.
     """
     # XLA gives a handler its attributes one by one, several microseconds each.
     with _lock:
-        _calls.append((call.comm, options_of(call, what)))
+        _calls.append((call.comm, step_options(call, what)))
         return len(_calls) - 1
 
 
-def options_of(call: MpiCall, what: str) -> dict[str, Any]:
-    """Arguments of `steps`, which are numbers and a text."""
+def step_options(call: MpiCall, what: str) -> dict[str, Any]:
+    """Arguments of `exchange_steps`, which are numbers and a text."""
     places = {"source": ANY if call.source is None else call.source, "dest": call.dest}
     tags = {"sendtag": call.sendtag, "recvtag": ANY if call.recvtag is None else call.recvtag}
-    return {**places, **tags, "status": call.status, "line": what, "place": place_of(call)}
+    return {**places, **tags, "status": call.status, "line": what, "place": call_site(call)}
 
 
-def place_of(call: MpiCall) -> str:
+def call_site(call: MpiCall) -> str:
     """File and line of a call, of a long name the end."""
     return call.line.rpartition(" in ")[0].encode()[-PLACE_BYTES:].decode(errors="ignore")
 
@@ -103,28 +102,28 @@ def _by_mpi4jax(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     tag = MPI.ANY_TAG if call.recvtag is None else call.recvtag
     source = MPI.ANY_SOURCE if call.source is None else call.source
     status, comm = _statuses.get(call.status), call.comm.mpi
-    x, place = as_sent(operands[0]), as_sent(operands[-1])
+    x, place = to_mpi_dtype(operands[0]), to_mpi_dtype(operands[-1])
     if call.operation == "send":
         mpi4jax.send(x, call.dest, tag=call.sendtag, comm=comm)
         return []
     if call.operation == "recv":
         received = mpi4jax.recv(place, source, tag=tag, comm=comm, status=status)
-        return [as_was(received, operands[-1].dtype)]
+        return [from_mpi_dtype(received, operands[-1].dtype)]
     dest = MPI.PROC_NULL if call.dest == NOBODY else call.dest
     if call.source == NOBODY:
         mpi4jax.send(x, dest, tag=call.sendtag, comm=comm)
         return [operands[-1]]
     tags = {"sendtag": call.sendtag, "recvtag": tag}
     received = mpi4jax.sendrecv(x, place, source, dest, **tags, comm=comm, status=status)
-    return [as_was(received, operands[-1].dtype)]
+    return [from_mpi_dtype(received, operands[-1].dtype)]
 
 
-def nobody(call: MpiCall, *operands: jax.Array) -> Any:
+def refuse_one_rank(call: MpiCall, *operands: jax.Array) -> Any:
     """Refuse a message if there is one worker."""
     raise UsageError(f"{call.operation}: got one worker, which has nobody to exchange messages with; start several")
 
 
-def to_oneself(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
+def sendrecv_to_self(call: MpiCall, x: jax.Array, place: jax.Array) -> jax.Array:
     """A sendrecv of one worker, which sends to itself or to nobody."""
     if call.source == NOBODY:
         fill_in_program(call.status, NOBODY, None, 0)
@@ -162,11 +161,11 @@ def fill_in_program(status: int, source: int, tag: int | None, size_bytes: int) 
     """Have the program fill a status, if any, without a message."""
     if status:
         tag = ANY if tag is None else tag
-        name = registered_status()
+        name = register_status_handler()
         host_callbacks.call(name, [], [], status=status, source=source, tag=tag, size_bytes=size_bytes)
 
 
-def fill(status: int, source: int, tag: int, size_bytes: int) -> None:
+def fill_status(status: int, source: int, tag: int, size_bytes: int) -> None:
     """Fill a status, if any, as MPI does, also when nobody sends."""
     from mpi4py import MPI
 
@@ -197,17 +196,17 @@ _sent_numbers = itertools.count()
 
 
 @functools.cache
-def registered() -> None:
+def register_handlers() -> None:
     """Register the handlers of programs, at the first use."""
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
     before_mpi_ends(check_all_received)
 
 
 @functools.cache
-def registered_status() -> str:
+def register_status_handler() -> str:
     """Name of the handler that fills a status, registered at first use."""
     name = f"{MESSAGE}, its status"
-    host_callbacks.register(name, lambda _operands, _results, **options: fill(**options))
+    host_callbacks.register(name, lambda _operands, _results, **options: fill_status(**options))
     return name
 
 
@@ -230,7 +229,7 @@ def check_received(is_received: Callable[[], bool], what: str, comm: MpiComm, de
     failures.fail(TrainingError(f"rank {rank}: {what}: {expected}{where}"), None)
 
 
-def check_nothing_left() -> None:
+def check_no_message_left() -> None:
     """End the job if another rank's message to this one is left."""
     for comm in [] if survives_losses() else made:
         if any(comm.headers.Iprobe() for _ in range(PROBES)):
@@ -240,30 +239,30 @@ def check_nothing_left() -> None:
             found.Recv(message)
             _, sender, tag, *_ = HEADER.unpack_from(message.data)
             receiver, partner = comm.processes.in_job([comm.rank, sender])
-            what = f"rank {partner}: a message of {said_of(message.data)}: rank {receiver} has not received it"
+            what = f"rank {partner}: a message of {describe_message(message.data)}: rank {receiver} has not received it"
             expected = f"expected a recv or sendrecv there, of that rank and tag {tag}"
             failures.fail(TrainingError(f"{what}; {expected}"), None)
 
 
-when_all_have_ended(check_nothing_left)
+when_all_have_ended(check_no_message_left)
 
 
 def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:
     """Handler of programs: send, receive or both, each step with a limit."""
     comm, options = _calls[call]
-    for requests in steps(comm, operands, results, **options):
+    for requests in exchange_steps(comm, operands, results, **options):
         for request in requests:
             if not wait(request.Test, TIMEOUT_S):
-                raise lost(comm, **options)
+                raise lost_message(comm, **options)
 
 
-def lost(comm: MpiComm, source: int, dest: int, line: str, **_: Any) -> TrainingError:
+def lost_message(comm: MpiComm, source: int, dest: int, line: str, **_: Any) -> TrainingError:
     """The error of a message not received or sent in time."""
     partners = comm.processes.in_job(sorted({source, dest} - {ANY, NOBODY}))
     return message_lost(line, comm.processes.roll.where(partners))
 
 
-def steps(
+def exchange_steps(
     comm: MpiComm,
     operands: Sequence[np.ndarray],
     results: Sequence[np.ndarray],
@@ -276,18 +275,18 @@ def steps(
     place: str,
 ) -> Iterator[Requests]:
     """Send the first operand, fill the result; yield requests to wait for."""
-    sending = _sent(comm, operands[0], dest, sendtag, line, place) if dest != NOBODY else []
+    sending = _start_send(comm, operands[0], dest, sendtag, line, place) if dest != NOBODY else []
     if results and source == NOBODY:
         np.copyto(results[0], operands[-1])
-        fill(status, NOBODY, ANY, 0)
+        fill_status(status, NOBODY, ANY, 0)
     elif results:
-        yield from _received(comm, results[0], source, recvtag, status, line)
+        yield from _receive(comm, results[0], source, recvtag, status, line)
     if sending:
         with comm.processes.roll.waiting(PARTNER, line, partner=dest):
             yield sending
 
 
-def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str, place: str) -> Requests:
+def _start_send(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str, place: str) -> Requests:
     """Begin to send header and array; x is free after these requests."""
     is_small = x.nbytes <= INLINE_BYTES and len(_unreceived) < MOST_AHEAD
     number = INLINE if is_small else 2 * next(_sent_numbers) % (comm.processes.tags & ~1)  # C's are odd
@@ -304,24 +303,24 @@ def _sent(comm: MpiComm, x: np.ndarray, dest: int, tag: int, line: str, place: s
 @functools.lru_cache(1024)  # small messages of a program have the same one at each run
 def header_of(rank: int, tag: int, number: int, size_bytes: int, type_text: str, place: str) -> bytes:
     """The bytes of a header."""
-    return HEADER.pack(size_bytes, rank, tag, number, packed_type(type_text), place.encode())
+    return HEADER.pack(size_bytes, rank, tag, number, pack_type(type_text), place.encode())
 
 
-def packed_type(text: str) -> bytes:
+def pack_type(text: str) -> bytes:
     """Dtype and shape; a long text ends with a digest."""
     if len(text) <= TYPE_BYTES:
         return text.encode()
     return f"{text[: TYPE_BYTES - 9]}~{zlib.crc32(text.encode()):08x}".encode()
 
 
-def said_of(message: Any) -> str:
+def describe_message(message: Any) -> str:
     """Describe a message by its header."""
     size_bytes, *_, packed, place = HEADER.unpack_from(message)
     size = f" of {size_bytes} bytes" if b"~" in packed else ""
     return f"{_text(packed)}{size}, sent at {_text(place) or 'no line of a script'}"
 
 
-def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
+def _receive(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, line: str) -> Iterator[Requests]:
     """Receive a message, and the array that it announces."""
     from mpi4py import MPI
 
@@ -329,17 +328,17 @@ def _received(comm: MpiComm, y: np.ndarray, source: int, tag: int, status: int, 
     ranks, tags = MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag
     with comm.processes.roll.waiting(PARTNER, line, partner=None if source == ANY else source):
         yield [comm.headers.Irecv(message, ranks, tags)]
-    yield from _unpacked(comm, message, y, status, line)
+    yield from _unpack(comm, message, y, status, line)
 
 
-def _unpacked(comm: MpiComm, message: np.ndarray, y: np.ndarray, status: int, line: str) -> Iterator[Requests]:
+def _unpack(comm: MpiComm, message: np.ndarray, y: np.ndarray, status: int, line: str) -> Iterator[Requests]:
     """Compare a header; copy the array in its message, or receive it."""
     rank, its_tag, number = check_type(comm, message.data, y.nbytes, type_of(y), line)
     if number == INLINE:
         y.reshape(-1).view(np.uint8)[:] = message[HEADER.size : HEADER.size + y.nbytes]
     else:
         yield [comm.arrays.Irecv(part, rank, number) for part in _parts(y)]
-    fill(status, rank, its_tag, y.nbytes)
+    fill_status(status, rank, its_tag, y.nbytes)
 
 
 def check_type(comm: MpiComm, message: Any, size_bytes: int, expected: str, line: str) -> tuple[int, int, int]:
@@ -349,11 +348,11 @@ def check_type(comm: MpiComm, message: Any, size_bytes: int, expected: str, line
         UsageError: the array has another shape or dtype: this call, and the other's line.
     """
     its_bytes, rank, tag, number, type_text, _ = HEADER.unpack_from(message)
-    if its_bytes != size_bytes or type_text.rstrip(b"\0") != packed_type(expected):
+    if its_bytes != size_bytes or type_text.rstrip(b"\0") != pack_type(expected):
         numbers = comm.processes.numbers
         raise UsageError(
             f"{line}: rank {numbers[comm.rank]} expects {expected}, but got a message of rank {numbers[rank]}: "
-            f"{said_of(message)}; give both the same shape and dtype, or tell the messages apart by tags"
+            f"{describe_message(message)}; give both the same shape and dtype, or tell the messages apart by tags"
         )
     return rank, tag, number
 

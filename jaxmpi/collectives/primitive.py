@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
-from jaxmpi.collectives.call import NOBODY, MpiCall, like
+from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation
 from jaxmpi.comm.agreement import Fingerprint, fingerprint, with_call_site
 from jaxmpi.comm.call_comparison import comparison_of
@@ -35,47 +35,44 @@ _call_p = jax.extend.core.Primitive("jaxmpi_call")
 _call_p.multiple_results = True
 
 
-class _Instead(threading.local):
-    made: Callable[..., list[jax.Array]] | None = None
-    told: list[Any] | None = None
+class _Interceptor(threading.local):
+    make: Callable[..., list[jax.Array]] | None = None
+    agreed: list[Any] | None = None
 
 
-_instead = _Instead()
+_interceptor = _Interceptor()
 
 
 @contextmanager
-def instead(made: Callable[..., list[jax.Array]], told: list[Any]) -> Iterator[None]:
+def intercept_calls(make: Callable[..., list[jax.Array]], agreed: list[Any]) -> Iterator[None]:
     """Have another function make this thread's calls: (call, *operands) -> results.
 
-    `told` keeps what ranks say to each other while the operation is traced, which is traced twice.
+    `agreed` keeps what ranks exchange while the operation is traced, which is traced twice.
     """
-    _instead.made, _instead.told = made, told
+    _interceptor.make, _interceptor.agreed = make, agreed
     try:
         yield
     finally:
-        _instead.made = _instead.told = None
+        _interceptor.make = _interceptor.agreed = None
 
 
-def said_once(say: Callable[[], list[Any]]) -> list[Any]:
-    """Return what ranks say to each other, once for an operation.
-
-    `wait` traces a started operation again, and gets what ranks said at its start.
-    """
-    if _instead.told is None:
-        return say()
-    if not _instead.told:
-        _instead.told.append(say())
-    return _instead.told[0]
+def agree_once(exchange: Callable[[], list[Any]]) -> list[Any]:
+    """Return what ranks tell each other; for a started operation, which `wait` traces again, they do so once."""
+    if _interceptor.agreed is None:
+        return exchange()
+    if not _interceptor.agreed:
+        _interceptor.agreed.append(exchange())
+    return _interceptor.agreed[0]
 
 
 def bind(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
     """Results of a call on this rank, inside or outside jit."""
-    if _instead.made:
-        return _instead.made(call, *operands)
+    if _interceptor.make:
+        return _interceptor.make(call, *operands)
     return _call_p.bind(*operands, call=call)
 
 
-def row_of(call: MpiCall) -> Operation:
+def operation_of(call: MpiCall) -> Operation:
     """The operation's row of the table."""
     return OPERATIONS[call.operation]
 
@@ -84,7 +81,7 @@ def row_of(call: MpiCall) -> Operation:
 def _abstract(*operands: Any, call: MpiCall) -> tuple[list, set]:
     if call.is_identity:
         return list(operands), set()
-    results = row_of(call).results(call, *operands)
+    results = operation_of(call).results(call, *operands)
     return [ShapedArray(result.shape, result.dtype) for result in results], {call.comm.effect}
 
 
@@ -96,7 +93,7 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
 
     Its place is among them, unless lines may differ.
     """
-    shared = {f"shape of argument {i}": list(row_of(call).shared(call, x)) for i, x in enumerate(operands)}
+    shared = {f"shape of argument {i}": list(operation_of(call).shared(call, x)) for i, x in enumerate(operands)}
     options: dict[str, Any] = {"op": call.op, "mean of": call.mean_of, "root": call.root, "reversed": call.is_reversed}
     if is_logged():
         options["MPI4JAX_DEBUG"] = "on"
@@ -135,17 +132,17 @@ def dtypes_of(call: MpiCall, operands: Sequence[Any]) -> list[str]:
     return [*given, *(f"sent as {name}" for name in sent)] if given and given != sent else sent
 
 
-def what_of(call: MpiCall, operands: Sequence[Any]) -> str:
+def describe_call(call: MpiCall, operands: Sequence[Any]) -> str:
     """Describe a call alike on all ranks, without shapes that may differ."""
-    return call.what(*(like(x, row_of(call).shared(call, x)) for x in operands))
+    return call.describe(*(shape_of(x, operation_of(call).shared(call, x)) for x in operands))
 
 
 def check_counts(call: MpiCall, operands: Sequence[Any]) -> None:
     """Refuse what MPI, whose counts are C's int, cannot send at once."""
     most = max((x.size for x in operands), default=0)
     check(
-        row_of(call).is_message or most < MPI_COUNTS,
-        f"{call.what(*operands)}: got {most:,} numbers; expected fewer than 2^31, to which MPI counts: cut it up",
+        operation_of(call).is_message or most < MPI_COUNTS,
+        f"{call.describe(*operands)}: got {most:,} numbers; expected fewer than 2^31, to which MPI counts: cut it up",
     )
 
 
@@ -153,19 +150,19 @@ def check_counts(call: MpiCall, operands: Sequence[Any]) -> None:
 
 
 @_call_p.def_impl
-def _now(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
+def _run_outside_jit(*operands: jax.Array, call: MpiCall) -> list[jax.Array]:
     """The call outside jit."""
     if call.is_identity:
         return list(operands)
     check_counts(call, operands)
     with one_thread(call.comm, call.operation):
-        if not row_of(call).is_message:
+        if not operation_of(call).is_message:
             call.comm.assert_same(facts(call, operands, is_traced=False))
         return _program(call)(list(operands))
 
 
 def _program(call: MpiCall) -> Callable[[PyTree], PyTree]:
-    return call.comm.cached(call, lambda: in_turn(lambda operands: row_of(call).run(call, *operands)))
+    return call.comm.cached(call, lambda: in_turn(lambda operands: operation_of(call).run(call, *operands)))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequence[Any]:
@@ -173,22 +170,22 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall) -> Sequ
         return operands
     check_counts(call, ctx.avals_in)
     number = None
-    if not row_of(call).is_message:
+    if not operation_of(call).is_message:
         with one_thread(call.comm, call.operation) as is_part:
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
             if call.is_reversed:
                 call.comm.meet_in_reverse()
-            number = None if is_part else number_of(call.comm, what_of(call, ctx.avals_in))
-            if number is not None and row_of(call).is_one_call:
+            number = None if is_part else number_of(call.comm, describe_call(call, ctx.avals_in))
+            if number is not None and operation_of(call).is_one_call:
                 comparison_of(call.comm).share_slots()
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        if number is not None and row_of(call).is_one_call and not call.is_reversed and not is_logged():
+        if number is not None and operation_of(call).is_one_call and not call.is_reversed and not is_logged():
             if compiled := comparison_of(call.comm).compiled(number):
                 compiled.begin(has_array=bool(arrays))
-                return row_of(call).run(call, *arrays, mpi=compiled)
+                return operation_of(call).run(call, *arrays, mpi=compiled)
         with compared(call.comm, number):
-            return row_of(call).run(call, *arrays)
+            return operation_of(call).run(call, *arrays)
 
     return mlir.lower_fun(run)(ctx, *operands)
 
@@ -200,10 +197,10 @@ mlir.register_lowering(_call_p, _lower, cacheable=False)  # each call has a mark
 
 
 def _check_linear(call: MpiCall, operands: Sequence[Any]) -> None:
-    row = row_of(call)
+    row = operation_of(call)
     check(
         row.adjoint is not None and call.op in ("", "sum"),
-        f"{call.what(*operands)} has no derivative; expected a linear operation: "
+        f"{call.describe(*operands)} has no derivative; expected a linear operation: "
         + ("sendrecv" if row.is_message else "a sum, or jax.lax.stop_gradient around x"),
     )
 
@@ -218,7 +215,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: MpiCall) -> t
 def _transpose(cotangents: Sequence[Any], *operands: Any, call: MpiCall) -> list:
     avals = [operand.aval if ad.is_undefined_primal(operand) else jax.typeof(operand) for operand in operands]
     _check_linear(call, avals)
-    adjoint, cotangent, [x, *place] = row_of(call).adjoint, ad.instantiate_zeros(cotangents[0]), avals
+    adjoint, cotangent, [x, *place] = operation_of(call).adjoint, ad.instantiate_zeros(cotangents[0]), avals
     assert adjoint is not None
     mine = adjoint(bind, call, cotangent, x)
     kept = call.source == NOBODY  # then a sendrecv gives its second operand
@@ -240,12 +237,12 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, call:
     """
     if call.is_of_tangents and call.operation != "allreduce":
         raise NoForwardMode(
-            f"{call.what(*operands)}: got forward-mode derivatives of every input at once, as by jax.jacfwd or "
+            f"{call.describe(*operands)}: got forward-mode derivatives of every input at once, as by jax.jacfwd or "
             "jax.hessian; each rank's basis vectors would meet those of the others, and give their sum; expected "
             "jax.jacrev, or jax.jvp along one direction"
         )
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    place = 0 if row_of(call).is_elementwise else -1
+    place = 0 if operation_of(call).is_elementwise else -1
     moved = [
         jnp.repeat(jnp.expand_dims(x, place), size, place) if axis is None else jnp.moveaxis(x, axis, place)
         for x, axis in zip(operands, axes, strict=True)

@@ -3,7 +3,7 @@
 A row works on one array and on MPI ranks. Trees, dtypes and a single worker are `api`'s; derivatives and mapping are
 `primitive`'s. In a row w is the number of ranks, r this one, n the bytes of x.
 
-mpi4jax lacks some operations and dtypes. These are composed of those that it has: 16-bit floats travel as integers. A
+mpi4jax lacks some operations and dtypes. These are composed of those that it has: 16-bit floats are sent as integers. A
 `reduce_scatter` is an all-to-all and a sum. Operations with counts are a message to each rank. An `exscan` is a scan
 passed on by one rank.
 """
@@ -19,8 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxmpi.collectives import compiled_messages, messages
-from jaxmpi.collectives.call import MpiCall, like
-from jaxmpi.collectives.dtypes import as_sent, as_was
+from jaxmpi.collectives.call import MpiCall, from_mpi_dtype, shape_of, to_mpi_dtype
 from jaxmpi.core.errors import check
 
 # ---------------------------------------------------------------- reductions
@@ -67,7 +66,7 @@ def neutral(op: str, dtype: Any) -> Any:
 # ---------------------------------------------------------------- how a program calls MPI
 
 
-def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[..., list[jax.Array]]:
+def in_mpi_dtype(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[..., list[jax.Array]]:
     """Make a row's `run` from a `move` of dtypes that MPI has.
 
     A `move` of one call takes mpi4jax, or `compiled_calls.NumberedCalls`, which compares in the same call.
@@ -77,37 +76,37 @@ def moved(move: Callable[[MpiCall, Any, jax.Array], jax.Array]) -> Callable[...,
     def run(call: MpiCall, x: jax.Array, mpi: Any = None) -> list[jax.Array]:
         import mpi4jax
 
-        return [as_was(move(call, mpi or mpi4jax, as_sent(x)), x.dtype)]
+        return [from_mpi_dtype(move(call, mpi or mpi4jax, to_mpi_dtype(x)), x.dtype)]
 
     return run
 
 
-def direct(name: str, *fields: str) -> Callable[..., list[jax.Array]]:
+def mpi_function(name: str, *fields: str) -> Callable[..., list[jax.Array]]:
     """Make the `run` of an MPI function of `op`, `root`, or neither."""
 
-    @moved
+    @in_mpi_dtype
     def move(call: MpiCall, mpi: Any, x: jax.Array) -> jax.Array:
         given = [mpi_op(call.op) if field == "op" else call.root for field in fields]
-        return getattr(mpi, name)(x, *given, comm=in_order(call))
+        return getattr(mpi, name)(x, *given, comm=mpi_comm(call))
 
     return move
 
 
-def in_order(call: MpiCall) -> Any:
+def mpi_comm(call: MpiCall) -> Any:
     """The communicator of a call; a scan may be reversed."""
     return call.comm.reversed_mpi if call.is_reversed else call.comm.mpi
 
 
-@moved
+@in_mpi_dtype
 def _reduce_scatter(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     rows = mpi4jax.alltoall(x, comm=call.comm.mpi)
     combine = COMBINE[call.op]
     return lax.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])[0]
 
 
-@moved
+@in_mpi_dtype
 def _exscan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
-    comm = in_order(call)
+    comm = mpi_comm(call)
     through = mpi4jax.scan(x, mpi_op(call.op), comm=comm)
     if comm.rank == 0:
         mpi4jax.send(through, 1, comm=comm)
@@ -117,14 +116,14 @@ def _exscan(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     return mpi4jax.sendrecv(through, through, comm.rank - 1, comm.rank + 1, comm=comm)
 
 
-@moved
+@in_mpi_dtype
 def _alltoallv(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     comm, size, rank = call.comm.mpi, call.comm.size, call.comm.rank
     sent = jnp.split(x, np.cumsum(call.counts[rank])[:-1].tolist())
     return jnp.concatenate(_each(mpi4jax, comm, sent, [sent_rows[rank] for sent_rows in call.counts], size, rank))
 
 
-@moved
+@in_mpi_dtype
 def _allgatherv(call: MpiCall, mpi4jax: Any, x: jax.Array) -> jax.Array:
     comm, size, rank = call.comm.mpi, call.comm.size, call.comm.rank
     return jnp.concatenate(_each(mpi4jax, comm, [x] * size, [sent_rows[0] for sent_rows in call.counts], size, rank))
@@ -159,18 +158,20 @@ class Operation:
     equation: str
     sends: str  # by each rank
     transpose: str  # in words; empty if there is none
-    results: Callable[..., list[jax.ShapeDtypeStruct]] = lambda call, x: [like(x)]  # (call, *operands) -> on this rank
+    results: Callable[..., list[jax.ShapeDtypeStruct]] = lambda call, x: [
+        shape_of(x)
+    ]  # (call, *operands) -> on this rank
     run: Callable[..., list[jax.Array]]  # (call, *operands) -> in a program, over MPI
-    alone: Callable[..., Any] = lambda call, x: x  # (call, *operands) -> with one worker
+    on_one_rank: Callable[..., Any] = lambda call, x: x  # (call, *operands) -> with one worker
     adjoint: Callable[[Bind, MpiCall, jax.Array, Any], jax.Array] | None = None  # cotangent of y, like x -> that of x
     shared: Callable[[MpiCall, Any], Any] = lambda call, x: x.shape  # part of x's shape that ranks must share
     ops: tuple[str, ...] = ()  # that it may reduce by
-    is_elementwise: bool = True  # leaves of a tree travel together, and an axis that is mapped stays
+    is_elementwise: bool = True  # small leaves of a tree are packed together, and a mapped axis stays first
     is_message: bool = False  # from one rank to another: others take no part
     is_one_call: bool = False  # True if it is one call of MPI, which `run` makes by its argument `mpi`
 
 
-def only_at(root: bool, x: jax.Array) -> jax.Array:
+def zero_unless(root: bool, x: jax.Array) -> jax.Array:
     """X on one rank, zeros on the others."""
     return x if root else jnp.zeros_like(x)
 
@@ -181,52 +182,54 @@ def is_root(call: MpiCall) -> bool:
 
 
 def _reduce_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
-    [from_root] = bind(call.derived("bcast", op=""), ct)
+    [from_root] = bind(call.derive("bcast", op=""), ct)
     return from_root if is_root(call) else from_root + ct
 
 
-def wide_enough(dtype: Any) -> Any:
+def sum_dtype(dtype: Any) -> Any:
     """The dtype to sum cotangents in: MPI has no floats below float32."""
     is_short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if is_short else dtype
 
 
-def summed(bind: Bind, call: MpiCall, ct: jax.Array) -> jax.Array:
+def sum_cotangents(bind: Bind, call: MpiCall, ct: jax.Array) -> jax.Array:
     """The result of a call that sums cotangents, rounded once."""
-    return bind(call, ct.astype(wide_enough(ct.dtype)))[0].astype(ct.dtype)
+    return bind(call, ct.astype(sum_dtype(ct.dtype)))[0].astype(ct.dtype)
 
 
 def _bcast_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
-    return only_at(is_root(call), summed(bind, call.derived("reduce", op="sum"), ct))
+    return zero_unless(is_root(call), sum_cotangents(bind, call.derive("reduce", op="sum"), ct))
 
 
 def _gather_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
-    [mine] = bind(call.derived("scatter"), ct)
+    [mine] = bind(call.derive("scatter"), ct)
     return mine if is_root(call) else mine + ct
 
 
 def _scatter_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
-    return only_at(is_root(call), bind(call.derived("gather"), ct)[0])
+    return zero_unless(is_root(call), bind(call.derive("gather"), ct)[0])
 
 
 def _alltoallv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     turned = tuple(zip(*call.counts, strict=True))
-    return bind(call.derived("alltoallv", counts=turned), ct)[0]
+    return bind(call.derive("alltoallv", counts=turned), ct)[0]
 
 
 def _sendrecv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
-    check(call.source is not None, f"{call.what(ct)} has no transpose: a message may come from any rank; give source")
+    check(
+        call.source is not None, f"{call.describe(ct)} has no transpose: a message may come from any rank; give source"
+    )
     tags = {} if call.recvtag is None else {"sendtag": call.recvtag, "recvtag": call.sendtag}
-    back = call.derived("sendrecv", source=call.dest, dest=call.source, status=0, **tags)
+    back = call.derive("sendrecv", source=call.dest, dest=call.source, status=0, **tags)
     return bind(back, ct, jnp.zeros(x.shape, x.dtype))[0]
 
 
 def _allgatherv_adjoint(bind: Bind, call: MpiCall, ct: jax.Array, x: Any) -> jax.Array:
     """Every rank's part of the cotangent to that rank, which adds them."""
     sizes = tuple(rows[0] for rows in call.counts)
-    [parts] = bind(call.derived("alltoallv", counts=(sizes,) * call.comm.size), ct)
+    [parts] = bind(call.derive("alltoallv", counts=(sizes,) * call.comm.size), ct)
     rows = parts.reshape(call.comm.size, sizes[call.comm.rank], *ct.shape[1:])
-    return rows.sum(0, dtype=wide_enough(ct.dtype)).astype(ct.dtype)
+    return rows.sum(0, dtype=sum_dtype(ct.dtype)).astype(ct.dtype)
 
 
 ARITHMETIC = ("sum", "prod", "max", "min", "and", "or", "xor")
@@ -237,16 +240,16 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_0 ⊕ … ⊕ x_(w-1)",
         sends="about 2 n (w-1)/w, as MPI's algorithm does",
         transpose="the identity, as in mpi4jax: the loss is the same on all ranks; transposed again, allreduce",
-        run=direct("allreduce", "op"),
+        run=mpi_function("allreduce", "op"),
         is_one_call=True,
-        adjoint=lambda bind, call, ct, x: bind(call.derived("allreduce", is_identity=not call.is_identity), ct)[0],
+        adjoint=lambda bind, call, ct, x: bind(call.derive("allreduce", is_identity=not call.is_identity), ct)[0],
         ops=REDUCTIONS,
     ),
     "reduce": Operation(
         equation="y_root = x_0 ⊕ … ⊕ x_(w-1); elsewhere y_r = x_r",
         sends="about n; root receives n log w, or in all n (w-1)",
         transpose="bcast of root's cotangent, and elsewhere the rank's own added",
-        run=direct("reduce", "op", "root"),
+        run=mpi_function("reduce", "op", "root"),
         is_one_call=True,
         adjoint=_reduce_adjoint,
         ops=REDUCTIONS,
@@ -255,7 +258,7 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_root",
         sends="about n, from root on",
         transpose="reduce(sum) to root; zeros elsewhere",
-        run=direct("bcast", "root"),
+        run=mpi_function("bcast", "root"),
         is_one_call=True,
         adjoint=_bcast_adjoint,
     ),
@@ -263,21 +266,21 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = [x_0, …, x_(w-1)]",
         sends="n (w-1)",
         transpose="reduce_scatter(sum)",
-        results=lambda call, x: [like(x, (call.comm.size, *x.shape))],
-        run=direct("allgather"),
+        results=lambda call, x: [shape_of(x, (call.comm.size, *x.shape))],
+        run=mpi_function("allgather"),
         is_one_call=True,
-        alone=lambda call, x: x[None],
-        adjoint=lambda bind, call, ct, x: summed(bind, call.derived("reduce_scatter", op="sum"), ct),
+        on_one_rank=lambda call, x: x[None],
+        adjoint=lambda bind, call, ct, x: sum_cotangents(bind, call.derive("reduce_scatter", op="sum"), ct),
         is_elementwise=False,
     ),
     "gather": Operation(
         equation="y_root = [x_0, …, x_(w-1)]; elsewhere y_r = x_r",
         sends="n, to root",
         transpose="scatter of root's cotangent, and elsewhere the rank's own added",
-        results=lambda call, x: [like(x, (call.comm.size, *x.shape) if is_root(call) else x.shape)],
-        run=direct("gather", "root"),
+        results=lambda call, x: [shape_of(x, (call.comm.size, *x.shape) if is_root(call) else x.shape)],
+        run=mpi_function("gather", "root"),
         is_one_call=True,
-        alone=lambda call, x: x[None],
+        on_one_rank=lambda call, x: x[None],
         adjoint=_gather_adjoint,
         is_elementwise=False,
     ),
@@ -285,10 +288,10 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_root[r]; elsewhere x says only shape and dtype of a row",
         sends="root sends n (w-1)/w",
         transpose="gather to root; zeros elsewhere",
-        results=lambda call, x: [like(x, x.shape[1:] if is_root(call) else x.shape)],
-        run=direct("scatter", "root"),
+        results=lambda call, x: [shape_of(x, x.shape[1:] if is_root(call) else x.shape)],
+        run=mpi_function("scatter", "root"),
         is_one_call=True,
-        alone=lambda call, x: x[0],
+        on_one_rank=lambda call, x: x[0],
         adjoint=_scatter_adjoint,
         shared=lambda call, x: x.shape[1:] if is_root(call) else x.shape,
         is_elementwise=False,
@@ -297,16 +300,16 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r[i] = x_i[r]",
         sends="n (w-1)/w",
         transpose="alltoall",
-        run=direct("alltoall"),
+        run=mpi_function("alltoall"),
         is_one_call=True,
-        adjoint=lambda bind, call, ct, x: bind(call.derived("alltoall"), ct)[0],
+        adjoint=lambda bind, call, ct, x: bind(call.derive("alltoall"), ct)[0],
         is_elementwise=False,
     ),
     "allgatherv": Operation(
         equation="y_r = the rows of x_0, then those of x_1, …; as many as each rank has",
         sends="n (w-1)",
         transpose="alltoallv of the parts of the cotangent, added",
-        results=lambda call, x: [like(x, (sum(rows[0] for rows in call.counts), *x.shape[1:]))],
+        results=lambda call, x: [shape_of(x, (sum(rows[0] for rows in call.counts), *x.shape[1:]))],
         run=_allgatherv,
         adjoint=_allgatherv_adjoint,
         shared=lambda call, x: x.shape[1:],
@@ -316,7 +319,7 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = from each rank i in turn the counts_i[r] rows of x_i that are for r",
         sends="n, less the rows that stay",
         transpose="alltoallv with the counts turned round",
-        results=lambda call, x: [like(x, (sum(rows[call.comm.rank] for rows in call.counts), *x.shape[1:]))],
+        results=lambda call, x: [shape_of(x, (sum(rows[call.comm.rank] for rows in call.counts), *x.shape[1:]))],
         run=_alltoallv,
         adjoint=_alltoallv_adjoint,
         shared=lambda call, x: x.shape[1:],
@@ -326,10 +329,10 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_0[r] ⊕ … ⊕ x_(w-1)[r]",
         sends="n (w-1)/w",
         transpose="allgather, of a sum",
-        results=lambda call, x: [like(x, x.shape[1:])],
+        results=lambda call, x: [shape_of(x, x.shape[1:])],
         run=_reduce_scatter,
-        alone=lambda call, x: x[0],
-        adjoint=lambda bind, call, ct, x: bind(call.derived("allgather", op=""), ct)[0],
+        on_one_rank=lambda call, x: x[0],
+        adjoint=lambda bind, call, ct, x: bind(call.derive("allgather", op=""), ct)[0],
         ops=REDUCTIONS,
         is_elementwise=False,
     ),
@@ -337,9 +340,9 @@ OPERATIONS: dict[str, Operation] = {
         equation="y_r = x_0 ⊕ … ⊕ x_r",
         sends="about n log w",
         transpose="scan from the last rank to the first, of a sum",
-        run=direct("scan", "op"),
+        run=mpi_function("scan", "op"),
         is_one_call=True,
-        adjoint=lambda bind, call, ct, x: bind(call.derived("scan", is_reversed=not call.is_reversed), ct)[0],
+        adjoint=lambda bind, call, ct, x: bind(call.derive("scan", is_reversed=not call.is_reversed), ct)[0],
         ops=ARITHMETIC,
     ),
     "exscan": Operation(
@@ -347,8 +350,8 @@ OPERATIONS: dict[str, Operation] = {
         sends="about n log w + n",
         transpose="exscan from the last rank to the first, of a sum",
         run=_exscan,
-        alone=lambda call, x: jnp.full_like(x, neutral(call.op, x.dtype)),
-        adjoint=lambda bind, call, ct, x: bind(call.derived("exscan", is_reversed=not call.is_reversed), ct)[0],
+        on_one_rank=lambda call, x: jnp.full_like(x, neutral(call.op, x.dtype)),
+        adjoint=lambda bind, call, ct, x: bind(call.derive("exscan", is_reversed=not call.is_reversed), ct)[0],
         ops=ARITHMETIC,
     ),
     "send": Operation(
@@ -357,7 +360,7 @@ OPERATIONS: dict[str, Operation] = {
         transpose="",
         results=lambda call, x: [],
         run=compiled_messages.run,
-        alone=messages.nobody,
+        on_one_rank=messages.refuse_one_rank,
         is_message=True,
     ),
     "recv": Operation(
@@ -365,16 +368,16 @@ OPERATIONS: dict[str, Operation] = {
         sends="nothing",
         transpose="",
         run=compiled_messages.run,
-        alone=messages.nobody,
+        on_one_rank=messages.refuse_one_rank,
         is_message=True,
     ),
     "sendrecv": Operation(
         equation="x goes to rank dest, y = what rank source sends; recvbuf says its shape and dtype",
         sends="n, and a header of 64 bytes",
         transpose="sendrecv the other way",
-        results=lambda call, x, place: [like(place)],
+        results=lambda call, x, place: [shape_of(place)],
         run=compiled_messages.run,
-        alone=messages.to_oneself,
+        on_one_rank=messages.sendrecv_to_self,
         adjoint=_sendrecv_adjoint,
         is_message=True,
     ),
@@ -385,12 +388,12 @@ OPERATIONS: dict[str, Operation] = {
         results=lambda call: [],
         run=_barrier,
         is_one_call=True,
-        alone=lambda call: None,
+        on_one_rank=lambda call: None,
         shared=lambda call, x: (),
     ),
 }
 
 
-def described() -> list[tuple[str, str, str, str]]:
+def list_operations() -> list[tuple[str, str, str, str]]:
     """Rows of the docs' table: operation, equation, what a rank sends, transpose."""
     return [(name, row.equation, row.sends, row.transpose or "none") for name, row in OPERATIONS.items()]

@@ -13,7 +13,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import collectives as mpi
-from jaxmpi.collectives.table import OPERATIONS, described
+from jaxmpi.collectives.table import OPERATIONS, list_operations
 from launching import ROOT, mpirun
 
 HEAD = """
@@ -34,32 +34,32 @@ ROOTS = (
     "f, g, a = (jax.jit(each) for each in (lambda x: mpi.bcast(x, 0), lambda x: mpi.bcast(x, 1), mpi.allreduce))\n"
     "f(x), g(x), a(x).block_until_ready()\n"
 )
-MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many ranks if not 2
-    "another shape": (
-        "mpi.allreduce(jnp.ones(3 + rank))",
-        r"allreduce differs between ranks:\s+rank 1: shape of argument 0: got \[4\], expected \[3\]",
-    ),
+AT = r".*; rank {} is at <string>:"  # where the rank that is waited for is instead
+DIFFER = r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*{}"
+ENDED = "for rank {}, whose script has ended"
+NOT_RECEIVED = r"rank 0: a message of float32\[3\], sent at <string>:\d+: rank 1 has not received it"
+ALONE = "\nelse: time.sleep(60)"
+SUB = "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\n"
+MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many ranks if not 2
+    "another shape": ("mpi.allreduce(jnp.ones(3 + rank))", r"allreduce differs.*\s+rank 1: shape of argument 0"),
     "another shape in jit": (
         "jax.jit(lambda x: mpi.allgather(x))(jnp.ones(3 + rank))",
-        r"allgather, <string>:\d+ in <lambda> differs.*\s+rank 1: shape of argument 0: got \[4\]",
+        r"allgather, <string>:\d+ in <lambda> differs.*\s+rank 1: shape of argument 0",
     ),
-    "another dtype": (
-        "mpi.bcast(x if rank else x.astype(jnp.int32))",
-        r"bcast differs between ranks:\s+rank 1: dtypes: got \['float32'\], expected \['int32'\]",
-    ),
+    "another dtype": ("mpi.bcast(x if rank else x.astype(jnp.int32))", "rank 1: dtypes: got .*float32"),
     "another dtype of a mean": (
         "mpi.allreduce(x.astype(jnp.int32) if rank else jnp.ones((3, 2), jnp.uint8), 'mean')",
-        r"rank 1: mean of: got int32, expected uint8",
+        "rank 1: mean of: got int32, expected uint8",
     ),
     "two communicators of the same ranks": (
         "from mpi4py import MPI\nboth = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()\nmpi.allreduce(x, comm=both[rank])",
         r"has waited 5 s for the others, which wait in a first call on another communicator",
     ),
-    "another operation": ("mpi.allreduce(x, 'sum' if rank else 'max')", r"rank 1: op: got sum, expected max"),
-    "another root": ("jax.jit(lambda x: mpi.bcast(x, rank))(x)", r"rank 1: root: got 1, expected 0"),
+    "another operation": ("mpi.allreduce(x, 'sum' if rank else 'max')", "rank 1: op: got sum, expected max"),
+    "another root": ("jax.jit(lambda x: mpi.bcast(x, rank))(x)", "rank 1: root: got 1, expected 0"),
     "another order": (
         "(f, g)[rank](x).block_until_ready()",
-        r"rank 0 to 'exchange 1 of the job \(allreduce\(float32\[3\], op=max\), <string>:6.*rank 1 to 'exchange 2",
+        r"rank 0 to 'exchange 1 of the job \(allreduce.*rank 1 to 'exchange 2",
     ),
     "a branch that one rank takes": (
         "h = jax.jit(lambda x, b: mpi.bcast(jax.lax.cond(b, mpi.allreduce, lambda x: x, x)))\n"
@@ -72,16 +72,16 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
         r"rank 0 to 'exchange 1 of a communicator of 2 ranks \(allreduce\(.*rank 1 to 'exchange 2 of a comm",
     ),
     "one rank is missing": (
-        "if rank == 0: f(x).block_until_ready()\nelse: time.sleep(60)",
-        r"rank 0 waited \d s in exchange 1 of the job \(allreduce.* for rank 1;.*; rank 1 is at <string>:12 in ",
+        "if rank == 0: f(x).block_until_ready()" + ALONE,
+        r"rank 0 waited \d s in exchange 1 of the job \(allreduce.* for rank 1;" + AT.format(1),
     ),
     "one rank alone makes a first call": (
-        "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)\nelse: time.sleep(60)",
-        r"rank \[1\] did not answer in time; all ranks must call it; rank 1 is at <string>:12 in <module>",
+        "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)" + ALONE,
+        r"rank \[1\] did not answer in time" + AT.format(1),
     ),
     "one rank is missing at a started operation": (
-        STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()\nelse: time.sleep(60)",
-        r"comparison of allreduce.* has waited \d s for rank \[1\];.*; rank 1 is at <string>:18 in <module>",
+        STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()" + ALONE,
+        r"comparison of allreduce.* has waited \d s for rank \[1\];" + AT.format(1),
     ),
     "one rank waits in another way": (
         "if rank == 0: f(x).block_until_ready()\nelse: mpi.recv(x, 0)",
@@ -89,67 +89,67 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
     ),
     "the script of one rank has ended": (
         "if rank == 0: f(x).block_until_ready()",
-        r"rank 0 waits in exchange 1 of the job \(allreduce.* for rank 1, whose script has ended;",
+        r"rank 0 waits in exchange 1 of the job \(allreduce.* " + ENDED.format(1),
     ),
     "the script of one rank has ended before a first call": (
         "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)",
-        r"rank 0 waits in allreduce, <string>:11 in <lambda>.* for rank 1, whose script has ended;",
+        "rank 0 waits in allreduce, <string>.* " + ENDED.format(1),
     ),
     "the script of one rank has ended before a started operation": (
         STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()",
-        r"rank 0 waits in allreduce\(float32\[3\], op=sum\), <string>:\d+ in s for rank 1, whose script has ended;",
+        r"rank 0 waits in allreduce\(.* in s " + ENDED.format(1),
     ),
     "the script of one rank has ended before it sends": (
         "if rank == 1: mpi.recv(x, 0)",
-        r"rank 1 waits in recv\(float32\[3\], source=0\), <string>:\d+ in <module> for rank 0, whose script has ended;",
+        r"rank 1 waits in recv\(float32\[3\], source=0\).* " + ENDED.format(0),
     ),
     "one rank is missing on a part of the ranks": (
-        PART + "a(x).block_until_ready()\nif rank == 0: a(x).block_until_ready()\nelse: time.sleep(60)",
+        PART + "a(x).block_until_ready()\nif rank == 0: a(x).block_until_ready()" + ALONE,
         r"rank 0 waited \d s in exchange 1 of a communicator of 2 ranks \(allreduce.* for rank 1;",
     ),
     "bcasts of two roots until the scripts end": (
         ROOTS + "(f, g)[rank](x).block_until_ready()",
-        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
+        DIFFER.format("root=1"),
     ),
     "bcasts of two roots before a sum": (
         ROOTS + "(f, g)[rank](x), a(x).block_until_ready()",
-        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
+        DIFFER.format("root=1"),
     ),
     "a bcast and a reduce of one root before a sum": (
         ROOTS + "r = jax.jit(mpi.reduce)\nr(x), (f, r)[rank](x), a(x).block_until_ready()",
-        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*reduce\(float32\[3\]",
+        DIFFER.format("reduce"),
     ),
     "many bcasts of two roots": (
         ROOTS + "for _ in range(300): (f, g)[rank](x).block_until_ready()\ntime.sleep(60)",
-        r"rank 0 to 'exchange \d of the job \(bcast\(float32\[3\], root=0\).*rank 1 to '.*root=1\)",
+        DIFFER.format("root=1"),
     ),
     "a bcast to which its root alone comes until the scripts end": (
         "f = jax.jit(mpi.bcast)\nf(x).block_until_ready()\nif rank == 0: f(x).block_until_ready()",
-        r"rank 0 has come to exchange \d of the job \(bcast\(float32\[3\].*, rank 1 has not; all ranks must call it as",
+        r"rank 0 has come to exchange \d of the job \(bcast.*, rank 1 has not",
     ),
     "a send without a receive": (
-        "if rank == 0: mpi.send(x, 1)\nelse: time.sleep(60)",
-        r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;.*; rank 1 is at <string>",
+        "if rank == 0: mpi.send(x, 1)" + ALONE,
+        r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;" + AT.format(1),
     ),
     "a second send without a receive until the scripts end": (
         "s = jax.jit(lambda x: mpi.send(x, 1) if rank == 0 else mpi.recv(x, 0))\ns(x)\nif rank == 0: s(x)",
-        r"rank 0: a message of float32\[3\], sent at <string>:\d+: rank 1 has not received it; expected a recv or",
+        NOT_RECEIVED,
     ),
     "a send without a receive until the script ends": (
         "if rank == 0: mpi.send(x, 1)",
-        r"rank 0 waits in send\(float32\[3\], dest=1, tag=0\), .* for rank 1, whose script has ended;",
+        r"rank 0 waits in send\(float32\[3\], dest=1, tag=0\), .* " + ENDED.format(1),
     ),
     "a large send without a receive": (
-        "if rank == 0: mpi.send(jnp.ones(10**6), 1)\nelse: time.sleep(60)",
-        r"send\(float32\[1000000\], dest=1, tag=0\), <string>:\d+ in <module> has waited 5 s",
+        "if rank == 0: mpi.send(jnp.ones(10**6), 1)" + ALONE,
+        r"send\(float32\[1000000\], dest=1, tag=0\), .* has waited 5 s",
     ),
     "a receive without a send": (
-        "if rank == 1: mpi.recv(x, 0)\nelse: time.sleep(60)",
-        r"recv\(float32\[3\], source=0\), <string>:\d+ in <module> has waited 5 s;.*; rank 0 is at <string>:12 in ",
+        "if rank == 1: mpi.recv(x, 0)" + ALONE,
+        r"recv\(float32\[3\], source=0\), .* has waited 5 s;" + AT.format(0),
     ),
     "a message of another shape": (
         "mpi.send(jnp.ones(4), 1) if rank == 0 else mpi.recv(x, 0)",
-        r"rank 1 expects float32\[3\], but got a message of rank 0: float32\[4\], sent at <string>:\d+;",
+        r"rank 1 expects float32\[3\], but got a message of rank 0: float32\[4\], sent at <string>:\d+",
     ),
     "another order of started operations on a part of the ranks": (
         "part = jaxmpi.world().split(0, key=-rank)\n"
@@ -161,64 +161,59 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error says, how many 
     "one rank is missing at a started operation of a part of the ranks": (
         "part = jaxmpi.world().split(None if rank == 1 else 0, key=-rank)\n"
         "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.allreduce, x, comm=part)))\n"
-        "if part: s(x).block_until_ready()\n"
-        "if rank == 0: s(x).block_until_ready()\nelse: time.sleep(60)",
-        r"comparison of allreduce.* has waited \d s for rank \[2\];.*; rank 2 is at <string>:15 in <module>",
+        "if part: s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()" + ALONE,
+        r"comparison of allreduce.* has waited \d s for rank \[2\];" + AT.format(2),
         3,
     ),
     "one rank alone makes the first call on a communicator of mpi4py": (
         "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Split(rank == 1, -rank)\n"
-        "if rank == 0: mpi.allreduce(x, comm=sub)\nelse: time.sleep(60)",
-        r"the first call on a communicator of 2 ranks has waited 5 s for rank \[2\];.*; rank 2 is at <string>:14 in ",
+        "if rank == 0: mpi.allreduce(x, comm=sub)" + ALONE,
+        r"the first call on a communicator of 2 ranks has waited 5 s for rank \[2\];" + AT.format(2),
         3,
     ),
     "a message that all ranks of a communicator of mpi4py do not come to at first": (
-        "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\n"
-        "if rank == 0: mpi.send(x, 1, comm=sub)\nelif rank == 1: mpi.recv(x, 0, comm=sub)\nelse: time.sleep(60)",
+        SUB + "if rank == 0: mpi.send(x, 1, comm=sub)\nelif rank == 1: mpi.recv(x, 0, comm=sub)" + ALONE,
         r"the first call on a communicator of 3 ranks has waited 5 s for rank \[2\]; .* does not concern",
         3,
     ),
     "the script of one rank has ended before the first call on a communicator of mpi4py": (
-        "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\nif rank == 0: mpi.allreduce(x, comm=sub)",
-        r"rank 0 waits in the first call on a communicator of 2 ranks, .* for rank 1, whose script has ended;",
+        SUB + "if rank == 0: mpi.allreduce(x, comm=sub)",
+        "rank 0 waits in the first call on a communicator of 2 ranks, .* " + ENDED.format(1),
     ),
     "a started receive without a send": (
         "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.recv, x, 0)))\n"
-        "if rank == 1: s(x).block_until_ready()\nelse: time.sleep(60)",
-        r"recv\(float32\[3\], source=0\), .* has waited 5 s; no message has come or gone.*; rank 0 is at <string>:13",
+        "if rank == 1: s(x).block_until_ready()" + ALONE,
+        r"recv\(float32\[3\], source=0\), .* has waited 5 s; no message has come or gone" + AT.format(0),
     ),
     "a started send without a receive": (
-        "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.send, x, 1)))\nif rank == 0: s(x)\nelse: time.sleep(60)",
-        r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;.*; rank 1 is at <string>",
+        "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.send, x, 1)))\nif rank == 0: s(x)" + ALONE,
+        r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;" + AT.format(1),
     ),
     "a sendrecv of another shape": (
         "mpi.sendrecv(jnp.ones(3 + rank), x, 1 - rank, 1 - rank)",
-        r"rank 0 expects float32\[3\], but got a message of rank 1: float32\[4\], sent at <string>:\d+;",
+        r"rank 0 expects float32\[3\], but got a message of rank 1: float32\[4\], sent at <string>:\d+",
     ),
     "a sendrecv of one rank": (
-        "if rank == 0: mpi.sendrecv(x, x, 1, 1)\nelse: time.sleep(60)",
-        r"sendrecv\(float32\[3\], dest=1, .* has waited 5 s; no message has come or gone.*; rank 1 is at <string>:12",
+        "if rank == 0: mpi.sendrecv(x, x, 1, 1)" + ALONE,
+        r"sendrecv\(float32\[3\], dest=1, .* has waited 5 s; no message has come or gone" + AT.format(1),
     ),
     "the script of one rank has ended before a sendrecv": (
         "if rank == 0: mpi.sendrecv(x, x, 1, 1)",
-        r"rank 0 waits in sendrecv\(float32\[3\], dest=1, .* for rank 1, whose script has ended;",
+        r"rank 0 waits in sendrecv\(float32\[3\], dest=1, .* " + ENDED.format(1),
     ),
     "the script of one rank of three has ended before a sendrecv": (
         "if rank: mpi.sendrecv(x, x, (rank - 1) % 3, (rank + 1) % 3)",
-        r"rank 1 waits in sendrecv\(float32\[3\], dest=2, .* for rank 0, whose script has ended;",
+        r"rank 1 waits in sendrecv\(float32\[3\], dest=2, .* " + ENDED.format(0),
         3,
     ),
     "a sendrecv with itself under another tag": (
         "mpi.sendrecv(x, x, rank, rank, sendtag=1, recvtag=2)",
         r"sendrecv\(float32\[3\], dest=\d, tag=1, .* has waited 5 s",
     ),
-    "a sendrecv without a receive": (
-        "mpi.send(x, 0) if rank else mpi.sendrecv(x, x, 1, 1)",
-        r"rank 0: a message of float32\[3\], sent at <string>:\d+: rank 1 has not received it; expected a recv or",
-    ),
+    "a sendrecv without a receive": ("mpi.send(x, 0) if rank else mpi.sendrecv(x, x, 1, 1)", NOT_RECEIVED),
     "two receives that wait for each other": (
         "mpi.recv(x, 1 - rank); mpi.send(x, 1 - rank)",
-        r"recv\(float32\[3\], source=\d\), <string>:\d+ in <module> has waited 5 s",
+        r"recv\(float32\[3\], source=\d\), .* has waited 5 s",
     ),
 }
 
@@ -402,8 +397,6 @@ def test_one_worker_gets_what_is_its_own(no_launcher):
     assert mpi.sendrecv(x, jax.ShapeDtypeStruct((1, 3), x.dtype), 0, 0).tolist() == x.tolist()
     assert mpi.exscan(x, "min").tolist() == [[np.inf] * 3]
     assert jax.grad(lambda x: (mpi.allreduce(x) ** 2).sum())(x).tolist() == [[0, 2, 4]]
-    with pytest.raises(jaxmpi.UsageError, match="send: got one worker, which has nobody"):
-        mpi.send(x, 0)
 
 
 def test_one_worker_fills_a_status(no_launcher):
@@ -416,60 +409,46 @@ def test_one_worker_fills_a_status(no_launcher):
     assert (status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)) == (MPI.PROC_NULL, MPI.ANY_TAG, 0)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: mpi.allreduce(jnp.ones(3), "plus"), r"allreduce: op: got 'plus'; expected one of sum, mean, prod"),
-        (lambda: mpi.allreduce({"w": jnp.ones(3)}, "xor"), r"leaf 'w' is float32; xor expects bools or integers"),
-        (lambda: mpi.allreduce(1j, "max"), r"complex64, which has no order"),
-        (lambda: mpi.allreduce(1.0, "max", dtype=jnp.complex64), r"complex64, which has no order"),
-        (lambda: mpi.scan(1j, dtype=jnp.float32), r"got float32, which would drop its imaginary part; scan x.real"),
-        (
-            lambda: mpi.allreduce(0.5, "mean", dtype=int),
-            r"float32; dtype: got int32 for a mean; expected one of floats",
-        ),
-        (lambda: mpi.sendrecv(1, 2, 0, 0, sendtag=1, recvtag=2), r"waits for tag 2, but sends itself tag 1"),
-        (lambda: mpi.allreduce(jnp.ones(3), dtype=jnp.bool_), r"array itself\)' is float32; dtype: got bool for a sum"),
-        (lambda: mpi.scan(jnp.ones(3, int), "max", dtype=bool), r"is int32; dtype: got bool for a max; expected"),
-        (lambda: mpi.allreduce(jnp.ones(3), dtype="foo"), r"allreduce: dtype: got 'foo'; expected one of numbers, as"),
-        (lambda: mpi.reduce(jnp.ones(3), dtype=object), r"reduce: dtype: got <class .object.>; expected one"),
-        (lambda: mpi.bcast(jnp.ones(3), 5), r"bcast: root: got 5; expected a rank below 1"),
-        (lambda: mpi.reduce_scatter(jnp.int32(3), "mean"), r"has shape \[\]; expected 1 rows, one for each rank"),
-        (lambda: mpi.recv(jnp.ones(3), tag=-2), r"recv: tag: got -2; expected a number from 0 to \d+, or None for any"),
-        (lambda: mpi.send(jnp.ones(3), 0, tag=1 << 40), r"send: tag: got \d+; expected a number from 0 to \d+$"),
-        (lambda: mpi.recv(jnp.ones(3), -1), r"recv: source: got -1; .* below 1, NOBODY, or None for any; MPI.ANY"),
-        (lambda: mpi.send(jnp.ones(3), -2), r"send: dest: got -2; expected a rank below 1 or NOBODY; MPI.PROC_NULL"),
-        (lambda: mpi.alltoall(jnp.ones(3)), r"has shape \[3\]; expected 1 rows, one for each rank"),
-        (lambda: mpi.alltoallv(jnp.ones(3), [2]), r"got \[2\] for 3 rows; expected 1 numbers that add up to the rows"),
-        (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), r"take the collectives of jax.lax"),
-        (
-            lambda: mpi.sendrecv([1, 2], [1], 0, 0),
-            r"rank 0: got 2 leaves in sendbuf and 1 in recvbuf; expected as many",
-        ),
-        (
-            lambda: mpi.sendrecv(jnp.ones(2), jnp.ones(3), 0, 0),
-            r"expects float32\[3\], but got float32\[2\] from itself",
-        ),
-        (lambda: mpi.allreduce({"k": jax.random.key(0)}), r"allreduce: got a random key; expected numbers"),
-        (
-            lambda: jaxmpi.world().split(-1),
-            r"split: color: rank 0: got -1; expected a number from 0 on, 'host', or None",
-        ),
-        (
-            lambda: jaxmpi.world().split("0"),
-            r"split: color: rank 0: got '0'; expected a number from 0 on, 'host', or None",
-        ),
-        (lambda: mpi.bcast(jax.random.key(0)), r"random key; expected numbers: jax.random.key_data"),
-    ],
-)
-def test_what_cannot_be_is_refused(call, message, no_launcher):
-    with pytest.raises(jaxmpi.UsageError, match=message):
+REFUSED = [
+    (lambda: mpi.allreduce(jnp.ones(3), "plus"), "allreduce: op: got 'plus'"),
+    (lambda: mpi.allreduce({"w": jnp.ones(3)}, "xor"), "leaf 'w' is float32"),
+    (lambda: mpi.allreduce(1j, "max"), "complex64"),
+    (lambda: mpi.allreduce(1.0, "max", dtype=jnp.complex64), "complex64"),
+    (lambda: mpi.scan(1j, dtype=jnp.float32), "imaginary part"),
+    (lambda: mpi.allreduce(0.5, "mean", dtype=int), "dtype: got int32 for a mean"),
+    (lambda: mpi.allreduce(jnp.ones(3), dtype=jnp.bool_), "dtype: got bool for a sum"),
+    (lambda: mpi.scan(jnp.ones(3, int), "max", dtype=bool), "dtype: got bool for a max"),
+    (lambda: mpi.allreduce(jnp.ones(3), dtype="foo"), "allreduce: dtype: got 'foo'"),
+    (lambda: mpi.reduce(jnp.ones(3), dtype=object), "reduce: dtype"),
+    (lambda: mpi.bcast(jnp.ones(3), 5), "bcast: root: got 5"),
+    (lambda: mpi.reduce_scatter(jnp.int32(3), "mean"), r"has shape \[\]; expected 1 rows"),
+    (lambda: mpi.alltoall(jnp.ones(3)), r"has shape \[3\]; expected 1 rows"),
+    (lambda: mpi.alltoallv(jnp.ones(3), [2]), r"alltoallv: rank 0: send_counts: got \[2\]"),
+    (lambda: mpi.recv(jnp.ones(3), tag=-2), "recv: tag: got -2"),
+    (lambda: mpi.send(jnp.ones(3), 0, tag=1 << 40), "send: tag"),
+    (lambda: mpi.recv(jnp.ones(3), -1), "recv: source: got -1"),
+    (lambda: mpi.send(jnp.ones(3), -2), "send: dest: got -2"),
+    (lambda: mpi.send(jnp.ones(3), 0), "send: got one worker"),
+    (lambda: mpi.sendrecv(1, 2, 0, 0, sendtag=1, recvtag=2), "waits for tag 2, but sends itself tag 1"),
+    (lambda: mpi.sendrecv([1, 2], [1], 0, 0), "sendrecv: rank 0: got 2 leaves"),
+    (lambda: mpi.sendrecv(jnp.ones(2), jnp.ones(3), 0, 0), r"float32\[3\], but got float32\[2\]"),
+    (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), "comm: got AxisComm"),
+    (lambda: mpi.allreduce({"k": jax.random.key(0)}), "allreduce: got a random key"),
+    (lambda: mpi.bcast(jax.random.key(0)), "bcast: got a random key"),
+    (lambda: jaxmpi.world().split(-1), "split: color: rank 0: got -1"),
+    (lambda: jaxmpi.world().split("0"), "split: color: rank 0: got '0'"),
+]
+
+
+@pytest.mark.parametrize(("call", "names"), REFUSED)
+def test_what_cannot_be_is_refused(call, names, no_launcher):
+    with pytest.raises(jaxmpi.UsageError, match=names):
         call()
 
 
 def test_the_table_in_the_docs_is_the_programs_own():
     page = (ROOT / "docs" / "collectives.md").read_text()
-    rows = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in described()]
+    rows = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in list_operations()]
     assert [row for row in rows if row not in page] == []
     assert set(OPERATIONS) <= set(dir(mpi))
 

@@ -11,7 +11,7 @@ import pytest
 import jaxmpi
 from jaxmpi import collectives as mpi
 from jaxmpi.collectives import compiled_messages, messages
-from jaxmpi.collectives.call import like
+from jaxmpi.collectives.call import shape_of
 from jaxmpi.comm import compiled_calls
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.comm.compiled_calls import CompiledCalls
@@ -531,7 +531,7 @@ def test_messages_and_collectives_without_jit():
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
 def test_small_sendrecvs_in_a_loop_call_no_python(monkeypatch):
     left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
-    messages.registered()
+    messages.register_handlers()
     monkeypatch.setitem(host_callbacks._functions, messages.MESSAGE, None)
     shift = jax.jit(lambda x: jax.lax.fori_loop(0, 2 * SIZE + 1, lambda _, x: mpi.sendrecv(x, x, left, right), x))
     assert shift(jnp.arange(4.0) + RANK).tolist() == [left + i for i in range(4)]
@@ -548,7 +548,7 @@ def test_a_program_that_fails_before_its_small_sendrecv_leaves_no_note():
     with pytest.raises(jax.errors.JaxRuntimeError, match="no data"):
         step(jnp.ones(3)).block_until_ready()
     assert isinstance(COMM, MpiComm)
-    assert compiled_messages.notes_of(COMM).found() == []
+    assert compiled_messages.notes_for(COMM).found() == []
     mpi.barrier()
 
 
@@ -932,7 +932,7 @@ def test_a_reversed_scan_is_traced_while_an_earlier_program_exchanges():
 
     @jax.jit
     def earlier(x: jax.Array, square: jax.Array) -> jax.Array:
-        [passed] = host_callbacks.call("test: a gate", [x], [like(x)])
+        [passed] = host_callbacks.call("test: a gate", [x], [shape_of(x)])
         return mpi.allgather(passed + (square @ square)[0, 0], comm=pair)
 
     host_callbacks.register("test: a gate", pass_through)

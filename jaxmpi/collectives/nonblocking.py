@@ -1,4 +1,4 @@
-"""Nonblocking operations: started in a program, run beside it, then waited for.
+"""Nonblocking operations: a program starts them, computes concurrently, and waits for them.
 
     h = start(allreduce, x)
     ...                       # is computed meanwhile
@@ -36,9 +36,8 @@ from jaxmpi.allreduce.comm_thread import PendingExchange, comm_thread, same_call
 from jaxmpi.allreduce.comm_thread_calls import TICKET
 from jaxmpi.allreduce.host_comm import Requests
 from jaxmpi.collectives import api, messages
-from jaxmpi.collectives.call import MpiCall, like
-from jaxmpi.collectives.dtypes import as_sent, as_was, in_bytes
-from jaxmpi.collectives.primitive import check_counts, facts, instead, row_of, what_of
+from jaxmpi.collectives.call import MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
+from jaxmpi.collectives.primitive import check_counts, describe_call, facts, intercept_calls, operation_of
 from jaxmpi.collectives.table import OPERATIONS, mpi_op, neutral
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, check
@@ -60,7 +59,7 @@ class Handle:
     kwargs: dict[str, Any]
     line: str
     tickets: list[jax.Array] = dataclasses.field(default_factory=list)  # tickets of its calls, one for each array
-    told: list[Any] = dataclasses.field(default_factory=list)  # facts that ranks told each other at its start
+    agreed: list[Any] = dataclasses.field(default_factory=list)  # what ranks told each other at its start
     is_waited: bool = False
     trace: Any = dataclasses.field(default_factory=lambda: traced_function())
 
@@ -93,9 +92,9 @@ def start(operation: Callable[..., PyTree], *args: Any, **kwargs: Any) -> Handle
 
     def begin(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
         handle.tickets += _start_p.bind(*operands, call=call, handle=handle)
-        return [jnp.zeros(result.shape, result.dtype) for result in row_of(call).results(call, *operands)]
+        return [jnp.zeros(result.shape, result.dtype) for result in operation_of(call).results(call, *operands)]
 
-    with instead(begin, handle.told):
+    with intercept_calls(begin, handle.agreed):
         handle.operation(*args, **kwargs)
     if not handle.tickets:  # nothing is sent
         _nothing_p.bind(handle=handle)
@@ -128,27 +127,27 @@ def wait(handle: Handle, after: PyTree = ()) -> PyTree:
     handle.is_waited, tickets = True, iter(handle.tickets)
 
     def finish(call: MpiCall, *operands: jax.Array) -> list[jax.Array]:
-        results = row_of(call).results(call, *operands)
-        sent = like_sent(call, results)
-        before = [next(tickets), *(entry_of(jax.lax.stop_gradient(x)) for x in jax.tree.leaves(after))]
+        results = operation_of(call).results(call, *operands)
+        sent = shapes_sent(call, results)
+        before = [next(tickets), *(one_entry(jax.lax.stop_gradient(x)) for x in jax.tree.leaves(after))]
         came = host_callbacks.call(WAIT, before, sent, effect=call.comm.effect)
-        return [as_was(y, result.dtype) for y, result in zip(came, results, strict=True)]
+        return [from_mpi_dtype(y, result.dtype) for y, result in zip(came, results, strict=True)]
 
-    with instead(finish, handle.told):
+    with intercept_calls(finish, handle.agreed):
         return handle.operation(*handle.args, **handle.kwargs)
 
 
-def _as_travels(call: MpiCall) -> Callable[[jax.Array], jax.Array]:
-    """Return `as_sent`; for messages, whose header names the dtype, `in_bytes`."""
-    return in_bytes if row_of(call).is_message else as_sent
+def _sent_form(call: MpiCall) -> Callable[[jax.Array], jax.Array]:
+    """How an array is sent; a message's header names its dtype."""
+    return at_least_8_bits if operation_of(call).is_message else to_mpi_dtype
 
 
-def like_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of arrays as they travel."""
-    return [like(jax.eval_shape(_as_travels(call), x)) for x in arrays]
+def shapes_sent(call: MpiCall, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of arrays as they are sent."""
+    return [shape_of(jax.eval_shape(_sent_form(call), x)) for x in arrays]
 
 
-def entry_of(x: jax.Array) -> jax.Array:
+def one_entry(x: jax.Array) -> jax.Array:
     """Return x or, to copy less, one entry that waits for x."""
     if not (host_callbacks.why_copies() and jnp.size(x)):
         return x
@@ -166,7 +165,7 @@ def _abstract(*operands: Any, call: MpiCall, handle: Handle) -> tuple[list, set]
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle: Handle) -> Sequence[Any]:
-    what = what_of(call, ctx.avals_in)
+    what = describe_call(call, ctx.avals_in)
     check(handle.is_waited, f"start: {what} is never waited for; expected y = wait(h) in the function that starts it")
     check_counts(call, ctx.avals_in)
     reason = host_callbacks.unavailable_reason() or (
@@ -174,16 +173,16 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, call: MpiCall, handle:
     )
     check(not reason, f"start: {what} cannot run beside a program: {reason}; call {call.operation} itself")
     _registered()
-    if not row_of(call).is_message:
+    if not operation_of(call).is_message:
         with one_thread(call.comm, call.operation):
             call.comm.assert_same(facts(call, ctx.avals_in, is_traced=True))
-            lane_of(call.comm)
+            queue_of(call.comm)
     with _lock:
-        _calls.append((call, like_sent(call, row_of(call).results(call, *ctx.avals_in)), what))
+        _calls.append((call, shapes_sent(call, operation_of(call).results(call, *ctx.avals_in)), what))
         number = len(_calls) - 1
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        sent = [_as_travels(call)(x) for x in arrays]
+        sent = [_sent_form(call)(x) for x in arrays]
         return host_callbacks.call(START, sent, [TICKET], effect=call.comm.effect, call=number)
 
     return mlir.lower_fun(run)(ctx, *operands)
@@ -204,7 +203,7 @@ mlir.register_lowering(_nothing_p, _lower_nothing, cacheable=False)
 
 
 def _refuse(*_: Any, call: MpiCall, **__: Any) -> tuple:
-    raise UsageError(f"start: {call.what()} has neither derivative nor mapping; take {call.operation} itself there")
+    raise UsageError(f"start: {call.describe()} has neither derivative nor mapping; take {call.operation} itself there")
 
 
 mlir.register_lowering(_start_p, _lower, cacheable=False)
@@ -221,29 +220,29 @@ _tickets = itertools.count()
 @functools.cache
 def _registered() -> None:
     """Register handlers and the end of messages, and start the thread, once."""
-    messages.registered()
+    messages.register_handlers()
     host_callbacks.register(START, _start, ends_job=True)
     host_callbacks.register(WAIT, _wait, ends_job=True)
     comm_thread()
 
 
 def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> None:
-    """(arrays) -> ticket u32[]; copies travel."""
+    """(arrays) -> ticket u32[]; copies are sent."""
     made, shapes, what = _calls[call]
     xs, ys = [x.copy() for x in operands], [np.empty(shape.shape, shape.dtype) for shape in shapes]
     ticket, thread, bucket = next(_tickets) % 2**32, comm_thread(), ys[0] if ys else np.empty(0)
     results[0][...] = ticket
-    if row_of(made).is_message:
-        options = messages.options_of(made, what)
-        steps = messages.steps(made.comm, xs, ys, **options)
+    if operation_of(made).is_message:
+        options = messages.step_options(made, what)
+        steps = messages.exchange_steps(made.comm, xs, ys, **options)
         begun = next(steps, None)  # here: the program's next message to or from that rank comes behind it
         steps = itertools.chain([] if begun is None else [begun], steps)
-        lost = functools.partial(messages.lost, made.comm, **options)
+        lost = functools.partial(messages.lost_message, made.comm, **options)
         pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, iter([steps]), lost=lost)
         thread.hand_over(pending)
     else:
-        lane = lane_of(made.comm)
-        steps = began(made, lane.mpi, xs, ys)
+        lane = queue_of(made.comm)
+        steps = start_mpi(made, lane.mpi, xs, ys)
         pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, iter([steps]), control=lane.control)
         lane.add(pending)
 
@@ -255,7 +254,7 @@ def _wait(operands: list[np.ndarray], results: list[np.ndarray]) -> None:
         np.copyto(result, pending.bucket)
 
 
-class Lane:
+class StartQueue:
     """Operations started on one communicator, each begun once ranks have compared it."""
 
     def __init__(self, comm: MpiComm) -> None:
@@ -290,12 +289,12 @@ class Lane:
             comm_thread().begin(pending)
 
 
-def lane_of(comm: MpiComm) -> Lane:
+def queue_of(comm: MpiComm) -> StartQueue:
     """This communicator's; all its ranks call it together for its first operation."""
-    return comm.cached("lane", lambda: Lane(comm))
+    return comm.cached("started operations", lambda: StartQueue(comm))
 
 
-def began(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
+def start_mpi(call: MpiCall, mpi: Any, xs: list[np.ndarray], ys: list[np.ndarray]) -> Iterator[Requests]:
     """Begin an operation by mpi4py, and wait until y is filled."""
     rank, root = mpi.rank, call.root or 0
     if call.operation == "barrier":

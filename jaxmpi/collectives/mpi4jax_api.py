@@ -1,0 +1,168 @@
+"""mpi4jax 0.9's API: the same names, order of arguments and results. Programs change only their import line.
+
+    import jaxmpi.compat.mpi4jax as mpi4jax
+
+Unlike mpi4jax, ranks compare their calls, messages have headers, and more is differentiable: docs/collectives.md. Ranks
+may make the same call at different lines, as in branches on the rank, so lines are not compared. A communicator other
+than `MPI.COMM_WORLD` becomes known to jaxmpi at its first call, which all its ranks make together. `MPI.LAND` and the
+like give 0 and 1, as in MPI.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmpi.collectives import api
+from jaxmpi.collectives.call import NOBODY, lines_may_differ
+from jaxmpi.comm.mpi import communicator
+from jaxmpi.core.errors import UsageError
+from jaxmpi.core.to_jax import to_jax
+from jaxmpi.runtime import failures, prepare
+
+if not failures.has_backend():  # before the program's first array: such a program never calls `jaxmpi.world()`
+    prepare.prepare()
+
+__version__ = "0.9.1"
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "bcast",
+    "gather",
+    "has_cuda_support",
+    "has_sycl_support",
+    "recv",
+    "reduce",
+    "scan",
+    "scatter",
+    "send",
+    "sendrecv",
+]
+
+
+def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse tokens as mpi4jax does, and leave source lines out of the comparison between ranks."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "token" in kwargs:
+            raise RuntimeError("got a token; mpi4jax takes none since 0.8.0, and returns none: leave it out")
+        with lines_may_differ():
+            return function(*args, **kwargs)
+
+    return call
+
+
+allgather = _without_token(api.allgather)
+alltoall = _without_token(api.alltoall)
+barrier = _without_token(api.barrier)
+bcast = _without_token(api.bcast)
+gather = _without_token(api.gather)
+scatter = _without_token(api.scatter)
+
+
+@_without_token
+def allreduce(x: Any, op: Any, *, comm: Any = None) -> jax.Array:
+    """`collectives.allreduce`, by an `mpi4py.MPI.Op`."""
+    return _reduce_by(op, api.allreduce, x, comm=comm)
+
+
+@_without_token
+def reduce(x: Any, op: Any, root: int, *, comm: Any = None) -> jax.Array:
+    """`collectives.reduce`, by an `mpi4py.MPI.Op`."""
+    return _reduce_by(op, api.reduce, x, comm=comm, root=root)
+
+
+@_without_token
+def scan(x: Any, op: Any, *, comm: Any = None) -> jax.Array:
+    """`collectives.scan`, by an `mpi4py.MPI.Op`."""
+    return _reduce_by(op, api.scan, x, comm=comm)
+
+
+@_without_token
+def recv(x: Any, source: Any = None, *, tag: Any = None, comm: Any = None, status: Any = None) -> jax.Array:
+    """`collectives.recv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
+    return api.recv(x, _source(source), tag=_tag(tag), comm=comm, status=status)
+
+
+@_without_token
+def send(x: Any, dest: int, *, tag: int = 0, comm: Any = None) -> None:
+    """`collectives.send`; `MPI.PROC_NULL` as in MPI."""
+    api.send(x, _dest("send", dest), tag=tag, comm=comm)
+
+
+@_without_token
+def sendrecv(
+    sendbuf: Any,
+    recvbuf: Any,
+    source: Any,
+    dest: int,
+    *,
+    sendtag: int = 0,
+    recvtag: Any = None,
+    comm: Any = None,
+    status: Any = None,
+) -> jax.Array:
+    """`collectives.sendrecv`; `MPI.ANY_SOURCE`, `MPI.ANY_TAG`, `MPI.PROC_NULL` as in MPI."""
+    tags = {"sendtag": sendtag, "recvtag": _tag(recvtag)}
+    return api.sendrecv(sendbuf, recvbuf, _source(source), _dest("sendrecv", dest), **tags, comm=comm, status=status)
+
+
+def has_cuda_support() -> bool:
+    """Return True if mpi4jax, which moves GPUs' arrays, was built with CUDA."""
+    import mpi4jax
+
+    return mpi4jax.has_cuda_support()
+
+
+def has_sycl_support() -> bool:
+    """Return True if mpi4jax, which moves GPUs' arrays, was built with SYCL."""
+    import mpi4jax
+
+    return mpi4jax.has_sycl_support()
+
+
+def _reduce_by(op: Any, function: Callable[..., Any], x: Any, **options: Any) -> jax.Array:
+    """Reduce by an operation of mpi4py."""
+    from mpi4py import MPI
+
+    names = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min", "BAND": "and", "BOR": "or", "BXOR": "xor"}
+    for name, word in names.items():
+        if op == getattr(MPI, name):
+            return function(x, word, **options)
+    for name, word in {"LAND": "and", "LOR": "or", "LXOR": "xor"}.items():
+        if op == getattr(MPI, name):
+            array = to_jax(function.__name__, x)
+            result = function(array != 0, word, **options).astype(array.dtype)
+            is_elsewhere = "root" in options and communicator(options["comm"]).rank != options["root"]
+            return array if is_elsewhere else result
+    raise UsageError(f"{function.__name__}: got op {op!r}; expected one of mpi4py's, without MINLOC and MAXLOC")
+
+
+def _dest(operation: str, dest: Any) -> Any:
+    """A rank that a message goes to, as `collectives` has it."""
+    rank = _source(dest)
+    if rank is None:
+        raise UsageError(
+            f"{operation}: dest: got {dest}; expected a rank, or MPI.PROC_NULL to send nothing: MPI.ANY_SOURCE is a "
+            "source"
+        )
+    return rank
+
+
+def _source(rank: Any) -> Any:
+    """A rank as `collectives` has it, where None is any."""
+    from mpi4py import MPI
+
+    if rank is None or rank == MPI.ANY_SOURCE:
+        return None
+    return NOBODY if rank == MPI.PROC_NULL else rank
+
+
+def _tag(tag: Any) -> Any:
+    from mpi4py import MPI
+
+    return None if tag is None or tag == MPI.ANY_TAG else tag
