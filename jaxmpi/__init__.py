@@ -45,37 +45,18 @@ if TYPE_CHECKING:
     from jaxmpi.trainer.callbacks import Moment as Moment
     from jaxmpi.trainer.callbacks import ReduceOnPlateau as ReduceOnPlateau
 
-_NAMES = {
-    "jaxmpi.allreduce.api": (
-        "exchange",
-        "exchange_gradients",
-    ),
+_PLACES = {  # module to the public names that it has
+    "jaxmpi.allreduce.api": ("exchange", "exchange_gradients"),
     "jaxmpi.allreduce.sharded": ("sharded",),
     "jaxmpi.checkpoint.export": ("TrainedModel", "load", "load_program"),
     "jaxmpi.collectives.nonblocking": ("start", "wait"),
     "jaxmpi.comm.axis": ("AxisComm",),
     "jaxmpi.comm.base": ("SoloComm",),
-    "jaxmpi.comm.job": (
-        "broadcast",
-        "same_on_all_ranks",
-    ),
-    "jaxmpi.comm.mpi": (
-        "MpiComm",
-        "world",
-    ),
-    "jaxmpi.core.errors": (
-        "TrainingError",
-        "UsageError",
-    ),
-    "jaxmpi.functions": (
-        "function",
-        "shared",
-        "variable",
-    ),
-    "jaxmpi.functions.lifecycle": (
-        "close",
-        "fork",
-    ),
+    "jaxmpi.comm.job": ("broadcast", "same_on_all_ranks"),
+    "jaxmpi.comm.mpi": ("MpiComm", "world"),
+    "jaxmpi.core.errors": ("TrainingError", "UsageError"),
+    "jaxmpi.functions": ("function", "shared", "variable"),
+    "jaxmpi.functions.lifecycle": ("close", "fork"),
     "jaxmpi.functions.optimizer": ("optimizer",),
     "jaxmpi.input_pipeline.in_memory": ("InMemory",),
     "jaxmpi.own_loop.accumulation": ("accumulate_gradients",),
@@ -83,14 +64,9 @@ _NAMES = {
     "jaxmpi.own_loop.ranks": ("average_statistics", "join", "on_rank0", "print0", "rank_key", "sampler"),
     "jaxmpi.tasks.base": ("Task",),
     "jaxmpi.trainer.api": ("Trainer",),
-    "jaxmpi.trainer.callbacks": (
-        "Callback",
-        "EarlyStop",
-        "Moment",
-        "ReduceOnPlateau",
-    ),
+    "jaxmpi.trainer.callbacks": ("Callback", "EarlyStop", "Moment", "ReduceOnPlateau"),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -98,12 +74,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"jaxmpi.{name}")
     if name == "metrics":
         return importlib.import_module("jaxmpi.own_loop.metrics")
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'jaxmpi' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_MODULES})

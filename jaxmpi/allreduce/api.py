@@ -97,7 +97,7 @@ def exchange(
         check_may_send("jaxmpi.exchange")
     with one_thread(comm) as is_part:
         with refuse_together(comm.assert_same):
-            leaves = as_numbers(tree, op, comm.size)
+            leaves = as_numbers(tree, op, comm)
         tree = jax.tree.unflatten(structure, leaves)
         if is_auto(strategy):
             strategy, bucket_bytes, *_ = settle(comm, strategy, bucket_bytes, [np.size(leaf) for leaf in leaves])
@@ -333,7 +333,7 @@ def in_own_type(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[int]
     return [i for i, leaf in enumerate(leaves) if leaf.dtype not in FLOATS]
 
 
-def as_numbers(tree: PyTree, op: str = "", workers: int = 1) -> list[Any]:
+def as_numbers(tree: PyTree, op: str, comm: Comm) -> list[Any]:
     """The leaves as arrays that `exchange` takes.
 
     Raises:
@@ -352,8 +352,8 @@ def as_numbers(tree: PyTree, op: str = "", workers: int = 1) -> list[Any]:
         if not is_number and getattr(leaf, "dtype", None) not in (*FLOATS, jnp.float64):
             raise _not_taken(path, leaf, "floats: cast it, leave it out, or take jaxmpi.collectives.allreduce")
         is_bool = isinstance(leaf, (bool, np.bool_))
-        array = to_jax(_leaf(path), int(leaf) if is_bool else leaf, op, workers)
-        if workers > 1:
+        array = to_jax(_leaf(path), int(leaf) if is_bool else leaf, op, comm.size)
+        if over_mpi(comm):
             check_on_one_device(_leaf(path), array)
         leaves.append(array.astype(jnp.int32) if is_bool else array)
     return leaves
