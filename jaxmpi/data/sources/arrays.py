@@ -18,9 +18,10 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import check
+from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import resized
 from jaxmpi.data.sampler import random_bits
-from jaxmpi.data.sources.base import Source, refuse_masked, to_array, where
+from jaxmpi.data.sources.base import Source, to_array, where
 
 SYNTHETIC_CLASSES = 1000  # as ImageNet, whose models this stands in for
 SYNTHETIC_PX = 224
@@ -43,7 +44,7 @@ class ArraySource:
 
     def __init__(self, images: Any, labels: Any, classes: int = 0, name: str = "array") -> None:
         for field, value in {"images": images, "labels": labels}.items():
-            refuse_masked(value, f"{name}: {field}")
+            check_unmasked(f"{name}: {field}", value)
         check(len(images) == len(labels), f"{name}: got {len(images)} images, {len(labels)} labels")
         self.images, self.labels, self.name = images, labels, name
         is_whole = np.asarray(labels[:1]).dtype.kind in "iu"
@@ -133,7 +134,7 @@ def lengths_of(fields: dict[Any, Any], outer: str = "") -> dict[str, int]:
     lengths: dict[str, int] = {}
     for key, value in fields.items():
         inner = dict(enumerate(value)) if isinstance(value, tuple) else value
-        refuse_masked(inner, f"{outer}{key}")
+        check_unmasked(f"{outer}{key}", inner)
         lengths |= lengths_of(inner, f"{outer}{key}/") if isinstance(inner, dict) else {f"{outer}{key}": len(inner)}
     return lengths
 

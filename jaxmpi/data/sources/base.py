@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
 
 
@@ -65,7 +66,7 @@ def pair(source: Source, index: int) -> tuple[np.ndarray, Any]:
     if isinstance(example, dict):
         check(False, f"{where(source, index)}: got the fields {', '.join(example)}; expected an image and a label")
     image, label = example
-    refuse_masked(label, f"{where(source, index)}: label")
+    check_unmasked(f"{where(source, index)}: label", label)
     return to_array(image, where(source, index)), label
 
 
@@ -81,17 +82,8 @@ def place_in_parts(ends: np.ndarray, index: int) -> tuple[int, int]:
 
 def to_array(value: Any, where: str) -> np.ndarray:
     """`np.asarray`, but a masked array is refused."""
-    refuse_masked(value, where)
+    check_unmasked(where, value)
     return np.asarray(value)
-
-
-def refuse_masked(value: Any, where: str) -> None:
-    """Raise `UsageError` for a masked array, whose mask no batch would have."""
-    check(
-        not isinstance(value, np.ma.MaskedArray),
-        f"{where}: got a NumPy masked array; expected a plain one: fill it, as array.filled(0), and give its mask as a "
-        "field of its own",
-    )
 
 
 def check_plain_files(paths: Iterable[str], expected: str) -> None:
