@@ -173,7 +173,7 @@ def masked_on_the_last() -> np.ndarray:
 )
 def test_masks_and_gradients_of_integers_are_refused_on_all_ranks_alike(call):
     for leaf in (masked_on_the_last(), np.zeros(2, jax.dtypes.float0)):
-        with pytest.raises(jaxmpi.UsageError, match=r"leaf '(shared/)?w'"):
+        with pytest.raises(jaxmpi.UsageError, match=r"w: got|'(shared/)?w'"):
             call({"w": leaf})
 
 
@@ -186,13 +186,6 @@ def test_all_64_bits_of_a_seed_count():
     for seed in (2**64, -1, 1.5, "7"):
         with pytest.raises(jaxmpi.UsageError, match="rank_key: seed"):
             jaxmpi.rank_key(seed)
-
-
-def test_accumulated_gradients_of_integers_are_refused_by_name():
-    tx, params = jaxmpi.accumulate_gradients(optax.sgd(1.0), 2), {"n": jnp.ones(2, jnp.int32)}
-    grads = jax.grad(lambda p: p["n"].sum() * 1.0, allow_int=True)(params)
-    with pytest.raises(jaxmpi.UsageError, match="accumulate_gradients: leaf 'n' is float0"):
-        tx.update(grads, tx.init(params), params)
 
 
 def test_shares_are_one_order_for_any_number_of_ranks():
