@@ -664,7 +664,12 @@ def test_every_step_that_is_saved_is_found(step, tmp_path_factory):
 # ---------------------------------------------------------------- docs/porting.md
 
 MOVES = (Path(__file__).parents[2] / "docs" / "porting.md").read_text().partition("## Loops of one's own")[2]
-ELSEWHERE = ("mpirun", "jaxmpi.Trainer(", 'jaxmpi.exchange(x, comm=jaxmpi.AxisComm("i", n))')  # other tests have these
+ELSEWHERE = (
+    "--",
+    "mpirun",
+    "jaxmpi.Trainer(",
+    'jaxmpi.exchange(x, comm=jaxmpi.AxisComm("i", n))',
+)  # other tests have these
 
 
 def lines_of_ours() -> list[str]:
