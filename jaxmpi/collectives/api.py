@@ -284,7 +284,7 @@ def _move_tree(operation: str, x: PyTree, comm: Any, root: Any = None, **options
     comm = communicator_of(operation, comm)
     root = check_root(operation, root, comm)
     is_template = operation in ("bcast", "scatter") and comm.rank != root
-    leaves = templates_of(operation, x) if is_template else arrays_of(operation, x, comm)
+    leaves = templates_of(operation, x, comm) if is_template else arrays_of(operation, x, comm)
     given = given_leaves(operation, x, comm, root)
     results = _call_each_leaf(operation, leaves, comm, given, root=root, **options)
     return jax.tree.unflatten(jax.tree.structure(x), results)
@@ -326,7 +326,7 @@ def recv(
     """
     comm = communicator_of("recv", comm)
     source = check_partner("recv", "source", source, comm)
-    leaves, number = templates_of("recv", x, is_returned=source == NOBODY), messages.status_number(status)
+    leaves, number = templates_of("recv", x, comm, is_returned=source == NOBODY), messages.status_number(status)
     if source == NOBODY:
         messages.fill_in_program(number, NOBODY, None, 0)
     else:
@@ -353,7 +353,10 @@ def sendrecv(
     Transpose: the other way round; for it both ranks give `recvtag`, or neither does.
     """
     comm = communicator_of("sendrecv", comm)
-    sent, places = arrays_of("sendrecv", sendbuf, comm), templates_of("sendrecv", recvbuf, is_returned=source == NOBODY)
+    sent, places = (
+        arrays_of("sendrecv", sendbuf, comm),
+        templates_of("sendrecv", recvbuf, comm, is_returned=source == NOBODY),
+    )
     check(
         len(sent) == len(places),
         f"sendrecv: rank {rank_in_job(comm)}: got {len(sent)} leaves in sendbuf and {len(places)} in recvbuf; "

@@ -1,7 +1,8 @@
 """Arguments of the operations: what one rank can check by itself, and the arrays that enter JAX."""
 
 import operator
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -74,30 +75,40 @@ def check_tag(operation: str, name: str, tag: Any, comm: Comm) -> Any:
 
 
 def arrays_of(operation: str, x: PyTree, comm: Comm, op: str = "") -> list[jax.Array]:
-    """The leaves as JAX arrays; ranks refuse them together, except in messages, which two ranks alone exchange."""
-    together = nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
+    """The leaves as JAX arrays that can be sent."""
     arrays = []
-    with one_thread(comm, operation), together:
-        for path, leaf in named_leaves(x):
-            where = f"{operation}: leaf {path or '(the array itself)'!r}"
+    with _refuse_together(operation, comm):
+        for where, leaf in _named(operation, x):
             check_no_key(operation, leaf)
             arrays.append(to_jax(where, leaf, op, comm.size))
             check_on_one_device(where, arrays[-1])
     return arrays
 
 
-def templates_of(operation: str, x: PyTree, *, is_returned: bool = False) -> list[jax.Array]:
+def templates_of(operation: str, x: PyTree, comm: Comm, *, is_returned: bool = False) -> list[jax.Array]:
     """Arrays of the shapes and dtypes of what comes; if nothing comes, x itself is returned."""
     arrays = []
-    for path, leaf in named_leaves(x):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            arrays.append(jnp.zeros(leaf.shape, leaf.dtype))
-        elif isinstance(leaf, np.ndarray) and not is_returned:  # NumPy's empty arrays may hold numbers that do not fit
-            arrays.append(jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype)))
-        else:
-            arrays.append(to_jax(f"{operation}: leaf {path or '(the array itself)'!r}", leaf))
-        check_no_key(operation, arrays[-1])
+    with _refuse_together(operation, comm):
+        for where, leaf in _named(operation, x):
+            is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+            if is_shape or (isinstance(leaf, np.ndarray) and not is_returned):  # NumPy's empty arrays hold any numbers
+                leaf = np.zeros(leaf.shape, leaf.dtype)
+            check_no_key(operation, leaf)
+            arrays.append(to_jax(where, leaf))
     return arrays
+
+
+def _named(operation: str, x: PyTree) -> list[tuple[str, Any]]:
+    """Leaves with their names in errors."""
+    return [(f"{operation}: leaf {path or '(the array itself)'!r}", leaf) for path, leaf in named_leaves(x)]
+
+
+@contextmanager
+def _refuse_together(operation: str, comm: Comm) -> Iterator[None]:
+    """Have all ranks refuse what one of them does; of a message two ranks alone know."""
+    together = nullcontext() if OPERATIONS[operation].is_message else refuse_together(comm.assert_same)
+    with one_thread(comm, operation), together:
+        yield
 
 
 def check_no_key(operation: str, leaf: Any) -> None:

@@ -1,6 +1,7 @@
 """Pytrees: leaves by name, their shapes and dtypes, digests."""
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -71,11 +72,10 @@ def describe_leaf(leaf: Any) -> str:
 
 def mean_of_floats(tree: PyTree, mean: Callable[[PyTree], PyTree]) -> PyTree:
     """Floating-point leaves by `mean`, their mean over workers; others as they are."""
-    leaves, structure = jax.tree.flatten(tree)
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating)]
-    for i, leaf in zip(floats, mean([leaves[i] for i in floats]), strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(structure, leaves)
+    leaves = OrderedDict(named_leaves(tree))  # `mean` names leaves in errors, and keeps their order
+    is_float = lambda leaf: jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.floating)  # noqa: E731
+    leaves |= mean(OrderedDict((path, leaf) for path, leaf in leaves.items() if is_float(leaf)))
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves.values())
 
 
 class RanksOwn:
