@@ -249,15 +249,11 @@ def show_overlap(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and save."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, ranks=[2, 4, 8], rate="", rounds=20, json=None)
     parser.add_argument("what", choices=("calls", "overlap"))
     parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=["allreduce"], help="of calls")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks, of calls")
-    parser.add_argument("--rounds", type=int, default=20, help="measured rounds")
     parser.add_argument("--ms", type=float, default=500, help="of compute and of exchange, of overlap")
-    parser.add_argument("--rate", default="", help="of each emulated host's link, of overlap; default: one host")
     parser.add_argument("--png", type=Path, help="where plots of calls go")
-    parser.add_argument("--json", type=Path, help="where results go")
     options = parser.parse_args()
     harness.save(options.json, (show_calls if options.what == "calls" else show_overlap)(options))
 

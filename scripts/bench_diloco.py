@@ -359,9 +359,7 @@ def spread(values: list[float], digits: int) -> str:
 
 def main() -> None:
     """Start the jobs, and print."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--rate", default="50mbit", help="of each host's link")
+    parser = harness.parser(__doc__, hosts=8, rate="50mbit", json=None)
     parser.add_argument("--steps", type=int, default=200, help="of ring32, to the goal")
     parser.add_argument("--timed", type=int, default=20, help="steps that are timed on the cluster")
     parser.add_argument("--period", type=int, default=50, help="H of DiLoCo")
@@ -372,7 +370,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--tiny", action="store_true", help="a model of 82,240 params, to see that it works")
-    parser.add_argument("--json", type=Path, help="file for all figures; what it holds is kept")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="losses here, seconds on the cluster")
     options = parser.parse_args()
     if "ring32" not in options.contenders:

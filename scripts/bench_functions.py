@@ -14,7 +14,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -301,15 +300,13 @@ SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
 
 def main() -> None:
     """Measure and print."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, rounds=200, json=None)
     parser.add_argument("name", choices=SHOWS)
-    parser.add_argument("--rounds", type=int, default=200, help="measured rounds")
     parser.add_argument("--size", type=int, default=32, help="px of ResNet-50's images")
     parser.add_argument("--batch", type=int, default=8, help="examples a worker, of weak scaling")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--only", nargs="*", default=["weak", "strong"], help="rows of ResNet-50 with such names")
-    parser.add_argument("--json", type=Path, help="where results go")
     options = parser.parse_args()
     harness.save(options.json, SHOWS[options.name](options))
 

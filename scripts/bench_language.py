@@ -17,7 +17,6 @@ overlap they add what an exchange adds to a step here, which is too much: cores 
 import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -123,12 +122,8 @@ def rows_of(seconds: dict[int, dict[str, list[float]]], predicted: dict[int, flo
 
 def main() -> None:
     """Probe two hosts, time each number of hosts, print the table."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--rate", default="10gbit", help="of each host's link")
+    parser = harness.parser(__doc__, hosts=[1, 2, 4, 8], rate="10gbit", rounds=5, json=None)
     parser.add_argument("--shrink", type=float, default=2, help="divides words, width and cells of lm300m")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     size = floats(options.shrink)
     print(f"{size:,} params, {BATCH} examples of {WINDOW} words a host, {options.rate}, {options.rounds} rounds")

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -320,15 +319,11 @@ def row(name: str, rounds: list[dict[str, float]]) -> list[str]:
 
 def main() -> None:
     """Measure all contenders in turn, and print a table for each batch."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="200mbit", help="of each host's link")
+    parser = harness.parser(__doc__, hosts=4, rate="200mbit", rounds=2, json=None)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="exchange / compute")
     parser.add_argument("--batches", type=int, nargs="+", help="images a rank, instead of ratios")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=7, help="of each kind in a job")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     batches = options.batches or batches_for(options)
     absent = {"PyTorch DDP"} if not installed("torch") else set()

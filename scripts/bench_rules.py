@@ -245,10 +245,8 @@ def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> 
 
 def main() -> None:
     """Run the jobs, and print a line on each."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--rate", default="200mbit", help="of each host's link (default: 200mbit)")
+    parser = harness.parser(__doc__, rate="200mbit", rounds=5)
     parser.add_argument("--floats", type=int, default=2_000_000, help="of the params (default: 2,000,000)")
-    parser.add_argument("--rounds", type=int, default=5, help="exchanges of each worker (default: 5)")
     parser.add_argument("--only", nargs="*", choices=list(JOBS), default=list(JOBS), help="which jobs")
     options = parser.parse_args()
     for name in options.only:

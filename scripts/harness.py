@@ -18,7 +18,6 @@ import inspect
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,9 +39,37 @@ T = TypeVar("T")
 Run = Callable[[], Any]
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Parser of a program's options; its help begins with the program's docstring."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+OPTIONS = {  # that several programs share, and their help
+    "ranks": "ranks of a job",
+    "hosts": "emulated hosts",
+    "slots": "ranks of an emulated host",
+    "rate": "of each emulated host's link, as 200mbit; without one ranks run on this machine",
+    "rounds": "measured rounds",
+    "json": "file for the figures",
+}
+
+
+def parser(doc: str | None, **shared: Any) -> argparse.ArgumentParser:
+    """Parser of a program's options; its help begins with the program's docstring.
+
+    Args:
+        doc: the docstring.
+        shared: defaults by name of OPTIONS; a list stands for an option that takes several numbers.
+    """
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in shared.items():
+        kind = Path if name == "json" else str if name == "rate" else positive
+        text = f"{OPTIONS[name]} (default: {default})" if default else OPTIONS[name]
+        nargs = "+" if isinstance(default, list) else None
+        made.add_argument(f"--{name}", type=kind, default=default, nargs=nargs, help=text)
+    return made
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, the type of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a whole number >= 1")
+    return int(text)
 
 
 # ---------------------------------------------------------------- jobs
@@ -174,15 +201,6 @@ def take_turns(
         for name in reversed(runs) if swap and turn % 2 == 0 else runs:
             found[name].append(clock(runs[name]))
     return {name: figures[warm_up:] for name, figures in found.items()}
-
-
-def mean_curve(curves: Iterable[Sequence[tuple[float, float | None]]]) -> list[tuple[float, float]]:
-    """The mean over seeds of evaluations that are finite in all.
-
-    Workers that do not wait for each other evaluate a little apart, and may leave one out.
-    """
-    every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
-    return [(statistics.mean(epochs), statistics.mean(values)) for epochs, values in every if None not in values]
 
 
 def interval(values: Any, digits: int, unit: str = "") -> str:

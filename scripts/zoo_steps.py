@@ -17,7 +17,6 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -159,7 +158,7 @@ def cells(name: str, ranks: list[dict[str, Any]], memory: StepMemory | None) -> 
 
 def main() -> None:
     """Run every model in turn; print its line of a Markdown table."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, json=None)
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
@@ -167,7 +166,6 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="the tiny variants, in one job")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only these")
-    parser.add_argument("--json", type=Path, help="file for all of it")
     options = parser.parse_args()
     prepare.prepare()
     names = options.models or (TINY if options.tiny else FULL)
