@@ -43,7 +43,7 @@ import numpy as np
 from harness import ROOT
 from zoo_steps import ALONE, recipe, step_memory
 
-from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -87,9 +87,8 @@ class Jaxmpi:
     """The trainer's step and its parts."""
 
     def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
-        job = job_of(config, workers)
-        self.config, self.functions = job.experiment, build.build_functions(job)
-        self.state = put(build.initial_states(job, self.functions.rule), workers)
+        job, self.functions, self.state = harness.build_training(config, workers)
+        self.config = job.experiment
         batches = host_batches(config, workers)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
         local_gradients, *_ = build.local_functions(job)

@@ -30,6 +30,8 @@ from jaxmpi.runtime import job_folder, launchers
 
 if TYPE_CHECKING:
     from jaxmpi.comm.control import MpiProcesses
+    from jaxmpi.comm.topology import Workers
+    from jaxmpi.config.schema import Experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 TO_END_S = 10.0  # for a job's processes
@@ -159,6 +161,17 @@ def control() -> "MpiProcesses":
     mine = processes()
     assert isinstance(mine, MpiProcesses)
     return mine
+
+
+def build_training(config: "Experiment", workers: "Workers") -> tuple[Any, Any, Any]:
+    """The trainer's (job, functions, initial state) of an experiment."""
+    from jaxmpi.comm.topology import put
+    from jaxmpi.trainer import build
+    from jaxmpi.trainer.training_plan import job_of
+
+    job = job_of(config, workers)
+    functions = build.build_functions(job)
+    return job, functions, put(build.initial_states(job, functions.rule), workers)
 
 
 # ---------------------------------------------------------------- figures

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
@@ -88,9 +88,7 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         UsageError: the params of ranks differ.
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
-    job = job_of(config, workers)
-    functions = build.build_functions(job)
-    state = put(build.initial_states(job, functions.rule), workers)
+    job, functions, state = harness.build_training(config, workers)
     digests, losses, seconds = [tree_digest(state.params)], [], []
     for batch in job.plan.feed.batches(0, steps):
         begin = time.perf_counter()
