@@ -54,7 +54,7 @@ class Timed(NamedTuple):
     loss: float  # loss of the first step, the same for all contenders
 
 
-def params_of_all() -> dict[str, np.ndarray]:
+def initial_params() -> dict[str, np.ndarray]:
     """Params: `w0` f32[3, 3, in, out], `b0` f32[out], ..., `fc` f32[in, classes]."""
     rng, params = np.random.default_rng(0), {}
     for i, (a, b) in enumerate(pairwise(WIDTHS)):
@@ -64,7 +64,7 @@ def params_of_all() -> dict[str, np.ndarray]:
     return params
 
 
-def batch_of(rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def random_batch(rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """Images f32[batch, 32, 32, 3] and labels i32[batch] of one rank."""
     rng = np.random.default_rng(rank + 1)
     images = rng.standard_normal((batch, PIXELS, PIXELS, 3), np.float32)
@@ -121,8 +121,8 @@ def with_jaxmpi(strategy: str, beside: bool) -> Callable[[int], Timed]:
             grads, value = gradients(params, *data)
             return *descend(grads, state, params), value
 
-        params = jax.tree.map(jnp.asarray, params_of_all())
-        state, data = init(params), jax.tree.map(jnp.asarray, batch_of(jaxmpi.world().rank, batch))
+        params = jax.tree.map(jnp.asarray, initial_params())
+        state, data = init(params), jax.tree.map(jnp.asarray, random_batch(jaxmpi.world().rank, batch))
         run, compute = (Loop(jax.jit(f), params, state, data) for f in (step, alone))
         exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 
@@ -176,9 +176,9 @@ def with_psum(batch: int) -> Timed:
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(x))
 
     every, own = P(), P("workers")
-    params = jax.tree.map(lambda x: put(x, every), params_of_all())
-    state = jax.tree.map(lambda x: put(x, every), init(params_of_all()))
-    data = tuple(put(x, own) for x in batch_of(control.rank, batch))
+    params = jax.tree.map(lambda x: put(x, every), initial_params())
+    state = jax.tree.map(lambda x: put(x, every), init(initial_params()))
+    data = tuple(put(x, own) for x in random_batch(control.rank, batch))
     run, compute = (
         Loop(
             over(lambda *args, f=f: step(f, *args), (every, every, own, own), (every, every, own)), params, state, data
@@ -200,7 +200,7 @@ def with_ddp(batch: int) -> Timed:
     torch.set_num_threads(1)
     if not dist.is_initialized():
         connect_torch(control)
-    images, labels = batch_of(control.rank, batch)
+    images, labels = random_batch(control.rank, batch)
     data = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), torch.from_numpy(labels.astype(np.int64))
     nets = [torch_net(), DistributedDataParallel(torch_net(), bucket_cap_mb=BUCKET_BYTES / 2**20)]
     first = [0.0]
@@ -218,7 +218,7 @@ def torch_net() -> Any:
     """The same net with the same params."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
 
-    params, layers = params_of_all(), []
+    params, layers = initial_params(), []
     for i, (a, b) in enumerate(pairwise(WIDTHS)):
         layer = torch.nn.Conv2d(a, b, 3, padding=1)
         layer.weight.data = torch.from_numpy(params[f"w{i}"].transpose(3, 2, 0, 1).copy())
@@ -297,24 +297,26 @@ def batches_for(options: argparse.Namespace) -> list[int]:
 def figures(times: dict[str, Any]) -> dict[str, float]:
     """Medians of one job, and the figures derived from them."""
     compute, exchange, step, first = (statistics.median(times[k]) for k in ("compute", "exchange", "step", "first"))
-    known = {"compute": compute, "exchange": exchange, "t_first": first, "step": step}
     bound = max(compute, first + exchange)
-    hidden = (compute + exchange - step) / (compute + exchange - bound)
-    return known | {"ratio": exchange / compute, "step / bound": step / bound, "hidden": hidden}
+    return {
+        "compute s": compute,
+        "exchange s": exchange,
+        "exchange / compute": exchange / compute,
+        "t_first s": first,
+        "step s": step,
+        "step / bound": step / bound,
+        "hidden": (compute + exchange - step) / (compute + exchange - bound),
+    }
 
 
-def row(name: str, rounds: list[dict[str, float]]) -> list[str]:
-    """Cells of a contender: medians over rounds.
-
-    The last two also have the smallest and the largest value.
-    """
-    cells = [name]
-    for key in ("compute", "exchange", "ratio", "t_first", "step", "step / bound", "hidden"):
-        values = [of_round[key] for of_round in rounds]
-        spread = f" ({min(values):.2f}-{max(values):.2f})" if key in ("step / bound", "hidden") else ""
-        median = statistics.median(values)
-        cells.append("-" if math.isnan(median) else f"{median:.3f}{spread}")
-    return cells
+def cells(name: str, rounds: list[dict[str, float]]) -> list[str]:
+    """A row of a contender: medians over rounds, with the smallest and largest of the last two figures."""
+    shown = [name]
+    for key in rounds[0]:
+        low, middle, high = np.percentile([each[key] for each in rounds], (0, 50, 100))
+        spread = f" ({low:.2f}-{high:.2f})" if key in ("step / bound", "hidden") else ""
+        shown.append("-" if math.isnan(middle) else f"{middle:.3f}{spread}")
+    return shown
 
 
 def main() -> None:
@@ -335,14 +337,14 @@ def main() -> None:
     results = {
         name: [[figures(of_batch) for of_batch in of_round] for of_round in rounds] for name, rounds in times.items()
     }
-    size_bytes = sum(x.nbytes for x in params_of_all().values())
+    size_bytes = sum(x.nbytes for x in initial_params().values())
     limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))
     print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores, {size_bytes / 1e6:.1f} MB of gradients")
     print(f"limit of the links for 32 bits: {limit_s:.3f} s")
     print(f"loss of the first step, all contenders: {', '.join(sorted(losses))}")
-    headings = ("", "compute s", "exchange s", "exchange / compute", "t_first s", "step s", "step / bound", "hidden")
     for i, batch in enumerate(batches):
-        rows = [row(name, [of_round[i] for of_round in rounds]) for name, rounds in results.items()]
+        rows = [cells(name, [each[i] for each in rounds]) for name, rounds in results.items()]
+        headings = ["", *next(iter(results.values()))[0][i]]
         print(f"\nbatch {batch} a rank\n\n{harness.table(headings, rows)}")
     facts = {"hosts": options.hosts, "rate": options.rate, "size_bytes": size_bytes, "limit_s": limit_s}
     harness.save(options.json, {**facts, "batches": batches, "results": results})
