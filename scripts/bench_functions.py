@@ -164,10 +164,10 @@ def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
     """Time steps as in the paper: gradients, all-reduce, updates on each worker."""
     jm.fork(options.workers, kind="processes")
     x, y = jm.shared(net.x), jm.shared(net.y)
-    held, running = jm.variable(net.params), jm.variable(net.stats)
+    params, stats = jm.variable(net.params), jm.variable(net.stats)
     flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(net.params)), np.float32))
-    first = jm.function(net.gradient, (jm.scatter, jm.scatter, held, running), (jm.mean,), (flat, running))
-    second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, held), (), (held,))
+    first = jm.function(net.gradient, (jm.scatter, jm.scatter, params, stats), (jm.mean,), (flat, stats))
+    second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, params), (), (params,))
     rng = np.random.default_rng(0)
 
     def step() -> None:

@@ -402,8 +402,8 @@ PROBES = {
 def probe(package: str, dry: bool) -> str:
     """The device of a package, found in another process; empty if missing."""
     env = os.environ | ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
-    asked = subprocess.run([sys.executable, "-c", PROBES[package]], env=env, capture_output=True, text=True)
-    return asked.stdout.strip()
+    probed = subprocess.run([sys.executable, "-c", PROBES[package]], env=env, capture_output=True, text=True)
+    return probed.stdout.strip()
 
 
 def machine(dry: bool) -> dict[str, Any]:

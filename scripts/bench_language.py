@@ -99,7 +99,7 @@ def rows_of(seconds: dict[int, dict[str, list[float]]], predicted: dict[int, flo
 
     Names in `_s` are seconds of a step, the others samples/s.
     """
-    rows, own = [], statistics.median(seconds[min(seconds)]["alone"])
+    rows, alone_s = [], statistics.median(seconds[min(seconds)]["alone"])
     for hosts, found in seconds.items():
         behind, beside, alone = (statistics.median(found[name]) for name in ("behind", "beside", "alone"))
         more = [
@@ -110,13 +110,13 @@ def rows_of(seconds: dict[int, dict[str, list[float]]], predicted: dict[int, flo
             "behind": behind,
             "beside": beside,
             "predicted": alone + predicted[hosts],
-            "own cores": own + more[0],
-            "own cores, beside": own + more[1],
-            "own cores, predicted": own + predicted[hosts],
+            "own cores": alone_s + more[0],
+            "own cores, beside": alone_s + more[1],
+            "own cores, predicted": alone_s + predicted[hosts],
         }
-        of_steps = {"behind_s": behind, "beside_s": beside, "alone_s": alone, "exchange_s": more[0]}
+        seconds_of_steps = {"behind_s": behind, "beside_s": beside, "alone_s": alone, "exchange_s": more[0]}
         samples = {name: hosts * BATCH / step_s for name, step_s in steps.items()}
-        rows.append({"hosts": hosts, **of_steps, "predicted_s": predicted[hosts], **samples})
+        rows.append({"hosts": hosts, **seconds_of_steps, "predicted_s": predicted[hosts], **samples})
     return rows
 
 

@@ -175,17 +175,24 @@ def with_psum(batch: int) -> Timed:
     def put(x: Any, spec: Any) -> Any:
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(x))
 
-    every, own = P(), P("workers")
-    params = jax.tree.map(lambda x: put(x, every), initial_params())
-    state = jax.tree.map(lambda x: put(x, every), init(initial_params()))
-    data = tuple(put(x, own) for x in random_batch(control.rank, batch))
+    replicated, sharded = P(), P("workers")
+    params = jax.tree.map(lambda x: put(x, replicated), initial_params())
+    state = jax.tree.map(lambda x: put(x, replicated), init(initial_params()))
+    data = tuple(put(x, sharded) for x in random_batch(control.rank, batch))
     run, compute = (
         Loop(
-            over(lambda *args, f=f: step(f, *args), (every, every, own, own), (every, every, own)), params, state, data
+            over(
+                lambda *args, f=f: step(f, *args),
+                (replicated, replicated, sharded, sharded),
+                (replicated, replicated, sharded),
+            ),
+            params,
+            state,
+            data,
         )
         for f in (mean, lambda tree: tree)
     )
-    exchange = over(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)), (every,), every)
+    exchange = over(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)), (replicated,), replicated)
     [loss] = compute.step(params, state, *data)[2].addressable_data(0)
     return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, lambda: float("nan"), float(loss))
 
@@ -333,10 +340,8 @@ def main() -> None:
         print("PyTorch DDP is left out: torch cannot be imported", file=sys.stderr)
     runs = {name: partial(job, name, batches, options) for name in options.contenders if name not in absent}
     times = harness.take_turns(runs, options.rounds, clock=harness.result)
-    losses = {f"{of_round[0]['loss']:.3f}" for rounds in times.values() for of_round in rounds}
-    results = {
-        name: [[figures(of_batch) for of_batch in of_round] for of_round in rounds] for name, rounds in times.items()
-    }
+    losses = {f"{each[0]['loss']:.3f}" for rounds in times.values() for each in rounds}
+    results = {name: [[figures(batch) for batch in each] for each in rounds] for name, rounds in times.items()}
     size_bytes = sum(x.nbytes for x in initial_params().values())
     limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))
     print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores, {size_bytes / 1e6:.1f} MB of gradients")

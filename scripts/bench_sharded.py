@@ -170,10 +170,10 @@ def main() -> None:
         names = [strategy, SHARDED + strategy]
         arguments = (tree, options.optimizer, names, options.rounds)
         found = harness.on_ranks(measured, *arguments, ranks=options.ranks, rate=options.rate, env=env)
-        (*whole, whole_bytes), (*own, held_bytes) = found.values()
-        ratios = [a / b for a, b in zip(own, whole, strict=True)]
-        times = [harness.interval(seconds, 4) for seconds in (whole, own)]
-        shares = [f"{held_bytes / 1e6:.1f}", f"{held_bytes / whole_bytes:.4f}"]
+        (*whole, whole_bytes), (*sharded, shard_bytes) = found.values()
+        ratios = [a / b for a, b in zip(sharded, whole, strict=True)]
+        times = [harness.interval(seconds, 4) for seconds in (whole, sharded)]
+        shares = [f"{shard_bytes / 1e6:.1f}", f"{shard_bytes / whole_bytes:.4f}"]
         print(harness.row([tree, strategy, *times, harness.interval(ratios, 2), *shares]), flush=True)
 
 

@@ -74,8 +74,8 @@ def time_shuffles(mb: float, rounds: int) -> list[dict[str, Any]]:
             ours.append(slowest(control, lambda memory=memory, epoch=epoch: wait_for_shuffle(memory, epoch)))
             bare.append(slowest(control, bare_alltoallv(memory, epoch)))
         memory.stop()
-        held = sum(int(memory.source.lengths[r]) for r in memory.source.newest().records)
-        rows.append({"group": group, "ours_s": ours, "bare_s": bare, "held_bytes": held})
+        held_bytes = sum(int(memory.source.lengths[r]) for r in memory.source.newest().records)
+        rows.append({"group": group, "ours_s": ours, "bare_s": bare, "held_bytes": held_bytes})
     return rows
 
 

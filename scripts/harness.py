@@ -108,7 +108,7 @@ def on_ranks(
         out = Path(folder) / "result.json"
         line = [*launcher(ranks, rate, slots), *call(job, *arguments, out=out)]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-        # A rank's words stand beside a program's tables, not among them.
+        # What a rank prints is kept apart from a program's tables.
         ended = subprocess.run(
             job_folder.over_leftovers(line), cwd=ROOT, env=environ, stdout=sys.stderr, timeout=timeout_s
         )
@@ -140,8 +140,8 @@ def cluster(hosts: int, rate: str, slots: int = 1) -> list[str]:
 
 def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull) -> list[str]:
     """Command line that calls `job`; rank 0 writes the result to `out`."""
-    program, asked = Path(inspect.getfile(job)).stem, json.dumps(arguments)
-    return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, asked, str(out)]
+    program, encoded = Path(inspect.getfile(job)).stem, json.dumps(arguments)
+    return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, encoded, str(out)]
 
 
 def end(job: subprocess.Popen[str]) -> None:
@@ -158,9 +158,9 @@ def control() -> "MpiProcesses":
     from jaxmpi.comm.control import MpiProcesses
     from jaxmpi.comm.job import processes
 
-    mine = processes()
-    assert isinstance(mine, MpiProcesses)
-    return mine
+    control = processes()
+    assert isinstance(control, MpiProcesses)
+    return control
 
 
 def build_training(config: "Experiment", workers: "Workers") -> tuple[Any, Any, Any]:

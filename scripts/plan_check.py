@@ -88,10 +88,10 @@ def main() -> None:
     parser.add_argument("--floats", type=int, default=6_000_000)
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     options = parser.parse_args()
-    asked, env = (options.strategies, options.floats, options.rounds), {"JAXMPI_PROBE_S": PROBE_S}
+    arguments, env = (options.strategies, options.floats, options.rounds), {"JAXMPI_PROBE_S": PROBE_S}
     cluster = {"slots": options.slots, "rate": options.rate, "env": env}
     results = {
-        hosts: harness.on_ranks(probe_and_measure, *asked, ranks=hosts * options.slots, **cluster)
+        hosts: harness.on_ranks(probe_and_measure, *arguments, ranks=hosts * options.slots, **cluster)
         for hosts in sorted(options.hosts)
     }
     harness.save(options.json, {"rows": show(results, options), "results": results})

@@ -437,24 +437,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--page", type=Path, nargs="+", help="files of figures: write docs/support.md, without a run")
     parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier")
-    asked = parser.parse_args()
-    if asked.ci:
+    options = parser.parse_args()
+    if options.ci:
         return short_tier()
-    if asked.page:
+    if options.page:
         by_cell = {
             tuple(cell[k] for k in ("python", "jax", "mpi")): cell
-            for file in asked.page
+            for file in options.page
             for cell in json.loads(file.read_text())
         }
         not_run = {"versions": {}, "steps": []}
         cells = [by_cell.get(dataclasses.astuple(cell), {**dataclasses.asdict(cell), **not_run}) for cell in CELLS]
         PAGE.write_text(filled(PAGE.read_text(), page(cells)))
         return 0
-    cells = [cell for cell in CELLS if not asked.cells or any(part in cell.name for part in asked.cells)]
+    cells = [cell for cell in CELLS if not options.cells or any(part in cell.name for part in options.cells)]
     found = []
     for cell in cells:
-        found.append(run_cell(cell, asked.steps))
-        harness.save(asked.out, found)
+        found.append(run_cell(cell, options.steps))
+        harness.save(options.out, found)
     print(page(found))
     return int(any(step["code"] for cell in found for step in cell["steps"]))
 
