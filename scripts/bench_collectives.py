@@ -26,8 +26,9 @@ LIBRARIES = "jaxmpi", "mpi4jax", "mpi4py"
 CALLS_MOST = 64  # most calls of a program in one measurement
 
 
-SYMMETRIC = "allreduce", "sendrecv", "allgather", "messages", "alltoall"
-OPERATIONS = *SYMMETRIC, "reduce", "scan", "bcast", "gather", "scatter"
+OPERATIONS = (
+    *("allreduce", "sendrecv", "allgather", "messages", "alltoall", "reduce", "scan", "bcast", "gather", "scatter"),
+)
 
 
 def looped(call: Any, repeats: int) -> Any:
@@ -37,94 +38,77 @@ def looped(call: Any, repeats: int) -> Any:
     return jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: call(y), x))
 
 
-def ways(operation: str) -> dict[str, Any]:
+def calls_by_library(operation: str) -> dict[str, Any]:
     """A call by library: f32[n] -> f32[n]; mpi4py's (f32[n], f32[...]) -> None."""
-    import jax
+    import jax.numpy as jnp
     import mpi4jax
     from mpi4py import MPI
 
     import jaxmpi
-    from jaxmpi import collectives as mpi
+    from jaxmpi import collectives as ours
 
     jaxmpi.world()
     theirs, bare = MPI.COMM_WORLD.Clone(), MPI.COMM_WORLD.Clone()
-    left, right = (bare.rank - 1) % bare.size, (bare.rank + 1) % bare.size
-    if operation == "allreduce":
-        return {
-            "jaxmpi": lambda x: mpi.allreduce(x, "max"),
-            "mpi4jax": lambda x: mpi4jax.allreduce(x, op=MPI.MAX, comm=theirs),
-            "mpi4py": lambda x, out: bare.Allreduce(x, out, MPI.MAX),
-        }
-    if operation in ("reduce", "scan"):
-        root = {"root": 0} if operation == "reduce" else {}
-        return {
-            "jaxmpi": lambda x: getattr(mpi, operation)(x, "max", **root),
-            "mpi4jax": lambda x: getattr(mpi4jax, operation)(x, op=MPI.MAX, comm=theirs, **root),
-            "mpi4py": lambda x, out: getattr(bare, operation.capitalize())(x, out, MPI.MAX, **root),
-        }
-    if operation == "bcast":
-        return {
-            "jaxmpi": mpi.bcast,
-            "mpi4jax": lambda x: mpi4jax.bcast(x, root=0, comm=theirs),
-            "mpi4py": lambda x, out: bare.Bcast(x),
-        }
-    if operation == "gather":
-        taken = lambda y: y[right] if bare.rank == 0 else y  # noqa: E731  # of rows, of which root has all
-        return {
-            "jaxmpi": lambda x: taken(mpi.gather(x)),
-            "mpi4jax": lambda x: taken(mpi4jax.gather(x, root=0, comm=theirs)),
-            "mpi4py": lambda x, out: bare.Gather(x, out if bare.rank == 0 else None),
-        }
-    if operation == "scatter":
-        given = lambda x: jax.numpy.broadcast_to(x, (bare.size, *x.shape)) if bare.rank == 0 else x  # noqa: E731
-        return {
-            "jaxmpi": lambda x: mpi.scatter(given(x)),
-            "mpi4jax": lambda x: mpi4jax.scatter(given(x), root=0, comm=theirs),
-            "mpi4py": lambda x, out: bare.Scatter(out if bare.rank == 0 else None, x),
-        }
-    if operation == "alltoall":  # an array of fewer numbers than ranks cannot be divided: each rank gets a whole one
-        rows = np.ones((bare.size, 1), np.float32)
+    rank, size = bare.rank, bare.size
+    left, right, other, is_root = (rank - 1) % size, (rank + 1) % size, rank ^ 1, rank == 0
 
-        def exchanged(alltoall: Any, x: Any, **options: Any) -> Any:
-            whole = x.reshape(bare.size, -1) if x.size >= bare.size else x[None] * rows
-            return alltoall(whole, **options).reshape(-1)[: x.size]
+    def messages(library: Any, x: Any, **comm: Any) -> Any:
+        if rank % 2 == 0:
+            library.send(x, other, **comm)
+            return library.recv(x, other, **comm)
+        received = library.recv(x, other, **comm)
+        library.send(received, other, **comm)
+        return received
 
-        return {
-            "jaxmpi": lambda x: exchanged(mpi.alltoall, x),
-            "mpi4jax": lambda x: exchanged(mpi4jax.alltoall, x, comm=theirs),
-            "mpi4py": lambda x, out: bare.Alltoall(*(np.resize(y, max(y.size, bare.size)) for y in (x, out))),
-        }
-    if operation == "sendrecv":
-        return {
-            "jaxmpi": lambda x: mpi.sendrecv(x, x, left, right),
-            "mpi4jax": lambda x: mpi4jax.sendrecv(x, x, left, right, comm=theirs),
-            "mpi4py": lambda x, out: bare.Sendrecv(x, right, recvbuf=out, source=left),
-        }
-    if operation == "messages":
-        other, is_first = bare.rank ^ 1, bare.rank % 2 == 0
+    def bare_messages(x: Any, out: Any) -> None:
+        for step in (bare.Send, bare.Recv) if rank % 2 == 0 else (bare.Recv, bare.Send):
+            step(x if step == bare.Send else out, other)
 
-        def there_and_back(library: Any, x: Any, **options: Any) -> Any:
-            if is_first:
-                library.send(x, other, **options)
-                return library.recv(x, other, **options)
-            received = library.recv(x, other, **options)
-            library.send(received, other, **options)
-            return received
+    def alltoall(library: Any, x: Any, **comm: Any) -> Any:
+        # An array of fewer numbers than ranks cannot be divided, so each rank gets a whole one.
+        rows = x.reshape(size, -1) if x.size >= size else x[None] * np.ones((size, 1), np.float32)
+        return library.alltoall(rows, **comm).reshape(-1)[: x.size]
 
-        def by_mpi4py(x: Any, out: Any) -> None:
-            for step in (bare.Send, bare.Recv) if is_first else (bare.Recv, bare.Send):
-                step(x if step == bare.Send else out, other)
+    def scatter(library: Any, x: Any, **comm: Any) -> Any:
+        return library.scatter(jnp.broadcast_to(x, (size, *x.shape)) if is_root else x, 0, **comm)
 
-        return {
-            "jaxmpi": lambda x: there_and_back(mpi, x),
-            "mpi4jax": lambda x: there_and_back(mpi4jax, x, comm=theirs),
-            "mpi4py": by_mpi4py,
-        }
-    return {  # the next call takes the next rank's row: a row of one's own would let XLA leave the others out
-        "jaxmpi": lambda x: mpi.allgather(x)[right],
-        "mpi4jax": lambda x: mpi4jax.allgather(x, comm=theirs)[right],
-        "mpi4py": lambda x, out: bare.Allgather(x, out),
+    def gather(library: Any, x: Any, **comm: Any) -> Any:
+        rows = library.gather(x, 0, **comm)
+        return rows[right] if is_root else rows
+
+    def reduction(name: str, *root: int) -> tuple[Any, Any, Any]:
+        return (
+            lambda x: getattr(ours, name)(x, "max", *root),
+            lambda x: getattr(mpi4jax, name)(x, MPI.MAX, *root, comm=theirs),
+            lambda x, out: getattr(bare, name.capitalize())(x, out, MPI.MAX, *root),
+        )
+
+    def in_jit(call: Any) -> tuple[Any, Any]:
+        return lambda x: call(ours, x), lambda x: call(mpi4jax, x, comm=theirs)
+
+    calls = {
+        "allreduce": reduction("allreduce"),
+        "scan": reduction("scan"),
+        "reduce": reduction("reduce", 0),
+        "bcast": (*in_jit(lambda library, x, **comm: library.bcast(x, 0, **comm)), lambda x, out: bare.Bcast(x)),
+        "gather": (*in_jit(gather), lambda x, out: bare.Gather(x, out if is_root else None)),
+        "scatter": (*in_jit(scatter), lambda x, out: bare.Scatter(out if is_root else None, x)),
+        "alltoall": (
+            *in_jit(alltoall),
+            lambda x, out: bare.Alltoall(*(np.resize(y, max(y.size, size)) for y in (x, out))),
+        ),
+        "sendrecv": (
+            *in_jit(lambda library, x, **comm: library.sendrecv(x, x, left, right, **comm)),
+            lambda x, out: bare.Sendrecv(x, right, recvbuf=out, source=left),
+        ),
+        "messages": (*in_jit(messages), bare_messages),
+        # The next call takes the next rank's row: with this rank's row XLA could leave the others out.
+        "allgather": (
+            *in_jit(lambda library, x, **comm: library.allgather(x, **comm)[right]),
+            lambda x, out: bare.Allgather(x, out),
+        ),
     }
+    return dict(zip(LIBRARIES, calls[operation], strict=True))
 
 
 def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -134,9 +118,9 @@ def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
 
     import jaxmpi
 
-    workers, by, together = jaxmpi.world().size, ways(operation), MPI.COMM_WORLD.Clone()
+    workers, by, together = jaxmpi.world().size, calls_by_library(operation), MPI.COMM_WORLD.Clone()
 
-    def of_the_slowest(run: harness.Run) -> float:
+    def slowest(run: harness.Run) -> float:
         together.Barrier()
         return together.allreduce(harness.seconds(run), MPI.MAX)
 
@@ -154,7 +138,7 @@ def calls(operation: str, rounds: int) -> dict[str, dict[str, list[float]]]:
         runs: dict[str, Any] = {
             name: lambda program=program, x=x: program(x).block_until_ready() for name, program in programs.items()
         }
-        timed = harness.take_turns(runs | {"mpi4py": by_mpi4py}, rounds, warm_up=3, clock=of_the_slowest, swap=True)
+        timed = harness.take_turns(runs | {"mpi4py": by_mpi4py}, rounds, warm_up=3, clock=slowest, swap=True)
         found[str(size)] = {name: [s / repeats for s in values] for name, values in timed.items()}
     return found
 
@@ -249,15 +233,11 @@ def show_overlap(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and save."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, ranks=[2, 4, 8], rate="", rounds=20, json=None)
     parser.add_argument("what", choices=("calls", "overlap"))
     parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=["allreduce"], help="of calls")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="numbers of ranks, of calls")
-    parser.add_argument("--rounds", type=int, default=20, help="measured rounds")
     parser.add_argument("--ms", type=float, default=500, help="of compute and of exchange, of overlap")
-    parser.add_argument("--rate", default="", help="of each emulated host's link, of overlap; default: one host")
     parser.add_argument("--png", type=Path, help="where plots of calls go")
-    parser.add_argument("--json", type=Path, help="where results go")
     options = parser.parse_args()
     harness.save(options.json, (show_calls if options.what == "calls" else show_overlap)(options))
 

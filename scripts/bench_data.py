@@ -1,6 +1,6 @@
 """Images per second and core of loaders, and their delay of steps.
 
-    python scripts/bench_data.py [--part peers formats steps reads epochs] [--rounds 3] [--images 512] [--cores 0 1]
+    python scripts/bench_data.py [--part peers formats steps] [--rounds 3] [--images 512] [--cores 0 1]
 
 JPEG files of 500 x 375 px, quality 90, are cut from scikit-learn's two photographs. All contenders read the same files
 and give u8[64, 224, 224, 3] batches of random-resized crops, mirrored half of the time. Each is a job of its own, with
@@ -13,10 +13,6 @@ formats  the same photographs as a folder of JPEG files, and packed with the sho
          also loaded into memory. The centres of 256 x 256 px are in batch files and in an array in memory.
 steps    a consumer that sleeps for its step, on one core, and loaders on the other: share of waiting, and step /
          max(load, compute).
-reads    an epoch of batch files of 128 images of 64 x 64 px, in the three orders of `data.shuffle_by`: each read of a
-         file takes `--read-ms` longer, and two threads load. A wrapper of os.preadv, which reads the files, waits.
-epochs   the time of whole epochs with each format, beside that with the folder: once without a step, and with steps
-         (sleeps) of given shares of the folder's loading time.
 """
 
 import argparse
@@ -36,7 +32,6 @@ import numpy as np
 
 BATCH, PX, WIDTH, HEIGHT, QUALITY = 64, 224, 500, 375, 90
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)
-EPOCHS, COMPUTE = 6, (0.0, 0.67, 0.75)  # measured; steps of them, to the folder's loading
 WARM = 8  # steps until prefetched batches are used up
 SHORTER = 256  # px, of the images in batch files and in memory
 
@@ -353,14 +348,6 @@ def steps(folder: str, cores: list[int], seconds: float) -> list[dict[str, float
     return found
 
 
-def epochs(folder: str, cores: list[int], seconds: float) -> list[list[float]]:
-    """Seconds of an epoch by format, for each of COMPUTE."""
-    loaders = apart(list(FORMATS.values()), folder, cores)
-    steps_each = len(files(Path(folder))) // BATCH
-    load_s, _ = walk(loaders[0], EPOCHS * steps_each, 0.0)
-    return [[steps_each * walk(loader, EPOCHS * steps_each, c * load_s)[0] for c in COMPUTE] for loader in loaders]
-
-
 def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     """Milliseconds to normalise a u8 batch, in a jit on the CPU."""
     import jax
@@ -375,65 +362,21 @@ def normalise_ms(folder: str, cores: list[int], seconds: float) -> float:
     return statistics.median(times["jit"]) * 1e3
 
 
-# ---------------------------------------------------------------- slow reads
-
-
-def show_reads(folder: str, options: argparse.Namespace) -> None:
-    """Time an epoch of batch files in each order, with slowed reads."""
-    from jaxmpi.config.data import Data
-    from jaxmpi.data import ArraySource, FileSampler, Loader, Sampler, open_source, write_batch_files
-
-    images = np.random.default_rng(0).integers(0, 256, (options.images, 64, 64, 3), np.uint8)
-    write_batch_files(ArraySource(images, np.arange(len(images)) % 10), folder, "reads", rows=128)
-    data = Data("batchfiles", dir=folder, train_split="reads")
-    source: Any = open_source(data, "train")
-    orders = {
-        "examples": (source, Sampler(len(source), BATCH)),
-        "files": (source.whole_files(), FileSampler(len(source), BATCH, file_ends=source.file_ends)),
-        "files-mixed": (source.whole_files(), FileSampler(len(source), BATCH, file_ends=source.span_ends, mixed=True)),
-    }
-    read = os.preadv
-
-    def slow(file: int, into: Any, offset: int) -> int:
-        time.sleep(options.read_ms / 1000)
-        return read(file, into, offset)
-
-    def epoch(name: str) -> None:
-        inner, sampler = orders[name]
-        inner = inner.whole_files() if inner.spans else inner  # nothing of the epoch before is kept
-        with Loader(inner, sampler, data, True, stop_step=sampler.steps_per_epoch) as batches:
-            for _ in batches:
-                pass
-
-    os.preadv = slow
-    try:
-        seconds = harness.take_turns({name: partial(epoch, name) for name in orders}, options.rounds)
-    finally:
-        os.preadv = read
-    print(f"\n{len(source)} images in {len(source.files)} files, {options.read_ms:g} ms a read longer")
-    print(harness.table(("data.shuffle_by", "epoch s", "of examples'")))
-    whole = statistics.median(seconds["examples"])
-    for name, each in seconds.items():
-        print(harness.row([name, f"{statistics.median(each):.3f}", f"{statistics.median(each) / whole:.3f}"]))
-
-
 # ---------------------------------------------------------------- all parts
 
 
 def main() -> None:
     """Run the requested parts, and print tables."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, rounds=3)
     parser.add_argument("--part", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--only", nargs="*", default=[], help="contenders; all if none is named")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--read-ms", type=float, default=10, help="that each read of a batch file takes longer")
     parser.add_argument("--cores", type=int, nargs="*", default=sorted(os.sched_getaffinity(0))[:2])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write(folder, options.images, bool({"formats", "epochs"} & set(options.part)))
+        write(folder, options.images, "formats" in options.part)
         for part in options.part:
             PARTS[part](folder, options)
 
@@ -445,9 +388,11 @@ def show_peers(folder: Path, options: argparse.Namespace) -> None:
         write_tfds(folder)
     found = rounds(names, folder, options)
     others = [found[name] for name in names if not name.startswith(("jaxmpi", "bare"))]
-    print(f"{'peers':26} {'images/s':>9} {'of bare':>8} {'of best other':>14}")
-    for name, rate in sorted(found.items(), key=lambda item: -item[1]):
-        print(f"{name:26} {rate:9.0f} {ratio(rate, found.get('bare')):>8} {ratio(rate, max(others, default=None)):>14}")
+    rows = [
+        [name, f"{rate:.0f}", ratio(rate, found.get("bare")), ratio(rate, max(others, default=None))]
+        for name, rate in sorted(found.items(), key=lambda item: -item[1])
+    ]
+    print(harness.table(("peers", "images/s", "of bare", "of the best other"), rows))
     print(f"normalising {BATCH} images in a step: {job(normalise_ms, folder=folder, options=options):.1f} ms")
 
 
@@ -459,30 +404,19 @@ def ratio(rate: float, of: float | None) -> str:
 def show_formats(folder: Path, options: argparse.Namespace) -> None:
     """Print images/s and core of every format."""
     found = rounds(list(FORMATS), folder, options)
-    print(f"{'formats':26} {'images/s':>9} {'of folder':>9}")
-    for name, rate in found.items():
-        print(f"{name:26} {rate:9.0f} {rate / found['imagefolder']:9.2f}")
+    rows = [[name, f"{rate:.0f}", f"{rate / found['imagefolder']:.2f}"] for name, rate in found.items()]
+    print(harness.table(("format", "images/s", "of folder"), rows))
 
 
 def show_steps(folder: Path, options: argparse.Namespace) -> None:
     """Print the share of waiting."""
     runs = [job(steps, folder=folder, options=options) for _ in range(options.rounds)]
-    print(f"{'compute / load':26} {'wait share':>11} {'step / max(load, compute)':>26}")
-    for rows in zip(*runs, strict=True):
-        waits, bounds = ([row[key] for row in rows] for key in ("wait share", "step / bound"))
-        print(f"{rows[0]['compute / load']:<26} {statistics.median(waits):11.4f} {statistics.median(bounds):26.3f}")
+    keys = ("compute / load", "wait share", "step / bound")
+    rows = [[f"{statistics.median(run[key] for run in each):.4f}" for key in keys] for each in zip(*runs, strict=True)]
+    print(harness.table(keys, rows))
 
 
-def show_epochs(folder: Path, options: argparse.Namespace) -> None:
-    """Print the time of an epoch with each format."""
-    runs = [job(epochs, folder=folder, options=options) for _ in range(options.rounds)]
-    found = np.median(np.array(runs), axis=0)
-    print(f"{'epoch, to that from the folder':32}" + "".join(f"compute {c:<9}" for c in COMPUTE))
-    for name, row, ratios in zip(FORMATS, found, found / found[0], strict=True):
-        print(f"{name:32}" + "".join(f"{r:.2f} ({s:.2f} s)    " for r, s in zip(ratios, row, strict=True)))
-
-
-PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps, "reads": show_reads, "epochs": show_epochs}
+PARTS = {"peers": show_peers, "formats": show_formats, "steps": show_steps}
 
 if __name__ == "__main__":
     main()

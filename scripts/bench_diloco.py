@@ -21,7 +21,6 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -279,89 +278,74 @@ def steps_to(goal: float, losses: Losses) -> float:
     return math.inf
 
 
-class Found(NamedTuple):
-    """Results of a contender."""
+def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, dict[str, Any]]:
+    """Measure losses here, then seconds on the cluster; keep both in --json.
 
-    losses: dict[str, Losses]  # by seed
-    seconds: list[list[float]]  # seconds of each step on the cluster, job by job
+    Returns:
+        by contender `losses`, by seed and step, and `seconds` of each step on the cluster, job by job
 
-
-def measure(options: argparse.Namespace, sizes: Sizes) -> dict[str, Found]:
-    """Measure losses here, then seconds on the cluster; keep both in --json."""
-    results = {name: Found({}, []) for name in options.contenders} | kept(options.json, sizes)
+    Raises:
+        SystemExit: --json has figures of other sizes.
+    """
+    results: dict[str, dict[str, Any]] = {name: {"losses": {}, "seconds": []} for name in options.contenders}
+    if options.json and options.json.exists():
+        written = json.loads(options.json.read_text())
+        if written["sizes"] != sizes._asdict():
+            raise SystemExit(f"{options.json} has figures of other sizes, {written['sizes']}: name another file")
+        results |= written["results"]
 
     def run(name: str, seed: str, steps: int, goal: float | None, rate: str) -> dict[str, Any]:
-        asked, env = (name, sizes._asdict(), int(seed), steps, goal), {"OMP_NUM_THREADS": "1"}
-        return harness.on_ranks(train, *asked, ranks=options.hosts, rate=rate, env=env)
+        arguments = (name, sizes._asdict(), int(seed), steps, goal)
+        return harness.on_ranks(train, *arguments, ranks=options.hosts, rate=rate, env={"OMP_NUM_THREADS": "1"})
+
+    def keep() -> None:
+        harness.save(options.json, {"sizes": sizes._asdict(), "results": results})
 
     if "losses" in options.part:
         in_order = sorted(options.contenders, key="ring32".__ne__)  # first, because it sets the goal
         for seed, name in itertools.product(map(str, range(options.seeds)), in_order):
-            if name == "none" or seed in results[name].losses:
+            if name == "none" or seed in results[name]["losses"]:
                 continue
             is_first = name == "ring32"
-            goal = 0.0 if is_first else results["ring32"].losses[seed][str(sizes.steps)]
+            goal = 0.0 if is_first else results["ring32"]["losses"][seed][str(sizes.steps)]
             losses = run(name, seed, sizes.steps * (1 if is_first else MOST), goal, rate="")["losses"]
             print(f"{name}, seed {seed}: {max(map(int, losses))} steps", file=sys.stderr, flush=True)
-            results[name].losses[seed] = losses
-            keep(options.json, sizes, results)
+            results[name]["losses"][seed] = losses
+            keep()
     if "seconds" in options.part:
         for name in options.contenders:
             steps = 2 * sizes.period if CONTENDERS[name].rule == "diloco" else options.timed
-            results[name].seconds.append(run(name, "0", 1 + steps, None, options.rate)["seconds"])
-            keep(options.json, sizes, results)
+            results[name]["seconds"].append(run(name, "0", 1 + steps, None, options.rate)["seconds"])
+            keep()
     return results
 
 
-def kept(file: Path | None, sizes: Sizes) -> dict[str, Found]:
-    """Results of an earlier call; none if there was none.
-
-    Raises:
-        SystemExit: they are of other sizes.
-    """
-    if file is None or not file.exists():
-        return {}
-    written = json.loads(file.read_text())
-    if written["sizes"] != sizes._asdict():
-        raise SystemExit(f"{file} holds figures of other sizes, {written['sizes']}: name another file")
-    return {name: Found(**found) for name, found in written["results"].items()}
-
-
-def keep(file: Path | None, sizes: Sizes, results: dict[str, Found]) -> None:
-    """Write all figures so far."""
-    figures = {name: found._asdict() for name, found in results.items()}
-    harness.save(file, {"sizes": sizes._asdict(), "results": figures})
-
-
-def table(results: dict[str, Found], sizes: Sizes) -> str:
+def table(results: dict[str, dict[str, Any]], sizes: Sizes) -> str:
     """Markdown table of steps and seconds; ratios to ring32, seed by seed."""
-    seconds = {name: step_s(name, found.seconds, sizes) for name, found in results.items() if found.seconds}
-    goals = {seed: losses[str(sizes.steps)] for seed, losses in results["ring32"].losses.items()}
+    seconds = {name: step_s(name, found["seconds"], sizes) for name, found in results.items() if found["seconds"]}
+    goals = {seed: losses[str(sizes.steps)] for seed, losses in results["ring32"]["losses"].items()}
     compute = seconds.get("none", math.nan)
     rows = []
     for name, found in results.items():
-        if not found.losses or name not in seconds:
+        if not found["losses"] or name not in seconds:
             continue
-        steps = [steps_to(goals[seed], losses) for seed, losses in found.losses.items()]
-        shares = [n * seconds[name] / (sizes.steps * seconds["ring32"]) for n in steps]
-        rows.append([name, f"{seconds[name]:.3f}", f"{100 * compute / seconds[name]:.0f} %", spread(steps, 0)])
-        rows[-1] += [spread([n * seconds[name] for n in steps], 0), spread(shares, 3)]
+        steps = np.array([steps_to(goals[seed], losses) for seed, losses in found["losses"].items()])
+        shares = steps * seconds[name] / (sizes.steps * seconds["ring32"])
+        cells = [spread(steps, 0), spread(steps * seconds[name], 0), spread(shares, 3)]
+        rows.append([name, f"{seconds[name]:.3f}", f"{100 * compute / seconds[name]:.0f} %", *cells])
     goal = ", ".join(map("{:.4f}".format, goals.values()))
     headings = ("contender", "s a step", "compute", "steps to the goal", "s to the goal", "of ring32's")
     return f"goal: ring32's held-out loss after {sizes.steps} steps: {goal}\n\n{harness.table(headings, rows)}"
 
 
-def spread(values: list[float], digits: int) -> str:
+def spread(values: np.ndarray, digits: int) -> str:
     """Median, smallest and largest over the seeds."""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+    return "{1:.{d}f} ({0:.{d}f}-{2:.{d}f})".format(*np.percentile(values, (0, 50, 100)), d=digits)
 
 
 def main() -> None:
     """Start the jobs, and print."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--hosts", type=int, default=8)
-    parser.add_argument("--rate", default="50mbit", help="of each host's link")
+    parser = harness.parser(__doc__, hosts=8, rate="50mbit", json=None)
     parser.add_argument("--steps", type=int, default=200, help="of ring32, to the goal")
     parser.add_argument("--timed", type=int, default=20, help="steps that are timed on the cluster")
     parser.add_argument("--period", type=int, default=50, help="H of DiLoCo")
@@ -372,7 +356,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--tiny", action="store_true", help="a model of 82,240 params, to see that it works")
-    parser.add_argument("--json", type=Path, help="file for all figures; what it holds is kept")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="losses here, seconds on the cluster")
     options = parser.parse_args()
     if "ring32" not in options.contenders:

@@ -132,15 +132,12 @@ def together(options: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     """Run one of the three."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, ranks=2, rate="", rounds=3)
     parser.add_argument("what", choices=["data", "devices", "together"])
     parser.add_argument("--recipe", choices=SMALL, default="resnet50", help="of experiments/dimd")
-    parser.add_argument("--ranks", type=int, default=2, help="processes; of `devices` those that drive several")
     parser.add_argument("--devices", type=int, default=2, help="of each of these")
-    parser.add_argument("--rate", default="", help="of each emulated host's link; without it all run on this machine")
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--train-for", default="3ep", help="length of each run")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency-ms", type=float, default=10, help="of a read that takes longer")
     parser.add_argument("--timeout-s", type=float, default=1200, help="of each run")
     options = parser.parse_args()

@@ -14,7 +14,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -165,17 +164,16 @@ def spread_resnet(options: argparse.Namespace, net: Net) -> Result:
     """Time steps as in the paper: gradients, all-reduce, updates on each worker."""
     jm.fork(options.workers, kind="processes")
     x, y = jm.shared(net.x), jm.shared(net.y)
-    held, running = jm.variable(net.params), jm.variable(net.stats)
+    params, stats = jm.variable(net.params), jm.variable(net.stats)
     flat = jm.variable(np.zeros(sum(leaf.size for leaf in jax.tree.leaves(net.params)), np.float32))
-    first = jm.function(net.gradient, (jm.scatter, jm.scatter, held, running), (jm.mean,), (flat, running))
-    second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, held), (), (held,))
+    first = jm.function(net.gradient, (jm.scatter, jm.scatter, params, stats), (jm.mean,), (flat, stats))
+    second = jm.function(lambda flat, params: (net.update(flat, params),), (flat, params), (), (params,))
     rng = np.random.default_rng(0)
 
     def step() -> None:
         batch = options.batch
-        first(x, y, batch=batch if "shuffle" in options.without else rng.permutation(len(x))[:batch])
-        if "all-reduce" not in options.without:
-            flat.all_reduce("mean")
+        first(x, y, batch=rng.permutation(len(x))[:batch])
+        flat.all_reduce("mean")
         second()
 
     return medians([profiled(step) for _ in range(options.steps + WARM_UP)], options)
@@ -195,16 +193,11 @@ def bare_resnet(options: argparse.Namespace, net: Net) -> Result:
     rng = np.random.default_rng(0)
     state = net.params, net.stats
 
-    def rows() -> list[np.ndarray]:
-        if "shuffle" in options.without:
-            return [net.x[: options.batch], net.y[: options.batch]]
-        chosen = rng.permutation(len(net.x))[: options.batch]
-        return [np.take(array, chosen, axis=0) for array in (net.x, net.y)]
-
     def step() -> Result:
         nonlocal state
         begin = time.perf_counter()
-        taken = rows()
+        rows = rng.permutation(len(net.x))[: options.batch]
+        taken = [np.take(array, rows, axis=0) for array in (net.x, net.y)]
         shuffled = time.perf_counter()
         _, flat, stats = first(*taken, *state)
         state = jax.block_until_ready((second(flat, state[0]), stats))
@@ -252,45 +245,23 @@ def show_shuffle(options: argparse.Namespace) -> Result:
 
 def show_resnet(options: argparse.Namespace) -> Result:
     """Print weak and strong scaling, and the profile."""
-    rows: Result = {}
-    for name, row in resnet_rows(options).items():
-        settings = row._asdict() | {"size": options.size, "steps": options.steps}
-        rows[name] = job(resnet, settings, ranks=1) | {"workers": row.workers}
+    batch, rows = options.batch, Result()
+    jobs = {PLAIN: (1, batch)} | {f"weak, {n}": (n, n * batch) for n in options.workers}
+    jobs |= {f"strong, {n}": (n, batch) for n in options.workers if n > 1}
+    for name, (workers, examples) in jobs.items():
+        if name == PLAIN or any(word in name for word in options.only):
+            settings = {"workers": workers, "batch": examples, "bare": name == PLAIN}
+            settings |= {"size": options.size, "steps": options.steps}
+            rows[name] = job(resnet, settings, ranks=1) | {"workers": workers}
     cores = len(os.sched_getaffinity(0))
     print(harness.table(("", "ms an example", "speedup", "function", "shuffle", "straggler", "all-reduce")))
     for name, row in rows.items():
         per = {key: 1e3 * value / row["examples"] for key, value in row.items() if key.endswith("_s")}
-        base = rows[PLAIN + (" without shuffle" if "shuffle" in name else "")]
-        speedup = base["total_s"] / base["examples"] / (row["total_s"] / row["examples"])
+        speedup = rows[PLAIN]["total_s"] / rows[PLAIN]["examples"] / (row["total_s"] / row["examples"])
         parts = [f"{per[key]:.2f}" for key in ("function_s", *COUNTED)]
         beyond = " (beyond the cores)" if row["workers"] > cores else ""
         print(harness.row([f"{name}{beyond}", f"{per['total_s']:.2f}", f"{speedup:.2f}", *parts]))
     return rows
-
-
-class Row(NamedTuple):
-    """A job of ResNet-50."""
-
-    workers: int
-    batch: int  # examples of a step, over all workers
-    bare: bool = False  # without jaxmpi
-    without: tuple[str, ...] = ()  # parts of a step
-
-
-def resnet_rows(options: argparse.Namespace) -> dict[str, Row]:
-    """Jobs by name; those without shuffling have their own plain job."""
-    rows = {PLAIN: Row(1, options.batch, bare=True)}
-    for workers in options.workers:
-        weak = workers * options.batch
-        rows[f"weak, {workers}"] = Row(workers, weak)
-        if workers > 1:
-            rows[f"strong, {workers}"] = Row(workers, options.batch)
-            rows[f"weak without all-reduce, {workers}"] = Row(workers, weak, without=("all-reduce",))
-            rows[f"weak without shuffle, {workers}"] = Row(workers, weak, without=("shuffle",))
-    chosen = {name: row for name, row in rows.items() if name == PLAIN or any(word in name for word in options.only)}
-    if any("shuffle" in name for name in chosen):
-        chosen[f"{PLAIN} without shuffle"] = Row(1, options.batch, bare=True, without=("shuffle",))
-    return chosen
 
 
 PLAIN = "plain JAX, 1"
@@ -301,15 +272,13 @@ SHOWS = {"calls": show_calls, "shuffle": show_shuffle, "resnet": show_resnet}
 
 def main() -> None:
     """Measure and print."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, rounds=200, json=None)
     parser.add_argument("name", choices=SHOWS)
-    parser.add_argument("--rounds", type=int, default=200, help="measured rounds")
     parser.add_argument("--size", type=int, default=32, help="px of ResNet-50's images")
     parser.add_argument("--batch", type=int, default=8, help="examples a worker, of weak scaling")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--only", nargs="*", default=["weak", "strong"], help="rows of ResNet-50 with such names")
-    parser.add_argument("--json", type=Path, help="where results go")
     options = parser.parse_args()
     harness.save(options.json, SHOWS[options.name](options))
 

@@ -43,9 +43,7 @@ import numpy as np
 from harness import ROOT
 from zoo_steps import ALONE, recipe, step_memory
 
-import jaxmpi
-from jaxmpi.comm.job import processes
-from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -62,13 +60,9 @@ DTYPES = ("float32", "bfloat16")
 PARTS = ("step", "to device", "forward", "forward+backward", "update")
 SETTLE = 2  # rounds not counted: in the first, programs are compiled
 BATCHES = 4  # in host memory, taken in turn
-SIZES = {  # sizes of a measurement, by its option --dry
-    False: {
-        "models": [name for name in TWINNED if not name.endswith("_tiny")],
-        "batch": 128,
-        "rounds": 20,
-        "steps": 10,
-    },
+WHOLE = [name for name in TWINNED if not name.endswith("_tiny")]
+SIZES = {  # defaults of the options, by --dry
+    False: {"models": WHOLE, "batch": 128, "rounds": 20, "steps": 10},
     True: {"models": ["alexnet_tiny", "resnet18_tiny"], "batch": 4, "rounds": 3, "steps": 1},
 }
 TORCH_MODES = ("default", "reduce-overhead", "max-autotune")
@@ -93,9 +87,8 @@ class Jaxmpi:
     """The trainer's step and its parts."""
 
     def __init__(self, config: Experiment, dry: bool, torch_mode: str, workers: Workers = ALONE) -> None:
-        job = job_of(config, workers)
-        self.config, self.functions = job.experiment, build.build_functions(job)
-        self.state = put(build.initial_states(job, self.functions.rule), workers)
+        job, self.functions, self.state = harness.build_training(config, workers)
+        self.config = job.experiment
         batches = host_batches(config, workers)
         self.batches, self.batch = itertools.cycle(batches), jax.device_put(batches[0])
         local_gradients, *_ = build.local_functions(job)
@@ -355,27 +348,6 @@ def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return "\n".join([*head, "", speed, "", parts, ""])
 
 
-# ---------------------------------------------------------------- which rank has which device
-
-
-def device_lines() -> list[str]:
-    """Be a rank: a line per rank, after an exchange on devices."""
-    failures.install_excepthooks()
-    prepare.prepare()
-    control, comm = processes(), jaxmpi.world()
-    with failures.at_work():
-        total = jaxmpi.exchange(np.full(1, control.rank + 1, np.float32), "asa32", op="sum", comm=comm)
-        device = jax.local_devices()[0]
-        limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-        mine = [
-            f"rank {control.rank}, local rank {control.local_rank}: {device.device_kind} {device.local_hardware_id}",
-            f"share of memory {os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION', 'not set')}, {limit / 1e9:.1f} GB",
-            f"{affinity.cores()} cores",
-            f"sum of ranks + 1: {float(total[0]):g}",
-        ]
-        return control.allgather_object("; ".join(mine))
-
-
 # ---------------------------------------------------------------- steps of ranks that share the GPU
 
 
@@ -430,8 +402,8 @@ PROBES = {
 def probe(package: str, dry: bool) -> str:
     """The device of a package, found in another process; empty if missing."""
     env = os.environ | ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
-    asked = subprocess.run([sys.executable, "-c", PROBES[package]], env=env, capture_output=True, text=True)
-    return asked.stdout.strip()
+    probed = subprocess.run([sys.executable, "-c", PROBES[package]], env=env, capture_output=True, text=True)
+    return probed.stdout.strip()
 
 
 def machine(dry: bool) -> dict[str, Any]:
@@ -439,12 +411,10 @@ def machine(dry: bool) -> dict[str, Any]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     has_driver = not dry and shutil.which(query[0])
     card = subprocess.run(query, capture_output=True, text=True).stdout.strip() if has_driver else ""
-    more = {
-        name: package.version
-        for package in importlib.metadata.distributions()
-        if (name := package.name.lower()).startswith(("torch", "jax-cuda", "nvidia-cud", "nvidia-nccl", "triton"))
-    }
-    found = {**provenance.versions(), **dict(sorted(more.items()))}
+    found = provenance.versions()
+    for package in importlib.metadata.distributions():
+        if package.name.lower().startswith(("torch", "jax-cuda", "nvidia-cud", "nvidia-nccl", "triton")):
+            found[package.name.lower()] = package.version
     return {
         "GPU, driver, memory": card or "none used: nothing here is a measurement",
         "GB": "as XLA plans the step; PyTorch counts none on a CPU" if dry else "the most that an allocator had in use",
@@ -460,38 +430,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=TWINNED, help="default: the zoo; of each its full size")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--batch", type=int, help="examples of a step, 128 by default; fewer need less memory")
-    parser.add_argument("--rounds", type=int, help="turns of every part, 20 by default")
-    parser.add_argument("--steps", type=int, help="of a turn, 10 by default")
+    parser.add_argument("--rounds", type=harness.positive, help="turns of every part, 20 by default")
+    parser.add_argument("--steps", type=harness.positive, help="of a turn, 10 by default")
     parser.add_argument("--torch-mode", choices=TORCH_MODES, default="default", help="mode of torch.compile")
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="of the job whose devices are shown, or whose steps are measured"
-    )
-    parser.add_argument("--only-devices", action="store_true", help="show that, and measure nothing")
+    parser.add_argument("--ranks", type=harness.positive, default=2, help="with --only-exchange")
     parser.add_argument("--only-exchange", action="store_true", help="measure the steps of these ranks alone")
     parser.add_argument("--out", type=Path, help="FILE.json and FILE.md")
     parser.add_argument("--dry", action="store_true", help="all of it on the CPU at tiny size, in some minutes")
     options = parser.parse_args()
     for name, value in SIZES[options.dry].items():
         setattr(options, name, value if getattr(options, name) is None else getattr(options, name))
-    for name in ("rounds", "steps", "ranks"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}: got {getattr(options, name)}; expected 1 or more")
     if options.out and not os.access(options.out.absolute().parent, os.W_OK):
         parser.error(f"--out: {options.out.absolute().parent} is no folder to write in")
     return options
 
 
-def sides_here(dry: bool) -> list[str]:
-    """jaxmpi, and PyTorch if it can be measured; else print the reason."""
-    theirs = probe("torch", dry)
-    if theirs and (dry or theirs != "cpu"):
-        return list(SIDES)
-    print(f"PyTorch {'sees no GPU' if theirs else 'is not installed'}: its columns stay empty")
-    return ["jaxmpi"]
-
-
 def main() -> None:
-    """Show devices, measure every model in every dtype."""
+    """Measure every model in every dtype."""
     options = parse()
     if not options.dry and probe("jax", options.dry) in ("", "cpu"):
         print("bench_gpu.py: no GPU: JAX finds none (`uv sync --extra cuda` makes it look for one); --dry needs none")
@@ -500,14 +455,12 @@ def main() -> None:
         table, failed = exchange_table(options)
         print("\n".join([table, *failed]))
         sys.exit(1 if failed else 0)
-    sides, facts, rows, failed = sides_here(options.dry), machine(options.dry), [], []
-    try:
-        on_cpu = {"JAX_PLATFORMS": "cpu"} if options.dry else {}
-        lines = harness.on_ranks(device_lines, ranks=options.ranks, env=on_cpu)
-        facts |= {f"device {i}": line for i, line in enumerate(lines)}
-    except (harness.JobFailed, UsageError) as error:  # without MPI, or one for GPUs, one GPU can be measured still
-        failed.append(f"devices of ranks: {error}")
-    for model, dtype in [] if options.only_devices else itertools.product(options.models, options.dtypes):
+    sides, facts, rows, failed = list(SIDES), machine(options.dry), [], []
+    theirs = probe("torch", options.dry)
+    if not theirs or (theirs == "cpu" and not options.dry):
+        print(f"PyTorch {'sees no GPU' if theirs else 'is not installed'}: its columns stay empty")
+        sides = ["jaxmpi"]
+    for model, dtype in itertools.product(options.models, options.dtypes):
         try:
             rows.append(measure(model, dtype, options, sides))
         except ChildProcessError as error:

@@ -17,7 +17,6 @@ overlap they add what an exchange adds to a step here, which is too much: cores 
 import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -100,7 +99,7 @@ def rows_of(seconds: dict[int, dict[str, list[float]]], predicted: dict[int, flo
 
     Names in `_s` are seconds of a step, the others samples/s.
     """
-    rows, own = [], statistics.median(seconds[min(seconds)]["alone"])
+    rows, alone_s = [], statistics.median(seconds[min(seconds)]["alone"])
     for hosts, found in seconds.items():
         behind, beside, alone = (statistics.median(found[name]) for name in ("behind", "beside", "alone"))
         more = [
@@ -111,24 +110,20 @@ def rows_of(seconds: dict[int, dict[str, list[float]]], predicted: dict[int, flo
             "behind": behind,
             "beside": beside,
             "predicted": alone + predicted[hosts],
-            "own cores": own + more[0],
-            "own cores, beside": own + more[1],
-            "own cores, predicted": own + predicted[hosts],
+            "own cores": alone_s + more[0],
+            "own cores, beside": alone_s + more[1],
+            "own cores, predicted": alone_s + predicted[hosts],
         }
-        of_steps = {"behind_s": behind, "beside_s": beside, "alone_s": alone, "exchange_s": more[0]}
+        seconds_of_steps = {"behind_s": behind, "beside_s": beside, "alone_s": alone, "exchange_s": more[0]}
         samples = {name: hosts * BATCH / step_s for name, step_s in steps.items()}
-        rows.append({"hosts": hosts, **of_steps, "predicted_s": predicted[hosts], **samples})
+        rows.append({"hosts": hosts, **seconds_of_steps, "predicted_s": predicted[hosts], **samples})
     return rows
 
 
 def main() -> None:
     """Probe two hosts, time each number of hosts, print the table."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--rate", default="10gbit", help="of each host's link")
+    parser = harness.parser(__doc__, hosts=[1, 2, 4, 8], rate="10gbit", rounds=5, json=None)
     parser.add_argument("--shrink", type=float, default=2, help="divides words, width and cells of lm300m")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     size = floats(options.shrink)
     print(f"{size:,} params, {BATCH} examples of {WINDOW} words a host, {options.rate}, {options.rounds} rounds")

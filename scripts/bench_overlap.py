@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -55,7 +54,7 @@ class Timed(NamedTuple):
     loss: float  # loss of the first step, the same for all contenders
 
 
-def params_of_all() -> dict[str, np.ndarray]:
+def initial_params() -> dict[str, np.ndarray]:
     """Params: `w0` f32[3, 3, in, out], `b0` f32[out], ..., `fc` f32[in, classes]."""
     rng, params = np.random.default_rng(0), {}
     for i, (a, b) in enumerate(pairwise(WIDTHS)):
@@ -65,7 +64,7 @@ def params_of_all() -> dict[str, np.ndarray]:
     return params
 
 
-def batch_of(rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+def random_batch(rank: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """Images f32[batch, 32, 32, 3] and labels i32[batch] of one rank."""
     rng = np.random.default_rng(rank + 1)
     images = rng.standard_normal((batch, PIXELS, PIXELS, 3), np.float32)
@@ -122,8 +121,8 @@ def with_jaxmpi(strategy: str, beside: bool) -> Callable[[int], Timed]:
             grads, value = gradients(params, *data)
             return *descend(grads, state, params), value
 
-        params = jax.tree.map(jnp.asarray, params_of_all())
-        state, data = init(params), jax.tree.map(jnp.asarray, batch_of(jaxmpi.world().rank, batch))
+        params = jax.tree.map(jnp.asarray, initial_params())
+        state, data = init(params), jax.tree.map(jnp.asarray, random_batch(jaxmpi.world().rank, batch))
         run, compute = (Loop(jax.jit(f), params, state, data) for f in (step, alone))
         exchange = jax.jit(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)))
 
@@ -176,17 +175,24 @@ def with_psum(batch: int) -> Timed:
     def put(x: Any, spec: Any) -> Any:
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(x))
 
-    every, own = P(), P("workers")
-    params = jax.tree.map(lambda x: put(x, every), params_of_all())
-    state = jax.tree.map(lambda x: put(x, every), init(params_of_all()))
-    data = tuple(put(x, own) for x in batch_of(control.rank, batch))
+    replicated, sharded = P(), P("workers")
+    params = jax.tree.map(lambda x: put(x, replicated), initial_params())
+    state = jax.tree.map(lambda x: put(x, replicated), init(initial_params()))
+    data = tuple(put(x, sharded) for x in random_batch(control.rank, batch))
     run, compute = (
         Loop(
-            over(lambda *args, f=f: step(f, *args), (every, every, own, own), (every, every, own)), params, state, data
+            over(
+                lambda *args, f=f: step(f, *args),
+                (replicated, replicated, sharded, sharded),
+                (replicated, replicated, sharded),
+            ),
+            params,
+            state,
+            data,
         )
         for f in (mean, lambda tree: tree)
     )
-    exchange = over(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)), (every,), every)
+    exchange = over(lambda tree: mean(jax.tree.map(lambda x: x * 2, tree)), (replicated,), replicated)
     [loss] = compute.step(params, state, *data)[2].addressable_data(0)
     return Timed(compute, lambda: jax.block_until_ready(exchange(params)), run, lambda: float("nan"), float(loss))
 
@@ -201,7 +207,7 @@ def with_ddp(batch: int) -> Timed:
     torch.set_num_threads(1)
     if not dist.is_initialized():
         connect_torch(control)
-    images, labels = batch_of(control.rank, batch)
+    images, labels = random_batch(control.rank, batch)
     data = torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), torch.from_numpy(labels.astype(np.int64))
     nets = [torch_net(), DistributedDataParallel(torch_net(), bucket_cap_mb=BUCKET_BYTES / 2**20)]
     first = [0.0]
@@ -219,7 +225,7 @@ def torch_net() -> Any:
     """The same net with the same params."""
     import torch  # pyright: ignore[reportMissingImports] # not installed by default
 
-    params, layers = params_of_all(), []
+    params, layers = initial_params(), []
     for i, (a, b) in enumerate(pairwise(WIDTHS)):
         layer = torch.nn.Conv2d(a, b, 3, padding=1)
         layer.weight.data = torch.from_numpy(params[f"w{i}"].transpose(3, 2, 0, 1).copy())
@@ -298,37 +304,35 @@ def batches_for(options: argparse.Namespace) -> list[int]:
 def figures(times: dict[str, Any]) -> dict[str, float]:
     """Medians of one job, and the figures derived from them."""
     compute, exchange, step, first = (statistics.median(times[k]) for k in ("compute", "exchange", "step", "first"))
-    known = {"compute": compute, "exchange": exchange, "t_first": first, "step": step}
     bound = max(compute, first + exchange)
-    hidden = (compute + exchange - step) / (compute + exchange - bound)
-    return known | {"ratio": exchange / compute, "step / bound": step / bound, "hidden": hidden}
+    return {
+        "compute s": compute,
+        "exchange s": exchange,
+        "exchange / compute": exchange / compute,
+        "t_first s": first,
+        "step s": step,
+        "step / bound": step / bound,
+        "hidden": (compute + exchange - step) / (compute + exchange - bound),
+    }
 
 
-def row(name: str, rounds: list[dict[str, float]]) -> list[str]:
-    """Cells of a contender: medians over rounds.
-
-    The last two also have the smallest and the largest value.
-    """
-    cells = [name]
-    for key in ("compute", "exchange", "ratio", "t_first", "step", "step / bound", "hidden"):
-        values = [of_round[key] for of_round in rounds]
-        spread = f" ({min(values):.2f}-{max(values):.2f})" if key in ("step / bound", "hidden") else ""
-        median = statistics.median(values)
-        cells.append("-" if math.isnan(median) else f"{median:.3f}{spread}")
-    return cells
+def cells(name: str, rounds: list[dict[str, float]]) -> list[str]:
+    """A row of a contender: medians over rounds, with the smallest and largest of the last two figures."""
+    shown = [name]
+    for key in rounds[0]:
+        low, middle, high = np.percentile([each[key] for each in rounds], (0, 50, 100))
+        spread = f" ({low:.2f}-{high:.2f})" if key in ("step / bound", "hidden") else ""
+        shown.append("-" if math.isnan(middle) else f"{middle:.3f}{spread}")
+    return shown
 
 
 def main() -> None:
     """Measure all contenders in turn, and print a table for each batch."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="200mbit", help="of each host's link")
+    parser = harness.parser(__doc__, hosts=4, rate="200mbit", rounds=2, json=None)
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="exchange / compute")
     parser.add_argument("--batches", type=int, nargs="+", help="images a rank, instead of ratios")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=7, help="of each kind in a job")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     batches = options.batches or batches_for(options)
     absent = {"PyTorch DDP"} if not installed("torch") else set()
@@ -336,18 +340,16 @@ def main() -> None:
         print("PyTorch DDP is left out: torch cannot be imported", file=sys.stderr)
     runs = {name: partial(job, name, batches, options) for name in options.contenders if name not in absent}
     times = harness.take_turns(runs, options.rounds, clock=harness.result)
-    losses = {f"{of_round[0]['loss']:.3f}" for rounds in times.values() for of_round in rounds}
-    results = {
-        name: [[figures(of_batch) for of_batch in of_round] for of_round in rounds] for name, rounds in times.items()
-    }
-    size_bytes = sum(x.nbytes for x in params_of_all().values())
+    losses = {f"{each[0]['loss']:.3f}" for rounds in times.values() for each in rounds}
+    results = {name: [[figures(batch) for batch in each] for each in rounds] for name, rounds in times.items()}
+    size_bytes = sum(x.nbytes for x in initial_params().values())
     limit_s = 2 * (options.hosts - 1) / options.hosts * 8 * size_bytes / (FRAME_PAYLOAD * bits_per_s(options.rate))
     print(f"{options.hosts} hosts x {options.rate}, {os.cpu_count()} cores, {size_bytes / 1e6:.1f} MB of gradients")
     print(f"limit of the links for 32 bits: {limit_s:.3f} s")
     print(f"loss of the first step, all contenders: {', '.join(sorted(losses))}")
-    headings = ("", "compute s", "exchange s", "exchange / compute", "t_first s", "step s", "step / bound", "hidden")
     for i, batch in enumerate(batches):
-        rows = [row(name, [of_round[i] for of_round in rounds]) for name, rounds in results.items()]
+        rows = [cells(name, [each[i] for each in rounds]) for name, rounds in results.items()]
+        headings = ["", *next(iter(results.values()))[0][i]]
         print(f"\nbatch {batch} a rank\n\n{harness.table(headings, rows)}")
     facts = {"hosts": options.hosts, "rate": options.rate, "size_bytes": size_bytes, "limit_s": limit_s}
     harness.save(options.json, {**facts, "batches": batches, "results": results})

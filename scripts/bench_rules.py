@@ -220,13 +220,13 @@ FIGURES: dict[str, Callable[[Rank, int, list[str]], float]] = {
 def run(job: Job, name: str, options: argparse.Namespace) -> list[float]:
     """Run a job; return every rank's figures."""
     floats, rate = (options.floats, options.rate) if job.is_on_cluster else (1000, "")
-    asked, env = (name, job.servers, floats, options.rounds, job.how), {"JAX_PLATFORMS": "cpu"}
-    return harness.on_ranks(on_rank, *asked, ranks=job.ranks, rate=rate, env=env, timeout_s=300)
+    arguments, env = (name, job.servers, floats, options.rounds, job.how), {"JAX_PLATFORMS": "cpu"}
+    return harness.on_ranks(on_rank, *arguments, ranks=job.ranks, rate=rate, env=env, timeout_s=300)
 
 
 def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> str:
     """A line on a job."""
-    workers = [[figure for figure in of_job if figure] for of_job in figures]
+    workers = [[figure for figure in job if figure] for job in figures]
     if name == "link":
         bound_s = 32 * options.floats / bits_per_s(options.rate)
         return f"{workers[0][0]:.3f} s an exchange, K / rate {bound_s:.3f} s: {workers[0][0] / bound_s:.3f}, goal 1.1"
@@ -237,7 +237,7 @@ def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> 
         free, turns = map(statistics.mean, workers)
         return f"{free:.3f} s a step in exchanges, {turns:.3f} by turns: {1 - free / turns:.0%} less (the paper: 42 %)"
     if name == "slow":
-        equal, slow, push_equal, push_slow, bsp = (statistics.mean(of_job[:3]) for of_job in figures)
+        equal, slow, push_equal, push_slow, bsp = (statistics.mean(job[:3]) for job in figures)
         stays = f"{slow / equal:.2f}, by gosgd {push_slow / push_equal:.2f}"
         return f"{stays} of the others' throughput stays, goal 0.9; by BSP {bsp / equal:.2f}"
     return f"{figures[0][-1]:.1%} of a core, goal 5 %"
@@ -245,10 +245,8 @@ def show(name: str, figures: list[list[float]], options: argparse.Namespace) -> 
 
 def main() -> None:
     """Run the jobs, and print a line on each."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--rate", default="200mbit", help="of each host's link (default: 200mbit)")
+    parser = harness.parser(__doc__, rate="200mbit", rounds=5)
     parser.add_argument("--floats", type=int, default=2_000_000, help="of the params (default: 2,000,000)")
-    parser.add_argument("--rounds", type=int, default=5, help="exchanges of each worker (default: 5)")
     parser.add_argument("--only", nargs="*", choices=list(JOBS), default=list(JOBS), help="which jobs")
     options = parser.parse_args()
     for name in options.only:

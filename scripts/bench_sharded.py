@@ -11,19 +11,13 @@ AlexNet's tree do not fit into 24 GB on 8 ranks.
 
     python scripts/bench_sharded.py --ranks 4 --rate 200mbit --step --rounds 10
 
-Instead the trainer's whole step of GoogLeNet, asa32: updates whole and sharded, each with overlap and without, and new
-params that travel behind the next forward pass. A turn is ten steps, from whole params to whole params. With `--slots 2
---strategy hier-asa` two ranks a host have another strategy.
-
-    python scripts/bench_sharded.py --update
-
-The optimizer's program alone, in this process: of whole trees, without an exchange.
+Instead the whole training step of GoogLeNet with asa32: whole and sharded updates, with overlap and without. A turn
+is ten steps. With `--slots 2 --strategy hier-asa` each host has two ranks and another strategy.
 """
 
 import argparse
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -47,7 +41,6 @@ from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.runtime import prepare
-from jaxmpi.runtime.allocator import keep_freed_memory
 
 SHARDED = "sharded "
 STEPS = 10  # number of steps of a turn with --step
@@ -154,40 +147,15 @@ def print_steps(options: argparse.Namespace, env: dict[str, str]) -> None:
         print(harness.row([name, harness.interval(row["step_s"], 3), harness.interval(ratios, 2), *sent]), flush=True)
 
 
-def print_updates(names: list[str], rounds: int) -> None:
-    """Print a row per tree and optimizer."""
-    prepare.prepare()
-    keep_freed_memory()
-    print(harness.table(("tree", "optimizer", "ms an update")))
-    for tree, (name, clip_norm) in itertools.product(names, (("adam", 0.0), ("adam", 1.0), ("momentum", 0.0))):
-        params: Any = [jnp.ones(shape) for shape in trees([tree])[tree].values()]
-        tx = optimizer(Optim(name, clip_norm=clip_norm), lambda step: 1e-3)
-        step, grads, state = base.jit_optimizer_step(tx, jax.jit), jax.tree.map(jnp.copy, params), tx.init(params)
-        times = []
-        for _ in range(rounds + 2):
-            begin = time.perf_counter()
-            params, state = jax.block_until_ready(step(grads, state, params))
-            times.append(1e3 * (time.perf_counter() - begin))
-        cells = [tree, name + ", clip_norm" * bool(clip_norm), harness.interval(times[2:], 1)]
-        print(harness.row(cells), flush=True)
-
-
 def main() -> None:
     """Print a row per tree and contender."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rate", default="", help="of each emulated host's link, as 200mbit; default: one host")
-    parser.add_argument("--slots", type=int, default=1, help="ranks of an emulated host, with --step")
+    parser = harness.parser(__doc__, ranks=8, slots=1, rate="", rounds=20)
     parser.add_argument("--trees", nargs="+", default=["alexnet", "googlenet"], help="see `jaxmpi models`")
     parser.add_argument("--optimizer", default="adam", choices=[name for name, row in OPTIMIZERS.items() if row.cut])
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--step", action="store_true", help="the trainer's whole step, in place of trees")
     parser.add_argument("--strategy", default="asa32", help="with --step")
-    parser.add_argument("--update", action="store_true", help="the optimizer's program alone")
     parser.add_argument("--model", default="googlenet", choices=("googlenet", "digits_cnn"), help="with --step")
     options = parser.parse_args()
-    if options.update:
-        return print_updates(options.trees, options.rounds)
     if options.slots > 1 and not (options.step and options.rate):
         parser.error("--slots: expected --step and --rate beside it")
     strategies = ["asa32", *([] if options.rate else ["shm"])]
@@ -202,10 +170,10 @@ def main() -> None:
         names = [strategy, SHARDED + strategy]
         arguments = (tree, options.optimizer, names, options.rounds)
         found = harness.on_ranks(measured, *arguments, ranks=options.ranks, rate=options.rate, env=env)
-        (*whole, whole_bytes), (*own, held_bytes) = found.values()
-        ratios = [a / b for a, b in zip(own, whole, strict=True)]
-        times = [harness.interval(seconds, 4) for seconds in (whole, own)]
-        shares = [f"{held_bytes / 1e6:.1f}", f"{held_bytes / whole_bytes:.4f}"]
+        (*whole, whole_bytes), (*sharded, shard_bytes) = found.values()
+        ratios = [a / b for a, b in zip(sharded, whole, strict=True)]
+        times = [harness.interval(seconds, 4) for seconds in (whole, sharded)]
+        shares = [f"{shard_bytes / 1e6:.1f}", f"{shard_bytes / whole_bytes:.4f}"]
         print(harness.row([tree, strategy, *times, harness.interval(ratios, 2), *shares]), flush=True)
 
 

@@ -1,8 +1,7 @@
-"""Data in memory: the shuffle beside MPI_Alltoallv, the index, and the sources.
+"""Data in memory: the shuffle beside MPI_Alltoallv, and the sources.
 
 python scripts/bench_shuffle.py shuffle --ranks 2 4                  ranks of this machine
 python scripts/bench_shuffle.py shuffle --hosts 2 4 8 --rate 1gbit   an emulated cluster, see scripts/cluster.py
-python scripts/bench_shuffle.py index --records 1300000              open a packed data set: seconds, MB
 python scripts/bench_shuffle.py sources --images 400                 images/s from folder, arrays, packed, memory
 
 `shuffle` alternates both on the same records, for each size of group that divides the ranks; a time is that of the
@@ -11,10 +10,7 @@ slowest rank. The bare call moves the same bytes, contiguous already, and reuses
 
 import argparse
 import dataclasses
-import hashlib
-import itertools
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -24,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import jax
 import numpy as np
 from bench_data import jpegs
 
@@ -34,7 +29,6 @@ from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
 from jaxmpi.data.group_order import holders_by_place, members, moves
 from jaxmpi.data.memory_source import MemorySource
-from jaxmpi.data.sources.packed import INDEX, ROW, Manifest, shard_name, write_manifest
 from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep, message
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
@@ -80,8 +74,8 @@ def time_shuffles(mb: float, rounds: int) -> list[dict[str, Any]]:
             ours.append(slowest(control, lambda memory=memory, epoch=epoch: wait_for_shuffle(memory, epoch)))
             bare.append(slowest(control, bare_alltoallv(memory, epoch)))
         memory.stop()
-        held = sum(int(memory.source.lengths[r]) for r in memory.source.newest().records)
-        rows.append({"group": group, "ours_s": ours, "bare_s": bare, "held_bytes": held})
+        held_bytes = sum(int(memory.source.lengths[r]) for r in memory.source.newest().records)
+        rows.append({"group": group, "ours_s": ours, "bare_s": bare, "held_bytes": held_bytes})
     return rows
 
 
@@ -120,42 +114,6 @@ def shuffle(options: argparse.Namespace) -> None:
             ratio = statistics.median(b / a for a, b in zip(row["ours_s"], row["bare_s"], strict=True)) if ours else 0.0
             shown = [f"{ours:.3f}", f"{bare:.3f}", f"{ratio:.2f}"] if ours else ["indices only", "-", "-"]
             print(harness.row([ranks, row["group"], f"{row['held_bytes'] / 1e6:.1f}", *shown]), flush=True)
-
-
-# ---------------------------------------------------------------- index
-
-
-def open_packed(folder: str) -> tuple[float, float]:
-    """Seconds, and MB beyond a JAX process, to open a data set."""
-    jax.numpy.zeros(1).block_until_ready()
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    source = open_source(Data(source="packed", dir=folder), "train")
-    source[0] if len(source) < 10 else source.place(len(source) - 1)  # type: ignore[attr-defined]
-    took_s = time.perf_counter() - begin
-    return took_s, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000
-
-
-def index(options: argparse.Namespace) -> None:
-    """Print seconds and memory to open a data set of empty shards."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "train"
-        place.mkdir()
-        lengths = Blobs(options.records * RECORD_BYTES).lengths.astype(np.uint64)
-        rows = np.zeros(len(lengths), ROW)
-        rows["length"], rows["offset"] = lengths, np.cumsum(lengths) - lengths
-        rows["label"] = np.arange(len(rows)) % 1000
-        (place / INDEX).write_bytes(rows.tobytes())
-        cuts = [*rows["offset"][:: len(rows) // 128], lengths.sum()]
-        shards = tuple(int(b - a) for a, b in itertools.pairwise(cuts))
-        for number, size_bytes in enumerate(shards):
-            with (place / shard_name(number)).open("wb") as file:
-                file.truncate(size_bytes)  # a hole: takes no room
-        digest = hashlib.sha256(rows.tobytes()).hexdigest()
-        write_manifest(
-            place, Manifest(records=len(rows), classes=1000, names=(), shard_bytes=shards, index_sha256=digest, made={})
-        )
-        seconds, megabytes = harness.on_ranks(open_packed, folder)
-    print(f"{len(rows):,} records in {len(shards)} shards open in {seconds:.2f} s with {megabytes:.0f} MB")
 
 
 # ---------------------------------------------------------------- sources
@@ -240,19 +198,15 @@ def read_bytes(source: Source) -> None:
 
 
 def main() -> None:
-    """Run one of the three."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("what", choices=["shuffle", "index", "sources"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="of this machine")
+    """Run one of both."""
+    parser = harness.parser(__doc__, ranks=[2], rate="1gbit", rounds=5)
+    parser.add_argument("what", choices=["shuffle", "sources"])
     parser.add_argument("--hosts", type=int, nargs="+", help="emulated ones, a rank each, instead of ranks")
-    parser.add_argument("--rate", default="1gbit", help="of each emulated host's link")
     parser.add_argument("--mb", type=float, default=200, help="of all records")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--records", type=int, default=1_300_000, help="of the index")
     parser.add_argument("--latency-ms", type=float, default=10, help="of a read that takes longer")
     parser.add_argument("--images", type=int, default=400, help="of the sources")
     options = parser.parse_args()
-    {"shuffle": shuffle, "index": index, "sources": sources}[options.what](options)
+    {"shuffle": shuffle, "sources": sources}[options.what](options)
 
 
 if __name__ == "__main__":

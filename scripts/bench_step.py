@@ -20,7 +20,7 @@ from flax import nnx
 from harness import interval, take_turns
 
 from jaxmpi import data
-from jaxmpi.comm.topology import gather_workers, put
+from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
@@ -28,8 +28,6 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.models.cnn import SmallCnn, digits_cnn
 from jaxmpi.models.googlenet import STARTS, GoogLeNet, googlenet, googlenet_loss
 from jaxmpi.runtime import prepare
-from jaxmpi.trainer import build
-from jaxmpi.trainer.training_plan import job_of
 
 BATCH = 32
 MEAN, STD = 0.305, 0.376
@@ -54,9 +52,7 @@ def experiment(name: str) -> Experiment:
 def trainer(config: Experiment) -> Steps:
     """The loop of jaxmpi.train, from its own parts."""
     workers = gather_workers(1)
-    job = job_of(config, workers)
-    functions = build.build_functions(job)
-    state = put(build.initial_states(job, functions.rule), workers)
+    job, functions, state = harness.build_training(config, workers)
     batches = job.plan.feed.batches()
 
     def step() -> tuple[Any, Any]:

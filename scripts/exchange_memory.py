@@ -75,9 +75,7 @@ def copies(strategy: str, tree: str) -> list[float]:
 
 def main() -> None:
     """Print a row per strategy."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rate", default="", help="of each emulated host's link; default: one host")
+    parser = harness.parser(__doc__, ranks=4, rate="")
     parser.add_argument("--tree", default="alexnet", help="whose gradients, see `jaxmpi models`")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     options = parser.parse_args()

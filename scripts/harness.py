@@ -18,7 +18,6 @@ import inspect
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from jaxmpi.runtime import job_folder, launchers
 
 if TYPE_CHECKING:
     from jaxmpi.comm.control import MpiProcesses
+    from jaxmpi.comm.topology import Workers
+    from jaxmpi.config.schema import Experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 TO_END_S = 10.0  # for a job's processes
@@ -40,9 +41,37 @@ T = TypeVar("T")
 Run = Callable[[], Any]
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Parser of a program's options; its help begins with the program's docstring."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+OPTIONS = {  # that several programs share, and their help
+    "ranks": "ranks of a job",
+    "hosts": "emulated hosts",
+    "slots": "ranks of an emulated host",
+    "rate": "of each emulated host's link, as 200mbit; without one ranks run on this machine",
+    "rounds": "measured rounds",
+    "json": "file for the figures",
+}
+
+
+def parser(doc: str | None, **shared: Any) -> argparse.ArgumentParser:
+    """Parser of a program's options; its help begins with the program's docstring.
+
+    Args:
+        doc: the docstring.
+        shared: defaults by name of OPTIONS; a list stands for an option that takes several numbers.
+    """
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in shared.items():
+        kind = Path if name == "json" else str if name == "rate" else positive
+        text = f"{OPTIONS[name]} (default: {default})" if default else OPTIONS[name]
+        nargs = "+" if isinstance(default, list) else None
+        made.add_argument(f"--{name}", type=kind, default=default, nargs=nargs, help=text)
+    return made
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, the type of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a whole number >= 1")
+    return int(text)
 
 
 # ---------------------------------------------------------------- jobs
@@ -79,7 +108,7 @@ def on_ranks(
         out = Path(folder) / "result.json"
         line = [*launcher(ranks, rate, slots), *call(job, *arguments, out=out)]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-        # A rank's words stand beside a program's tables, not among them.
+        # What a rank prints is kept apart from a program's tables.
         ended = subprocess.run(
             job_folder.over_leftovers(line), cwd=ROOT, env=environ, stdout=sys.stderr, timeout=timeout_s
         )
@@ -111,8 +140,8 @@ def cluster(hosts: int, rate: str, slots: int = 1) -> list[str]:
 
 def call(job: Callable[..., Any], *arguments: Any, out: str | Path = os.devnull) -> list[str]:
     """Command line that calls `job`; rank 0 writes the result to `out`."""
-    program, asked = Path(inspect.getfile(job)).stem, json.dumps(arguments)
-    return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, asked, str(out)]
+    program, encoded = Path(inspect.getfile(job)).stem, json.dumps(arguments)
+    return [sys.executable, str(ROOT / "scripts" / "harness.py"), program, job.__name__, encoded, str(out)]
 
 
 def end(job: subprocess.Popen[str]) -> None:
@@ -129,9 +158,20 @@ def control() -> "MpiProcesses":
     from jaxmpi.comm.control import MpiProcesses
     from jaxmpi.comm.job import processes
 
-    mine = processes()
-    assert isinstance(mine, MpiProcesses)
-    return mine
+    control = processes()
+    assert isinstance(control, MpiProcesses)
+    return control
+
+
+def build_training(config: "Experiment", workers: "Workers") -> tuple[Any, Any, Any]:
+    """The trainer's (job, functions, initial state) of an experiment."""
+    from jaxmpi.comm.topology import put
+    from jaxmpi.trainer import build
+    from jaxmpi.trainer.training_plan import job_of
+
+    job = job_of(config, workers)
+    functions = build.build_functions(job)
+    return job, functions, put(build.initial_states(job, functions.rule), workers)
 
 
 # ---------------------------------------------------------------- figures
@@ -174,15 +214,6 @@ def take_turns(
         for name in reversed(runs) if swap and turn % 2 == 0 else runs:
             found[name].append(clock(runs[name]))
     return {name: figures[warm_up:] for name, figures in found.items()}
-
-
-def mean_curve(curves: Iterable[Sequence[tuple[float, float | None]]]) -> list[tuple[float, float]]:
-    """The mean over seeds of evaluations that are finite in all.
-
-    Workers that do not wait for each other evaluate a little apart, and may leave one out.
-    """
-    every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
-    return [(statistics.mean(epochs), statistics.mean(values)) for epochs, values in every if None not in values]
 
 
 def interval(values: Any, digits: int, unit: str = "") -> str:

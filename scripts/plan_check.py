@@ -11,7 +11,6 @@ Emulated hosts share this machine's cores, and the model takes that into account
 import argparse
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -85,19 +84,14 @@ def show(results: dict[int, dict[str, Any]], options: argparse.Namespace) -> lis
 
 def main() -> None:
     """Start one cluster after the other, then print the table."""
-    parser = harness.parser(__doc__)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--slots", type=int, default=1, help="ranks a host")
-    parser.add_argument("--rate", default="200mbit", help="of each host's card")
+    parser = harness.parser(__doc__, hosts=[2, 4, 8], slots=1, rate="200mbit", rounds=5, json=None)
     parser.add_argument("--floats", type=int, default=6_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
-    asked, env = (options.strategies, options.floats, options.rounds), {"JAXMPI_PROBE_S": PROBE_S}
+    arguments, env = (options.strategies, options.floats, options.rounds), {"JAXMPI_PROBE_S": PROBE_S}
     cluster = {"slots": options.slots, "rate": options.rate, "env": env}
     results = {
-        hosts: harness.on_ranks(probe_and_measure, *asked, ranks=hosts * options.slots, **cluster)
+        hosts: harness.on_ranks(probe_and_measure, *arguments, ranks=hosts * options.slots, **cluster)
         for hosts in sorted(options.hosts)
     }
     harness.save(options.json, {"rows": show(results, options), "results": results})

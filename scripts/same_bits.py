@@ -72,8 +72,8 @@ def runs() -> list[Run]:
             found.append(Run(f"{rule}, {strategy}", (job,)))
     batch = ("--effective-batch", "36")  # which 2 and 3 workers can share
     for before, after in ((2, 2), (3, 3), (2, 3)):
-        begun, resumed = digits(*batch, ranks=before, upto=3), digits(*batch, "--resume", ranks=after)
-        found.append(Run(f"resume with {after} ranks a run of {before}", (begun, resumed)))
+        first, resumed = digits(*batch, ranks=before, upto=3), digits(*batch, "--resume", ranks=after)
+        found.append(Run(f"resume with {after} ranks a run of {before}", (first, resumed)))
     dies = ("--on-rank-loss", "shrink", "--inject", "kill:rank=1,step=3")
     return [
         *found,

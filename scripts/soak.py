@@ -80,13 +80,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def command(asked: argparse.Namespace, folder: Path, train_for: str) -> list[str]:
+def command(options: argparse.Namespace, folder: Path, train_for: str) -> list[str]:
     """Command line of the job that restarts itself."""
-    cluster = harness.cluster(asked.hosts, "1gbit", slots=-(-asked.ranks // asked.hosts)) if asked.hosts > 1 else []
-    head = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(asked.ranks), "--restarts", "1000000"]
-    tail = ["--checkpoint-every", asked.checkpoint_every, "--eval-every", "1000st", "--train-for", train_for]
+    cluster = (
+        harness.cluster(options.hosts, "1gbit", slots=-(-options.ranks // options.hosts)) if options.hosts > 1 else []
+    )
+    head = [sys.executable, "-m", "jaxmpi.tools.cli", "train", "-n", str(options.ranks), "--restarts", "1000000"]
+    tail = ["--checkpoint-every", options.checkpoint_every, "--eval-every", "1000st", "--train-for", train_for]
     tail += ["--resume"] if (folder / "record.jsonl").exists() else []
-    return [*cluster, *head, asked.experiment, "--run-dir", str(folder), *tail]
+    return [*cluster, *head, options.experiment, "--run-dir", str(folder), *tail]
 
 
 # ---------------------------------------------------------------- resources of processes
@@ -213,14 +215,14 @@ def state_files(folder: Path, step: int) -> dict[str, bytes]:
 class Soak:
     """A job and its history."""
 
-    def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
-        self.asked, self.folder, self.draw = asked, folder, random.Random(asked.seed)
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder, self.draw = options, folder, random.Random(options.seed)
         self.seen = Seen(folder)
         self.kills, self.cut_off, self.step = 0, 0, saved_step(folder)
         self.ends_s: list[float] = []
         self.wrong: list[str] = []  # kills of which another rank is blamed
         self.log = (folder / "log.txt").open("ab")
-        line = command(asked, folder, FOREVER)
+        line = command(options, folder, FOREVER)
         self.job = subprocess.Popen(line, stdout=self.log, stderr=self.log, cwd=ROOT, start_new_session=True)
 
     def come_further(self) -> None:
@@ -230,7 +232,7 @@ class Soak:
             RuntimeError: there is none in time, or the job has ended.
         """
         deadline = time.monotonic() + PROGRESS_S
-        while saved_step(self.folder) <= self.step or len(running(self.folder, RANK)) < self.asked.ranks:
+        while saved_step(self.folder) <= self.step or len(running(self.folder, RANK)) < self.options.ranks:
             self.seen.look()
             if time.monotonic() > deadline or self.job.poll() is not None:
                 raise RuntimeError(f"no checkpoint after step {self.step}; the job: {self.job.poll()}; see log.txt")
@@ -246,7 +248,7 @@ class Soak:
     def kill(self) -> None:
         """Kill a rank, perhaps during a checkpoint, and wait for a resume."""
         deadline, ranks = time.monotonic() + PROGRESS_S, running(self.folder, RANK)
-        if self.asked.saving and self.draw.random() < 0.9:
+        if self.options.saving and self.draw.random() < 0.9:
             while not is_saving(self.folder) and time.monotonic() < deadline:
                 time.sleep(0.0005)
             time.sleep(self.draw.random() * 0.005)
@@ -261,13 +263,14 @@ class Soak:
             time.sleep(0.05)
         self.ends_s.append(time.monotonic() - killed)
         self.kills, self.cut_off, self.step = self.kills + 1, self.cut_off + cut_off, saved_step(self.folder)
-        told = ", a checkpoint in the making" * cut_off
+        note = ", a checkpoint in the making" * cut_off
         print(
-            f"kill {self.kills}: rank {rank} after step {self.step}{told}, gone in {self.ends_s[-1]:.1f} s", flush=True
+            f"kill {self.kills}: rank {rank} after step {self.step}{note}, gone in {self.ends_s[-1]:.1f} s",
+            flush=True,
         )
         self.come_further()
         blamed = re.findall(r"jaxmpi: rank ([\d,]+)\b.* ended the job", (self.folder / "log.txt").read_text())
-        if self.asked.ranks > 1 and blamed[-1:] != [str(rank)]:
+        if self.options.ranks > 1 and blamed[-1:] != [str(rank)]:
             self.wrong.append(f"kill {self.kills} of rank {rank}: blamed {blamed[-1:]}")
 
     def end(self) -> None:
@@ -282,16 +285,16 @@ class Soak:
         self.step = saved_step(self.folder)
 
 
-def soak(asked: argparse.Namespace, folder: Path) -> dict:
+def soak(options: argparse.Namespace, folder: Path) -> dict:
     """Kill ranks as requested, then let the job run; return the counts."""
-    begin, self = time.monotonic(), Soak(asked, folder)
+    begin, self = time.monotonic(), Soak(options, folder)
     self.come_further()
-    while time.monotonic() - begin < 60 * (asked.minutes - asked.quiet) and not 0 < asked.kills <= self.kills:
-        self.spend(self.draw.expovariate(1 / asked.every))
+    while time.monotonic() - begin < 60 * (options.minutes - options.quiet) and not 0 < options.kills <= self.kills:
+        self.spend(self.draw.expovariate(1 / options.every))
         self.kill()
-    self.spend(min(60.0, 30 * asked.quiet))  # the first steps after a start fill caches
+    self.spend(min(60.0, 30 * options.quiet))  # the first steps after a start fill caches
     quiet, ranks, supervisors = time.monotonic(), running(folder, RANK), running(folder, SUPERVISOR)
-    self.spend(60 * asked.quiet - min(60.0, 30 * asked.quiet))
+    self.spend(60 * options.quiet - min(60.0, 30 * options.quiet))
     counted = {"rank": self.seen.growth(ranks, quiet), "supervisor": self.seen.growth(supervisors, begin + 60)}
     counted |= {"leaked_on_hosts": sorted(leaked(folder, self.seen.folders) - {WORDS})}
     self.end()
@@ -306,7 +309,7 @@ def soak(asked: argparse.Namespace, folder: Path) -> dict:
     }
 
 
-def complaints(asked: argparse.Namespace, folder: Path, counted: dict) -> list[str]:
+def complaints(options: argparse.Namespace, folder: Path, counted: dict) -> list[str]:
     """Violations of the promises."""
     promised = ("wrongly_blamed", "leaked_on_hosts", "leaked", "orphans")
     found = [f"{name}: {counted[name]}" for name in promised if counted[name]]
@@ -314,17 +317,17 @@ def complaints(asked: argparse.Namespace, folder: Path, counted: dict) -> list[s
     if steps != list(range(1, counted["steps"] + 1)):
         found.append("steps are lost or repeated in the record")
     for who in ("rank", "supervisor"):
-        for name, (first, last) in counted[who].items() if asked.quiet else ():
+        for name, (first, last) in counted[who].items() if options.quiet else ():
             if last > first * (1 + FLAT * (name == "memory_mb")):
                 found.append(f"{who}: {name} grew from {first} to {last}")
     return found
 
 
-def differences(asked: argparse.Namespace, folder: Path, steps: int) -> list[str]:
+def differences(options: argparse.Namespace, folder: Path, steps: int) -> list[str]:
     """Differences from an undisturbed run."""
     other = folder / "undisturbed"
     with (folder / "log.txt").open("ab") as log:
-        subprocess.run(command(asked, other, f"{steps}st"), stdout=log, stderr=log, cwd=ROOT, check=True)
+        subprocess.run(command(options, other, f"{steps}st"), stdout=log, stderr=log, cwd=ROOT, check=True)
     return [
         *(["losses"] if losses(folder) != losses(other) else []),
         *(["the last checkpoint"] if state_files(folder, steps) != state_files(other, steps) else []),
@@ -333,18 +336,18 @@ def differences(asked: argparse.Namespace, folder: Path, steps: int) -> list[str
 
 def main() -> None:
     """Soak, and print the counts."""
-    asked = parse()
-    folder = Path(asked.folder or tempfile.mkdtemp(prefix="soak-"))
+    options = parse()
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    if not asked.experiment:
-        asked.experiment = str(folder / "softmax.py")
-        Path(asked.experiment).write_text(TINY)
+    if not options.experiment:
+        options.experiment = str(folder / "softmax.py")
+        Path(options.experiment).write_text(TINY)
     print(f"run directory {folder}", flush=True)
-    counted = soak(asked, folder)
+    counted = soak(options, folder)
     print(json.dumps(counted), flush=True)
-    found = complaints(asked, folder, counted)
-    if asked.verify:
-        found += [f"other than undisturbed: {what}" for what in differences(asked, folder, counted["steps"])]
+    found = complaints(options, folder, counted)
+    if options.verify:
+        found += [f"other than undisturbed: {what}" for what in differences(options, folder, counted["steps"])]
     sys.exit("\n".join(found) or None)
 
 

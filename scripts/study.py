@@ -4,14 +4,10 @@
     python scripts/study.py --experiment experiments/digits.py --workers 1 8 --vary local-batch=8,64 optim.lr=0.02,0.1
 
 A study of STUDIES by name, or a grid: all combinations of --workers and of the values of --vary, which takes any flag
-of the trainer. Every run becomes a line of --out when it is done, and recorded runs are not repeated. So a stopped
-study goes on, and one with more seeds only adds them. A run that diverges is a line too, counted as failed and left
-out of means. The others are compared with the first cell, seed by seed: the same seed gives the same initial params and
-the same order of examples. If --train-for varies, a second table has the shortest runs that are no worse than the first
-cell's.
-
---beside N has N processes compute beside the runs, as other users' would. Lines of --out do not say so: give it a file
-of its own.
+of the trainer. Every finished run becomes a line of --out, and recorded runs are not repeated, so a stopped study
+continues where it was. A run that diverges is recorded as failed and left out of means. Cells are compared with the
+first one, seed by seed: the same seed gives the same initial params and order of examples. If --train-for varies, a
+second table has the shortest runs that are no worse than the first cell's.
 
 Workers are devices of one process. With --launch, and in `elastic` and `strategies`, they are ranks under mpirun, which
 asynchronous rules and strategies of MPI need.
@@ -26,10 +22,9 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,12 +180,8 @@ STUDIES = {
 
 
 def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: str, launched: bool) -> None:
-    """Be a process of a cell's job: run its seeds in order.
-
-    Rank 0 appends a line for each.
-    """
-    flags = {name: value for name, value in cell.items() if name != "workers"}
-    line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in flags.items()))]
+    """Be a process of a cell's job: run its seeds in order; rank 0 appends a line for each."""
+    line = [experiment, *itertools.chain(*((f"--{name}", value) for name, value in cell.items() if name != "workers"))]
     failures.install_excepthooks()
     prepare.prepare()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -198,13 +189,9 @@ def run_cell(experiment: str, cell: Cell, seeds: Sequence[int], out: str, launch
     device_setup.make_cpu_devices(chosen.devices)
     with failures.at_work():
         for seed in seeds:
-            row = {"experiment": experiment, "cell": cell, "seed": seed} | run_now()
-            run_seed(dataclasses.replace(chosen, seed=seed), path.stem, row, Path(out))
-
-
-def run_now() -> dict[str, str]:
-    """The day and the commit of a run that begins."""
-    return {"day": f"{datetime.date.today()}", "commit": provenance.commit(ROOT)}
+            row = {"experiment": experiment, "cell": cell, "seed": seed, "day": f"{datetime.date.today()}"}
+            row["commit"] = provenance.commit(ROOT)
+            run_seed(dataclasses.replace(chosen, seed=seed, resume=False), path.stem, row, Path(out))
 
 
 def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> None:
@@ -213,71 +200,56 @@ def run_seed(chosen: Experiment, name: str, row: dict[str, Any], out: Path) -> N
     Raises:
         NotFinite: it diverged, which the line records.
     """
-    try:
-        with shared_folder() as folder, contextlib.redirect_stdout(io.StringIO()):
-            trainer_main.train(dataclasses.replace(chosen, run_dir=str(folder), resume=False), name)
+    control = processes()
+    with tempfile.TemporaryDirectory() as mine:
+        folder = Path(control.bcast_object(mine))
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                trainer_main.train(dataclasses.replace(chosen, run_dir=str(folder)), name)
             row |= outcome(folder)
-    except NotFinite as error:
-        row["failed"] = str(error)
-        if launchers.my_rank() == 0 or registry.is_asynchronous(chosen.rule):  # there one worker alone notices it
-            append(out, row)
-        raise
+        except NotFinite as error:
+            row["failed"] = str(error)
+            # With an asynchronous rule only the worker that diverges notices.
+            if launchers.my_rank() == 0 or registry.is_asynchronous(chosen.rule):
+                append(out, row)
+            raise
+        control.barrier()
     if launchers.my_rank() == 0:
         append(out, row)
 
 
 def append(out: Path, row: dict[str, Any]) -> None:
-    """Append a line; begin a new one after a cut-off line."""
+    """Append a line, after a newline if the last line was cut off."""
     is_cut = out.exists() and out.read_bytes()[-1:] not in (b"", b"\n")
     with out.open("a") as file:
         file.write("\n" * is_cut + json.dumps(row) + "\n")
 
 
-@contextlib.contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A folder for a run, the same for all ranks: rank 0's."""
-    control = processes()
-    with tempfile.TemporaryDirectory() as mine:
-        yield Path(control.bcast_object(mine))
-        control.barrier()
-
-
 def outcome(folder: Path) -> dict[str, Any]:
-    """Outcome by a run's record: last evaluation and curve, or the failure."""
+    """Last evaluation and curves from a run's record, or the failure."""
     rows = harness.record(folder)
     evaluations = [row for row in rows if row["kind"] == "eval"]
-    steps = [row for row in rows if row["kind"] == "train"]
-    if evaluations[-1]["eval_loss"] is None:
+    last = evaluations[-1]
+    if last["eval_loss"] is None:
         return {"failed": "the held-out loss is not finite"}
-    curve = [[row["epoch"], row["eval_loss"]] for row in evaluations]
-    kept = {name: value for name, value in evaluations[-1].items() if name.startswith("eval_")}
+    kept = {name: value for name, value in last.items() if name.startswith("eval_")}
     if "eval_top5" in kept:
         kept["top5_curve"] = [[row["epoch"], 100 * (1 - row["eval_top5"])] for row in evaluations]
-    apart = [row for row in rows if row["kind"] == "workers"]
-    if apart:
-        kept["worker_steps"] = apart[-1]["worker_steps"]
-    return {**kept, "curve": curve, "loss": steps[-1]["loss"], "elapsed_s": evaluations[-1]["elapsed_s"]}
+    for row in rows:
+        if row["kind"] == "workers":
+            kept["worker_steps"] = row["worker_steps"]
+    curve = [[row["epoch"], row["eval_loss"]] for row in evaluations]
+    loss = [row["loss"] for row in rows if row["kind"] == "train"][-1]
+    return {**kept, "curve": curve, "loss": loss, "elapsed_s": last["elapsed_s"]}
 
 
-@contextlib.contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Have processes compute meanwhile."""
-    beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for process in beside:
-            process.kill()
-            process.wait()
-
-
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    """Read the recorded lines; skip one that was cut off."""
+def read_rows(out: Path, study: Study) -> list[dict[str, Any]]:
+    """Recorded lines of a study, without lines that were cut off."""
     rows = []
     for line in out.read_text().splitlines() if out.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-    return rows
+    return [row for row in rows if row["experiment"] == study.experiment]
 
 
 def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -> None:
@@ -290,7 +262,7 @@ def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -
     """
     cells = study.cells()
     for number, cell in enumerate(cells, 1):
-        before = found(rows_of(out), study, cell)
+        before = [row for row in read_rows(out, study) if row["cell"] == cell]
         while missing := sorted(set(seeds) - {row["seed"] for row in before}):
             print(f"{number}/{len(cells)} {title(cell, study)}: seeds {missing}", file=sys.stderr, flush=True)
             job = (study.experiment, cell, missing, str(out), launched)
@@ -298,20 +270,10 @@ def run_missing(study: Study, seeds: Sequence[int], out: Path, launched: bool) -
                 harness.on_ranks(run_cell, *job, ranks=int(cell["workers"]) if launched else 0)
                 break
             except harness.JobFailed as error:
-                rows = found(rows_of(out), study, cell)
+                rows = [row for row in read_rows(out, study) if row["cell"] == cell]
                 if not any("failed" in row for row in rows[len(before) :]):
                     raise SystemExit(f"study.py: the job of {cell} failed; its message is above") from error
                 before = rows
-
-
-def found(rows: Sequence[dict[str, Any]], study: Study, cell: Cell) -> list[dict[str, Any]]:
-    """The lines of a cell."""
-    return [row for row in rows if row["experiment"] == study.experiment and row["cell"] == cell]
-
-
-def finished(rows: Sequence[dict[str, Any]], study: Study, cell: Cell) -> dict[int, dict[str, Any]]:
-    """The lines of a cell by seed, but for runs that diverged."""
-    return {row["seed"]: row for row in found(rows, study, cell) if "failed" not in row}
 
 
 # ---------------------------------------------------------------- tables and plots
@@ -321,26 +283,22 @@ class Summary(NamedTuple):
     """A cell's metric over its seeds, and its difference from the reference."""
 
     title: str
-    unit: str  # unit of the mean
-    seeds: int  # that finished
+    runs: dict[int, dict[str, Any]]  # by seed, without those that diverged
     failed: int
     mean: float
     error: float  # standard error
     difference: float
     difference_error: float
-    elapsed_s: float  # seconds of a run, to its last evaluation, mean over seeds
-    shares: list[float]  # shares of the steps, by worker, mean over seeds; none if workers run in lock-step
-    farthest: float  # largest distance of a run's worker steps from an equal share, as a part of that; 0 in lock-step
 
     @property
     def within(self) -> str:
-        """Yes or no: the difference is within two standard errors; or unknown."""
+        """Whether the difference is within two standard errors."""
         if not math.isfinite(self.difference_error):
             return "unknown"
         return "yes" if abs(self.difference) <= 2 * self.difference_error else "no"
 
 
-def mean_of(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """The mean, or NaN, and its standard error, infinite for one value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return statistics.mean(values) if values else math.nan, error
@@ -353,25 +311,17 @@ def metric(row: Mapping[str, Any]) -> float:
 
 def summaries(study: Study, rows: Sequence[dict[str, Any]]) -> list[Summary]:
     """Summaries of all cells that have been run, in order."""
-    run = [cell for cell in study.cells() if found(rows, study, cell)]
-    reference = finished(rows, study, run[0]) if run else {}
-    is_text = any("eval_bits_per_byte" in row for cell in run for row in found(rows, study, cell))
-    unit, made = "bits per byte" if is_text else "error of top-1, %", []
-    for cell in run:
-        by_seed = finished(rows, study, cell)
-        failed = len({row["seed"] for row in found(rows, study, cell)} - set(by_seed))
-        values = [metric(row) for row in by_seed.values()]
-        apart = [metric(by_seed[seed]) - metric(reference[seed]) for seed in by_seed if seed in reference]
-        shares = [
-            [n / sum(row["worker_steps"]) for n in row["worker_steps"]]
-            for row in by_seed.values()
-            if "worker_steps" in row
-        ]
-        by_worker = [statistics.mean(share) for share in zip(*shares, strict=True)]
-        farthest = max((abs(len(share) * part - 1) for share in shares for part in share), default=0.0)
-        elapsed_s, _ = mean_of([row["elapsed_s"] for row in by_seed.values()])
-        counts = (title(cell, study), unit, len(values), failed)
-        made.append(Summary(*counts, *mean_of(values), *mean_of(apart), elapsed_s, by_worker, farthest))
+    made: list[Summary] = []
+    for cell in study.cells():
+        recorded = [row for row in rows if row["cell"] == cell]
+        if not recorded:
+            continue
+        runs = {row["seed"]: row for row in recorded if "failed" not in row}
+        failed = len({row["seed"] for row in recorded} - set(runs))
+        reference = made[0].runs if made else runs
+        differences = [metric(runs[seed]) - metric(reference[seed]) for seed in runs if seed in reference]
+        means = *mean_and_error([metric(row) for row in runs.values()]), *mean_and_error(differences)
+        made.append(Summary(title(cell, study), runs, failed, *means))
     return made
 
 
@@ -382,56 +332,61 @@ def title(cell: Cell, study: Study) -> str:
     return ", ".join(f"{name} {cell[name]}" for name in names if name in cell) or "the experiment as it is"
 
 
+def shares_of_workers(runs: Mapping[int, dict[str, Any]]) -> str:
+    """Each worker's share of the steps, if workers do not wait for each other."""
+    steps = [row["worker_steps"] for row in runs.values() if "worker_steps" in row]
+    shares = [[n / sum(each) for n in each] for each in steps]
+    if not shares:
+        return ""
+    means = " ".join(f"{100 * statistics.mean(share):.0f}" for share in zip(*shares, strict=True))
+    farthest = max(abs(len(each) * share - 1) for each in shares for share in each)
+    return f"; shares of workers {means} %, farthest from equal {100 * farthest:.0f} %"
+
+
 def table(study: Study, made: Sequence[Summary]) -> str:
     """Markdown table of the cells."""
-    of_mean = made[0].unit if made else "-"
-    headings = ("cell", "seeds", of_mean, "difference", "within 2 standard errors", "a run")
-    lines = [f"{study.question} `{study.experiment}`", "", harness.table(headings)]
+    is_text = any("eval_bits_per_byte" in run for row in made for run in row.runs.values())
+    unit = "bits per byte" if is_text else "error of top-1, %"
+    cells = []
     for i, row in enumerate(made):
-        seeds = f"{row.seeds}, {row.failed} failed" if row.failed else row.seeds
+        seeds = f"{len(row.runs)}, {row.failed} failed" if row.failed else len(row.runs)
         compared = [with_error(row.difference, row.difference_error, "+"), row.within] if i else ["reference", ""]
-        shares = " ".join(f"{100 * share:.0f}" for share in row.shares)
-        apart = f"; shares of workers {shares} %, farthest from equal {100 * row.farthest:.0f} %" if shares else ""
-        asked = row.title + apart
-        took = f"{row.elapsed_s:.0f} s" if row.seeds else "-"
-        lines.append(harness.row([asked, seeds, with_error(row.mean, row.error), *compared, took]))
-    return "\n".join(lines)
+        elapsed, _ = mean_and_error([run["elapsed_s"] for run in row.runs.values()])
+        name, took = row.title + shares_of_workers(row.runs), f"{elapsed:.0f} s" if row.runs else "-"
+        cells.append([name, seeds, with_error(row.mean, row.error), *compared, took])
+    headings = ("cell", "seeds", unit, "difference", "within 2 standard errors", "a run")
+    return f"{study.question} `{study.experiment}`\n\n{harness.table(headings, cells)}"
 
 
-LENGTH = "train-for"
+def shortest(study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """The smallest share of the first cell's length that is no worse, by seed; infinite if none is.
 
-
-def fewest(study: Study, rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """The smallest share of the reference's length that suffices, by seed.
-
-    A share suffices if the cell is no worse than the first cell; it is infinite if none does. Cells that differ in
-    their length alone are one. Empty if all cells have one length.
+    Cells that differ only in their length count as one. Empty if all cells have the same length.
     """
-    run = [cell for cell in study.cells() if found(rows, study, cell)]
+    lengths = {cell.get("train-for") for cell in study.cells() if any(row["cell"] == cell for row in rows)}
     shares: dict[str, dict[int, float]] = {}
-    if len({cell.get(LENGTH) for cell in run}) < 2:
+    if len(lengths) < 2:
         return shares
-    reference = finished(rows, study, run[0])
-    for cell in run[1:]:
-        of_cell = shares.setdefault(title({k: v for k, v in cell.items() if k != LENGTH}, study), {})
-        for seed, row in finished(rows, study, cell).items():
-            if seed in reference:
-                share = row["curve"][-1][0] / reference[seed]["curve"][-1][0]
-                is_worse = metric(row) > metric(reference[seed])
-                of_cell[seed] = min(of_cell.get(seed, math.inf), math.inf if is_worse else share)
+    finished = [row for row in rows if "failed" not in row]
+    reference = {row["seed"]: row for row in finished if row["cell"] == study.cells()[0]}
+    for cell in study.cells()[1:]:
+        name = title({k: v for k, v in cell.items() if k != "train-for"}, study)
+        by_seed = shares.setdefault(name, {})
+        for row in finished:
+            first = reference.get(row["seed"])
+            if row["cell"] == cell and first:
+                share = row["curve"][-1][0] / first["curve"][-1][0]
+                reached = share if metric(row) <= metric(first) else math.inf
+                by_seed[row["seed"]] = min(by_seed.get(row["seed"], math.inf), reached)
     return shares
 
 
-def table_of_fewest(shares: Mapping[str, Mapping[int, float]]) -> str:
-    """Markdown table of `fewest`."""
+def table_of_shortest(shares: Mapping[str, Mapping[int, float]]) -> str:
+    """Markdown table of `shortest`."""
     seeds = sorted(set(itertools.chain(*shares.values())))
-    told = lambda share: f"{share:.2f}" if math.isfinite(share) else "none is"  # noqa: E731
-    lines = [
-        [name, *(told(of_cell[seed]) if seed in of_cell else "-" for seed in seeds)] for name, of_cell in shares.items()
-    ]
-    return harness.table(
-        ["share of the first one's length that is no worse", *(f"seed {seed}" for seed in seeds)], lines
-    )
+    cells = [[name, *(f"{of_seed.get(seed, math.nan):.2f}" for seed in seeds)] for name, of_seed in shares.items()]
+    heading = "share of the first one's length that is no worse"
+    return harness.table([heading, *(f"seed {seed}" for seed in seeds)], cells)
 
 
 def with_error(value: float, error: float, sign: str = "") -> str:
@@ -439,22 +394,46 @@ def with_error(value: float, error: float, sign: str = "") -> str:
     return "-" if math.isnan(value) else f"{value:{sign}.3f} ± {error:.3f}"
 
 
-def panels(study: Study, rows: Sequence[dict[str, Any]], made: Sequence[Summary]) -> list[plots.Panel]:
-    """The metric with standard errors, and the mean held-out loss by epoch."""
+def panels(study: Study, made: Sequence[Summary]) -> list[plots.Panel]:
+    """The metric with standard errors, and the mean top-5 error or held-out loss by epoch."""
     bars = []
     for row in made:
         error = row.error if math.isfinite(row.error) else 0.0
-        bars += [(row.title, row.mean, max(row.mean - error, 0.0), row.mean + error)] if row.seeds else []
+        bars += [(row.title, row.mean, max(row.mean - error, 0.0), row.mean + error)] if row.runs else []
+    is_top5 = all("top5_curve" in run for row in made for run in row.runs.values())
+    kind, unit = ("top5_curve", "top-5 error, %") if is_top5 else ("curve", "held-out loss")
     series = {}
-    for cell in study.cells():
-        curves = [row["curve"] for row in finished(rows, study, cell).values()]
+    for row in made:
+        curves = [run[kind] for run in row.runs.values()]
         if curves and min(map(len, curves)) > 1:
-            series[title(cell, study)] = harness.mean_curve(curves)
+            series[row.title] = mean_curve(curves)
     drawn: list[plots.Panel] = [plots.Bars(study.question, plots.Quantity("held out", base=None), bars)]
     if series:
-        x, y = plots.Quantity("epoch", base=None), plots.Quantity("loss", base=None)
-        drawn.append(plots.Lines("held-out loss", x, y, series))
+        x, y = plots.Quantity("epoch", base=None), plots.Quantity(unit, base=None)
+        drawn.append(plots.Lines(f"{unit} by epoch", x, y, series))
     return drawn
+
+
+def mean_curve(curves: Iterable[Sequence[tuple[float, float | None]]]) -> list[tuple[float, float]]:
+    """The mean over seeds of evaluations that are finite in all.
+
+    Workers that do not wait for each other evaluate at slightly different epochs, and may leave one out.
+    """
+    every = [list(zip(*points, strict=True)) for points in zip(*curves, strict=False)]
+    return [(statistics.mean(epochs), statistics.mean(values)) for epochs, values in every if None not in values]
+
+
+# ---------------------------------------------------------------- the command line
+
+RESERVED = ("seed", "run-dir", "resume", "devices", "workers")  # flags that a study sets itself
+
+
+def setting(text: str) -> tuple[str, str]:
+    """A flag and its value, or values."""
+    name, _, value = text.partition("=")
+    if not value or name in RESERVED:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected FLAG=VALUE of a flag that the study does not set")
+    return name, value
 
 
 def parse() -> argparse.Namespace:
@@ -462,72 +441,45 @@ def parse() -> argparse.Namespace:
     parser = harness.parser(__doc__)
     parser.add_argument("studies", nargs="*", choices=[*STUDIES, []], help="by name")
     parser.add_argument("--experiment", help=f"of a grid (default: {DIGITS})")
-    parser.add_argument("--workers", nargs="+", help="of a grid (default: 8)")
-    parser.add_argument("--vary", nargs="+", metavar="FLAG=VALUE,...", help="of a grid")
-    parser.add_argument("--set", nargs="+", default=[], metavar="FLAG=VALUE", help="in every cell, as train-for=2ep")
-    parser.add_argument("--seeds", type=int, default=5, help="how many of every cell, one after another")
-    parser.add_argument("--first-seed", type=int, default=0, help="another one to tune with than to report")
+    parser.add_argument("--workers", type=harness.positive, nargs="+", help="of a grid (default: 8)")
+    parser.add_argument("--vary", type=setting, nargs="+", metavar="FLAG=VALUE,...", help="of a grid")
+    parser.add_argument(
+        "--set", type=setting, nargs="+", default=[], metavar="FLAG=VALUE", help="in every cell of a study by name"
+    )
+    parser.add_argument("--seeds", type=harness.positive, default=5, help="how many of every cell, one after another")
+    parser.add_argument("--first-seed", type=int, default=0, help="to tune with other seeds than those reported")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "study.jsonl", help="a line a run")
     parser.add_argument("--png", type=Path, help="file for the plots")
     parser.add_argument("--launch", action="store_true", help="ranks under mpirun instead of devices of one process")
-    parser.add_argument("--beside", type=int, default=0, help="processes that compute beside the runs")
     parser.add_argument("--show", action="store_true", help="tables of what is there; run nothing")
     options = parser.parse_args()
-    if wrong := refused(options):
-        parser.error(wrong)
+    grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
+    if options.studies and grid:
+        parser.error(f"--{grid[0]}: it is of a grid, but {options.studies[0]} has its own; leave one of them out")
+    if options.set and not options.studies:
+        parser.error("--set: it is of a study by name; a grid has --vary")
     options.out = options.out.resolve()  # jobs run in ROOT
     if options.experiment and not (ROOT / options.experiment).is_file():
         options.experiment = str(Path(options.experiment).resolve())
     return options
 
 
-OWN = ("seed", "run-dir", "resume", "devices")  # flags that a study sets itself
-
-
-def refused(options: argparse.Namespace) -> str:
-    """The first error in the command line; empty if there is none."""
-    of_grid = [name for name in ("experiment", "workers", "vary") if getattr(options, name) is not None]
-    if options.set and not options.studies:
-        return "--set: it is of a study by name; a grid has --vary"
-    if options.studies and of_grid:
-        return f"--{of_grid[0]}: it is of a grid, and {options.studies[0]} is one of its own; leave one of them out"
-    for text in options.vary or ():
-        name, _, values = text.partition("=")
-        if not values:
-            return f"--vary: got {text!r}; expected FLAG=VALUE or FLAG=VALUE,VALUE"
-        if name in OWN:
-            return f"--vary: got {name}, which the study sets; --seeds and --workers are its own options"
-    for text in options.set:
-        name, _, value = text.partition("=")
-        if not value or name in (*OWN, "workers"):
-            return f"--set: got {text!r}; expected FLAG=VALUE of a flag that the study does not set"
-    for number in options.workers or ():
-        if not number.isdecimal() or int(number) < 1:
-            return f"--workers: got {number}; expected whole numbers >= 1"
-    if options.first_seed < 0:
-        return f"--first-seed: got {options.first_seed}; expected >= 0"
-    if options.beside < 0:
-        return f"--beside: got {options.beside}; expected >= 0"
-    return f"--seeds: got {options.seeds}; expected >= 1" if options.seeds < 1 else ""
-
-
-def with_settings(study: Study, settings: Mapping[str, str]) -> Study:
-    """The study with these values in every cell, instead of its own."""
-    grids = [
-        Grid({name: values for name, values in grid.vary.items() if name not in settings}, {**grid.common, **settings})
-        for grid in study.grids
+def chosen_studies(options: argparse.Namespace) -> list[Study]:
+    """The named studies with the values of --set in every cell, or a grid."""
+    if not options.studies:
+        vary = {"workers": [str(n) for n in options.workers or (8,)]}
+        vary |= {name: values.split(",") for name, values in options.vary or ()}
+        return [Study("A grid.", options.experiment or DIGITS, [Grid(vary, {})])]
+    fixed, studies = dict(options.set), [STUDIES[name] for name in options.studies]
+    return [
+        study._replace(
+            grids=[
+                Grid({k: v for k, v in grid.vary.items() if k not in fixed}, {**grid.common, **fixed})
+                for grid in study.grids
+            ]
+        )
+        for study in studies
     ]
-    return study._replace(grids=grids)
-
-
-def asked(options: argparse.Namespace) -> list[Study]:
-    """The named studies, or a grid."""
-    if options.studies:
-        settings = dict(text.split("=", 1) for text in options.set)
-        return [with_settings(STUDIES[name], settings) for name in options.studies]
-    pairs = (text.partition("=")[::2] for text in options.vary or ())
-    vary = {"workers": options.workers or ["8"]} | {name: values.split(",") for name, values in pairs}
-    return [Study("A grid.", options.experiment or DIGITS, [Grid(vary, {})])]
 
 
 def main() -> None:
@@ -535,17 +487,16 @@ def main() -> None:
     options = parse()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     drawn: list[plots.Panel] = []
-    for study in asked(options):
+    for study in chosen_studies(options):
         if not options.show:
             seeds = range(options.first_seed, options.first_seed + options.seeds)
-            with busy(options.beside):
-                run_missing(study, seeds, options.out, options.launch or study.launched)
-        rows = rows_of(options.out)
+            run_missing(study, seeds, options.out, options.launch or study.launched)
+        rows = read_rows(options.out, study)
         made = summaries(study, rows)
         print(table(study, made) + "\n", flush=True)
-        if shares := fewest(study, rows):
-            print(table_of_fewest(shares) + "\n", flush=True)
-        drawn += panels(study, rows, made) if made else []
+        if shares := shortest(study, rows):
+            print(table_of_shortest(shares) + "\n", flush=True)
+        drawn += panels(study, made) if made else []
     if options.png and drawn:
         plots.save(drawn, options.png)
 

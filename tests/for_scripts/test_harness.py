@@ -41,7 +41,7 @@ def failing() -> None:
     raise SystemExit(3)
 
 
-def test_runs_take_turns_and_the_first_rounds_do_not_count():
+def test_runs_take_turns_and_warm_up_rounds_do_not_count():
     calls: list[str] = []
     runs = {name: lambda name=name: calls.append(name) or len(calls) for name in ("a", "b")}
     assert harness.take_turns(runs, rounds=2, warm_up=1, clock=harness.result) == {"a": [3, 5], "b": [4, 6]}
@@ -49,13 +49,6 @@ def test_runs_take_turns_and_the_first_rounds_do_not_count():
     calls.clear()
     assert harness.take_turns(runs, rounds=2, warm_up=1, clock=harness.result, swap=True) == {"a": [3, 6], "b": [4, 5]}
     assert "".join(calls) == "baabba"
-
-
-def test_a_table_is_its_head_and_rows():
-    head = "| strategy | s |\n|---|---|"
-    assert harness.table(("strategy", "s")) == head
-    assert harness.table(("strategy", "s"), [["ring32", 0.5]]) == f"{head}\n{harness.row(['ring32', 0.5])}"
-    assert harness.row(["ring32", 0.5]) == "| ring32 | 0.5 |"
 
 
 @pytest.mark.e2e
