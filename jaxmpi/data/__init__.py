@@ -7,9 +7,11 @@ function over items by threads; `packing` of a source into few files; `group_ord
 data in memory holds which record; `memory_room`, the memory that is needed and left; `memory_source`, records in
 memory; `command`, `jaxmpi data`.
 
-Loader processes start fast, since nothing here imports JAX or MPI.
+Then what no loader process imports, since it imports JAX or MPI: `feed`, batches for the devices; `shuffle` of data
+in memory between workers, which reads their memory by `peer_memory`; `in_memory`, the same for a loop of one's own;
+`mpi_loaders`, started by MPI.
 
-It imports `core` and `config`.
+It imports `core`, `config`, `comm`, `runtime`, `model` and `tasks`.
 """
 
 from jaxmpi.config.data import data_dir as data_dir

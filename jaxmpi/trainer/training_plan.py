@@ -23,7 +23,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
+from jaxmpi.data.feed import DeviceFeed, dealt_anew, open_feed
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules import registry
 from jaxmpi.tasks.base import Task

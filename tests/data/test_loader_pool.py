@@ -23,13 +23,12 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
+from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, mpi_loaders, open_source
+from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import python_line
 from jaxmpi.data.loader_worker import HERE, LoaderAnswer, Make, RowFailure
 from jaxmpi.data.loader_worker import words as words_of
 from jaxmpi.data.ring_buffer import SharedPickle
-from jaxmpi.input_pipeline import mpi_loaders
-from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.model.contract import Model
 from jaxmpi.runtime.launchers import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
@@ -517,14 +516,14 @@ SPAWNING = """
     import hashlib, os, signal, sys, time
     import jaxmpi
     comm = jaxmpi.world()
-    import jaxmpi.input_pipeline.mpi_loaders
+    import jaxmpi.data.mpi_loaders
     from jaxmpi.config import Data
     from jaxmpi.data import LoaderPool, Loader, Sampler, open_source
-    found, told, send = [], [], jaxmpi.input_pipeline.mpi_loaders.SpawnedLoaders._send
+    found, told, send = [], [], jaxmpi.data.mpi_loaders.SpawnedLoaders._send
     def heard(self, number, tag, message):
         told.append((number, tag, bytes(message)))
         send(self, number, tag, message)
-    jaxmpi.input_pipeline.mpi_loaders.SpawnedLoaders._send = heard
+    jaxmpi.data.mpi_loaders.SpawnedLoaders._send = heard
     for kind in ("threads", "spawn"):
         data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
         source = open_source(data, "train")

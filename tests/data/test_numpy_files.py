@@ -13,8 +13,8 @@ from jaxmpi.config import Experiment
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data.feed import open_feed
 from jaxmpi.data.sources.numpy_files import Archive, NumpySource
-from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.model import Model
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 4, 5, 3), np.uint8)

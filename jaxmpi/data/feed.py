@@ -31,16 +31,16 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, check
 from jaxmpi.core.pytrees import signature
+from jaxmpi.data import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Batch, Loader
 from jaxmpi.data.example import ExampleReader, nested
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
+from jaxmpi.data.shuffle import MemoryShuffle, keep
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.grain_streams import StreamSource
 from jaxmpi.data.sources.registry import open_source
-from jaxmpi.input_pipeline import mpi_loaders as mpi_loaders  # a kind of loaders
-from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep
 from jaxmpi.model.contract import Model
 from jaxmpi.tasks.registry import find_spec, make_task
 

@@ -29,8 +29,8 @@ from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.group_order import GroupSampler, Move, holders_by_place, holders_by_slice, members, slices
 from jaxmpi.data.memory_room import check_group, check_room, room, smallest_group
 from jaxmpi.data.memory_source import Arena, MemorySource, shuffled
+from jaxmpi.data.peer_memory import PeerArena, PeerMemory, addresses
 from jaxmpi.data.sources.base import Source
-from jaxmpi.input_pipeline.peer_memory import PeerArena, PeerMemory, addresses
 from jaxmpi.runtime import spans
 
 THREAD = "jaxmpi shuffle"

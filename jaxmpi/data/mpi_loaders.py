@@ -147,7 +147,7 @@ def _spawned(size: int) -> tuple[Any, Any]:
         from mpi4py import MPI
     except ImportError as error:
         raise UsageError(f"data.loader: got spawn, but there is no MPI ({error}); use processes") from error
-    program, *arguments = python_line("jaxmpi.input_pipeline.mpi_loaders", os.getpid())
+    program, *arguments = python_line("jaxmpi.data.mpi_loaders", os.getpid())
     # The launcher has given all its slots to workers; a loader sleeps most of the time.
     info = MPI.Info.Create({"host": MPI.Get_processor_name(), "map_by": "slot:oversubscribe"})
     ended: Future[Any] = Future()

@@ -1,8 +1,8 @@
 """Data in memory for a loop of one's own.
 
 A loop loads a part, takes random batches of it, and shuffles over a group. These are the three calls of IBM's DIMD
-(Kumar et al. 2018, section 4.1). The trainer's parts do the work: `memory_shuffle` keeps and moves the records,
-`device_feed` decodes them and brings batches to the device. Only the moment of a shuffle is the loop's own, and so is
+(Kumar et al. 2018, section 4.1). The trainer's parts do the work: `shuffle` keeps and moves the records,
+`feed` decodes them and brings batches to the device. Only the moment of a shuffle is the loop's own, and so is
 the order between two of them (`LoopSampler`).
 """
 
@@ -18,14 +18,14 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.train_state import Batch
+from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import GroupSampler, within_parts
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.memory_room import NoRoom
 from jaxmpi.data.sampler import Share
+from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, keep
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
-from jaxmpi.input_pipeline.device_feed import DeviceFeed
-from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, Shuffle, keep
 from jaxmpi.model.contract import check_whole
 
 MOST_BATCHES = 1 << 32  # between two shuffles
