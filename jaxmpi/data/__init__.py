@@ -31,4 +31,4 @@ from jaxmpi.data.sources.batch_files import BatchFileSource as BatchFileSource
 from jaxmpi.data.sources.batch_files import write_batch_files as write_batch_files
 from jaxmpi.data.sources.registry import SOURCES as SOURCES
 from jaxmpi.data.sources.registry import open_source as open_source
-from jaxmpi.data.sources.vocabulary import write_words as write_words
+from jaxmpi.data.sources.text import write_words as write_words

@@ -12,7 +12,7 @@ from PIL import Image
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import CorruptExample, Loader, Sampler, command, kind_for, open_source
-from jaxmpi.data.sources import parquet as parquet_source
+from jaxmpi.data.sources import arrow as parquet_source
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
