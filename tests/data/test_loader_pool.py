@@ -26,8 +26,7 @@ from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, mpi_loaders, open_source
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import python_line
-from jaxmpi.data.loader_worker import HERE, LoaderAnswer, Make, RowFailure
-from jaxmpi.data.loader_worker import words as words_of
+from jaxmpi.data.loader_worker import HERE, LoaderAnswer, Make, RowFailure, to_words
 from jaxmpi.data.ring_buffer import SharedPickle
 from jaxmpi.model.contract import Model
 from jaxmpi.runtime.launchers import children_of
@@ -594,14 +593,14 @@ def test_jaxmpi_train_ends_with_the_code_of_the_rank_whose_spawned_loader_died(t
 
 def test_the_papers_words():
     make = Make(3, 17, 1, 0, 1, 2, np.array([5, 9]))
-    words = mpi_loaders.file_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg")
+    words = mpi_loaders.make_to_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg")
     assert words.startswith("/data/train/dog/caf\u00e9".encode())
-    again = mpi_loaders.make_of(3, words)
+    again = mpi_loaders.make_from_words(3, words)
     assert (again[:-1], again.indices.tolist()) == (make[:-1], [5, 9])
-    assert (mpi_loaders.mode_words(3, True), mpi_loaders.mode_words(4, False)) == (b"train 3", b"val 4")
-    assert words_of(LoaderAnswer(17, [])) == b"copy_finished 17"
-    assert mpi_loaders.answer_of(b"copy_finished 17") == LoaderAnswer(17, [])
-    failed = mpi_loaders.answer_of(words_of(LoaderAnswer(18, [RowFailure(2, KeyError("x"))])))
+    assert (mpi_loaders.mode_to_words(3, True), mpi_loaders.mode_to_words(4, False)) == (b"train 3", b"val 4")
+    assert to_words(LoaderAnswer(17, [])) == b"copy_finished 17"
+    assert mpi_loaders.answer_from_words(b"copy_finished 17") == LoaderAnswer(17, [])
+    failed = mpi_loaders.answer_from_words(to_words(LoaderAnswer(18, [RowFailure(2, KeyError("x"))])))
     assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
 
 
