@@ -25,7 +25,7 @@ from jaxmpi.data.example import unreadable
 from jaxmpi.data.group_order import Move, moves
 from jaxmpi.data.memory_room import CHUNK_BYTES, check_alone
 from jaxmpi.data.sources.base import Source, _decoded, pair, where
-from jaxmpi.data.sources.packed import checked
+from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.thread_map import in_order
 
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
@@ -226,7 +226,7 @@ class MemorySource:
         else:
             image, label = pair(self.inner, index)
             blob = bytes_of(image, self.where(index))
-        return checked(blob, label, self.classes, self.where(index))
+        return check_record(blob, label, self.classes, self.where(index))
 
     # ------------------------------------------------------------ called by what fills the memory
 

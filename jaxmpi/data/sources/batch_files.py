@@ -31,7 +31,7 @@ from jaxmpi.core.files import open_plain, sync_file
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source, _split_name, pair, place_in_parts
 from jaxmpi.data.sources.open_files import SPAN_BYTES, OpenFiles, Spans
-from jaxmpi.data.sources.packed import checked
+from jaxmpi.data.sources.packed import check_record
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
 MOST_IMAGE_BYTES = 1 << 28  # 2^26 px of 4 channels
@@ -311,7 +311,7 @@ def _batches(source: Any, rows: int, order: list[int], found: np.ndarray) -> Ite
         images = []
         for place, i in enumerate(order[begin : begin + rows], begin):
             image, label = pair(source, i)
-            _, found[place] = checked(b"", label, 0, f"{getattr(source, 'name', 'source')}[{i}]")
+            _, found[place] = check_record(b"", label, 0, f"{getattr(source, 'name', 'source')}[{i}]")
             shape = shape or image.shape
             check(
                 image.dtype == np.uint8 and image.ndim == 3 and image.shape == shape,

@@ -70,7 +70,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     aside.replace(folder / MANIFEST)
 
 
-def checked(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
+def check_record(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
     """A compressed image and its label, as a record can hold them.
 
     Raises:
