@@ -149,16 +149,20 @@ class MemoryShuffle:
             if is_last or not self._bring(turn + 1):
                 self.source.forget()
 
-    def load(self) -> None:
-        """Load this process's part once; all ranks call this together. Communicates and raises as `begin`."""
+    def load(self) -> bool:
+        """Load this process's part once; return True if this call did.
+
+        All ranks call this together. Communicates and raises as `begin`.
+        """
         if self._is_loaded:
-            return
+            return False
         begin = time.perf_counter()
         if self.own is not None:
             self.source.load(self.own, self._check_room)
         else:
             self._load_slice()
         self.load_s, self._is_loaded = time.perf_counter() - begin, True
+        return True
 
     def _load_slice(self) -> None:
         group, source = self.group, self.source
