@@ -16,7 +16,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.data import decode
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.base import to_array
-from jaxmpi.data.sources.batch_files import Expected, load_array
+from jaxmpi.data.sources.npy import Expected, load_array
 
 STREAM = 4  # number of the stream of random bits for `data.augment`; no other part draws from it
 TRIES = 10  # windows of random area and aspect before the largest one is taken

@@ -39,7 +39,7 @@ from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
 from jaxmpi.data.shuffle import MemoryShuffle, keep
 from jaxmpi.data.sources.base import Source
-from jaxmpi.data.sources.grain_streams import StreamSource
+from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.model.contract import Model
 from jaxmpi.tasks.registry import find_spec, make_task

@@ -23,7 +23,7 @@ from jaxmpi.core import separable
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.data import feed, memory_room, memory_source
 from jaxmpi.data.sources import mixture
-from jaxmpi.data.sources.grain_streams import is_stream
+from jaxmpi.data.sources.grain_datasets import is_stream
 from jaxmpi.optim.optimizers import OPTIMIZERS, has_own_rate
 from jaxmpi.recover import shrink
 from jaxmpi.rules import averaged, registry

@@ -17,7 +17,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.arrays import array
 from jaxmpi.data.sources.base import Source, where
-from jaxmpi.data.sources.grain_streams import is_stream
+from jaxmpi.data.sources.grain_datasets import is_stream
 
 STREAM = "mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset"
 FORM = "((Data(...), 3.0), (Data(...), 1.0)): a Data, or an object with __len__ and __getitem__, and its weight"

@@ -12,7 +12,7 @@ from jaxmpi.data.sources.arrays import array, digits, synthetic
 from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
-from jaxmpi.data.sources.grain_maps import grain
+from jaxmpi.data.sources.grain_datasets import grain
 from jaxmpi.data.sources.image_folder import imagefolder
 from jaxmpi.data.sources.mixture import mixture
 from jaxmpi.data.sources.numpy_files import numpy_files

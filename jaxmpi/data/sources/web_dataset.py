@@ -27,8 +27,8 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.base import Source
-from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, head
 from jaxmpi.data.sources.columns import TableSource, split_files
+from jaxmpi.data.sources.npy import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
@@ -126,7 +126,7 @@ def _class(blob: bytes, where: str) -> int:
 
 def _array(blob: bytes, where: str) -> np.ndarray:
     with _HEAD:
-        found = head(where, blob[:MOST_HEAD_BYTES])
+        found = parse_header(where, blob[:MOST_HEAD_BYTES])
     is_array = found.dtype.kind in "biuf" and found.end == len(blob)
     check(is_array, f"{where}: got {found} of {found.end} bytes in {len(blob)}; expected numbers as numpy.save writes")
     order = "F" if found.is_fortran else "C"
