@@ -122,8 +122,9 @@ class LoaderWorker:
                 reader = self.readers.get(message.job)
                 if not isinstance(reader, ExampleReader):
                     raise reader or UsageError(f"a loader knows nothing of job {message.job}")
-                make = self._make_rows if isinstance(message, Make) else self._find_first_row
-                return make(message, reader)
+                if isinstance(message, Make):
+                    return self._make_rows(message, reader)
+                return self._find_first_row(message, reader)
             except BaseException as error:  # whatever it is, the worker raises it
                 return LoaderAnswer(message.ticket, [RowFailure(0, error)])
             finally:

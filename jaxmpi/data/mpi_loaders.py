@@ -62,8 +62,8 @@ def make_to_words(make: Make, name: str) -> bytes:
 
 def make_from_words(job: int, words: bytes) -> Make:
     """The inverse of `make_to_words`."""
-    *numbers, indices = json.loads(words.rpartition(b"\0")[2])
-    return Make(job, *numbers, np.array(indices, np.int64))
+    ticket, slot, epoch, first, stride, indices = json.loads(words.rpartition(b"\0")[2])
+    return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
 
 
 def answer_from_words(words: bytes) -> LoaderAnswer:

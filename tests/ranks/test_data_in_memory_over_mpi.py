@@ -352,7 +352,7 @@ class Together(Exception):
 def test_a_run_leaves_no_thread_no_memory_and_no_communicator(error):
     before = threads()
     feed = kept(numbered())
-    with contextlib.suppress(Together, AgreedError), feed.kept(Together):
+    with contextlib.suppress(Together, AgreedError), feed.open_until_agreed(Together):
         next(feed.batches(0, 100))
         assert threads() == before + 1
         if error:
@@ -370,7 +370,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     """Its thread ends once nobody needs it."""
     before = threads()
     feed = kept(numbered())
-    with contextlib.suppress(ZeroDivisionError), feed.kept(Together):
+    with contextlib.suppress(ZeroDivisionError), feed.open_until_agreed(Together):
         next(feed.batches(0, 100))
         raise ZeroDivisionError
     memory = feed.memory
