@@ -203,7 +203,7 @@ class DeviceFeed:
         return np.where(batch.weight > 0, weights, 0)
 
     def _scale(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
-        """Return the batch with weights N w_j / sum w, over the examples of all N workers; all ranks call it together."""
+        """Return the batch with weights N w_j / sum w, over the examples of all N workers; all ranks call it."""
         local = np.array([sum(each.sum() for each in weights), len(weights)])
         total, workers = self.control.allreduce_sum(local) if self.control else local
         scale = workers / total if total else 0.0
