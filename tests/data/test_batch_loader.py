@@ -175,14 +175,14 @@ def test_batches_that_are_kept_stay_as_they_are():
 
 def test_labels_of_a_copied_batch_are_its_own(monkeypatch):
     """Its slot is filled again as soon as its images are copied: here before anything else can happen."""
-    ask = Loader._ask
+    request = Loader._request
 
-    def ask_and_wait(self) -> None:
-        ask(self)
+    def request_and_wait(self) -> None:
+        request(self)
         while self._ahead and not self.ready():
             time.sleep(0.001)
 
-    monkeypatch.setattr(Loader, "_ask", ask_and_wait)
+    monkeypatch.setattr(Loader, "_request", request_and_wait)
     with loader(numbered(40), 4, train=False, data=Data(prefetch=1)) as batches:
         kept = list(batches)
     assert [batch.label.tolist() for batch in kept] == np.arange(40).reshape(10, 4).tolist()
