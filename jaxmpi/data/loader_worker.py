@@ -198,7 +198,12 @@ def _place(row: Example, rows: dict[str, np.ndarray], position: int, source: Sou
             for channel in range(got.shape[2]):  # a grey image broadcast to channels: five times as fast so
                 target[0, ..., channel] = got[..., channel]
         else:
-            target[0] = got
+            try:
+                with np.errstate(over="raise"):
+                    target[0] = got
+            except FloatingPointError as error:
+                name = where(source, number)
+                raise UsageError(f"{name}: {field}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
 
 
 # ---------------------------------------------------------------- in a process of its own

@@ -228,6 +228,18 @@ def test_floats_become_f32_and_keep_their_shape():
     assert batch.image.dtype == np.float32
 
 
+@pytest.mark.parametrize("loaders", ["threads", "processes"])
+def test_floats_that_f32_cannot_hold_are_refused_and_infinities_are_not(loaders):
+    data = Data(loader=loaders, loaders=1)
+    with loader(ArraySource(np.array([[np.inf], [1.0]]), [0] * 2), 2, train=False, data=data) as batches:
+        assert next(batches).image[0] == np.inf
+    with (
+        loader(ArraySource(np.array([[1.0], [1e300]]), [0] * 2), 2, train=False, data=data) as batches,
+        pytest.raises(UsageError, match=r"array\[1\]: image"),
+    ):
+        next(batches)
+
+
 def test_labels_out_of_range():
     source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, 7], classes=3)
     with (

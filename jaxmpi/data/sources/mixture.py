@@ -123,15 +123,7 @@ def counted(examples: int, weights: Sequence[float]) -> list[int]:
 
 
 def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> Source:
-    """The parts of `data.train` by weight, or what is held out.
-
-    Held out is `data.validation`, or each part's validation, all of it once.
-
-    Args:
-        config: of the data.
-        split: train or validation.
-        opened: `open_source`.
-    """
+    """The parts of `data.train` by weight; held out is `data.validation`, or each part's validation, all of it once."""
     pairs = config.train
     is_form = (
         isinstance(pairs, Sequence)

@@ -23,14 +23,7 @@ from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_n
 
 
 class TfdsSource:
-    """One split of a prepared TensorFlow Datasets data set.
-
-    Args:
-        builder: of the data set; its features hold `image` and `label`.
-        split: a TFDS split, such as train or train[:80%].
-        channels: of the images, 1, 3 or 4.
-        resize: px, shorter side; 0 keeps the size.
-    """
+    """One split, such as train or train[:80%], of a prepared data set with the features `image` and `label`."""
 
     def __init__(self, builder: Any, split: str, channels: int, resize: int) -> None:
         import tensorflow_datasets as tfds
