@@ -74,12 +74,7 @@ class Augment:
         return decode.mirrored(image) if mirrored else image
 
     def encoded(self, blob: Any, epoch: int, index: int, where: str) -> np.ndarray:
-        """Prepare a compressed image, decoded no larger than its crop needs.
-
-        Raises:
-            CorruptExample: it cannot be decoded.
-            UsageError: as of the decoded image.
-        """
+        """Prepare a compressed image, decoded no larger than its crop needs; `CorruptExample` if it cannot be."""
         config = self.config
         with decode.corrupt_if_it_fails(blob, where, index):
             if self._scales_crops:
@@ -91,18 +86,14 @@ class Augment:
         return self(image, epoch, index, where)
 
     def by_user(self, example: dict[str, np.ndarray], epoch: int, index: int, where: str) -> dict[str, np.ndarray]:
-        """Pass copies of a training example's arrays through `data.augment`, if set.
-
-        Raises:
-            UsageError: it returns other fields than it got.
-        """
-        own = self.config.augment
-        if own is None or not self.train:
+        """Pass copies of a training example's arrays through `data.augment`, if set; other fields are refused."""
+        function = self.config.augment
+        if function is None or not self.train:
             return example
         key = np.array([self.seed, epoch], np.uint64)
         bits = np.random.Philox(key=key, counter=np.array([0, 0, index, STREAM], np.uint64))
-        given = {field: np.array(value) for field, value in example.items()}
-        got = own(np.random.Generator(bits), given)
+        copies = {field: np.array(value) for field, value in example.items()}
+        got = function(np.random.Generator(bits), copies)
         words = f"a dict of {', '.join(map(str, got))}" if isinstance(got, dict) else type(got).__name__
         check(
             isinstance(got, dict) and got.keys() == example.keys(),
@@ -215,11 +206,7 @@ def _size(image: np.ndarray) -> str:
 
 
 def load_mean_image(config: Data) -> np.ndarray | None:
-    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if unset.
-
-    Raises:
-        UsageError: no such file, not a .npy file, or a shape that fits neither channels nor crop.
-    """
+    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if unset."""
     path = config.mean_image
     if not path:
         return None
