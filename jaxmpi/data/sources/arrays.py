@@ -188,7 +188,8 @@ def digits(config: Data, split: str) -> Source:
         raise UsageError("digits: scikit-learn is missing")
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     check(path.is_file(), f"digits: {path} is missing; reinstall scikit-learn")
-    rows = np.loadtxt(path, delimiter=",", dtype=np.uint8)  # [1797, 65]: 64 pixels in 0..16 and the label
+    rows = np.loadtxt(path, delimiter=",", dtype=np.uint8)
+    check(rows.shape == (1797, 65), f"digits: {path}: got {rows.shape}; expected 64 pixels and a label: reinstall it")
     held_out = np.zeros(len(rows), bool)
     held_out[np.argsort(rows[:, -1], kind="stable")[::5]] = True
     rows = rows[held_out if split == "validation" else ~held_out]
