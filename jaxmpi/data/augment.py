@@ -2,7 +2,7 @@
 
 Random choices are a function of (seed, epoch, index): the same on any number of workers, threads
 or resumed runs. Mean and standard deviation per channel are left to the device, so that a batch
-travels as u8; a mean image is subtracted here, because it must be cropped as the image is.
+is sent as u8; a mean image is subtracted here, because it must be cropped as the image is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -102,11 +102,11 @@ class Augment:
         return {field: to_array(got[field], f"{where}: {field} of data.augment") for field in example}
 
     def check_unused(self, where: str) -> None:
-        """Raise `UsageError` if anything is asked for that only images know."""
-        asked = [name for name in ("resize", "crop", "mirror", "mean_image") if getattr(self.config, name)]
+        """Raise `UsageError` if a setting is on that only images know."""
+        on = [name for name in ("resize", "crop", "mirror", "mean_image") if getattr(self.config, name)]
         check(
-            not asked,
-            f"data.{'/'.join(asked)}: got {where}, a dict of other fields than image and label; these settings are for "
+            not on,
+            f"data.{'/'.join(on)}: got {where}, a dict of other fields than image and label; these settings are for "
             "(image, label): leave them out, and prepare examples in the source",
         )
 

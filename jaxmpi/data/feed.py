@@ -125,8 +125,8 @@ class DeviceFeed:
     def go_to(self, step: int, positions: Sequence[str]) -> None:
         """Have the next batches begin behind a step, at all workers' positions in a checkpoint."""
         if isinstance(self.source, StreamSource):
-            mine = [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ()
-            self.source.begin(step, mine)
+            states = [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ()
+            self.source.begin(step, states)
 
     @property
     def bytes_each(self) -> float:
@@ -244,7 +244,7 @@ def open_feed(
         pool: of another feed, which this one shares if loaders of that kind suit it; else it has one of its own, of
             `data.loaders` loaders a worker.
 
-    Training data of another number of classes makes the model anew, if it knows how: `DeviceFeed.model`.
+    Training data of another number of classes makes the model again, if it knows how: `DeviceFeed.model`.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.

@@ -362,7 +362,7 @@ class LoaderProcess(NamedTuple):
 class LoaderProcesses:
     """Loaders that are processes, which end with this one, however it ends.
 
-    Started anew, not forked: MPI and JAX have threads by then.
+    Started from the beginning, not forked: MPI and JAX have threads by then.
     """
 
     def __init__(self, size: int, board: Segment) -> None:

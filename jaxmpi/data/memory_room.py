@@ -24,7 +24,7 @@ class NoRoom(UsageError):
 def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
     """f64[2]: bytes that a process still needs, and its machine's free bytes.
 
-    `copies` of the part are counted, 2 if a shuffle makes another one, and beside each a chunk, as measured.
+    `copies` of the part are counted, 2 if a shuffle makes another one, and with each a chunk, as measured.
     """
     need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - held_bytes
     return np.array([need_bytes, available_bytes()], np.float64)

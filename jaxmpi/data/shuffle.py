@@ -50,12 +50,12 @@ class Shuffle(NamedTuple):
     moved_bytes: int  # that came to this process from others
 
 
-def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float, travels: bool) -> str:
+def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float, moves: bool) -> str:
     """Where the records are, and when they move, for the user."""
     auto = " (auto)" if is_auto else ""
     if sampler.parts == 1:
         how = f"each has all of it (groups of 1 worker{auto}), and indices are shuffled"
-    elif not travels:
+    elif not moves:
         how = f"groups of {sampler.parts} workers{auto} have one copy each, in one process, which shuffles indices"
     else:
         rhythm = {0: "once", 1: "every epoch"}.get(sampler.period, f"every {sampler.period} epochs")
@@ -170,18 +170,18 @@ class MemoryShuffle:
         source.load(np.arange(begins[group.rank], begins[group.rank + 1]), self._check_room)
         self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
         for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
-            mine = values[begins[group.rank] : begins[group.rank + 1]].copy()
-            group.Allgatherv(mine, [values, (np.diff(begins).tolist(), begins[:-1])])
+            local = values[begins[group.rank] : begins[group.rank + 1]].copy()
+            group.Allgatherv(local, [values, (np.diff(begins).tolist(), begins[:-1])])
         self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
         if self.sampler.piece_steps:
             source.keep_first()
 
     def _check_room(self, part_bytes: float, held_bytes: float) -> None:
-        mine = room(part_bytes, held_bytes, 1 if self.group is None else self.sampler.copies)
-        rows, control = mine[None], self.control
+        local = room(part_bytes, held_bytes, 1 if self.group is None else self.sampler.copies)
+        rows, control = local[None], self.control
         if isinstance(control, MpiProcesses):
-            rows = np.empty((control.size, mine.size))
-            self._wait(control.world.Iallgather(mine, rows), "ranks to say what memory they need")  # some read slower
+            rows = np.empty((control.size, local.size))
+            self._wait(control.world.Iallgather(local, rows), "ranks to say what memory they need")  # some read slower
         check_room(rows, control.hosts)
 
     def _bring(self, turn: int) -> bool:
