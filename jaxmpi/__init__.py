@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from jaxmpi.comm.mpi import world as world
     from jaxmpi.core.errors import TrainingError as TrainingError
     from jaxmpi.core.errors import UsageError as UsageError
+    from jaxmpi.data.in_memory import InMemory as InMemory
     from jaxmpi.functions import function as function
     from jaxmpi.functions import shared as shared
     from jaxmpi.functions import variable as variable
     from jaxmpi.functions.lifecycle import close as close
     from jaxmpi.functions.lifecycle import fork as fork
     from jaxmpi.functions.optimizer import optimizer as optimizer
-    from jaxmpi.input_pipeline.in_memory import InMemory as InMemory
     from jaxmpi.own_loop.accumulation import accumulate_gradients as accumulate_gradients
     from jaxmpi.own_loop.checkpoints import Checkpoints as Checkpoints
     from jaxmpi.own_loop.ranks import average_statistics as average_statistics
@@ -58,7 +58,7 @@ _PLACES = {  # module to the public names that it has
     "jaxmpi.functions": ("function", "shared", "variable"),
     "jaxmpi.functions.lifecycle": ("close", "fork"),
     "jaxmpi.functions.optimizer": ("optimizer",),
-    "jaxmpi.input_pipeline.in_memory": ("InMemory",),
+    "jaxmpi.data.in_memory": ("InMemory",),
     "jaxmpi.own_loop.accumulation": ("accumulate_gradients",),
     "jaxmpi.own_loop.checkpoints": ("Checkpoints",),
     "jaxmpi.own_loop.ranks": ("average_statistics", "join", "on_rank0", "print0", "rank_key", "sampler"),

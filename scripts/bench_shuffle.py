@@ -29,7 +29,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.data import ArraySource, Loader, Sampler, Source, open_source, packing
 from jaxmpi.data.group_order import holders_by_place, members, moves
 from jaxmpi.data.memory_source import MemorySource
-from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep, message
+from jaxmpi.data.shuffle import MemoryShuffle, keep, message
 
 RECORD_BYTES = 110_000  # the mean of ImageNet's
 

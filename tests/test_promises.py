@@ -19,7 +19,7 @@ PACKAGE = ROOT / "jaxmpi"
 DIGITS = str(ROOT / "experiments" / "digits.py")
 # Files that read pickles, or have them read: messages of other processes of the same job.
 MESSAGES = {
-    *("input_pipeline/mpi_loaders.py", "data/loader_worker.py", "data/loader_pool.py", "data/ring_buffer.py"),
+    *("data/mpi_loaders.py", "data/loader_worker.py", "data/loader_pool.py", "data/ring_buffer.py"),
     *("core/shared_memory.py", "functions/commands.py", "trainer/notebook_workers.py"),
 }
 UNSAFE = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}

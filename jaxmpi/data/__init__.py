@@ -7,9 +7,11 @@ function over items by threads; `packing` of a source into few files; `group_ord
 data in memory holds which record; `memory_room`, the memory that is needed and left; `memory_source`, records in
 memory; `command`, `jaxmpi data`.
 
-Loader processes start fast, since nothing here imports JAX or MPI.
+Then what no loader process imports, since it imports JAX or MPI: `feed`, batches for the devices; `shuffle` of data
+in memory between workers, which reads their memory by `peer_memory`; `in_memory`, the same for a loop of one's own;
+`mpi_loaders`, started by MPI.
 
-It imports `core` and `config`.
+It imports `core`, `config`, `comm`, `runtime`, `model` and `tasks`.
 """
 
 from jaxmpi.config.data import data_dir as data_dir
@@ -29,4 +31,4 @@ from jaxmpi.data.sources.batch_files import BatchFileSource as BatchFileSource
 from jaxmpi.data.sources.batch_files import write_batch_files as write_batch_files
 from jaxmpi.data.sources.registry import SOURCES as SOURCES
 from jaxmpi.data.sources.registry import open_source as open_source
-from jaxmpi.data.sources.vocabulary import write_words as write_words
+from jaxmpi.data.sources.text import write_words as write_words

@@ -2,7 +2,7 @@
 
 Random choices are a function of (seed, epoch, index): the same on any number of workers, threads
 or resumed runs. Mean and standard deviation per channel are left to the device, so that a batch
-travels as u8; a mean image is subtracted here, because it must be cropped as the image is.
+is sent as u8; a mean image is subtracted here, because it must be cropped as the image is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.data import decode
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.base import to_array
-from jaxmpi.data.sources.batch_files import Expected, load_array
+from jaxmpi.data.sources.npy import Expected, load_array
 
 STREAM = 4  # number of the stream of random bits for `data.augment`; no other part draws from it
 TRIES = 10  # windows of random area and aspect before the largest one is taken
@@ -74,12 +74,7 @@ class Augment:
         return decode.mirrored(image) if mirrored else image
 
     def encoded(self, blob: Any, epoch: int, index: int, where: str) -> np.ndarray:
-        """Prepare a compressed image, decoded no larger than its crop needs.
-
-        Raises:
-            CorruptExample: it cannot be decoded.
-            UsageError: as of the decoded image.
-        """
+        """Prepare a compressed image, decoded no larger than its crop needs; `CorruptExample` if it cannot be."""
         config = self.config
         with decode.corrupt_if_it_fails(blob, where, index):
             if self._scales_crops:
@@ -91,18 +86,14 @@ class Augment:
         return self(image, epoch, index, where)
 
     def by_user(self, example: dict[str, np.ndarray], epoch: int, index: int, where: str) -> dict[str, np.ndarray]:
-        """Pass copies of a training example's arrays through `data.augment`, if set.
-
-        Raises:
-            UsageError: it returns other fields than it got.
-        """
-        own = self.config.augment
-        if own is None or not self.train:
+        """Pass copies of a training example's arrays through `data.augment`, if set; other fields are refused."""
+        function = self.config.augment
+        if function is None or not self.train:
             return example
         key = np.array([self.seed, epoch], np.uint64)
         bits = np.random.Philox(key=key, counter=np.array([0, 0, index, STREAM], np.uint64))
-        given = {field: np.array(value) for field, value in example.items()}
-        got = own(np.random.Generator(bits), given)
+        copies = {field: np.array(value) for field, value in example.items()}
+        got = function(np.random.Generator(bits), copies)
         words = f"a dict of {', '.join(map(str, got))}" if isinstance(got, dict) else type(got).__name__
         check(
             isinstance(got, dict) and got.keys() == example.keys(),
@@ -111,11 +102,11 @@ class Augment:
         return {field: to_array(got[field], f"{where}: {field} of data.augment") for field in example}
 
     def check_unused(self, where: str) -> None:
-        """Raise `UsageError` if anything is asked for that only images know."""
-        asked = [name for name in ("resize", "crop", "mirror", "mean_image") if getattr(self.config, name)]
+        """Raise `UsageError` if a setting is on that only images know."""
+        on = [name for name in ("resize", "crop", "mirror", "mean_image") if getattr(self.config, name)]
         check(
-            not asked,
-            f"data.{'/'.join(asked)}: got {where}, a dict of other fields than image and label; these settings are for "
+            not on,
+            f"data.{'/'.join(on)}: got {where}, a dict of other fields than image and label; these settings are for "
             "(image, label): leave them out, and prepare examples in the source",
         )
 
@@ -215,11 +206,7 @@ def _size(image: np.ndarray) -> str:
 
 
 def load_mean_image(config: Data) -> np.ndarray | None:
-    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if unset.
-
-    Raises:
-        UsageError: no such file, not a .npy file, or a shape that fits neither channels nor crop.
-    """
+    """`data.mean_image` as f32[height, width, channels] in [0, 255]; None if unset."""
     path = config.mean_image
     if not path:
         return None

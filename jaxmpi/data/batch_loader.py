@@ -59,7 +59,7 @@ class Batch(NamedTuple):
         return self.fields["label"]
 
 
-class _Making(NamedTuple):
+class _Pending(NamedTuple):
     """A batch that is being made in a slot, and its tickets."""
 
     step: int
@@ -69,8 +69,8 @@ class _Making(NamedTuple):
 
 
 @dataclass
-class _Hold:
-    """Resources to give back when a loader ends, kept apart from it."""
+class _Resources:
+    """What a loader gives back when it ends, kept apart from it."""
 
     pool: LoaderPool
     owns_pool: bool
@@ -144,11 +144,11 @@ class Loader:
         self._next = start_step
         self._stop = sampler.steps_per_epoch if stop_step is None and not train else stop_step
         self._prefetch = config.prefetch
-        self._ahead: collections.deque[_Making] = collections.deque()
+        self._ahead: collections.deque[_Pending] = collections.deque()
         self._free: collections.deque[int] = collections.deque()  # slots
         self._filler: Example | None = None
-        of_mine = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
-        self._hold = _Hold(of_mine, owns_pool=pool is None)
+        pool_or_own = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
+        self._hold = _Resources(pool_or_own, owns_pool=pool is None)
         self._end = weakref.finalize(self, self._hold.release)
         self.wait_s, self.skipped = 0.0, 0
 
@@ -160,14 +160,14 @@ class Loader:
             raise StopIteration
         try:
             begin = time.perf_counter()
-            self._ask()
+            self._request()
             if not self._ahead:
                 raise StopIteration
-            making = self._ahead[0]
-            answers = [self._answer(ticket) for ticket in making.tickets]
+            pending = self._ahead[0]
+            answers = [self._answer(ticket) for ticket in pending.tickets]
             self.wait_s += time.perf_counter() - begin
-            corrupt = self._corrupt([failure for answer in answers for failure in answer.failures])
-            batch = self._batch(making, corrupt)
+            corrupt = self._find_corrupt([failure for answer in answers for failure in answer.failures])
+            batch = self._to_batch(pending, corrupt)
         except BaseException:
             self.close()
             raise
@@ -178,15 +178,15 @@ class Loader:
         """Return True if `next` would give a batch without waiting."""
         return bool(self._ahead) and all(self._hold.pool.has(ticket) for ticket in self._ahead[0].tickets)
 
-    def _ask(self) -> None:
-        """Have made what there is room for."""
+    def _request(self) -> None:
+        """Have the pool make as many batches as there is room for."""
         while self._stop is None or self._next < self._stop:
             ring = self._hold.ring or self._open()
             if not self._free or len(self._ahead) > self._prefetch:
                 return
             share, slot = self._sampler.indices(self._next), self._free.popleft()
             tickets = self._hold.pool.make(self._hold.job, slot, self._next, share.epoch, share.indices)
-            self._ahead.append(_Making(self._next, share, slot, tickets))
+            self._ahead.append(_Pending(self._next, share, slot, tickets))
             self._next += 1
             assert ring.layout.batch >= len(share.indices)
 
@@ -209,7 +209,7 @@ class Loader:
 
     def _first_row(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
         answer = self._answer(self._hold.pool.sample(self._hold.job, epoch, indices))
-        self._corrupt(answer.failures)
+        self._find_corrupt(answer.failures)
         return answer.row
 
     def _good_row(self) -> Example:
@@ -226,7 +226,7 @@ class Loader:
             self._filler = {name: value.copy() for name, value in row.items()}  # a view would keep a part of a data set
         return self._filler
 
-    def _corrupt(self, failures: list[RowFailure]) -> list[int]:
+    def _find_corrupt(self, failures: list[RowFailure]) -> list[int]:
         """Positions of corrupt examples to skip; raise the first other failure."""
         for failure in sorted(failures, key=lambda failure: failure.position):
             if self._reader.skip and isinstance(failure.error, CorruptExample):
@@ -235,17 +235,17 @@ class Loader:
                 raise failure.error
         return [failure.position for failure in failures]
 
-    def _batch(self, making: _Making, corrupt: list[int]) -> Batch:
+    def _to_batch(self, pending: _Pending, corrupt: list[int]) -> Batch:
         """The batch of a slot: rows in the order of the share.
 
         Corrupt rows, and rows behind the share up to the local batch, are fillers of weight 0.
         """
-        ring, share = self._hold.ring, making.share
+        ring, share = self._hold.ring, pending.share
         if ring is None:
             raise CancelledError
         is_real = np.arange(ring.layout.batch) < len(share.indices)
         is_real[corrupt] = False
-        rows = ring.rows(making.slot)
+        rows = ring.rows(pending.slot)
         empty, good = np.flatnonzero(~is_real), np.flatnonzero(is_real)
         if len(empty) and len(good):
             like = np.resize(good, len(empty))
@@ -258,21 +258,21 @@ class Loader:
         lent = ring.layout.largest
         copies = {name: values.copy() for name, values in rows.items() if name != lent}
         return Batch(  # copies first: lending may have the slot filled again
-            fields={**copies, lent: self._lent(making, ring)},
+            fields={**copies, lent: self._lend(pending, ring)},
             weight=is_real.astype(np.float32) * np.float32(weight),
             epoch=share.epoch,
-            step=making.step,
+            step=pending.step,
             count=share.count,
         )
 
-    def _lent(self, making: _Making, ring: Ring) -> np.ndarray:
+    def _lend(self, pending: _Pending, ring: Ring) -> np.ndarray:
         self._ahead.popleft()
         if not self._free and not self._ahead:  # a caller that keeps all slots gets copies, else nothing would go on
-            self._free.append(making.slot)
-            lent = ring.rows(making.slot)[ring.layout.largest].copy()
+            self._free.append(pending.slot)
+            lent = ring.rows(pending.slot)[ring.layout.largest].copy()
         else:
-            lent = ring.lend(making.slot, self._free.append)
-        self._ask()
+            lent = ring.lend(pending.slot, self._free.append)
+        self._request()
         return lent
 
     def close(self) -> None:

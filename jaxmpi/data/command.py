@@ -17,7 +17,7 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.packing import PackingOptions, Progress, damaged, pack, splits_in
 from jaxmpi.data.sources.packed import PackedSource
 from jaxmpi.data.sources.registry import SOURCES, open_source
-from jaxmpi.data.sources.vocabulary import words_main
+from jaxmpi.data.sources.text import write_words
 
 SHOWN = 20  # damaged records that are named
 
@@ -159,6 +159,27 @@ def check_main(argv: list[str]) -> None:
         is_whole = is_whole and not wrong
     if not is_whole:
         sys.exit(1)
+
+
+def words_parser() -> argparse.ArgumentParser:
+    """Parser of `jaxmpi data words`."""
+    parser = argparse.ArgumentParser(
+        "jaxmpi data words",
+        description="Write the most frequent words of a training text to FILE, for --data.tokenizer FILE.",
+        epilog="example: jaxmpi data words stdlib words.json --words 8000",
+    )
+    parser.add_argument("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
+    parser.add_argument("file", metavar="FILE", type=Path, help="JSON of the library tokenizers")
+    parser.add_argument("--words", type=int, default=72_000, help="the most that it has (default: 72000)")
+    return parser
+
+
+def words_main(argv: list[str]) -> None:
+    """`jaxmpi data words SRC FILE`."""
+    options = words_parser().parse_args(argv)
+    data = Data("stdlib") if options.src == "stdlib" else Data("text", dir=options.src)
+    done = write_words(data, options.file, options.words)
+    print(f"{options.file}: {done.words:,} words; {100 * done.known:.1f} % of the held-out ones are among them")
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main, "words": words_main}

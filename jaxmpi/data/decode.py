@@ -160,15 +160,7 @@ def _convert(image: Any, mode: str) -> Any:
 
 
 def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
-    """u8[height, width, channels] of a compressed image; see `opened`.
-
-    Args:
-        resize: px, shorter side of the result; 0 keeps the size.
-
-    Raises:
-        UsageError: it would have too many pixels.
-        Exception: as of `opened`.
-    """
+    """u8[height, width, channels] of a compressed image, its shorter side `resize` px if set; raises as `opened`."""
     picture = opened(blob, channels)
     if not resize:
         return picture.pixels(picture.height, picture.width)
@@ -217,7 +209,7 @@ _SKIPPED = frozenset([0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)])  # tables, ap
 
 
 def _frame(blob: bytes) -> _Frame | None:
-    """Layout of a JPEG of one scan (ITU-T T.81, B.2), or None."""
+    """Layout of a JPEG of one scan (ITU-T T.81, B.2), or None of another."""
     at, frame, components = 2, None, 0
     while at + 10 < len(blob) and blob[at] == 0xFF:
         marker, size = blob[at + 1], int.from_bytes(blob[at + 2 : at + 4], "big")
@@ -234,11 +226,7 @@ def _frame(blob: bytes) -> _Frame | None:
 
 
 def resized(image: np.ndarray, px: int, where: str = "image") -> np.ndarray:
-    """u8 or f32[height, width, channels], its shorter side `px` long, aspect kept.
-
-    Raises:
-        UsageError: it would have too many pixels; `where` names it.
-    """
+    """u8 or f32[height, width, channels], its shorter side `px` long, aspect kept; refused if it would be too large."""
     height, width, _ = image.shape
     return _scaled(image, _shorter_side(height, width, px, where) if min(height, width) != px else (height, width))
 
@@ -249,10 +237,7 @@ def stretched(image: np.ndarray, px: int) -> np.ndarray:
 
 
 def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Scale to `size` px: bilinear, or means over areas.
-
-    `size` is (height, width). Means are taken if either side shrinks to half or less.
-    """
+    """Scale to (height, width) px: bilinear, or means over areas if either side shrinks to half or less."""
     if image.shape[:2] == size:
         return image
     cv2 = _opencv()
@@ -289,11 +274,7 @@ def _shorter_side(height: int, width: int, px: int, where: str = "image") -> tup
 
 
 def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
-    """An image as [height, width, channels]; grey is repeated over the channels.
-
-    Raises:
-        UsageError: the image is neither grey nor of `channels` channels.
-    """
+    """An image as [height, width, channels]; grey is repeated, and other numbers of channels are refused."""
     image = image[..., None] if image.ndim == 2 else image
     check(
         image.ndim == 3 and image.shape[-1] in (1, channels),
@@ -304,14 +285,7 @@ def with_channels(image: np.ndarray, channels: int, where: str) -> np.ndarray:
 
 
 def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
-    """Resize an image file's shorter side to `px`, as JPEG or PNG.
-
-    A file of that size keeps its bytes.
-
-    Args:
-        blob: the file's bytes.
-        px: 0 keeps the size, and so the bytes.
-        quality: as of `encoded`.
+    """Resize an image file's shorter side to `px`, as JPEG or PNG; with 0, or of that size, it keeps its bytes.
 
     Raises:
         UsageError: the file is an EPS file, or of 32 bits a pixel.
@@ -328,13 +302,7 @@ def encoded_again(blob: bytes, px: int, quality: int) -> bytes:
 
 
 def encoded(image: np.ndarray, quality: int) -> bytes:
-    """Encode u8[height, width, 1, 3 or 4] as JPEG, or as PNG.
-
-    `quality` is 1 to 100 for JPEG, and 0 for PNG, which loses nothing.
-
-    Raises:
-        UsageError: the image is of another shape or type.
-    """
+    """Encode u8[height, width, 1, 3 or 4] as JPEG of `quality` 1 to 100, or with 0 as PNG, which loses nothing."""
     from PIL import Image
 
     image = image[..., None] if image.ndim == 2 else image

@@ -111,7 +111,7 @@ def flat(example: dict[str, Any], name: str) -> Example:
     fields: Example = {}
     for key, value in example.items():
         is_name = isinstance(key, str) and "/" not in key and key not in ("", "weight")
-        value = by_place(value) if isinstance(value, tuple) else value
+        value = {f"[{i}]": each for i, each in enumerate(value)} if isinstance(value, tuple) else value
         check(
             is_name, f"{name}: got a field {key!r}; expected a name without /, and not weight, which the trainer adds"
         )
@@ -123,32 +123,23 @@ def flat(example: dict[str, Any], name: str) -> Example:
     return fields
 
 
-def by_place(values: tuple[Any, ...]) -> dict[str, Any]:
-    """A tuple as a dict with keys `[0]`, `[1]` and so on."""
-    return {f"[{i}]": value for i, value in enumerate(values)}
-
-
-def with_tuples(tree: Any) -> Any:
-    """Dicts of dicts in which those that were tuples are so again."""
-    if not isinstance(tree, dict):
-        return tree
-    parts = {key: with_tuples(value) for key, value in tree.items()}
-    is_tuple = parts.keys() == {f"[{i}]" for i in range(len(parts))}
-    return tuple(parts[f"[{i}]"] for i in range(len(parts))) if is_tuple else parts
-
-
 def nested(fields: dict[str, Any]) -> dict[str, Any]:
     """The dict of dicts and tuples whose `flat` this is."""
+
+    def with_tuples(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        parts = {key: with_tuples(value) for key, value in tree.items()}
+        is_tuple = parts.keys() == {f"[{i}]" for i in range(len(parts))}
+        return tuple(parts[f"[{i}]"] for i in range(len(parts))) if is_tuple else parts
+
     return with_tuples(nest(fields, lambda name: name.split("/"), "fields"))
 
 
 def plain(value: np.ndarray, name: str) -> np.ndarray:
-    """Return numbers, with 64-bit whole ones as i32.
+    """Return numbers, with 64-bit whole ones as i32; refuse all else, and whole ones that do not fit.
 
     Floats become f32 when they are copied into a batch.
-
-    Raises:
-        UsageError: no numbers, or whole ones that do not fit.
     """
     check(value.dtype.kind in "biuf", f"{name}: got {value.dtype}; expected numbers")
     if value.dtype.kind == "f" and value.dtype.itemsize > 4:

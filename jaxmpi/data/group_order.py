@@ -19,7 +19,7 @@ import numpy as np
 from jaxmpi.data.sampler import Sampler, random_bits
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
-SEGMENT_BYTES = 32 << 20  # a worker's part of what travels at once
+SEGMENT_BYTES = 32 << 20  # a worker's part of what is sent at once
 MOST_BYTES = 1 << 30  # bytes of all parts together, and of a record; their sum stays below 2^31, whatever the lengths
 
 
@@ -32,7 +32,8 @@ class GroupSampler(Sampler):
     that of `Sampler` always.
 
     With `piece_steps` the order is that of `Sampler`, too. Members then keep what they have read from files. Copies of
-    the records that they read in the next steps come in pieces.
+    the records that they read in the next steps come in pieces. A turn is a piece, or an epoch whose records come at
+    once; turns are numbered over all epochs.
 
     Args:
         parts: S, the group's size.
@@ -46,10 +47,7 @@ class GroupSampler(Sampler):
 
     @property
     def name(self) -> str:
-        """Facts that distinguish this order from others of the same seed.
-
-        The text is empty if nothing does.
-        """
+        """Facts that distinguish this order from others of the same seed; empty if nothing does."""
         is_plain = self.period == 1 or self.parts == 1 or not self.shuffle
         return "" if is_plain else f"shuffled over {self.parts} workers every {self.period} epochs"
 
@@ -60,10 +58,7 @@ class GroupSampler(Sampler):
         return epoch - epoch % self.period if self.period else 0
 
     def turn_of(self, step: int) -> int:
-        """Number of the piece that `step` reads, over all epochs.
-
-        If an epoch's records come at once, it is the number of the epoch.
-        """
+        """The turn in which `step` is read."""
         epoch, batch = divmod(step, max(self.steps_per_epoch, 1))
         return epoch * self.pieces + batch // self.piece_steps if self.piece_steps else epoch
 
@@ -74,10 +69,7 @@ class GroupSampler(Sampler):
 
     @property
     def copies(self) -> float:
-        """The most that a member holds, as a multiple of its part.
-
-        A member holds its part, and the next epoch's or two pieces.
-        """
+        """The most that a member holds, in parts: its own, and the next epoch's or two pieces."""
         return 2.0 if not self.piece_steps else 1 + min(2 * self.piece_steps / self.steps_per_epoch, 1)
 
     def shuffle_of(self, turn: int) -> int:
@@ -93,36 +85,30 @@ class GroupSampler(Sampler):
 
     def places(self, epoch: int) -> np.ndarray:
         """i64[n]: the epoch's whole order, if examples are shuffled."""
-        begun = self._order_of_all(self.moved(epoch))
-        if epoch == self.moved(epoch):
-            return begun
-        return within_parts(self.examples, self.effective_batch, self.seed, epoch, self.parts, self.moved(epoch))
-
-    def _order_of_all(self, epoch: int) -> np.ndarray:
-        return super()._order(epoch, 0, self.examples)
+        moved = self.moved(epoch)
+        if epoch == moved:
+            return super()._order(epoch, 0, self.examples)
+        return within_parts(self.examples, self.effective_batch, self.seed, epoch, self.parts, moved)
 
     def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
         return self.places(epoch)[begin:end] if self.shuffle else super()._order(epoch, begin, end)
 
 
 @functools.lru_cache(maxsize=2)
-def within_parts(examples: int, batch: int, seed: int, epoch: int, parts: int, begun: int) -> np.ndarray:
-    """i64[n]: the order of epoch `begun`, permuted within each member's places."""
-    order = Sampler(examples, examples, seed=seed)._order(begun, 0, examples).copy()
+def within_parts(examples: int, batch: int, seed: int, epoch: int, parts: int, moved: int) -> np.ndarray:
+    """i64[n]: the order of epoch `moved`, permuted within each member's places."""
+    order = Sampler(examples, examples, seed=seed)._order(moved, 0, examples).copy()
     whose = members(examples, batch, parts)
     by_member = np.argsort(whose, kind="stable")
-    for part, own in enumerate(np.split(by_member, np.searchsorted(whose[by_member], np.arange(1, parts)))):
-        keys = random_bits(len(own), seed, epoch, stream=3, index=part)
-        order[own] = order[own[np.argsort(keys, kind="stable")]]
+    for part, places in enumerate(np.split(by_member, np.searchsorted(whose[by_member], np.arange(1, parts)))):
+        keys = random_bits(len(places), seed, epoch, stream=3, index=part)
+        order[places] = order[places[np.argsort(keys, kind="stable")]]
     order.flags.writeable = False
     return order
 
 
 def members(examples: int, batch: int, group: int) -> np.ndarray:
-    """i32[n]: the group member that holds each place of an order.
-
-    `batch` is the effective batch: the members take the places of each step in turn.
-    """
+    """i32[n]: the group member that holds each place of an order; they take the places of each step in turn."""
     return (np.arange(examples) % batch % group).astype(np.int32)
 
 
@@ -163,7 +149,7 @@ def moves(
     parts: int,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Iterator[Move]:
-    """A shuffle in segments, equally many for every member.
+    """Yield a shuffle in segments, equally many for every member.
 
     This is Algorithm 2 of IBM's paper (Kumar et al. 2018). A segment is a run of places of the new order whose records
     have about `parts` x `segment_bytes`, and never 2^31.
@@ -179,33 +165,23 @@ def moves(
     """
     assert lengths.max(initial=0) <= MAX_RECORD_BYTES == MOST_BYTES
     ends = np.cumsum(lengths[order])
-    limit = min(parts * segment_bytes, MOST_BYTES)
-    segment = (ends - lengths[order]) // limit
-    count = int(segment[-1]) + 1 if len(order) else 0
+    segment = (ends - lengths[order]) // min(parts * segment_bytes, MOST_BYTES)
+
+    def sort(places: np.ndarray, member: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Places by their keys, segment x parts + member; and the keys."""
+        keys = segment[places] * parts + member
+        by_key = np.argsort(keys, kind="stable")
+        return places[by_key], keys[by_key]
+
+    def of_segment(number: int, places: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Records of one segment, the member of each, and bytes by member."""
+        begin, end = np.searchsorted(keys, [number * parts, (number + 1) * parts])
+        records, member = order[places[begin:end]], keys[begin:end] - number * parts
+        size_bytes = np.zeros(parts, np.int64)
+        np.add.at(size_bytes, member, lengths[records])
+        return records, member, size_bytes
+
     leaving, coming = np.flatnonzero(before[order] == me), np.flatnonzero(after == me)
-    to = _by_segment(leaving, segment, after[leaving], parts)
-    source = _by_segment(coming, segment, before[order[coming]], parts)
-    for number in range(count):
-        sent, received = (_of_segment(number, places, order, lengths, parts) for places in (to, source))
-        yield Move(*sent, *received)
-
-
-def _by_segment(
-    places: np.ndarray, segment: np.ndarray, member: np.ndarray, parts: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Sort places by their key, segment x parts + member; return both."""
-    keys = segment[places] * parts + member
-    by_key = np.argsort(keys, kind="stable")
-    return places[by_key], keys[by_key]
-
-
-def _of_segment(
-    number: int, sorted_places: tuple[np.ndarray, np.ndarray], order: np.ndarray, lengths: np.ndarray, parts: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Records of one segment, the member of each, and bytes by member."""
-    places, keys = sorted_places
-    begin, end = np.searchsorted(keys, [number * parts, (number + 1) * parts])
-    records, member = order[places[begin:end]], keys[begin:end] - number * parts
-    size_bytes = np.zeros(parts, np.int64)
-    np.add.at(size_bytes, member, lengths[records])
-    return records, member, size_bytes
+    to, source = sort(leaving, after[leaving]), sort(coming, before[order[coming]])
+    for number in range(int(segment[-1]) + 1 if len(order) else 0):
+        yield Move(*of_segment(number, *to), *of_segment(number, *source))

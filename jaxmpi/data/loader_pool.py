@@ -3,9 +3,8 @@
 One core often decodes more slowly than a device trains, so a worker has several loaders. They are threads, or processes
 that see the same memory. Each receives requests (`loader_worker`) through a queue or a pipe of its own, and writes rows
 where they belong. A ticket is a request that has been sent; its answer ends it. A batch is dealt row by row, and the
-first loader changes with the step. Every loader notes on a board in shared memory which example it is at. So a wait
-names the file at which a loader died or stalled. Processes are started anew, not forked: MPI and JAX have threads by
-then.
+first loader changes with the step. Every loader notes on a board in shared memory which example it is at, so that the
+error names the file at which a loader died or stalled.
 """
 
 import contextlib
@@ -57,6 +56,7 @@ JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
 END_S = 1.0  # a process ends as soon as its pipe is closed, unless it has been stopped
 START_S = 120.0  # for a process to start, at the least: a file system may have to be asked for all of Python
 POLL_S = 0.1  # between looks at whether loaders are well, while an answer is waited for
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class Loaders(Protocol):
@@ -75,7 +75,7 @@ class Loaders(Protocol):
         ...
 
     def ended(self, number: int) -> str:
-        """How a member ended; empty while it lives."""
+        """How a loader ended; empty while it lives."""
         ...
 
     def stop(self) -> None:
@@ -97,7 +97,7 @@ class LoaderPool:
 
     def __init__(self, kind: str, size: int, stall_timeout_s: float) -> None:
         self.kind, self.size, self.stall_timeout_s = kind, size, stall_timeout_s
-        self._make = lookup(KINDS, kind, "data.loader")
+        self._start = lookup(KINDS, kind, "data.loader")
         self._loaders: Loaders | None = None
         self._board = np.zeros((size, BOARD_ROW), np.int64)
         self._jobs: dict[int, tuple[ExampleReader, Any]] = {}
@@ -108,7 +108,7 @@ class LoaderPool:
         self._lock = threading.RLock()  # a loader that is collected in here closes its job
 
     def open(self, reader: ExampleReader) -> int:
-        """A new job for all loaders.
+        """Announce a new job to all loaders; return its number.
 
         Raises:
             UsageError: loader processes cannot have its source.
@@ -116,37 +116,34 @@ class LoaderPool:
         if self._loaders is None:
             board = Segment(self._board.nbytes)
             self._board = board.array(0, self._board.shape, np.int64)
-            self._loaders = self._make(self.size, board)
+            self._loaders = self._start(self.size, board)
             self._end = weakref.finalize(self, _stop, self._loaders, self._board)
         job = next(self._numbers)
         self._jobs[job] = reader, self._loaders.open(job, reader)
         return job
 
     def attach(self, job: int, ring: Ring) -> None:
-        """Memory of the job's batches."""
+        """Tell the loaders where the job's batches lie."""
         for number in range(self.size):
             self._send(number, Attach(job, ring))
 
     def sample(self, job: int, epoch: int, indices: Any) -> int:
-        """Have a loader find the first good row among `indices`; the ticket."""
-        ticket = self._ticket(job, 0)
+        """Have a loader find the first good row among `indices`; return the ticket."""
+        ticket = self._new_ticket(job, 0)
         self._send(0, FirstRowRequest(job, ticket, epoch, indices))
         return ticket
 
     def make(self, job: int, slot: int, step: int, epoch: int, indices: np.ndarray) -> list[int]:
-        """Have all loaders make their parts of a batch; the tickets."""
+        """Have all loaders make their rows of a batch; return the tickets."""
         tickets = []
         for first in range(min(self.size, len(indices))):
             number = (first + step) % self.size
-            tickets.append(self._ticket(job, number))
-            part = indices[first :: self.size]
-            self._send(
-                number,
-                Make(job=job, ticket=tickets[-1], slot=slot, epoch=epoch, first=first, stride=self.size, indices=part),
-            )
+            tickets.append(self._new_ticket(job, number))
+            rows = indices[first :: self.size]
+            self._send(number, Make(job, tickets[-1], slot, epoch, first, self.size, rows))
         return tickets
 
-    def _ticket(self, job: int, number: int) -> int:
+    def _new_ticket(self, job: int, number: int) -> int:
         ticket = next(self._numbers)
         self._tickets[ticket] = job, number
         return ticket
@@ -160,19 +157,19 @@ class LoaderPool:
         self._receive(0)
         return ticket in self._answers
 
-    def answer(self, ticket: int, gone: Callable[[], bool]) -> LoaderAnswer:
+    def answer(self, ticket: int, is_closed: Callable[[], bool]) -> LoaderAnswer:
         """Wait for the answer to a ticket.
 
         Raises:
-            CancelledError: `gone()`, or the pool has stopped.
+            CancelledError: `is_closed()`, or the pool has stopped.
             TrainingError: the loader that has the ticket died or stalls; its file is named.
         """
         begin = time.monotonic()
         while ticket not in self._answers:
-            if gone() or self._loaders is None:
+            if is_closed() or self._loaders is None:
                 raise CancelledError
             if not self._receive(POLL_S):
-                self._check(ticket, begin)
+                self._check_alive(ticket, begin)
         self._tickets.pop(ticket, None)
         return self._answers.pop(ticket)
 
@@ -185,26 +182,23 @@ class LoaderPool:
                     self._answers[answer.ticket] = answer
             return bool(answers)
 
-    def _check(self, ticket: int, begin: float) -> None:
+    def _check_alive(self, ticket: int, begin: float) -> None:
         job_number = self._tickets.get(ticket)
         if job_number is None or self._loaders is None:
             return
         number = job_number[1]
-        how, (at, since_s) = self._loaders.ended(number), self.doing(number)
-        check_well(not how, f"loader {number} of {self.size} {how} {at or 'between examples'}")
-        silent_s = time.monotonic() - (since_s if at else max(begin, since_s))  # since its last message
-        limit_s = self.stall_timeout_s if self._board[number, HERE] else max(self.stall_timeout_s, START_S)
-        check_well(
-            silent_s <= limit_s,
-            f"loader {number} of {self.size} has been {at or 'silent'} for {silent_s:.0f} s; "
-            "data.stall_timeout_s sets how long it may",
-        )
+        how, (place, since_s) = self._loaders.ended(number), self.doing(number)
+        if how:
+            raise TrainingError(f"loader {number} of {self.size} {how} {place or 'between examples'}")
+        silent_s = time.monotonic() - (since_s if place else max(begin, since_s))  # since its last message
+        if silent_s > (self.stall_timeout_s if self._board[number, HERE] else max(self.stall_timeout_s, START_S)):
+            raise TrainingError(
+                f"loader {number} of {self.size} has been {place or 'silent'} for {silent_s:.0f} s; "
+                "data.stall_timeout_s sets how long it may"
+            )
 
     def doing(self, number: int) -> tuple[str, float]:
-        """A loader's current example, empty if none, and since when.
-
-        The time is by `time.monotonic`, and 0 before the first message.
-        """
+        """A loader's current example, empty if none, and since when by `time.monotonic`; 0 before its first message."""
         job, index, since_ns = self._board[number, [JOB, INDEX, SINCE]].tolist()
         if not since_ns or index == NOTHING or job not in self._jobs:
             return "", since_ns / 1e9
@@ -217,7 +211,7 @@ class LoaderPool:
         if self._jobs.pop(job, None) is None:
             return
         with self._lock:
-            for ticket in [t for t, (of, _) in self._tickets.items() if of == job]:
+            for ticket in [ticket for ticket, (its_job, _) in self._tickets.items() if its_job == job]:
                 del self._tickets[ticket]
                 self._answers.pop(ticket, None)
         for number in range(self.size):
@@ -242,17 +236,11 @@ def _stop(loaders: Loaders, board: np.ndarray) -> None:
     loaders.stop()
 
 
-def check_well(holds: bool, message: str) -> None:
-    """Raise `TrainingError(message)` unless `holds`."""
-    if not holds:
-        raise TrainingError(message)
-
-
 def kind_for(config: Data, source: Source) -> str:
     """`data.loader`; if that is auto, the kind that suits the source.
 
-    That is processes if images are decoded. It is threads if they are not. It is also threads if the source changes
-    while it is read, or if the system has no `memfd_create`.
+    Processes decode images. Threads do all else, and read sources that change meanwhile; also if the system has no
+    `memfd_create`.
 
     Raises:
         UsageError: processes for a source that changes while it is read.
@@ -276,64 +264,55 @@ class Threads:
 
     def __init__(self, size: int, board: Segment) -> None:
         self.done: queue.SimpleQueue[LoaderAnswer] = queue.SimpleQueue()
-        self.told: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
+        self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(size)]
         rows = board.array(0, (size, BOARD_ROW), np.int64)
         self.threads = [
-            threading.Thread(target=_work, args=(row, told, self.done), daemon=True, name=f"jaxmpi-loader-{number}")
-            for number, (row, told) in enumerate(zip(rows, self.told, strict=True))
+            threading.Thread(target=_work, args=(row, inbox, self.done), daemon=True, name=f"jaxmpi-loader-{number}")
+            for number, (row, inbox) in enumerate(zip(rows, self.inboxes, strict=True))
         ]
         for thread in self.threads:
             thread.start()
 
     def open(self, job: int, reader: ExampleReader) -> None:
-        """Announce a job to all loaders."""
-        for told in self.told:
-            told.put(Open(job, reader))
+        for inbox in self.inboxes:
+            inbox.put(Open(job, reader))
 
     def send(self, number: int, message: Any) -> None:
-        """Send a message to one loader."""
-        self.told[number].put(message)
+        self.inboxes[number].put(message)
 
     def answers(self, timeout_s: float) -> list[LoaderAnswer]:
-        """Answers so far."""
         found: list[LoaderAnswer] = []
-        try:
+        with contextlib.suppress(queue.Empty):
             found.append(self.done.get(block=timeout_s > 0, timeout=timeout_s))
             while True:
                 found.append(self.done.get_nowait())
-        except queue.Empty:
-            return found
+        return found
 
     def ended(self, number: int) -> str:
-        """A thread does not end before `stop`."""
-        return ""
+        return ""  # a thread does not end before `stop`
 
     def stop(self) -> None:
-        """End the threads after the example each is at."""
-        for told in self.told:
-            drain(told)
-            told.put(None)
+        for inbox in self.inboxes:
+            _clear(inbox)
+            inbox.put(None)
         deadline = time.monotonic() + JOIN_S
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _work(board: np.ndarray, told: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[LoaderAnswer]") -> None:
-    member = LoaderWorker(board)
-    while (message := told.get()) is not None:
-        answer = member.handle(message)
+def _work(board: np.ndarray, inbox: "queue.SimpleQueue[Any]", done: "queue.SimpleQueue[LoaderAnswer]") -> None:
+    loader = LoaderWorker(board)
+    while (message := inbox.get()) is not None:
+        answer = loader.handle(message)
         if answer is not None:
             done.put(answer)
         del message, answer  # else an idle thread keeps its last batch alive
 
 
-def drain(told: "queue.SimpleQueue[Any]") -> None:
-    """Empty a queue."""
-    try:
+def _clear(messages: "queue.SimpleQueue[Any]") -> None:
+    with contextlib.suppress(queue.Empty):
         while True:
-            told.get_nowait()
-    except queue.Empty:
-        pass
+            messages.get_nowait()
 
 
 # ---------------------------------------------------------------- processes
@@ -352,15 +331,12 @@ importlib.import_module(module).main(*arguments)
 
 
 def python_line(module: str, *arguments: Any) -> list[str]:
-    """Command line of a process that runs `main(*arguments)` of a module.
-
-    It has this process's `sys.path`, so it imports what this one would.
-    """
+    """Command line of a process that runs `main(*arguments)` of a module, with this process's `sys.path`."""
     home = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _START, json.dumps([home, sys.path, module, arguments])]
 
 
-def shared_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
+def pickle_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
     """A reader pickled for loader processes, and the message with it.
 
     Raises:
@@ -386,30 +362,27 @@ class LoaderProcess(NamedTuple):
 class LoaderProcesses:
     """Loaders that are processes, which end with this one, however it ends.
 
-    Started anew, not forked: MPI and JAX have threads by then.
+    Started from the beginning, not forked: MPI and JAX have threads by then.
     """
 
     def __init__(self, size: int, board: Segment) -> None:
-        self.kept = board  # its address must hold
-        self.loaders = [started() for _ in range(size)]
+        self.board = board  # its address must hold
+        self.loaders = [start_process() for _ in range(size)]
         self.open_pipes = {loader.pipe: number for number, loader in enumerate(self.loaders)}
-        self.outboxes = [outbox(loader.pipe) for loader in self.loaders]
+        self.outboxes = [open_outbox(loader.pipe) for loader in self.loaders]
         for number in range(size):
             self.send(number, Hello(number, board))
 
     def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        """Announce a job to all loaders."""
-        pickled, message = shared_reader(job, reader)
-        for waiting in self.outboxes:
-            waiting.put(message)
+        pickled, message = pickle_reader(job, reader)
+        for outbox in self.outboxes:
+            outbox.put(message)
         return pickled
 
     def send(self, number: int, message: Any) -> None:
-        """Send a message to one loader."""
         self.outboxes[number].put(pickle.dumps(message))
 
     def answers(self, timeout_s: float) -> list[LoaderAnswer]:
-        """Answers so far."""
         found = []
         try:
             ready = wait(list(self.open_pipes), timeout_s)
@@ -425,19 +398,17 @@ class LoaderProcesses:
         return found
 
     def ended(self, number: int) -> str:
-        """How a process ended."""
         return how_ended(self.loaders[number].process)
 
     def stop(self) -> None:
-        """End them."""
-        for waiting in self.outboxes:
-            drain(waiting)
-            waiting.put(None)
-        end(self.loaders)
+        for outbox in self.outboxes:
+            _clear(outbox)
+            outbox.put(None)
+        end_processes(self.loaders)
 
 
 def how_ended(process: subprocess.Popen[bytes]) -> str:
-    """Empty while it lives."""
+    """How a process ended; empty while it lives."""
     code = process.poll()
     if code is None:
         return ""
@@ -445,8 +416,8 @@ def how_ended(process: subprocess.Popen[bytes]) -> str:
     return f"(process {process.pid}) {how}"
 
 
-def end(loaders: Sequence[LoaderProcess]) -> None:
-    """Closing its pipe ends a process, whatever it is at."""
+def end_processes(loaders: Sequence[LoaderProcess]) -> None:
+    """End loader processes, whatever they are at, by closing their pipes."""
     for loader in loaders:
         loader.pipe.close()
     deadline = time.monotonic() + END_S
@@ -459,7 +430,7 @@ def end(loaders: Sequence[LoaderProcess]) -> None:
                 loader.process.wait(1)
 
 
-def started(in_words: bool = False) -> LoaderProcess:
+def start_process(in_words: bool = False) -> LoaderProcess:
     """Start a loader process, which ends with this one (`loader_worker.main`)."""
     mine, its = socket.socketpair()
     in_main = threading.current_thread() is threading.main_thread()
@@ -474,19 +445,17 @@ def started(in_words: bool = False) -> LoaderProcess:
     return LoaderProcess(process, Connection(mine.detach()))
 
 
-def outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
+def open_outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":
     """Queue of messages for a pipe that may block; None ends it."""
-    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=hand_over, args=(pipe, waiting), daemon=True, name="jaxmpi-outbox").start()
-    return waiting
+    outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+    def send_all() -> None:
+        while (message := outbox.get()) is not None:
+            with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits will see that
+                pipe.send_bytes(message)
+
+    threading.Thread(target=send_all, daemon=True, name="jaxmpi-outbox").start()
+    return outbox
 
 
-def hand_over(pipe: Connection, waiting: "queue.SimpleQueue[bytes | None]") -> None:
-    """Send what waits, in its order."""
-    while (message := waiting.get()) is not None:
-        with contextlib.suppress(OSError, TypeError):  # it has died, or was closed: whoever waits for it will see that
-            pipe.send_bytes(message)
-
-
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 KINDS: dict[str, Callable[[int, Segment], Loaders]] = {"threads": Threads, "processes": LoaderProcesses}

@@ -2,8 +2,8 @@
 
 Decoding images in the worker's own thread would delay its training steps. A loader therefore runs in a thread or in a
 process of its own, with the same code. It writes rows into a ring of batches and answers each request. A process must
-not import JAX, which would cost seconds and hundreds of megabytes a loader. The board in shared memory has the example
-that each loader is at, and since when. Loader processes can answer with `copy_finished`, the message of Theano-MPI.
+not import JAX, which would cost seconds and hundreds of megabytes a loader. The board in shared memory shows which
+example each loader is at, and since when. Loader processes can answer with `copy_finished`, the message of Theano-MPI.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ from jaxmpi.data.sources.base import Source, where
 # HERE is its process once it has started; STOP is set by the worker if all work is to be dropped.
 JOB, INDEX, SINCE, HERE, STOP = range(5)
 NOTHING = -1
-COPY_FINISHED = b"copy_finished"  # as Theano-MPI says it
 BOARD_ROW = 8  # i64 a loader: one line of cache
+COPY_FINISHED = b"copy_finished"  # as Theano-MPI says it
 
 
 class Open(NamedTuple):
@@ -44,17 +44,14 @@ class Open(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """The job's batches lie here."""
+    """The memory of the job's batches."""
 
     job: int
     ring: Ring
 
 
 class FirstRowRequest(NamedTuple):
-    """Request for the first good row among `indices`.
-
-    The answer's `row` is None if none is good.
-    """
+    """Request for the first good row among `indices`; the answer's `row` is None if none is good."""
 
     job: int
     ticket: int
@@ -63,7 +60,7 @@ class FirstRowRequest(NamedTuple):
 
 
 class Make(NamedTuple):
-    """Make every `stride`-th row of a slot, from `first` on."""
+    """Request for every `stride`-th row of a slot, from `first` on."""
 
     job: int
     ticket: int
@@ -75,16 +72,13 @@ class Make(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The job is done with."""
+    """The job is done."""
 
     job: int
 
 
 class Hello(NamedTuple):
-    """First message to a loader process: its number, and the board.
-
-    The board is i64[loaders, BOARD_ROW].
-    """
+    """First message to a loader process: its number, and the board, i64[loaders, BOARD_ROW]."""
 
     number: int
     board: Segment
@@ -117,7 +111,7 @@ class LoaderWorker:
     def handle(self, message: Any) -> LoaderAnswer | None:
         """Do what one message says."""
         if isinstance(message, Open):
-            self.readers[message.job] = opened(message.reader)
+            self.readers[message.job] = _open_reader(message.reader)
         elif isinstance(message, Attach):
             self.rings[message.job] = message.ring
         elif isinstance(message, Close):
@@ -125,29 +119,27 @@ class LoaderWorker:
             self.rings.pop(message.job, None)
         else:
             try:
-                return self._make(message) if isinstance(message, Make) else self._first_row(message)
+                reader = self.readers.get(message.job)
+                if not isinstance(reader, ExampleReader):
+                    raise reader or UsageError(f"a loader knows nothing of job {message.job}")
+                if isinstance(message, Make):
+                    return self._make_rows(message, reader)
+                return self._find_first_row(message, reader)
             except BaseException as error:  # whatever it is, the worker raises it
                 return LoaderAnswer(message.ticket, [RowFailure(0, error)])
             finally:
-                self._at(message.job, NOTHING)
+                self._note(message.job, NOTHING)
         return None
 
-    def _reader(self, job: int) -> ExampleReader:
-        reader = self.readers.get(job)
-        if isinstance(reader, ExampleReader):
-            return reader
-        raise reader or UsageError(f"a loader knows nothing of job {job}")
-
-    def _at(self, job: int, index: int) -> None:
+    def _note(self, job: int, index: int) -> None:
         self.board[SINCE] = time.monotonic_ns()  # first: who reads between two of these must not see an old one
         self.board[JOB], self.board[INDEX] = job, index
 
-    def _first_row(self, message: FirstRowRequest) -> LoaderAnswer:
-        reader = self._reader(message.job)
+    def _find_first_row(self, message: FirstRowRequest, reader: ExampleReader) -> LoaderAnswer:
         for index in message.indices:
             if self.board[STOP]:
                 break
-            self._at(message.job, reader.number(message.epoch, int(index)))
+            self._note(message.job, reader.number(message.epoch, int(index)))
             try:
                 return LoaderAnswer(message.ticket, [], reader.row(message.epoch, int(index)))
             except CorruptExample as error:
@@ -155,8 +147,8 @@ class LoaderWorker:
                     return LoaderAnswer(message.ticket, [RowFailure(0, error)])
         return LoaderAnswer(message.ticket, [])
 
-    def _make(self, message: Make) -> LoaderAnswer:
-        reader, ring = self._reader(message.job), self.rings[message.job]
+    def _make_rows(self, message: Make, reader: ExampleReader) -> LoaderAnswer:
+        ring = self.rings[message.job]
         rows = ring.rows(message.slot)
         failures: list[RowFailure] = []
         for i, index in enumerate(message.indices.tolist()):
@@ -164,9 +156,9 @@ class LoaderWorker:
                 break
             position = message.first + i * message.stride
             number = reader.number(message.epoch, index)
-            self._at(message.job, number)
+            self._note(message.job, number)
             try:
-                place(reader.row(message.epoch, index), rows, position, reader.source, number)
+                _place(reader.row(message.epoch, index), rows, position, reader.source, number)
             except BaseException as error:
                 failures.append(RowFailure(position, error))
                 if not (reader.skip and isinstance(error, CorruptExample)):
@@ -176,8 +168,7 @@ class LoaderWorker:
         return LoaderAnswer(message.ticket, failures)
 
 
-def opened(reader: ExampleReader | SharedPickle) -> ExampleReader | Exception:
-    """The reader, or why there is none."""
+def _open_reader(reader: ExampleReader | SharedPickle) -> ExampleReader | Exception:
     if isinstance(reader, ExampleReader):
         return reader
     try:
@@ -189,62 +180,33 @@ def opened(reader: ExampleReader | SharedPickle) -> ExampleReader | Exception:
         )
 
 
-def place(row: Example, rows: dict[str, np.ndarray], position: int, source: Source, number: int) -> None:
-    """Copy a row to where it belongs: rows[field][position].
-
-    Raises:
-        UsageError: it is no such row as the first one was.
-    """
+def _place(row: Example, rows: dict[str, np.ndarray], position: int, source: Source, number: int) -> None:
+    """Copy a row to rows[field][position]; raise `UsageError` if it is not shaped as the first one was."""
     if row.keys() != rows.keys():
-        raise UsageError(
-            f"{where(source, number)}: got the fields {', '.join(sorted(row))}; expected "
-            f"{', '.join(sorted(rows))} as before it"
-        )
+        got, expected = (", ".join(sorted(fields)) for fields in (row, rows))
+        raise UsageError(f"{where(source, number)}: got the fields {got}; expected {expected} as before it")
     for field, got in row.items():
-        into = rows[field][position : position + 1]
-        fits = got.dtype == into.dtype or got.dtype.kind == into.dtype.kind == "f"
-        if got.shape != into.shape[1:] or not fits:
+        target = rows[field][position : position + 1]
+        fits = got.dtype == target.dtype or got.dtype.kind == target.dtype.kind == "f"
+        if got.shape != target.shape[1:] or not fits:
             is_image = field == "image"
             what, way_out = ("an image", "set data.crop") if is_image else (field, "pad it, with a mask beside it")
-            of_type, asked = (f" of {x.dtype}" * (got.shape == into.shape[1:]) for x in (got, into))
-            raise UsageError(
-                f"{where(source, number)}: got {what} of shape {got.shape}{of_type}; expected "
-                f"{into.shape[1:]}{asked} as before it; {way_out}"
-            )
-        copy(into, got)
-
-
-def copy(into: np.ndarray, got: np.ndarray) -> None:
-    """Copy `got` to `into[0]`.
-
-    A grey image that is broadcast to channels goes channel by channel, which is five times as fast.
-    """
-    if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
-        for channel in range(got.shape[2]):
-            into[0, ..., channel] = got[..., channel]
-    else:
-        into[0] = got
+            types = (f" of {x.dtype}" * (got.shape == target.shape[1:]) for x in (got, target))
+            shapes = f" of shape {got.shape}{next(types)}; expected {target.shape[1:]}{next(types)}"
+            raise UsageError(f"{where(source, number)}: got {what}{shapes} as before it; {way_out}")
+        if isinstance(got, np.ndarray) and got.ndim == 3 and got.strides[2] == 0:
+            for channel in range(got.shape[2]):  # a grey image broadcast to channels: five times as fast so
+                target[0, ..., channel] = got[..., channel]
+        else:
+            try:
+                with np.errstate(over="raise"):
+                    target[0] = got
+            except FloatingPointError as error:
+                name = where(source, number)
+                raise UsageError(f"{name}: {field}: got {got.dtype} beyond 3.4e38; expected 32-bit floats") from error
 
 
 # ---------------------------------------------------------------- in a process of its own
-
-
-def ignore_signals() -> None:
-    """Ignore SIGINT and SIGTERM: the worker, which receives them too, decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep the memory that an image frees for the next.
-
-    Fresh pages cost a tenth of the decoding.
-    """
-    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
@@ -254,24 +216,42 @@ def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
         in_words: whether to answer in the paper's words if they say all.
     """
     ignore_signals()
-    keep_freed_memory()
-    if dies_with_thread:
-        die_with(parent)
+    _keep_freed_memory()
+    if dies_with_thread:  # Linux then kills this process, even if stopped, when the worker ends
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)
     worker = Connection(fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=read_all, args=(worker, inbox.put), daemon=True).start()
-    serve(worker, inbox, words if in_words else packed)
+    threading.Thread(target=_receive, args=(worker, inbox.put), daemon=True).start()
+    hello: Hello = pickle.loads(inbox.get())
+    member = LoaderWorker(hello.board.array(hello.number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
+    while True:
+        try:
+            answer = member.handle(pickle.loads(inbox.get()))
+        except GoneError:  # the job was closed meanwhile
+            continue
+        if answer is not None:
+            worker.send_bytes(to_words(answer) if in_words else _to_bytes(answer))
 
 
-def die_with(parent: int) -> None:
-    """Have Linux kill this process, even if stopped, when the worker ends."""
-    pr_set_pdeathsig = 1  # linux/prctl.h
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
+def ignore_signals() -> None:
+    """Ignore SIGINT and SIGTERM: the worker, which receives them too, decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
+def _keep_freed_memory() -> None:
+    """Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding."""
+    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def _receive(worker: Connection, put: Callable[[bytes], None]) -> None:
     """Queue the worker's messages; end this process at once when they end."""
     try:
         while True:
@@ -280,44 +260,19 @@ def read_all(worker: Connection, put: Callable[[bytes], None]) -> None:
         os._exit(0)
 
 
-def serve(worker: Connection, inbox: "queue.SimpleQueue[bytes]", pack: Callable[[LoaderAnswer], bytes]) -> None:
-    """Handle messages one after another."""
-    member = greeted(inbox.get())
-    while True:
-        answer = handled(member, inbox.get())
-        if answer is not None:
-            worker.send_bytes(pack(answer))
-
-
-def greeted(hello: bytes) -> LoaderWorker:
-    """A loader that has its number and its row of the board."""
-    number, board = pickle.loads(hello)
-    return LoaderWorker(board.array(number * BOARD_ROW * 8, (BOARD_ROW,), np.int64))
-
-
-def handled(member: LoaderWorker, message: bytes) -> LoaderAnswer | None:
-    """The next order to answer, if any."""
-    try:
-        return member.handle(pickle.loads(message))
-    except GoneError:
-        return None  # the job was closed meanwhile
-
-
-def words(answer: LoaderAnswer) -> bytes:
+def to_words(answer: LoaderAnswer) -> bytes:
     """That the copy is finished, or what went wrong."""
     is_plain = not answer.failures and answer.row is None
-    return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else packed(answer)
+    return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else _to_bytes(answer)
 
 
-def packed(answer: LoaderAnswer) -> bytes:
-    """The answer, its errors as texts if they cannot travel."""
+def _to_bytes(answer: LoaderAnswer) -> bytes:
     for failure in answer.failures:
         failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
     try:
         data = pickle.dumps(answer)
         pickle.loads(data)
-    except Exception:  # some errors cannot be taken apart, or not be put together: whatever theirs is
-        texts = [f"{type(f.error).__name__}: {f.error}" for f in answer.failures]
-        told = [RowFailure(f.position, RuntimeError(t)) for f, t in zip(answer.failures, texts, strict=True)]
-        data = pickle.dumps(answer._replace(failures=told))
-    return data
+        return data
+    except Exception:  # some errors cannot be pickled, or not be unpickled: their text is sent
+        failures = [RowFailure(at, RuntimeError(f"{type(error).__name__}: {error}")) for at, error in answer.failures]
+        return pickle.dumps(answer._replace(failures=failures))

@@ -1,8 +1,8 @@
 """A worker's part of the data, in memory of one process.
 
 Records lie as compressed as they are, one after another, in an `Arena`. A `MemorySource` reads them out of it as any
-source does. It loads its first arena from another source. It gets later ones in shuffles. The records of a shuffle come
-from other members of the group, as `group_order` says. Meanwhile the arena before is still read.
+source does. It loads its first arena from another source. It gets later ones in shuffles: their records come from other
+members of the group, as `group_order` says. Meanwhile the arena before is still read.
 
 All here is memory of one process; what sends the bytes is elsewhere.
 """
@@ -26,7 +26,7 @@ from jaxmpi.data.example import unreadable
 from jaxmpi.data.group_order import Move, moves
 from jaxmpi.data.memory_room import CHUNK_BYTES, check_alone
 from jaxmpi.data.sources.base import Source, _decoded, pair, where
-from jaxmpi.data.sources.packed import checked
+from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.thread_map import in_order
 
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
@@ -55,8 +55,7 @@ class Arena:
         self.bytes = np.frombuffer(self.pages, np.uint8, size_bytes)
 
     def __contains__(self, record: int) -> bool:
-        place = int(np.searchsorted(self.records, record))
-        return place < len(self.records) and int(self.records[place]) == record
+        return _contains(self.records, record)
 
     def __getitem__(self, record: int) -> np.ndarray:
         """u8[length], a view; of a record that is here."""
@@ -75,6 +74,11 @@ class Arena:
         return out
 
 
+def _contains(rising: np.ndarray, number: int) -> bool:
+    place = int(np.searchsorted(rising, number))
+    return place < len(rising) and int(rising[place]) == number
+
+
 def _pages(size_bytes: int) -> mmap.mmap:
     """Memory from the system itself, in large pages if it has them.
 
@@ -87,25 +91,18 @@ def _pages(size_bytes: int) -> mmap.mmap:
     return pages
 
 
-def run_of(blobs: Iterator[Any]) -> list[Any]:
-    """The next of these, of CHUNK_BYTES together; fewer if they end."""
-    run: list[Any] = []
+def _next_chunk(blobs: Iterator[Any]) -> tuple[np.ndarray, int]:
+    """The next of these joined as u8, CHUNK_BYTES of them or fewer if they end; and how many they are."""
+    chunk: list[Any] = []
     size_bytes = 0
     while size_bytes < CHUNK_BYTES and (blob := next(blobs, None)) is not None:
-        run.append(blob)
+        chunk.append(blob)
         size_bytes += len(blob)
-    return run
-
-
-def _joined(blobs: list) -> np.ndarray:
-    """u8: all of them, one after another."""
-    size_bytes = sum(map(len, blobs))
-    joined = np.frombuffer(_pages(size_bytes), np.uint8, size_bytes)
-    at = 0
-    for blob in blobs:
+    joined, at = np.frombuffer(_pages(size_bytes), np.uint8, size_bytes), 0
+    for blob in chunk:
         joined[at : at + len(blob)] = np.frombuffer(blob, np.uint8)
         at += len(blob)
-    return joined
+    return joined, len(chunk)
 
 
 def bytes_of(array: np.ndarray, where: str) -> bytes:
@@ -146,7 +143,7 @@ class MemorySource:
         read_again: how often a record was read from the source because it was not in memory.
 
     Raises:
-        UsageError: the source is text.
+        UsageError: the source is text, or its examples change by epoch.
     """
 
     in_process = True  # records come and go while it is read
@@ -173,8 +170,7 @@ class MemorySource:
 
     def digest(self) -> str:
         """The source's."""
-        digest = getattr(self.inner, "digest", None)
-        return digest() if digest else ""
+        return getattr(self.inner, "digest", str)()
 
     def where(self, index: int) -> str:
         """Name of record `index` in errors."""
@@ -188,7 +184,11 @@ class MemorySource:
         """
         if self.is_corrupt[index]:
             raise CorruptExample(self.where(index), index, "it was so when it was loaded into memory")
-        view = self._view(index)
+        with self._changed:
+            self._changed.wait_for(lambda: self._arena(index) is not None or not self._may_come(index))
+            arena = self._arena(index)
+            self.read_again += arena is None
+            view = None if arena is None else arena[index]
         return self._read(index) if view is None else (view.data, int(self.labels[index]))
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
@@ -197,25 +197,17 @@ class MemorySource:
             return _decoded(blob, self.where(index), index, self.data.channels, self.data.resize), label
         return array_of(blob), label
 
-    def _view(self, index: int) -> np.ndarray | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._held(index) is not None or not self._may_come(index))
-            arena = self._held(index)
-            self.read_again += arena is None
-            return None if arena is None else arena[index]
-
-    def _held(self, index: int) -> Arena | None:
-        return next((arena for arena in self._arenas if index in arena), None)
-
     def awaited_s(self, index: int) -> float:
         """The `time.monotonic` until which a reader may have waited for this record."""
         with self._changed:
-            is_awaited = self._held(index) is None and self._may_come(index)
+            is_awaited = self._arena(index) is None and self._may_come(index)
             return time.monotonic() if is_awaited else self._changed_s
 
+    def _arena(self, index: int) -> Arena | None:
+        return next((arena for arena in self._arenas if index in arena), None)
+
     def _may_come(self, index: int) -> bool:
-        place = int(np.searchsorted(self._coming, index))
-        return self._promised > 0 or (place < len(self._coming) and int(self._coming[place]) == index)
+        return self._promised > 0 or _contains(self._coming, index)
 
     def _read(self, index: int) -> tuple[Any, int]:
         """The source's compressed image, or its array as bytes, and the label.
@@ -228,38 +220,34 @@ class MemorySource:
         else:
             image, label = pair(self.inner, index)
             blob = bytes_of(image, self.where(index))
-        return checked(blob, label, self.classes, self.where(index))
+        return check_record(blob, label, self.classes, self.where(index))
 
     # ------------------------------------------------------------ called by what fills the memory
 
     def mean_bytes(self) -> float:
-        """Mean bytes of a record, by a sample that is not kept.
+        """Mean bytes of a record, by a sample that is not kept; raises as `load`."""
+        records = _sample_first(np.arange(len(self)))[:SAMPLE]
+        return sum(map(len, self._read_all(records.tolist()))) / max(len(records), 1)
 
-        Raises: as `load`.
-        """
-        records = sample_first(np.arange(len(self)))[:SAMPLE]
-        return sum(map(len, self._loaded(records.tolist()))) / max(len(records), 1)
-
-    def load(self, records: np.ndarray, check_part: Callable[[float, float], None] = check_alone) -> None:
+    def load(self, records: np.ndarray, check_memory: Callable[[float, float], None] = check_alone) -> None:
         """Read these records from the source.
 
         Args:
-            check_part: is asked once, after a sample has been read. It is given the bytes of all these records,
-                estimated from the sample, and the bytes that are here already. It raises if there is no room for them.
+            check_memory: is called once, after a sample has been read, with the bytes of all these records, estimated
+                from the sample, and the bytes that are here already. It raises if there is no room for them.
 
         Raises:
             CorruptExample: one is damaged; with `data.on_error` skip it is noted and has no bytes.
             TrainingError: the file system fails, or takes longer than `data.stall_timeout_s` for one of them.
             UsageError: a label is no whole number in range, a record is too long, or there is no room.
         """
-        records = sample_first(records)
-        blobs = self._loaded(records.tolist())
-        sample = run_of(itertools.islice(blobs, SAMPLE))
-        chunks = [_joined(sample)]
-        part_bytes = len(chunks[0]) / max(len(sample), 1) * len(records)
-        del sample  # it is there twice by now
-        check_part(part_bytes, len(chunks[0]))
-        while len(chunk := _joined(run_of(blobs))):
+        records = _sample_first(records)
+        blobs = self._read_all(records.tolist())
+        sample, count = _next_chunk(itertools.islice(blobs, SAMPLE))
+        check_memory(len(sample) / max(count, 1) * len(records), len(sample))
+        chunks = [sample]
+        del sample
+        while len(chunk := _next_chunk(blobs)[0]):
             chunks.append(chunk)
         arena, at = Arena(records, self.lengths), 0
         while chunks:  # each chunk is dropped once it is copied, so that no more than one is there twice
@@ -268,7 +256,7 @@ class MemorySource:
             at += len(chunk)
         self.take(arena)
 
-    def _loaded(self, records: list[int]) -> Iterator[Any]:
+    def _read_all(self, records: list[int]) -> Iterator[Any]:
         done, stall_timeout_s = 0, self.data.stall_timeout_s
         try:
             for blob in in_order(self._load, records, READERS, stall_timeout_s):
@@ -303,16 +291,16 @@ class MemorySource:
         with self._changed:
             self._promised -= 1
             self._coming = np.sort(records)
-            self._wake()
+            self._notify()
 
     def take(self, arena: Arena) -> None:
-        """Have an arena that is complete."""
+        """Add an arena that is complete."""
         with self._changed:
             self._arenas = (arena, *self._arenas)
             self._coming = np.empty(0, np.int64)
-            self._wake()
+            self._notify()
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         self._changed_s = time.monotonic()
         self._changed.notify_all()
 
@@ -329,18 +317,15 @@ class MemorySource:
         return self._home or self.newest()
 
     def forget(self) -> mmap.mmap | None:
-        """Drop all arenas but the newest and the one that stays.
-
-        Return the pages of one that nobody reads any more, or None.
-        """
+        """Drop all arenas but the newest and the one that stays; return the pages of one that nobody reads any more."""
         with self._changed:
             stays = {id(self._arenas[0]), id(self._home)}
-            gone = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if id(arena) not in stays]
+            dropped = [(weakref.ref(arena.bytes), arena.pages) for arena in self._arenas if id(arena) not in stays]
             self._arenas = tuple(arena for arena in self._arenas if id(arena) in stays)
-        return next((pages for view, pages in gone if view() is None), None)
+        return next((pages for view, pages in dropped if view() is None), None)
 
 
-def sample_first(records: np.ndarray) -> np.ndarray:
+def _sample_first(records: np.ndarray) -> np.ndarray:
     """The same records, a random sample first, since neighbours are alike."""
     if len(records) <= SAMPLE:
         return records

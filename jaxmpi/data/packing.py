@@ -24,7 +24,6 @@ import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import refuse_ways_out, sync_file, write_all
-from jaxmpi.core.json_tree import parse_json
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
 from jaxmpi.data.sources.base import Source, pair, where
 from jaxmpi.data.sources.packed import (
@@ -34,13 +33,14 @@ from jaxmpi.data.sources.packed import (
     Manifest,
     Packed,
     PackedSource,
-    checked,
+    check_record,
     shard_name,
     write_manifest,
 )
 from jaxmpi.data.thread_map import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
+Record = tuple[bytes, int] | CorruptExample
 JOB = "packing.json"
 MOST_NOTE_BYTES = 1 << 16  # bytes read of a file that says what is packed, or how far; a few hundred are used
 
@@ -62,10 +62,6 @@ class PackingOptions:
         check(self.on_error in ("stop", "skip"), f"--on-error: got {self.on_error!r}; stop or skip")
         check(self.verify in ("decode", "header"), f"--verify: got {self.verify!r}; decode or header")
 
-    def made(self) -> dict[str, Any]:
-        """Fields on which the bytes of a good image depend."""
-        return {"resize": self.resize, "quality": self.quality, "shard_bytes": self.shard_bytes}
-
 
 class Packing(NamedTuple):
     """Result of packing."""
@@ -83,52 +79,6 @@ class Shard(NamedTuple):
     size_bytes: int
     skipped: int
     rows_crc32: int
-
-
-# ---------------------------------------------------------------- one example
-
-
-def record_of(source: Source, index: int, *, options: PackingOptions) -> tuple[bytes, int] | CorruptExample:
-    """An example's compressed image and label, or the `CorruptExample` to skip.
-
-    Raises:
-        UsageError: its label or image is none that can be packed, or it cannot be read.
-        CorruptExample: with `on_error` stop.
-    """
-    name = where(source, index)
-    try:
-        blob, label = _compressed(source, index, options, name)
-    except CorruptExample as error:
-        if options.on_error == "skip":
-            return error
-        raise
-    except OSError as error:
-        raise UsageError(
-            f"{name} (example {index}) cannot be read: {error}; what is packed is safe: run the same line again"
-        ) from error
-    return checked(blob, label, source.classes, name)
-
-
-def _compressed(source: Source, index: int, options: PackingOptions, name: str) -> tuple[bytes, Any]:
-    compressed = getattr(source, "encoded", None)
-    if compressed is None:
-        image, label = pair(source, index)
-        check(not options.resize or image.ndim == 3, f"{name}: got shape {image.shape}; no image to resize")
-        return _encoded(image, options), label
-    blob, label = compressed(index)
-    with corrupt_if_it_fails(blob, name, index):
-        check(len(blob) > 0, "the file is empty")
-        again = encoded_again(blob, options.resize, options.quality)
-        if again is blob and options.verify == "decode":
-            decoded(blob, channels=3, resize=0)
-    return again, label
-
-
-def _encoded(image: np.ndarray, options: PackingOptions) -> bytes:
-    return encoded(resized(image, options.resize) if options.resize else image, options.quality)
-
-
-# ---------------------------------------------------------------- packing
 
 
 def pack(
@@ -156,141 +106,136 @@ def pack(
         CorruptExample: with `on_error` stop.
     """
     options, folder = options or PackingOptions(), Path(folder)
-    digest = getattr(source, "digest", None)
-    job = {
+    job = {  # all on which the bytes depend
         "source": source.name,
         "examples": len(source),
-        "digest": digest() if digest else "",
-        **options.made(),
+        "digest": getattr(source, "digest", str)(),
+        **{name: getattr(options, name) for name in ("resize", "quality", "shard_bytes")},
     }
-    with writing(folder, 0, len(source)):
+
+    def check_none_left_out(skipped: int) -> None:
+        check(
+            not skipped or options.on_error == "skip",
+            f"{folder}: begun with --on-error skip, which has left out {skipped} corrupt examples; give it again, or "
+            "give another folder",
+        )
+
+    with _writing(folder, 0, len(source)):
         folder.mkdir(parents=True, exist_ok=True)
         refuse_ways_out(folder, str(folder), "packing writes nothing through those: remove it")
-    with claimed(folder, job) as is_new:
+    with _claim(folder, job) as is_new:
         if (folder / MANIFEST).exists():
-            packing = finished(folder, job)
-            _check_none_left_out(folder, packing.skipped, options)
+            packing = _finished(folder, job)
+            check_none_left_out(packing.skipped)
             return packing
-        done = [] if is_new else whole_shards(folder, len(source))
-        _check_none_left_out(folder, sum(shard.skipped for shard in done), options)
-        with writing(folder, done[-1].next if done else 0, len(source)):
-            _forget(folder, len(done))
+        done = [] if is_new else _whole_shards(folder, len(source))
+        check_none_left_out(sum(shard.skipped for shard in done))
+        with _writing(folder, done[-1].next if done else 0, len(source)):
+            _remove_stale_notes(folder, len(done))
         if progress and done:
             progress(done[-1].next)
-        _Packer(source=source, folder=folder, options=options, threads=threads, done=done, progress=progress).run()
+        _Packer(source, folder, options, done, progress or (lambda n: None)).run(threads)
         return _finish(source, folder, job, done)
 
 
-def _check_none_left_out(folder: Path, skipped: int, options: PackingOptions) -> None:
-    check(
-        not skipped or options.on_error == "skip",
-        f"{folder}: begun with --on-error skip, which has left out {skipped} corrupt examples; give it again, or give "
-        "another folder",
-    )
-
-
 @contextlib.contextmanager
-def writing(folder: Path, done: int, of: int) -> Iterator[None]:
+def _writing(folder: Path, done: int, examples: int) -> Iterator[None]:
     """Turn an `OSError` into a `UsageError` with the number of safe examples."""
     try:
         yield
     except OSError as error:
         raise UsageError(
-            f"{folder}: {error.strerror or error}; {done} of {of} examples are safe in whole shards. Make room, and "
-            "run the same line again: it goes on from there"
+            f"{folder}: {error.strerror or error}; {done} of {examples} examples are safe in whole shards. Make room, "
+            "and run the same line again: it goes on from there"
         ) from error
 
 
+def _put(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        with aside.open("wb", buffering=0) as file:
+            write_all(file, content)
+            sync_file(file)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- what an earlier packing has left
+
+
 @contextlib.contextmanager
-def claimed(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
+def _claim(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
     """Lock the folder; yield True if nothing has been packed in it.
 
     Raises:
         UsageError: another process is at it, or it has begun to pack something else here.
     """
-    with contextlib.ExitStack() as held:
-        with writing(folder, 0, job["examples"]):
-            file = held.enter_context((folder / JOB).open("a+b", buffering=0))  # closing it writes nothing
-            is_new = _begin(file, folder, job)
-        yield is_new
+    with contextlib.ExitStack() as stack:
+        with _writing(folder, 0, job["examples"]):
+            file = stack.enter_context((folder / JOB).open("a+b", buffering=0))  # closing it writes nothing
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
+            file.seek(0)
+            try:
+                earlier = json.loads(file.read(MOST_NOTE_BYTES) or "null")
+            except (ValueError, RecursionError):
+                earlier = None  # it was stopped before it had written anything else
+            if earlier is not None:
+                _check_same_job(earlier, job, f"{folder}: begun from", ", or delete this one")
+            elif not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
+                file.truncate(0)
+                write_all(file, json.dumps(job).encode())
+        yield earlier is None
 
 
-def _begin(file: io.FileIO, folder: Path, job: dict[str, Any]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
-    file.seek(0)
-    try:
-        begun = parse_json(file.read(MOST_NOTE_BYTES) or "null", folder / JOB)
-    except UsageError:
-        begun = None  # it was stopped before it had written anything else
-    check(
-        begun is None or _is_of(begun, job),
-        f"{folder}: begun from something else: {_changed(begun, job)}; give another folder, or delete this one",
-    )
-    if begun is None and not (folder / MANIFEST).exists():  # a finished folder keeps no job: its manifest says what of
-        file.truncate(0)
-        write_all(file, json.dumps(job).encode())
-    return begun is None
+def _check_same_job(earlier: Any, job: dict[str, Any], what: str, way_out: str = "") -> None:
+    """Refuse another job than this one; it may have more fields, as earlier versions wrote."""
+    old = earlier if isinstance(earlier, dict) else {}
+    odd = [f"{k}: got {v!r:.80}, expected {old.get(k)!r:.80}" for k, v in job.items() if k not in old or old[k] != v]
+    check(not odd, f"{what} something else: {', '.join(odd)}; give another folder{way_out}")
 
 
-def _is_of(begun: Any, job: dict[str, Any]) -> bool:
-    """Return True if `begun` is this job; it may have more fields.
-
-    Earlier versions wrote `on_error` too.
-    """
-    return isinstance(begun, dict) and begun.items() >= job.items()
-
-
-def _changed(begun: Any, job: dict[str, Any]) -> str:
-    old = begun if isinstance(begun, dict) else {}
-    return ", ".join(f"{k}: got {v!r:.80}, expected {old.get(k)!r:.80}" for k, v in job.items() if old.get(k) != v)
-
-
-def finished(folder: Path, job: dict[str, Any]) -> Packing:
-    """Counts of an earlier packing, whose leftovers are removed.
-
-    Raises:
-        UsageError: of something else.
-    """
+def _finished(folder: Path, job: dict[str, Any]) -> Packing:
+    """Counts of an earlier packing, whose leftovers are removed."""
     packed = Packed(folder)
     made = packed.manifest.made
-    check(_is_of(made, job), f"{folder}: packed from something else: {_changed(made, job)}; give another folder")
+    _check_same_job(made, job, f"{folder}: packed from")
     skipped = made.get("skipped")
     check(_is_count(skipped), f"{folder}: got skipped {skipped!r:.80}; expected how many; delete this folder")
-    with writing(folder, len(packed), len(packed)):
+    with _writing(folder, len(packed), len(packed)):
         _tidy(folder, len(packed.manifest.shard_bytes))
     return Packing(len(packed), sum(packed.manifest.shard_bytes), int(made["skipped"]))
 
 
-def whole_shards(folder: Path, examples: int) -> list[Shard]:
-    """Notes of an earlier packing's shards, until one is missing or damaged.
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
-    Args:
-        folder: of the split.
-        examples: of the source, of which no note can say more.
 
-    Raises:
-        UsageError: one cannot be read.
-    """
+def _whole_shards(folder: Path, examples: int) -> list[Shard]:
+    """Notes of an earlier packing's shards, until one is missing or damaged."""
     done: list[Shard] = []
-    while (shard := _whole(folder, len(done), done[-1].next if done else 0, examples)) is not None:
+    while (shard := _whole_shard(folder, len(done), done[-1].next if done else 0, examples)) is not None:
         done.append(shard)
     return done
 
 
-def _whole(folder: Path, number: int, first: int, examples: int) -> Shard | None:
-    """The note of a shard of examples from `first` on."""
+def _whole_shard(folder: Path, number: int, first: int, examples: int) -> Shard | None:
+    """The note of a shard of examples from `first` on. Anyone may have written it, so no number is trusted."""
     note, rows_file = _note(folder, number), _rows(folder, number)
     try:
         with note.open("rb") as file:
-            shard = Shard(**parse_json(file.read(MOST_NOTE_BYTES), note))
+            shard = Shard(**json.loads(file.read(MOST_NOTE_BYTES)))
         bin_bytes = (folder / shard_name(number)).stat().st_size
-        if not _is_sound(shard, first, examples) or rows_file.stat().st_size != shard.records * ROW.itemsize:
+        is_sound = all(map(_is_count, shard)) and first < shard.next <= examples
+        is_sound = is_sound and shard.records + shard.skipped == shard.next - first
+        if not is_sound or rows_file.stat().st_size != shard.records * ROW.itemsize:
             return None
         rows = rows_file.read_bytes()
-    except (FileNotFoundError, TypeError, ValueError):
+    except (FileNotFoundError, RecursionError, TypeError, ValueError):
         return None
     except OSError as error:  # it may be there again tomorrow: hours of packing are not thrown away for that
         raise UsageError(
@@ -299,26 +244,12 @@ def _whole(folder: Path, number: int, first: int, examples: int) -> Shard | None
     return shard if bin_bytes == shard.size_bytes and zlib.crc32(rows) == shard.rows_crc32 else None
 
 
-def _is_sound(shard: Shard, first: int, examples: int) -> bool:
-    """Return True if a note's numbers can be true.
-
-    Anyone may have written the note, so no number is trusted.
-    """
-    is_told = all(map(_is_count, shard)) and first < shard.next <= examples
-    return is_told and shard.records + shard.skipped == shard.next - first
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _forget(folder: Path, whole: int) -> None:
+def _remove_stale_notes(folder: Path, whole: int) -> None:
     """Remove notes behind the whole shards: a later resumption would trust them."""
     stale = set(folder.glob("shard-*.json")) - {_note(folder, number) for number in range(whole)}
     if stale:
-        print(
-            f"{folder}: packed again from {shard_name(whole)} on: it or what belongs to it is damaged", file=sys.stderr
-        )
+        name = shard_name(whole)
+        print(f"{folder}: packed again from {name} on: it or what belongs to it is damaged", file=sys.stderr)
     for note in stale:
         note.unlink()
 
@@ -331,42 +262,81 @@ def _rows(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.rows"
 
 
+def _tidy(folder: Path, shards: int) -> None:
+    for number in range(shards):
+        _note(folder, number).unlink(missing_ok=True)
+        _rows(folder, number).unlink(missing_ok=True)
+    (folder / JOB).unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- records and shards
+
+
+def _record(source: Source, index: int, *, options: PackingOptions) -> Record:
+    """An example's compressed image and label, or the `CorruptExample` to skip.
+
+    Raises:
+        UsageError: its label or image is none that can be packed, or it cannot be read.
+        CorruptExample: with `on_error` stop.
+    """
+    name, compressed = where(source, index), getattr(source, "encoded", None)
+    try:
+        if compressed is None:
+            image, label = pair(source, index)
+            check(not options.resize or image.ndim == 3, f"{name}: got shape {image.shape}; no image to resize")
+            blob = encoded(resized(image, options.resize) if options.resize else image, options.quality)
+        else:
+            original, label = compressed(index)
+            with corrupt_if_it_fails(original, name, index):
+                check(len(original) > 0, "the file is empty")
+                blob = encoded_again(original, options.resize, options.quality)
+                if blob is original and options.verify == "decode":
+                    decoded(blob, channels=3, resize=0)
+    except CorruptExample as error:
+        if options.on_error == "skip":
+            return error
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"{name} (example {index}) cannot be read: {error}; what is packed is safe: run the same line again"
+        ) from error
+    return check_record(blob, label, source.classes, name)
+
+
 class _Packer(NamedTuple):
     """Writer of the shards behind those that are done."""
 
     source: Source
     folder: Path
     options: PackingOptions
-    threads: int
     done: list[Shard]
-    progress: Progress | None
+    progress: Progress
 
+    @property
     def safe(self) -> int:
         """Examples in shards that are whole."""
         return self.done[-1].next if self.done else 0
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Say in errors of the disk how many examples are safe."""
-        return writing(self.folder, self.safe(), len(self.source))
+        return _writing(self.folder, self.safe, len(self.source))
 
-    def run(self) -> None:
-        """Pack shards until no example is left."""
-        indices = range(self.safe(), len(self.source))
-        work = functools.partial(record_of, self.source, options=self.options)
-        with contextlib.closing(in_order(work, indices, self.threads)) as records:
+    def run(self, threads: int) -> None:
+        indices = range(self.safe, len(self.source))
+        work = functools.partial(_record, self.source, options=self.options)
+        with contextlib.closing(in_order(work, indices, threads)) as records:
             numbered = zip(indices, records, strict=True)
-            while self.safe() < len(self.source):
-                self.done.append(self._shard(numbered))
+            while self.safe < len(self.source):
+                self.done.append(self.write_shard(numbered))
 
-    def _shard(self, numbered: Iterator[tuple[int, tuple[bytes, int] | CorruptExample]]) -> Shard:
-        """The next shard, in place with its rows and its note."""
+    def write_shard(self, numbered: Iterator[tuple[int, Record]]) -> Shard:
+        """Put the next shard in place, with its rows and its note."""
         number = len(self.done)
         aside = self.folder / f"{shard_name(number)}.tmp"
         try:
             with self.writing():
                 file = aside.open("wb", buffering=0)
             with contextlib.closing(file):
-                rows, skipped, after = self._fill(file, numbered)
+                rows, skipped, after = self.fill(file, numbered)
                 with self.writing():
                     sync_file(file)
             size, raw = sum(length for _, length, _, _ in rows), np.array(rows, ROW).tobytes()
@@ -379,18 +349,14 @@ class _Packer(NamedTuple):
         finally:
             aside.unlink(missing_ok=True)
 
-    def _fill(
-        self, file: io.FileIO, numbered: Iterator[tuple[int, tuple[bytes, int] | CorruptExample]]
+    def fill(
+        self, file: io.FileIO, numbered: Iterator[tuple[int, Record]]
     ) -> tuple[list[tuple[int, int, int, int]], int, int]:
-        """Write records until the shard is full or none are left.
-
-        Return rows, the number of corrupt examples, and the index behind the last example.
-        """
+        """Write records until the shard is full; return rows, corrupt examples, and the index behind the last."""
         rows, size, skipped, after = [], 0, 0, 0
         for index, record in numbered:
             after = index + 1
-            if self.progress:
-                self.progress(1)
+            self.progress(1)
             if isinstance(record, CorruptExample):
                 print(f"skipped: {record.fault}", file=sys.stderr)
                 skipped += 1
@@ -405,22 +371,10 @@ class _Packer(NamedTuple):
         return rows, skipped, after
 
 
-def _put(path: Path, content: bytes) -> None:
-    """A file, whole or not at all."""
-    aside = path.with_name(f"{path.name}.tmp")
-    try:
-        with aside.open("wb", buffering=0) as file:
-            write_all(file, content)
-            sync_file(file)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shard]) -> Packing:
-    """Index and manifest; then what is no longer needed goes."""
+    """Write index and manifest; remove what is no longer needed."""
     skipped = sum(shard.skipped for shard in shards)
-    with writing(folder, shards[-1].next if shards else 0, len(source)):
+    with _writing(folder, shards[-1].next if shards else 0, len(source)):
         parts = [np.frombuffer(_rows(folder, number).read_bytes(), ROW) for number in range(len(shards))]
         rows = np.concatenate([np.empty(0, ROW), *parts])
         lengths = rows["length"].astype(np.uint64)
@@ -437,13 +391,6 @@ def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shar
         write_manifest(folder, manifest)
         _tidy(folder, len(shards))
     return Packing(len(rows), sum(manifest.shard_bytes), skipped)
-
-
-def _tidy(folder: Path, shards: int) -> None:
-    for number in range(shards):
-        _note(folder, number).unlink(missing_ok=True)
-        _rows(folder, number).unlink(missing_ok=True)
-    (folder / JOB).unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- checking

@@ -1,7 +1,4 @@
-"""A ring of batches in memory that a worker and loaders share.
-
-The memory has no name, so none is left behind.
-"""
+"""A ring of batches, and pickles, in memory that a worker and loaders share; without a name, so none is left behind."""
 
 import math
 import pickle
@@ -14,6 +11,10 @@ import numpy as np
 from jaxmpi.core.shared_memory import PAGE, Segment
 
 
+def _round_up(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
 class SharedPickle:
     """Any object for several loaders, pickled once, its arrays in shared memory."""
 
@@ -22,25 +23,20 @@ class SharedPickle:
         self.text = pickle.dumps(content, protocol=5, buffer_callback=parts.append)
         raws = [part.raw() for part in parts]
         self.sizes = [raw.nbytes for raw in raws]
-        self.segment = Segment(sum(map(aligned, self.sizes)))
-        for place, raw in zip(self._places(), raws, strict=True):
-            place[:] = np.frombuffer(raw, np.uint8)
+        self.segment = Segment(sum(map(_round_up, self.sizes)))
+        for array, raw in zip(self._arrays(), raws, strict=True):
+            array[:] = np.frombuffer(raw, np.uint8)
 
-    def _places(self) -> list[np.ndarray]:
-        ends = np.cumsum([0, *map(aligned, self.sizes)])
+    def _arrays(self) -> list[np.ndarray]:
+        ends = np.cumsum([0, *map(_round_up, self.sizes)])
         return [self.segment.array(int(end), (size,), np.uint8) for end, size in zip(ends, self.sizes, strict=False)]
 
     def open(self) -> Any:
         """The object; its arrays are read-only."""
-        places = self._places()
-        for place in places:
-            place.flags.writeable = False
-        return pickle.loads(self.text, buffers=places)
-
-
-def aligned(size: int) -> int:
-    """`size` bytes, up to whole pages."""
-    return -(-size // PAGE) * PAGE
+        arrays = self._arrays()
+        for array in arrays:
+            array.flags.writeable = False
+        return pickle.loads(self.text, buffers=arrays)
 
 
 class Field(NamedTuple):
@@ -68,7 +64,7 @@ class RingLayout(NamedTuple):
     @property
     def slot_size(self) -> int:
         """Bytes of one slot."""
-        return sum(aligned(field.size(self.batch)) for field in self.fields)
+        return sum(_round_up(field.size(self.batch)) for field in self.fields)
 
     @property
     def largest(self) -> str:
@@ -79,20 +75,20 @@ class RingLayout(NamedTuple):
 class Ring:
     """Slots for batches, and a flag that makes loaders drop queued work."""
 
-    def __init__(self, layout: RingLayout) -> None:
+    def __init__(self, layout: RingLayout, segment: Segment | None = None) -> None:
         self.layout = layout
-        self.segment = Segment(PAGE + layout.slots * layout.slot_size)
+        self.segment = segment or Segment(PAGE + layout.slots * layout.slot_size)
         self.closed = self.segment.array(0, (1,), np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ring, (self.layout, self.segment)
+        return Ring, (self.layout, self.segment)
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """[batch, ...] of every field of a slot, new views."""
         views, offset, batch = {}, PAGE + slot * self.layout.slot_size, self.layout.batch
         for field in self.layout.fields:
             views[field.name] = self.segment.array(offset, (batch, *field.shape), field.dtype)
-            offset += aligned(field.size(batch))
+            offset += _round_up(field.size(batch))
         return views
 
     def lend(self, slot: int, take_back: Callable[[int], None]) -> np.ndarray:
@@ -104,9 +100,3 @@ class Ring:
         assert isinstance(lent.base, np.ndarray)  # the array that all views of it keep alive, and no others
         weakref.finalize(lent.base, take_back, slot).atexit = False
         return lent
-
-
-def _ring(layout: RingLayout, segment: Segment) -> Ring:
-    ring = object.__new__(Ring)
-    ring.layout, ring.segment, ring.closed = layout, segment, segment.array(0, (1,), np.int64)
-    return ring

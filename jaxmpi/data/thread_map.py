@@ -22,20 +22,18 @@ def in_order(
 ) -> Generator[B]:
     """`map(work, items)` by threads, at most AHEAD results per thread ahead.
 
-    Args:
-        stall_timeout_s: seconds that one item may take; None: as long as it likes.
-
     Raises:
-        TimeoutError: it has taken longer; its thread is left alone, and does not keep the process from ending.
+        TimeoutError: an item takes longer than `stall_timeout_s`; its thread is left alone, and does not keep the
+            process from ending.
     """
     waiting: collections.deque[Future[B]] = collections.deque()
-    asked: queue.SimpleQueue[tuple[Future[B], A] | None] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[tuple[Future[B], A] | None] = queue.SimpleQueue()
     for _ in range(threads):
-        threading.Thread(target=_serve, args=(work, asked), name="jaxmpi-pack", daemon=True).start()
+        threading.Thread(target=_serve, args=(work, jobs), name="jaxmpi-pack", daemon=True).start()
     try:
         for item in items:
             waiting.append(Future())
-            asked.put((waiting[-1], item))
+            jobs.put((waiting[-1], item))
             if len(waiting) >= AHEAD * threads:
                 yield waiting.popleft().result(stall_timeout_s)
         while waiting:
@@ -44,11 +42,11 @@ def in_order(
         for future in waiting:
             future.cancel()
         for _ in range(threads):
-            asked.put(None)
+            jobs.put(None)
 
 
-def _serve(work: Callable[[A], B], asked: "queue.SimpleQueue[tuple[Future[B], A] | None]") -> None:
-    while (job := asked.get()) is not None:
+def _serve(work: Callable[[A], B], jobs: "queue.SimpleQueue[tuple[Future[B], A] | None]") -> None:
+    while (job := jobs.get()) is not None:
         future, item = job
         if future.set_running_or_notify_cancel():
             try:

@@ -11,5 +11,5 @@ predictions; `exported_program`, a model with its program; `memory_forecast`, be
 processes of its own; `api`, `jaxmpi.Trainer`.
 
 It imports `core`, `runtime`, `model`, `config`, `comm`, `allreduce`, `data`, `checkpoint`, `observe`, `optim`, `tasks`,
-`rules`, `input_pipeline` and `recover`.
+`rules`, `data` and `recover`.
 """

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxmpi.core.train_state import TrainState
-from jaxmpi.data.sources.grain_streams import StreamSource
+from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.rules.parameter_server import ServerAnswer
 from jaxmpi.trainer.async_start import on_device
 from jaxmpi.trainer.async_worker import AsyncWorker

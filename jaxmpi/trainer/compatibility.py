@@ -21,10 +21,9 @@ from jaxmpi.config.refusals import incompatible, refuse_incompatible
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import separable
 from jaxmpi.core.errors import check, lookup
-from jaxmpi.data import memory_room, memory_source
+from jaxmpi.data import feed, memory_room, memory_source
 from jaxmpi.data.sources import mixture
-from jaxmpi.data.sources.grain_streams import is_stream
-from jaxmpi.input_pipeline import device_feed
+from jaxmpi.data.sources.grain_datasets import is_stream
 from jaxmpi.optim.optimizers import OPTIMIZERS, has_own_rate
 from jaxmpi.recover import shrink
 from jaxmpi.rules import averaged, registry
@@ -290,8 +289,8 @@ IN_A_JOB = (
     memory_source.TEXT,
     memory_source.ENDLESS,
     memory_room.NO_GROUP,
-    device_feed.NO_FILES,
-    device_feed.NO_SPANS,
+    feed.NO_FILES,
+    feed.NO_SPANS,
     mixture.STREAM,
 )
 REFUSALS = (*schema.REFUSALS, *exchange_config.REFUSALS, *data.REFUSALS, *AT_START)

@@ -42,7 +42,7 @@ from jaxmpi.core.json_tree import flatten_json, read_json
 from jaxmpi.core.pytrees import PyTree, named_leaves, zeros_for
 from jaxmpi.core.train_state import Batch
 from jaxmpi.data.example import nested
-from jaxmpi.input_pipeline.device_feed import DeviceFeed, open_feed
+from jaxmpi.data.feed import DeviceFeed, open_feed
 from jaxmpi.runtime import failures, provenance
 from jaxmpi.tasks.registry import make_task
 from jaxmpi.trainer import notebook_workers

@@ -178,7 +178,7 @@ def train_until(
         starting,
         watch(experiment, workers) as unwatched,
         run_directory.agreed_run_dir(experiment, name, workers.processes) as home,
-        plan.feed.kept(decisions.Preempted),
+        plan.feed.open_until_agreed(decisions.Preempted),
         plan.feed.pool,
         plan.validation.pool,  # that one, or one of its own
     ):

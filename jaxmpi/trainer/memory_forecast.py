@@ -24,7 +24,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import worker_key
-from jaxmpi.input_pipeline.device_feed import DeviceFeed
+from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.optim.optimizers import state_arrays
 from jaxmpi.rules import registry
 from jaxmpi.runtime import prepare

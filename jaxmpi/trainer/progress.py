@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.schema import Experiment
-from jaxmpi.input_pipeline.device_feed import DeviceFeed
-from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, Shuffle, in_words
+from jaxmpi.data.feed import DeviceFeed
+from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, in_words
 from jaxmpi.observe.flops import Peak, StepFlops, Work
 from jaxmpi.observe.gradient_noise import Means, Noise
 from jaxmpi.observe.recorder import Recorder, Unit

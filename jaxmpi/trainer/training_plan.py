@@ -23,7 +23,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import errors
 from jaxmpi.core.pytrees import PyTree
-from jaxmpi.input_pipeline.device_feed import DeviceFeed, dealt_anew, open_feed
+from jaxmpi.data.feed import DeviceFeed, open_feed, reshard_feed
 from jaxmpi.optim import optimizers, schedules
 from jaxmpi.rules import registry
 from jaxmpi.tasks.base import Task
@@ -119,7 +119,7 @@ def make_plan(
     micro_batch = experiment.micro_batch or slice_of(local_batch, -(-effective_batch // scaled_for))
     asked_classes = experiment.model.classes if experiment.model else 0
     if before:
-        feed, validation = dealt_anew(before.feed, workers, micro_batch), dealt_anew(before.validation, workers)
+        feed, validation = reshard_feed(before.feed, workers, micro_batch), reshard_feed(before.validation, workers)
         facts = before.data["the data"]
     else:
         feed = open_feed(experiment, "train", effective_batch, workers, micro_batch)

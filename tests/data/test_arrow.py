@@ -1,7 +1,6 @@
 """Parquet files and data sets of Hugging Face, written by their own libraries."""
 
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from PIL import Image
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import CorruptExample, Loader, Sampler, command, kind_for, open_source
-from jaxmpi.data.sources import parquet as parquet_source
+from jaxmpi.data.sources import arrow as parquet_source
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -67,33 +66,8 @@ def folder(tmp_path: Path, kind: str) -> Path:
     return tmp_path
 
 
-def test_images_are_those_that_were_written(folder, kind):
-    source = opened(folder, kind)
-    assert len(source) == ROWS
-    for i in range(ROWS):
-        image, label = source[i]
-        np.testing.assert_array_equal(image, PIXELS[i], strict=True)
-        assert label == LABELS[i]
-        blob, label = source.encoded(i)
-        assert (blob, label) == (png(PIXELS[i]), LABELS[i])
-
-
 def test_classes_are_those_that_have_names_or_are_counted(folder, kind):
     assert opened(folder, kind).classes == {"huggingface": 4, "parquet": 3}[kind]
-
-
-def test_lists_are_arrays(folder, kind):
-    source = opened(folder, kind, columns=("numbers", "label"))
-    assert source.encoded is None
-    for i in range(ROWS):
-        np.testing.assert_allclose(source[i][0], NUMBERS[i], rtol=0)
-        assert source[i][0].shape == (2, 3)
-
-
-def test_three_columns_are_a_dict(folder, kind):
-    row = opened(folder, kind, columns=("image", "label", "numbers"))[5]
-    np.testing.assert_array_equal(row["image"], PIXELS[5])
-    assert (row["label"], row["numbers"].shape) == (LABELS[5], (2, 3))
 
 
 def test_images_are_decoded_by_processes(folder, kind):
@@ -103,29 +77,6 @@ def test_images_are_decoded_by_processes(folder, kind):
     with Loader(source, Sampler(ROWS, 6, shuffle=False), data, train=False) as loader:
         images = np.concatenate([np.array(batch.image) for batch in loader])
     np.testing.assert_array_equal(images, PIXELS)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_any_number_of_workers_sees_the_examples_of_one(folder, kind, size):
-    """Resumed at step 4, in the second epoch."""
-    data, seen = Data(kind, dir=str(folder), loader="threads"), []
-    for rank in range(size):
-        sampler = Sampler(ROWS, 5, rank, size, seed=1)
-        with Loader(opened(folder, kind), sampler, data, train=True, start_step=4, stop_step=5) as loader:
-            batch = next(loader)
-            seen += [image.tobytes() for image in batch.image[batch.weight > 0]]
-    assert sorted(seen) == sorted(PIXELS[i].tobytes() for i in Sampler(ROWS, 5, seed=1).indices(4).indices)
-
-
-def test_a_source_that_was_pickled_reads_the_same(folder, kind):
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(opened(folder, kind)))[9][0], PIXELS[9])
-
-
-def test_a_column_that_is_not_there_is_named(folder, kind):
-    with pytest.raises(
-        UsageError, match=r"train.*got no column picture; there are image, label, numbers: .*--data.col"
-    ):
-        opened(folder, kind, columns=("picture", "label"))
 
 
 @pytest.mark.parametrize(

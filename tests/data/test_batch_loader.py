@@ -175,14 +175,14 @@ def test_batches_that_are_kept_stay_as_they_are():
 
 def test_labels_of_a_copied_batch_are_its_own(monkeypatch):
     """Its slot is filled again as soon as its images are copied: here before anything else can happen."""
-    ask = Loader._ask
+    request = Loader._request
 
-    def ask_and_wait(self) -> None:
-        ask(self)
+    def request_and_wait(self) -> None:
+        request(self)
         while self._ahead and not self.ready():
             time.sleep(0.001)
 
-    monkeypatch.setattr(Loader, "_ask", ask_and_wait)
+    monkeypatch.setattr(Loader, "_request", request_and_wait)
     with loader(numbered(40), 4, train=False, data=Data(prefetch=1)) as batches:
         kept = list(batches)
     assert [batch.label.tolist() for batch in kept] == np.arange(40).reshape(10, 4).tolist()
@@ -226,6 +226,18 @@ def test_floats_become_f32_and_keep_their_shape():
         batch = next(batches)
     assert batch.image.shape == (3, 5)
     assert batch.image.dtype == np.float32
+
+
+@pytest.mark.parametrize("loaders", ["threads", "processes"])
+def test_floats_that_f32_cannot_hold_are_refused_and_infinities_are_not(loaders):
+    data = Data(loader=loaders, loaders=1)
+    with loader(ArraySource(np.array([[np.inf], [1.0]]), [0] * 2), 2, train=False, data=data) as batches:
+        assert next(batches).image[0] == np.inf
+    with (
+        loader(ArraySource(np.array([[1.0], [1e300]]), [0] * 2), 2, train=False, data=data) as batches,
+        pytest.raises(UsageError, match=r"array\[1\]: image"),
+    ):
+        next(batches)
 
 
 def test_labels_out_of_range():

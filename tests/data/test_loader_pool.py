@@ -23,13 +23,11 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.core.shared_memory import Segment
-from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, open_source
+from jaxmpi.data import ArraySource, CorruptExample, Loader, LoaderPool, Sampler, mpi_loaders, open_source
+from jaxmpi.data.feed import open_feed
 from jaxmpi.data.loader_pool import python_line
-from jaxmpi.data.loader_worker import HERE, LoaderAnswer, Make, RowFailure
-from jaxmpi.data.loader_worker import words as words_of
+from jaxmpi.data.loader_worker import HERE, LoaderAnswer, Make, RowFailure, to_words
 from jaxmpi.data.ring_buffer import SharedPickle
-from jaxmpi.input_pipeline import mpi_loaders
-from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.model.contract import Model
 from jaxmpi.runtime.launchers import children_of
 from launching import ROOT, mpirun, mpirun_line, run, train, wait_until
@@ -517,14 +515,14 @@ SPAWNING = """
     import hashlib, os, signal, sys, time
     import jaxmpi
     comm = jaxmpi.world()
-    import jaxmpi.input_pipeline.mpi_loaders
+    import jaxmpi.data.mpi_loaders
     from jaxmpi.config import Data
     from jaxmpi.data import LoaderPool, Loader, Sampler, open_source
-    found, told, send = [], [], jaxmpi.input_pipeline.mpi_loaders.SpawnedLoaders._send
+    found, told, send = [], [], jaxmpi.data.mpi_loaders.SpawnedLoaders._send
     def heard(self, number, tag, message):
         told.append((number, tag, bytes(message)))
         send(self, number, tag, message)
-    jaxmpi.input_pipeline.mpi_loaders.SpawnedLoaders._send = heard
+    jaxmpi.data.mpi_loaders.SpawnedLoaders._send = heard
     for kind in ("threads", "spawn"):
         data = Data(source="imagefolder", dir={folder!r}, crop=24, crop_area=(0.2, 1.0), loader=kind, loaders=2)
         source = open_source(data, "train")
@@ -595,14 +593,14 @@ def test_jaxmpi_train_ends_with_the_code_of_the_rank_whose_spawned_loader_died(t
 
 def test_the_papers_words():
     make = Make(3, 17, 1, 0, 1, 2, np.array([5, 9]))
-    words = mpi_loaders.file_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg")
+    words = mpi_loaders.make_to_words(make, "/data/train/dog/caf\u00e9\0\udcff.jpg")
     assert words.startswith("/data/train/dog/caf\u00e9".encode())
-    again = mpi_loaders.make_of(3, words)
+    again = mpi_loaders.make_from_words(3, words)
     assert (again[:-1], again.indices.tolist()) == (make[:-1], [5, 9])
-    assert (mpi_loaders.mode_words(3, True), mpi_loaders.mode_words(4, False)) == (b"train 3", b"val 4")
-    assert words_of(LoaderAnswer(17, [])) == b"copy_finished 17"
-    assert mpi_loaders.answer_of(b"copy_finished 17") == LoaderAnswer(17, [])
-    failed = mpi_loaders.answer_of(words_of(LoaderAnswer(18, [RowFailure(2, KeyError("x"))])))
+    assert (mpi_loaders.mode_to_words(3, True), mpi_loaders.mode_to_words(4, False)) == (b"train 3", b"val 4")
+    assert to_words(LoaderAnswer(17, [])) == b"copy_finished 17"
+    assert mpi_loaders.answer_from_words(b"copy_finished 17") == LoaderAnswer(17, [])
+    failed = mpi_loaders.answer_from_words(to_words(LoaderAnswer(18, [RowFailure(2, KeyError("x"))])))
     assert (failed.ticket, failed.failures[0].position, str(failed.failures[0].error)) == (18, 2, "'x'")
 
 

@@ -1,7 +1,6 @@
 """NumPy files: rows where they lie, columns by name, what is refused."""
 
 import io
-import pickle
 import zipfile
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config import Experiment
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import Loader, Sampler, open_source
+from jaxmpi.data import open_source
+from jaxmpi.data.feed import open_feed
 from jaxmpi.data.sources.numpy_files import Archive, NumpySource
-from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.model import Model
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 4, 5, 3), np.uint8)
@@ -45,11 +44,6 @@ def test_rows_are_those_that_were_written(shards):
     assert source.where(7) == f"{shards}/train/b.npz[1]"
 
 
-def test_classes_of_a_split_are_those_of_training_too(shards):
-    np.savez(shards / "validation.npz", image=IMAGES[:1], label=LABELS[:1])
-    assert opened(shards, "validation").classes == 3
-
-
 def test_arrays_that_are_stored_as_they_are_stay_in_the_file(shards):
     assert not any(isinstance(found, np.ndarray) for part in opened(shards).parts for found in part)
 
@@ -71,29 +65,6 @@ def test_a_file_a_column(tmp_path, array):
     source = opened(tmp_path, columns=("x", "y"))
     np.testing.assert_array_equal(source[4][0], IMAGES[4])
     assert source[4][0].dtype.isnative
-
-
-def test_three_columns_are_a_dict(shards):
-    row = opened(shards, columns=("image", "label", "extra"))[7]
-    assert {name: np.shape(value) for name, value in row.items()} == {"image": (4, 5, 3), "label": (), "extra": ()}
-    assert row["extra"] == LABELS[7] / 2
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_any_number_of_workers_sees_the_examples_of_one(shards, size):
-    """Resumed at step 3, in the second epoch."""
-    data, seen = Data("numpy", dir=str(shards), loader="threads"), []
-    for rank in range(size):
-        sampler = Sampler(10, 4, rank, size, seed=1)
-        with Loader(opened(shards), sampler, data, train=True, start_step=3, stop_step=4) as loader:
-            batch = next(loader)
-            seen += [image.tobytes() for image in batch.image[batch.weight > 0]]
-    order = Sampler(10, 4, seed=1).indices(3).indices
-    assert sorted(seen) == sorted(IMAGES[i].tobytes() for i in order)
-
-
-def test_a_source_that_was_pickled_reads_the_same(shards):
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(opened(shards)))[8][0], IMAGES[8])
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ from jaxmpi.data.augment import Augment
 from jaxmpi.data.decode import _check_scans as check_scans
 from jaxmpi.data.decode import _without_rows_below as without_rows_below
 from jaxmpi.data.decode import decoded, encoded_again, opened, resized, stretched, window
+from jaxmpi.data.feed import open_feed
 from jaxmpi.data.packing import pack
 from jaxmpi.data.sources import animals
 from jaxmpi.data.sources.batch_files import _names as file_names
-from jaxmpi.input_pipeline.device_feed import open_feed
 from jaxmpi.models.cnn import digits_cnn_tiny
 from launching import PATH, ROOT, train
 

@@ -11,7 +11,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import Loader, Sampler, command, open_source, write_words
 from jaxmpi.data.memory_source import MemorySource
-from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, module_of, names
+from jaxmpi.data.sources.text import TextSource, is_held_out, library_files, list_files, module_of
 
 
 @pytest.fixture
@@ -147,8 +147,8 @@ def test_names_are_in_one_order_everywhere(tmp_path):
     for name in ("b.py", "B.py", "a/z.py", "a.py", "a/.x/y.py", "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert names(tmp_path, ".py") == ["B.py", "a.py", "a/z.py", "b.py"]
-    assert len(names(Path(sysconfig.get_path("stdlib")) / "json", ".py")) >= 4
+    assert list_files(tmp_path, ".py") == ["B.py", "a.py", "a/z.py", "b.py"]
+    assert len(list_files(Path(sysconfig.get_path("stdlib")) / "json", ".py")) >= 4
 
 
 def test_a_file_with_holes_larger_than_memory_is_refused(tmp_path):

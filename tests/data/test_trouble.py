@@ -153,7 +153,7 @@ def test_text_on_a_file_system_that_fails_is_named_as_it_is_opened(folder, answe
     place.mkdir(parents=True)
     (place / "a.txt").write_text("x" * 50)
     (place / "b.txt").symlink_to("/proc/self/mem" if answer == "Input/output error" else "/nowhere")
-    monkeypatch.setattr("jaxmpi.data.sources.text.names", os.listdir)  # what is listed may be gone
+    monkeypatch.setattr("jaxmpi.data.sources.text.list_files", os.listdir)  # what is listed may be gone
     with pytest.raises(UsageError, match=rf"text: {place}/b\.txt cannot be read: .*{answer}"):
         open_source(data(folder, "text", window=4), "train")
 

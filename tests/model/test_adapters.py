@@ -28,7 +28,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, Sampler, open_source
-from jaxmpi.input_pipeline.device_feed import open_feed
+from jaxmpi.data.feed import open_feed
 from jaxmpi.model.adapters.equinox import equinox_model
 from jaxmpi.model.adapters.functions import plain_model
 from jaxmpi.model.adapters.linen import linen_model

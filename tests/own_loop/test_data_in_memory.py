@@ -12,7 +12,7 @@ from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import ArraySource, command, memory_room
 from jaxmpi.data.decode import CorruptExample
-from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle
+from jaxmpi.data.shuffle import MemoryShuffle
 
 N = 23
 

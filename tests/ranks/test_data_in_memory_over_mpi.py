@@ -20,11 +20,21 @@ from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import AgreedError, UsageError
-from jaxmpi.data import ArraySource, Loader, LoaderPool, Sampler, group_order, kind_for, memory_room, memory_source
+from jaxmpi.data import (
+    ArraySource,
+    Loader,
+    LoaderPool,
+    Sampler,
+    group_order,
+    kind_for,
+    memory_room,
+    memory_source,
+    peer_memory,
+    shuffle,
+)
+from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import SEGMENT_BYTES
-from jaxmpi.input_pipeline import memory_shuffle, peer_memory
-from jaxmpi.input_pipeline.device_feed import DeviceFeed
-from jaxmpi.input_pipeline.memory_shuffle import THREAD, keep
+from jaxmpi.data.shuffle import THREAD, keep
 from jaxmpi.runtime import spans
 
 if isinstance(processes(), SoloProcesses):
@@ -260,7 +270,7 @@ def test_the_groups_that_auto_takes_fit_into_the_memory_that_is_left(monkeypatch
     """All say the same; with the memory of one rank's whole copy, and with much."""
     all_bytes = N * len(memory_source.bytes_of(numbered()[0][0], ""))
     for left, expected in ((2 * SIZE * 2 * all_bytes, 1), (2 * SIZE * 2 * all_bytes - 1, SIZE)):
-        monkeypatch.setattr(memory_shuffle, "available_bytes", lambda left=left: left)
+        monkeypatch.setattr(shuffle, "available_bytes", lambda left=left: left)
         memory = kept(numbered(), group_size="auto").memory
         assert memory is not None
         assert set(CONTROL.allgather_object(memory.sampler.parts)) == {expected}
@@ -342,7 +352,7 @@ class Together(Exception):
 def test_a_run_leaves_no_thread_no_memory_and_no_communicator(error):
     before = threads()
     feed = kept(numbered())
-    with contextlib.suppress(Together, AgreedError), feed.kept(Together):
+    with contextlib.suppress(Together, AgreedError), feed.open_until_agreed(Together):
         next(feed.batches(0, 100))
         assert threads() == before + 1
         if error:
@@ -360,7 +370,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others():
     """Its thread ends once nobody needs it."""
     before = threads()
     feed = kept(numbered())
-    with contextlib.suppress(ZeroDivisionError), feed.kept(Together):
+    with contextlib.suppress(ZeroDivisionError), feed.open_until_agreed(Together):
         next(feed.batches(0, 100))
         raise ZeroDivisionError
     memory = feed.memory

@@ -25,8 +25,8 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import UsageError
 from jaxmpi.core.pytrees import named_leaves, size_bytes
+from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.experiments.digits import experiment as DIGITS
-from jaxmpi.input_pipeline.device_feed import DeviceFeed
 from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer, state_arrays
 from jaxmpi.rules import base
 from jaxmpi.rules.gradients import measured, sharded

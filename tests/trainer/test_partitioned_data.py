@@ -187,7 +187,7 @@ def test_workers_of_one_process_share_one_copy(tmp_path, packed, ranks, comm):
 
 KILLED = """
 import os, signal, sys
-from jaxmpi.input_pipeline import memory_shuffle
+from jaxmpi.data import shuffle
 from jaxmpi.trainer import main as train
 {where}
 whole, calls = kind.{name}, []
@@ -207,8 +207,8 @@ train.main(sys.argv[1:])
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
     [
-        pytest.param("kind = memory_shuffle.PeerArena", "gather", 3, marks=SLOW),
-        pytest.param("kind = memory_shuffle.MemoryShuffle", "_wait", 6, marks=SLOW),
+        pytest.param("kind = shuffle.PeerArena", "gather", 3, marks=SLOW),
+        pytest.param("kind = shuffle.MemoryShuffle", "_wait", 6, marks=SLOW),
     ],
     ids=["one reads", "one waits"],
 )

@@ -63,11 +63,11 @@ def animals(config: Data, split: str) -> Source:
     kept = np.sort([*firsts.values()])
     kept = kept[np.argsort(labels[kept], kind="stable")]
     place_in_class = np.concatenate([np.arange(n) for n in np.bincount(labels[kept], minlength=CLASSES)])
-    mine = kept[(place_in_class % 5 == 0) == (split == "validation")]
-    chosen = images[mine][..., None]
+    rows = kept[(place_in_class % 5 == 0) == (split == "validation")]
+    chosen = images[rows][..., None]
     if config.resize:
         chosen = np.stack([resized(image, config.resize) for image in chosen])
-    return ArraySource(chosen, labels[mine].astype(np.int32), classes=CLASSES, name="animals")
+    return ArraySource(chosen, labels[rows].astype(np.int32), classes=CLASSES, name="animals")
 
 
 def _array(name: str) -> np.ndarray:

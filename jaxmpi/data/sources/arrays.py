@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import resized
 from jaxmpi.data.sampler import random_bits
@@ -183,7 +183,14 @@ def digits(config: Data, split: str) -> Source:
     examples sorted by label (file order within a label). That is 360, and 20 % of each digit.
     Enlarged to `data.resize` once, here. Source: Alpaydin and Kaynak 1998, UCI repository.
     """
-    rows = _digits_rows()
+    # Importing scikit-learn takes seconds, and every worker of a host would pay them at once.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise UsageError("digits: scikit-learn is missing")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    check(path.is_file(), f"digits: {path} is missing; reinstall scikit-learn")
+    rows = np.loadtxt(path, delimiter=",", dtype=np.uint8)
+    check(rows.shape == (1797, 65), f"digits: {path}: got {rows.shape}; expected 64 pixels and a label: reinstall it")
     held_out = np.zeros(len(rows), bool)
     held_out[np.argsort(rows[:, -1], kind="stable")[::5]] = True
     rows = rows[held_out if split == "validation" else ~held_out]
@@ -194,23 +201,8 @@ def digits(config: Data, split: str) -> Source:
     return ArraySource(images, rows[:, -1].astype(np.int32), classes=10, name="digits")
 
 
-def _digits_rows() -> np.ndarray:
-    """u8[1797, 65]: 64 pixels in 0..16 and the label."""
-    # Importing scikit-learn takes seconds, and every worker of a host would pay them at once.
-    package = importlib.util.find_spec("sklearn")
-    check(package is not None and package.origin is not None, "digits: scikit-learn is missing")
-    assert package is not None
-    assert package.origin is not None
-    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    check(path.is_file(), f"digits: {path} is missing; reinstall scikit-learn")
-    return np.loadtxt(path, delimiter=",", dtype=np.uint8)
-
-
 class SyntheticSource:
-    """Made-up images for benchmarks: a coarse, learnable pattern per class, under noise.
-
-    Example i is a function of (split, i) alone.
-    """
+    """Images for benchmarks: a coarse, learnable pattern per class, under noise; a function of (split, i) alone."""
 
     def __init__(self, examples: int, px: int, channels: int, split: str) -> None:
         self.name, self.classes = "synthetic", SYNTHETIC_CLASSES
@@ -223,13 +215,11 @@ class SyntheticSource:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         label = index % self.classes
-        channels = self.shape[-1]
-        pattern = _bytes((7, 7, channels), seed=0, stream=label)[self.cell[:, None], self.cell]
-        noise = _bytes(self.shape, self.seed, stream=index)
-        return (pattern >> 1) + (noise >> 1), label
+        pattern = _random_bytes((7, 7, self.shape[-1]), seed=0, stream=label)[self.cell[:, None], self.cell]
+        return (pattern >> 1) + (_random_bytes(self.shape, self.seed, stream=index) >> 1), label
 
 
-def _bytes(shape: tuple[int, ...], seed: int, stream: int) -> np.ndarray:
+def _random_bytes(shape: tuple[int, ...], seed: int, stream: int) -> np.ndarray:
     n = int(np.prod(shape))
     bits = random_bits(-(-n // 8), seed, 0, stream=2, index=stream)
     return bits.astype("<u8", copy=False).view(np.uint8)[:n].reshape(shape)

@@ -100,7 +100,7 @@ def _split_name(config: Data, split: str) -> str:
     return config.train_split if split == "train" else config.validation_split
 
 
-def _decoded(blob: bytes, where: str, index: int, channels: int, resize: int) -> np.ndarray:
+def _decoded(blob: Any, where: str, index: int, channels: int, resize: int) -> np.ndarray:
     with corrupt_if_it_fails(blob, where, index):
         return decoded(blob, channels, resize)
 

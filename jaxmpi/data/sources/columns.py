@@ -22,8 +22,7 @@ class TableSource:
 
     A cell is a number, an array, or the bytes of a compressed image.
 
-    Args:
-        config: `source`, `channels` and `resize` are used here.
+    Attributes:
         columns: names of those that an example has.
     """
 
@@ -51,11 +50,10 @@ class TableSource:
         self.classes, self.is_counted = max(counts, default=0), bool(counts)
 
     def counted(self, config: Data, split: str, in_training: Callable[[], np.ndarray | None]) -> Self:
-        """Return this source, its classes counted.
-
-        `in_training` opens the training split for its labels. It is called if that is there, and another than this.
-        """
-        is_other = split != "train" and self.labels is not None and _has_training(config)
+        """Return this source, its classes counted, also in training's labels if that split is another."""
+        base, name = data_dir(config), config.train_split
+        has_training = any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in os.listdir(base))
+        is_other = split != "train" and self.labels is not None and has_training
         self.count(in_training() if is_other else None)
         return self
 
@@ -77,24 +75,17 @@ class TableSource:
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:
-        values = [self._value(cell, index) for cell in self.cells(index)]
+        values = [
+            _decoded(cell, self.where(index), index, self.channels, self.resize)
+            if isinstance(cell, (bytes, memoryview))
+            else cell
+            for cell in self.cells(index)
+        ]
         return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
-
-    def _value(self, cell: Any, index: int) -> Any:
-        return _decoded(cell, self.where(index), index, self.channels, self.resize) if is_blob(cell) else cell
-
-
-def is_blob(cell: Any) -> bool:
-    """Return True for a compressed image."""
-    return isinstance(cell, (bytes, memoryview))
 
 
 def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
-    """`data.columns`, or image and label.
-
-    Raises:
-        UsageError: one of them is not there, or is there twice.
-    """
+    """`data.columns`, or image and label; raise `UsageError` if one of them is not there, or is there twice."""
     wanted, there = config.columns or DEFAULT, sorted(there)
     missing = [name for name in wanted if name not in there]
     check(
@@ -116,16 +107,14 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
     name, base = _split_name(config, split), data_dir(config)
     layout = f"DIR/{name}/<any>{suffix}, DIR/{name}{suffix} or DIR/{name}-<any>{suffix}"
     check(bool(base), f"{config.source}: set data.dir or JAXMPI_DATA to a folder DIR with {layout}")
-    folder = os.path.join(base, name)
-    if os.path.isdir(folder):
-        files = [os.path.join(folder, file) for file in _listed(folder, layout) if file.endswith(suffix)]
-    else:
-        is_named = (f"{name}-", f"{name}{suffix}")
-        files = [
-            os.path.join(base, file)
-            for file in _listed(base, layout)
-            if file.endswith(suffix) and file.startswith(is_named)
-        ]
+    folder, starts = os.path.join(base, name), ("",)
+    if not os.path.isdir(folder):
+        folder, starts = base, (f"{name}-", f"{name}{suffix}")
+    try:
+        names = sorted(file for file in os.listdir(folder) if file.endswith(suffix) and not file.startswith("."))
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error
+    files = [os.path.join(folder, file) for file in names if file.startswith(starts)]
     check(
         bool(files),
         f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "
@@ -133,16 +122,3 @@ def split_files(config: Data, split: str, suffix: str) -> list[str]:
     )
     check_plain_files(files, layout)
     return files
-
-
-def _has_training(config: Data) -> bool:
-    """Return True if the training split, whose labels count too, is there."""
-    base, name = data_dir(config), config.train_split
-    return any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in os.listdir(base))
-
-
-def _listed(folder: str, layout: str) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error

@@ -22,8 +22,6 @@ class FolderSource:
     Args:
         root: holds a folder per class; a class none of whose files is here may be absent.
         classes: names of the classes; the label is the position.
-        channels: of the images, 1, 3 or 4.
-        resize: px, shorter side; 0 keeps the size.
 
     Attributes:
         notes: what was left out, for the user.

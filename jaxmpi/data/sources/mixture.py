@@ -17,7 +17,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.arrays import array
 from jaxmpi.data.sources.base import Source, where
-from jaxmpi.data.sources.grain_streams import is_stream
+from jaxmpi.data.sources.grain_datasets import is_stream
 
 STREAM = "mixture: data.{split}: got an IterDataset of Grain; expected parts with examples by index: take a MapDataset"
 FORM = "((Data(...), 3.0), (Data(...), 1.0)): a Data, or an object with __len__ and __getitem__, and its weight"
@@ -123,15 +123,7 @@ def counted(examples: int, weights: Sequence[float]) -> list[int]:
 
 
 def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> Source:
-    """The parts of `data.train` by weight, or what is held out.
-
-    Held out is `data.validation`, or each part's validation, all of it once.
-
-    Args:
-        config: of the data.
-        split: train or validation.
-        opened: `open_source`.
-    """
+    """The parts of `data.train` by weight; held out is `data.validation`, or each part's validation, all of it once."""
     pairs = config.train
     is_form = (
         isinstance(pairs, Sequence)

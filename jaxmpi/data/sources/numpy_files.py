@@ -23,8 +23,8 @@ from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.sources.base import Source, _split_name, place_in_parts
-from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, Expected, Header, head, header
 from jaxmpi.data.sources.columns import TableSource, chosen, split_files
+from jaxmpi.data.sources.npy import MOST_HEAD_BYTES, Expected, Header, parse_header, read_header
 from jaxmpi.data.sources.open_files import OpenFiles
 
 ARRAYS = Expected("numbers[n, ...]", lambda found: found.dtype.kind in "biuf" and bool(found.shape))
@@ -56,16 +56,15 @@ class NumpySource(TableSource):
     """
 
     def __init__(self, config: Data, files: Sequence[str]) -> None:
-        is_zipped = files[0].endswith(".npz")
-        tables = [Archive(path) for path in files] if is_zipped else [Columns(files)]
+        tables = [Archive(path) for path in files] if files[0].endswith(".npz") else [Columns(files)]
         super().__init__(config, chosen(config, tables[0].names, tables[0].path))
         self.opened = OpenFiles(files)
         self.notes: tuple[str, ...] = ()
         self.paths = [table.path for table in tables]
         self.parts: list[list[StoredArray | np.ndarray]] = []
         for number, table in enumerate(tables):
-            missing = [name for name in self.columns if name not in table.names]
-            check(not missing, f"{table.path}: got no {', '.join(missing)}; expected the columns of {self.paths[0]}")
+            odd = [name for name in self.columns if table.names.count(name) != 1]
+            check(not odd, f"{table.path}: got {', '.join(odd)} not once; expected the columns of {self.paths[0]}")
             self.parts.append([table.stored(name, number) or self._read(table, name) for name in self.columns])
             self._check(table)
         self.ends = np.cumsum([part[0].shape[0] for part in self.parts])
@@ -73,10 +72,11 @@ class NumpySource(TableSource):
 
     def whole_numbers(self, column: int) -> np.ndarray | None:
         """i64[n] of a column of whole numbers; None of another."""
-        found = [part[column] for part in self.parts]
-        if any(part.dtype.kind not in "iu" or len(part.shape) != 1 for part in found):
+        arrays = [part[column] for part in self.parts]
+        if any(array.dtype.kind not in "iu" or len(array.shape) != 1 for array in arrays):
             return None
-        return np.concatenate([self._whole(part) for part in found]).astype(np.int64)
+        whole = [found if isinstance(found, np.ndarray) else self._rows(found, 0, found.shape) for found in arrays]
+        return np.concatenate(whole).astype(np.int64)
 
     def _read(self, table: "Archive | Columns", name: str) -> np.ndarray:
         array = table.read(name)
@@ -87,44 +87,32 @@ class NumpySource(TableSource):
     def _check(self, table: "Archive | Columns") -> None:
         part, first = self.parts[-1], self.parts[0]
         lengths = {name: found.shape[0] for name, found in zip(self.columns, part, strict=True)}
-        check(
-            len(set(lengths.values())) == 1,
-            f"{table.path}: got columns of lengths {lengths}; expected one length: write them again",
-        )
+        is_one = len(set(lengths.values())) == 1
+        check(is_one, f"{table.path}: got columns of lengths {lengths}; expected one length: write them again")
         for name, found, before in zip(self.columns, part, first, strict=True):
             got, expected = (f"{x.dtype}{list(x.shape[1:])}" for x in (found, before))
-            check(
-                got == expected,
-                f"{table.path}: {name}: got rows {got}; expected {expected} as in {self.paths[0]}",
-            )
+            check(got == expected, f"{table.path}: {name}: got rows {got}; expected {expected} as in {self.paths[0]}")
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def cells(self, index: int) -> Sequence[Any]:
-        """Cells of row `index`, in the order of `columns`."""
         part, row = place_in_parts(self.ends, index)
-        cells = [self._row(found, row) for found in self.parts[part]]
+        cells = [
+            found[row] if isinstance(found, np.ndarray) else self._rows(found, row, found.shape[1:])
+            for found in self.parts[part]
+        ]
         return cells if self.labels is None else [cells[0], self.labels[index]]
 
-    def _row(self, found: StoredArray | np.ndarray, row: int) -> np.ndarray:
-        if isinstance(found, np.ndarray):
-            return found[row]
-        return self._rows(found, row, found.shape[1:])
-
-    def _whole(self, found: StoredArray | np.ndarray) -> np.ndarray:
-        return found if isinstance(found, np.ndarray) else self._rows(found, 0, found.shape)
-
     def _rows(self, found: StoredArray, row: int, shape: tuple[int, ...]) -> np.ndarray:
-        into = np.empty(shape, found.dtype)
+        rows = np.empty(shape, found.dtype)
         each = found.dtype.itemsize * int(np.prod(found.shape[1:]))
-        missing = self.opened.read(found.file, into, found.offset + row * each)
+        missing = self.opened.read(found.file, rows, found.offset + row * each)
         if missing:
             raise OSError(f"{self.opened.paths[found.file]} ends {missing} bytes before the end of row {row}")
-        return into.astype(found.dtype.newbyteorder("="), copy=False)
+        return rows.astype(found.dtype.newbyteorder("="), copy=False)
 
     def where(self, index: int) -> str:
-        """The file of row `index`, and its place there."""
         part, row = place_in_parts(self.ends, index)
         return f"{self.paths[part]}[{row}]"
 
@@ -145,13 +133,13 @@ class Columns:
     def stored(self, name: str, number: int) -> StoredArray | None:
         """An array to read row by row; None if stored otherwise."""
         file, path = self._files[name]
-        found = header(path, ARRAYS)
+        found = read_header(path, ARRAYS)
         return None if found.is_fortran else StoredArray(file, found.offset, found.dtype, found.shape)
 
     def read(self, name: str) -> np.ndarray:
         """A whole array."""
         path = self._files[name][1]
-        _check_room(os.path.getsize(path), path, name)
+        _check_memory(os.path.getsize(path), path, name)
         return np.ascontiguousarray(np.load(path, allow_pickle=False))
 
 
@@ -164,7 +152,7 @@ class Archive:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with _opening(path) as file:
+        with _open_zip(path) as file:
             members = file.infolist()
         self.names = tuple(info.filename.removesuffix(".npy") for info in members)  # a zip file may have one twice
         self._members = dict(zip(self.names, members, strict=True))
@@ -184,37 +172,37 @@ class Archive:
 
     def read(self, name: str) -> np.ndarray:
         """A whole array."""
-        _check_room(self._header(name).end, self.path, name)
-        with self._opened(name) as file:
+        _check_memory(self._header(name).end, self.path, name)
+        with self._open(name) as file:
             return np.ascontiguousarray(np.lib.format.read_array(file, allow_pickle=False))
 
     def _header(self, name: str) -> Header:
-        """An array's header, whose array takes all bytes of the member."""
+        """An array's header; the array must take all bytes of the member."""
         where, size = f"{self.path}: {name}", self._members[name].file_size
-        with self._opened(name) as file:
+        with self._open(name) as file:
             blob = file.read(min(MOST_HEAD_BYTES, size))
-        found = head(where, blob)
+        found = parse_header(where, blob)
         check(ARRAYS.fits(found), f"{where}: got {found}; expected {ARRAYS.words}")
         check(found.end == size, f"{where}: got {found}, so {found.end} bytes, in {size}; write it again")
         return found
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[IO[bytes]]:
+    def _open(self, name: str) -> Iterator[IO[bytes]]:
         try:
-            with _opening(self.path) as archive, archive.open(self._members[name]) as file:
+            with _open_zip(self.path) as archive, archive.open(self._members[name]) as file:
                 yield file
         except (OSError, ValueError, EOFError, NotImplementedError, zlib.error, zipfile.BadZipFile) as error:
             raise UsageError(f"{self.path}: {name}: {error}; expected {ARRAYS.words}: write it again") from error
 
 
-def _opening(path: str) -> zipfile.ZipFile:
+def _open_zip(path: str) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except (OSError, zipfile.BadZipFile) as error:
         raise UsageError(f"{path}: {error}; expected a .npz file, as numpy.savez writes it") from error
 
 
-def _check_room(need_bytes: int, path: str, name: str) -> None:
+def _check_memory(need_bytes: int, path: str, name: str) -> None:
     left_bytes = available_bytes()
     check(
         need_bytes <= left_bytes,
@@ -225,12 +213,12 @@ def _check_room(need_bytes: int, path: str, name: str) -> None:
 
 def numpy_files(config: Data, split: str) -> Source:
     """NumPy files in DIR/<split>/, or DIR/<split>.npz; classes are counted, training's too."""
-    source = NumpySource(config, _files(config, split))
+    source = NumpySource(config, _list_files(config, split))
     labels = dataclasses.replace(config, columns=source.columns[1:])
-    return source.counted(config, split, lambda: NumpySource(labels, _files(config, "train")).whole_numbers(0))
+    return source.counted(config, split, lambda: NumpySource(labels, _list_files(config, "train")).whole_numbers(0))
 
 
-def _files(config: Data, split: str) -> list[str]:
+def _list_files(config: Data, split: str) -> list[str]:
     folder = os.path.join(data_dir(config), _split_name(config, split))
     is_folder = os.path.isdir(folder)
     is_npy = is_folder and not any(name.endswith(".npz") for name in os.listdir(folder))

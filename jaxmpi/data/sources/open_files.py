@@ -20,11 +20,7 @@ MOST_OPEN = 64  # files at once, of a source: several loaders, each in a file or
 
 
 class OpenFiles:
-    """Files by number, opened when first read; the last MOST_OPEN stay open.
-
-    Args:
-        paths: of the files.
-    """
+    """Files by number, opened when first read; the last MOST_OPEN stay open."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
@@ -35,21 +31,15 @@ class OpenFiles:
         return OpenFiles, (self.paths,)
 
     def read(self, file: int, into: np.ndarray, offset: int) -> int:
-        """Fill C-ordered `into` from byte `offset`; return the number of missing bytes.
-
-        Raises:
-            OSError: the file cannot be opened or read.
-        """
-        return self._descriptor(file).read(into, offset)
-
-    def _descriptor(self, file: int) -> "_Descriptor":
+        """Fill C-ordered `into` from byte `offset`; return the number of missing bytes, or raise `OSError`."""
         with self._lock:
             if file not in self._open:
                 self._open[file] = _Descriptor(self.paths[file])
                 if len(self._open) > MOST_OPEN:
                     self._open.popitem(last=False)  # it is closed once no other thread reads it
             self._open.move_to_end(file)
-            return self._open[file]
+            descriptor = self._open[file]
+        return descriptor.read(into, offset)
 
 
 class Spans:
@@ -70,9 +60,7 @@ class Spans:
         return Spans, (self.opened, self.places)
 
     def read(self, span: int) -> np.ndarray:
-        """u8[length], shared and read-only.
-
-        If several threads want one span at the same time, it is read once.
+        """u8[length], shared and read-only; read once if several threads want it at the same time.
 
         Raises:
             OSError: it cannot be read, or the file has become shorter.
@@ -95,19 +83,15 @@ class Spans:
 
     def _read(self, span: int) -> np.ndarray:
         file, offset, length = self.places[span].tolist()
-        held = np.empty(length, np.uint8)
-        if missing := self.opened.read(file, held, offset):
+        content = np.empty(length, np.uint8)
+        if missing := self.opened.read(file, content, offset):
             raise OSError(f"{self.opened.paths[file]} ends {missing} bytes before byte {offset + length}")
-        held.flags.writeable = False
-        return held
+        content.flags.writeable = False
+        return content
 
 
 class _Descriptor:
-    """An open file for several threads, closed with its last reference.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """An open file for several threads, closed with its last reference."""
 
     def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -59,10 +59,7 @@ def shard_name(number: int) -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put the manifest in place, whole or not at all.
-
-    Call this last: all files that it lists must be on the disk.
-    """
+    """Put the manifest in place, whole or not at all, once all files that it lists are on the disk."""
     aside = folder / f"{MANIFEST}.tmp"
     with aside.open("w") as file:
         json.dump({"format": FORMAT, **manifest._asdict()}, file, indent=1)
@@ -70,12 +67,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     aside.replace(folder / MANIFEST)
 
 
-def checked(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
-    """A compressed image and its label, as a record can hold them.
-
-    Raises:
-        UsageError: the label is no whole number in [0, classes), or the image too long.
-    """
+def check_record(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
+    """Return a compressed image and its label; refuse a label that is not in [0, classes), or an image too long."""
     top = classes or 2**31
     is_label = np.ndim(label) == 0 and np.asarray(label).dtype.kind in "iu" and 0 <= int(label) < top
     check(is_label, f"{where}: got label {label!r:.80}; expected a whole number, 0 <= label < {top}")
@@ -87,11 +80,7 @@ def checked(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, each of its fields checked.
-
-    Raises:
-        UsageError: there is none, or it is damaged; which field.
-    """
+    """The manifest, each of its fields checked; raise `UsageError` with the field that is wrong."""
     path = folder / MANIFEST
     check(
         path.exists(),
@@ -130,11 +119,7 @@ FIELDS = {
 
 
 def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
-    """ROW[n], which covers every byte of the shards once, in order.
-
-    Raises:
-        UsageError: it is missing or damaged, or does not fit the manifest; the first record that is wrong.
-    """
+    """ROW[n], which covers every byte of the shards once; raise `UsageError` with the first record that is wrong."""
     path, n = folder / INDEX, manifest.records
     with open(open_plain(path, PLAIN), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -179,25 +164,13 @@ def _check_all(holds: np.ndarray, path: Path, got: np.ndarray, what: str) -> Non
         raise UsageError(f"{path}: damaged: record {first}: got {got[first]} as {what}")
 
 
-def _check_shard(path: Path, size_bytes: int) -> None:
-    try:
-        found = path.lstat()
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}: a shard is missing; copy it again, or pack again") from error
-    check(stat.S_ISREG(found.st_mode), f"{path}: expected a plain file, no link")
-    check(found.st_size == size_bytes, f"{path}: got {found.st_size} bytes; expected {size_bytes}: copy it again")
-
-
 def _close_all(files: dict[int, int]) -> None:
     while files:
         os.close(files.popitem()[1])
 
 
 class Packed:
-    """Records of a packed data set by number, for several threads.
-
-    Args:
-        folder: of one split.
+    """Records of one split of a packed data set by number, for several threads.
 
     Attributes:
         rows: ROW[n], the index.
@@ -214,24 +187,28 @@ class Packed:
         self.rows = read_index(self.folder, self.manifest)
         self.names, self.classes = self.manifest.names, self.manifest.classes
         self._starts = np.concatenate([[0], np.cumsum(self.manifest.shard_bytes, dtype=np.int64)])
-        self._open_files()
-        for number, expected in enumerate(self.manifest.shard_bytes):
-            _check_shard(self.folder / shard_name(number), expected)
+        self.__setstate__({})
+        for number, size in enumerate(self.manifest.shard_bytes):
+            path = self.folder / shard_name(number)
+            try:
+                found = path.lstat()
+            except OSError as error:
+                way_out = "a shard is missing; copy it again, or pack again"
+                raise UsageError(f"{path}: {error.strerror}: {way_out}") from error
+            check(stat.S_ISREG(found.st_mode), f"{path}: expected a plain file, no link")
+            check(found.st_size == size, f"{path}: got {found.st_size} bytes; expected {size}: copy it again")
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def _open_files(self) -> None:
-        self._files: dict[int, int] = {}  # shard: descriptor, from its first record on
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._files)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_files", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open_files()
+        self._files: dict[int, int] = {}  # shard: descriptor, from its first record on
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._files)
 
     def place(self, index: int) -> tuple[int, int]:
         """Shard of a record, and its offset in there."""
@@ -257,11 +234,7 @@ class Packed:
         return blob, int(self.rows["label"][index])
 
     def unchecked(self, index: int) -> bytes:
-        """A record's bytes as they are on disk.
-
-        Raises:
-            OSError: its shard cannot be opened or has become shorter.
-        """
+        """A record's bytes as they are on disk; raise `OSError` if its shard cannot be opened or became shorter."""
         shard, offset = self.place(index)
         length = int(self.rows["length"][index])
         blob = os.pread(self._file(shard), length, offset)
@@ -286,13 +259,7 @@ class Packed:
 
 
 class PackedSource(Packed):
-    """One split in the packed format, its images decoded.
-
-    Args:
-        folder: of the split.
-        channels: of the images, 1, 3 or 4.
-        resize: px, shorter side; 0 keeps the size.
-    """
+    """One split in the packed format, its images decoded."""
 
     def __init__(self, folder: str, channels: int, resize: int) -> None:
         super().__init__(folder)

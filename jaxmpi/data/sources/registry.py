@@ -9,15 +9,14 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import check, lookup
 from jaxmpi.data.sources.animals import animals
 from jaxmpi.data.sources.arrays import array, digits, synthetic
+from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles
-from jaxmpi.data.sources.grain_maps import grain
-from jaxmpi.data.sources.hugging_face import huggingface
+from jaxmpi.data.sources.grain_datasets import grain
 from jaxmpi.data.sources.image_folder import imagefolder
 from jaxmpi.data.sources.mixture import mixture
 from jaxmpi.data.sources.numpy_files import numpy_files
 from jaxmpi.data.sources.packed import packed
-from jaxmpi.data.sources.parquet import parquet
 from jaxmpi.data.sources.text import stdlib, text
 from jaxmpi.data.sources.tfds import tfds
 from jaxmpi.data.sources.web_dataset import webdataset

@@ -1,29 +1,38 @@
-"""Text as tokens: joined files, cut into windows of one length.
+"""Text as tokens: joined files, cut into windows of one length; tokenizers, and vocabularies of words.
 
 A window is an example: i32[window] in, i32[window] to predict. A token is a byte, or what a tokenizer makes of a whole
-file. A function of a file's name says if the file is held out. So a file more or less moves no other.
+file: a JSON file of `tokenizers`, an object that encodes, or a function. A function of a file's name decides whether
+the file is held out, so a file more or less moves no other.
 """
 
-import contextlib
+import dataclasses
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmpi.config.data import Data
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import place_in_parts
-from jaxmpi.data.sources.tokenizers import Tokenizer, tokenizer_of
+from jaxmpi.data.sources.base import check_plain_files, place_in_parts
 
 BYTES = 256  # classes
-BETWEEN = b"\0"  # files; no text holds it
+SEPARATOR = b"\0"  # between files; no text holds it
 HELD_OUT = 50  # one module of the standard library in so many
-NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__", "lib-dynload")
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 OF_THE_MACHINE = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")  # how names begin
+FORM = (
+    "the name of a JSON file, a tokenizers.Tokenizer, or an object whose encode(text) returns the tokens' numbers, or "
+    "a function that does, with vocab_size or n_vocab"
+)
+UNKNOWN = "[UNK]"
+WORD = r"\w+|[^\w\s]|\s+"  # letters and digits, one other sign, or white space: together they are the whole text
+MOST_WORDS = 1 << 24
 
 
 class TextSource:
@@ -39,7 +48,7 @@ class TextSource:
         window: T, tokens, >= 1.
         name: of the source, for errors.
         tokenizer: makes the tokens of a file, without a NUL; None: they are its bytes.
-        errors: what becomes of bytes that are no UTF-8, for a tokenizer: strict refuses them, replace takes U+FFFD.
+        errors: what becomes of bytes that are not UTF-8, for a tokenizer: strict refuses them, replace takes U+FFFD.
 
     Attributes:
         bytes_each: mean bytes that are predicted in an example.
@@ -55,22 +64,26 @@ class TextSource:
         files: Sequence[str],
         window: int,
         name: str,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: "Tokenizer | None" = None,
         errors: str = "strict",
     ) -> None:
         self.name, self.files, self.window = name, tuple(files), window
         self.classes, self.token = (tokenizer.classes, "token") if tokenizer else (BYTES, "byte")
-        _check_room(root, files, name)
+        paths = [root / file for file in files]
+        self._check_memory(root, paths)
         parts, size_bytes = [np.empty(0, np.uint8)], 0
-        for file in files:
-            blob = _content(root / file, name) + (b"" if tokenizer else BETWEEN)
+        for path in paths:
+            blob = self._read(path, Path.read_bytes) + (b"" if tokenizer else SEPARATOR)
             size_bytes += len(blob)
-            path = root / file
-            parts.append(
-                tokenizer.tokens(_decoded(blob, path, name, errors), str(path))
-                if tokenizer
-                else np.frombuffer(blob, np.uint8)
-            )
+            if tokenizer is None:
+                parts.append(np.frombuffer(blob, np.uint8))
+                continue
+            try:
+                decoded = blob.decode(errors=errors)
+            except UnicodeDecodeError as error:
+                way_out = "a tokenizer takes UTF-8: convert the file, or take it away"
+                raise UsageError(f"{name}: {path}: {error}; {way_out}") from error
+            parts.append(tokenizer.tokens(decoded, str(path)))
         self.ends = np.cumsum([len(part) for part in parts[1:]], dtype=np.int64)
         self.text = np.concatenate(parts)
         check(
@@ -80,6 +93,23 @@ class TextSource:
         )
         self.tokens_each, self.bytes_each = window, window * size_bytes / len(self.text)
 
+    def _check_memory(self, root: Path, paths: Sequence[Path]) -> None:
+        """Refuse files that do not fit into memory twice: as they are read, and joined."""
+        need_bytes = 2 * sum(self._read(path, Path.stat).st_size for path in paths)  # sparse files exceed their disk
+        left_bytes = available_bytes()
+        check(
+            need_bytes <= left_bytes,
+            f"{self.name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(paths)} files, "
+            f"and {left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files",
+        )
+
+    def _read(self, path: Path, how: Callable[[Path], Any]) -> Any:
+        try:
+            return how(path)
+        except OSError as error:
+            way_out = "mend it or take it away, on all machines"
+            raise UsageError(f"{self.name}: {path} cannot be read: {error}; {way_out}") from error
+
     def __len__(self) -> int:
         return max(len(self.text) - 1, 0) // self.window
 
@@ -87,8 +117,8 @@ class TextSource:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: got window {index} of {len(self)}")
         begin = index * self.window
-        some = self.text[begin : begin + self.window + 1].astype(np.int32)
-        return some[:-1], some[1:]
+        tokens = self.text[begin : begin + self.window + 1].astype(np.int32)
+        return tokens[:-1], tokens[1:]
 
     def where(self, index: int) -> str:
         """The file in which window `index` begins, and the byte or token."""
@@ -102,52 +132,10 @@ class TextSource:
         return digest.hexdigest()
 
 
-def _check_room(root: Path, files: Sequence[str], name: str) -> None:
-    """Raise `UsageError` if memory cannot hold all files twice.
+def list_files(root: Path, suffix: str = "") -> list[str]:
+    """Names of the files below a folder that end in `suffix`, hidden ones left out.
 
-    Files are read one by one, then joined. A sparse file may be larger than its disk, and so than memory.
-    """
-    need_bytes = 2 * sum(_size_bytes(root / file, name) for file in files)
-    left_bytes = available_bytes()
-    check(
-        need_bytes <= left_bytes,
-        f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(files)} files, and "
-        f"{left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files",
-    )
-
-
-def _size_bytes(path: Path, name: str) -> int:
-    with _reading(path, name):
-        return path.stat().st_size
-
-
-def _content(path: Path, name: str) -> bytes:
-    with _reading(path, name):
-        return path.read_bytes()
-
-
-def _decoded(blob: bytes, path: Path, name: str, errors: str) -> str:
-    try:
-        return blob.decode(errors=errors)
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name}: {path}: {error}; a tokenizer takes UTF-8: convert the file, or take it away"
-        ) from error
-
-
-@contextlib.contextmanager
-def _reading(path: Path, name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{name}: {path} cannot be read: {error}; mend it or take it away, on all machines") from error
-
-
-def names(root: Path, suffix: str = "") -> list[str]:
-    """Names of the files below a folder that end in `suffix`.
-
-    Names are relative to the folder, with slashes. They are in the order of their bytes, which is the same on all
-    machines. Hidden files and folders are left out.
+    They are relative to the folder, with slashes, and in the order of their bytes, which is the same on all machines.
     """
     paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
     kept = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
@@ -155,17 +143,11 @@ def names(root: Path, suffix: str = "") -> list[str]:
 
 
 def text(config: Data, split: str) -> TextSource:
-    """All files below DIR/<split>/ in alphabetical order; DIR is `data.dir`.
-
-    Raises:
-        UsageError: no such folder, or not enough in it.
-    """
+    """All files below DIR/<split>/ in alphabetical order; DIR is `data.dir`."""
     check(bool(config.dir), "text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/")
     folder = Path(config.dir) / (config.train_split if split == "train" else config.validation_split)
     check(folder.is_dir(), f"text: no folder {folder}; name the right one with --data.{split}-split")
-    return TextSource(
-        root=folder, files=names(folder), window=config.window, name="text", tokenizer=tokenizer_of(config.tokenizer)
-    )
+    return TextSource(folder, list_files(folder), config.window, "text", open_tokenizer(config.tokenizer))
 
 
 def stdlib(config: Data, split: str) -> TextSource:
@@ -173,32 +155,20 @@ def stdlib(config: Data, split: str) -> TextSource:
 
     The source is on every machine, and the same for one version. One module in 50 is held out whole: a top-level file
     or package, or one below `test`.
-
-    Raises:
-        UsageError: this Python came without its source.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    wanted = library_files(names(root, ".py"), held_out=split != "train")
-    check(len(wanted) > 0, f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
-    return TextSource(
-        root=root,
-        files=wanted,
-        window=config.window,
-        name="stdlib",
-        tokenizer=tokenizer_of(config.tokenizer),
-        errors="replace",
-    )
+    files = library_files(list_files(root, ".py"), held_out=split != "train")
+    check(len(files) > 0, f"stdlib: found no Python source for {split} in {root}; use another Python, or source text")
+    return TextSource(root, files, config.window, "stdlib", open_tokenizer(config.tokenizer), errors="replace")
 
 
 def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
     """Files of the standard library that every machine has, of one split."""
-    return [file for file in files if is_common(file) and is_held_out(module_of(file)) == held_out]
 
+    def is_common(parts: Sequence[str]) -> bool:
+        return not NOT_THE_LIBRARY & set(parts) and not any(part.startswith(OF_THE_MACHINE) for part in parts)
 
-def is_common(file: str) -> bool:
-    """Return True unless a file was installed later or is machine-specific."""
-    parts = file.split("/")
-    return not set(parts) & set(NOT_THE_LIBRARY) and not any(part.startswith(OF_THE_MACHINE) for part in parts)
+    return [file for file in files if is_common(file.split("/")) and is_held_out(module_of(file)) == held_out]
 
 
 def module_of(file: str) -> str:
@@ -208,9 +178,136 @@ def module_of(file: str) -> str:
 
 
 def is_held_out(module: str) -> bool:
-    """Return True if a module is held out, by its name alone.
-
-    So the answer is the same in every version and on every machine.
-    """
+    """Return True if a module is held out, by its name alone: the same in every version and on every machine."""
     name = module.encode(errors="surrogateescape")
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % HELD_OUT == 0
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+class Tokenizer(NamedTuple):
+    """Text to numbers in [0, classes)."""
+
+    encode: Callable[[str], Any]
+    classes: int
+
+    def tokens(self, text: str, where: str) -> np.ndarray:
+        """u16 or u32[n] of a whole file.
+
+        Raises:
+            UsageError: the tokenizer fails, or returns other things than such numbers.
+        """
+        try:
+            found = np.asarray(self.encode(text))
+        except Exception as error:  # whatever a function of the user's raises, or a library
+            raise UsageError(f"{where}: data.tokenizer: {type(error).__name__}: {error}; expected tokens") from error
+        is_row = found.ndim == 1 and (found.dtype.kind in "iu" or found.size == 0)
+        check(is_row, f"{where}: data.tokenizer: got {found.dtype}{list(found.shape)}; expected whole numbers [tokens]")
+        least, most = (int(found.min()), int(found.max())) if found.size else (0, 0)
+        check(
+            0 <= least and most < self.classes,
+            f"{where}: data.tokenizer: got tokens from {least} to {most}; expected 0 <= token < {self.classes}, its "
+            "vocab_size",
+        )
+        return found.astype(np.uint16 if self.classes <= 1 << 16 else np.uint32)
+
+
+def open_tokenizer(given: Any) -> Tokenizer | None:
+    """The tokenizer that `data.tokenizer` names or is; None if it is empty.
+
+    Raises:
+        UsageError: no such file, a package that is missing, or no tokenizer.
+    """
+    if not given:
+        return None
+    if isinstance(given, str):
+        check_plain_files([given], f"data.tokenizer: {FORM}")
+        try:
+            return _tokenizer_from_json(Path(given).read_text(encoding="utf-8"), given)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"data.tokenizer: {given} cannot be read: {error}; expected {FORM}") from error
+    if hasattr(given, "get_vocab_size") and hasattr(given, "to_str"):
+        return _tokenizer_from_json(given.to_str(), "data.tokenizer")
+    size: Any = getattr(given, "vocab_size", getattr(given, "n_vocab", 0))
+    classes: Any = size() if callable(size) else size  # SentencePiece's is a method
+    is_number: bool = isinstance(classes, (int, np.integer))
+    encode = getattr(given, "encode", given)
+    if is_number and hasattr(given, "__len__"):  # `vocab_size` of Transformers leaves out added tokens
+        classes = max(classes, len(given))
+    is_able = callable(encode) and is_number and bool(classes > 0)
+    check(is_able, f"data.tokenizer: got {type(given).__name__} of vocab_size {classes!r}; expected {FORM}")
+    return Tokenizer(encode, int(classes))
+
+
+def _tokenizer_from_json(content: str, name: str) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UsageError(f"data.tokenizer: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
+    try:
+        made = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # all that the library raises
+        raise UsageError(f"{name}: {error}; expected JSON as Tokenizer.save of tokenizers writes it") from error
+    made.no_truncation()  # many are saved with it: it would cut each file off
+    made.no_padding()
+    classes = max([made.get_vocab_size(), *(number + 1 for number in made.get_vocab().values())])
+    return Tokenizer(lambda text: made.encode(text).ids, classes)
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+class Vocabulary(NamedTuple):
+    """A written vocabulary."""
+
+    words: int  # in it, with the one for all others
+    known: float  # share of the held-out text's words that are in it
+
+
+def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabulary:
+    """Write the training text's most frequent words for `data.tokenizer`; needs `jaxmpi[tokenizers]`.
+
+    A word is a row of letters, digits and underscores, one other sign, or a row of white space. So tokens cover the
+    text. Number 0 stands for all that are not among them. Words that are equally frequent are in the order of the
+    alphabet, so one text gives one file. Gibiansky's 300 million params have 72,000 words.
+
+    Args:
+        config: source `stdlib` or `text`, and its folder.
+        path: of the JSON file.
+        words: the most that it has, with number 0.
+
+    Raises:
+        UsageError: another source, `tokenizers` is missing, or the file cannot be written.
+    """
+    check(config.source in ("stdlib", "text"), f"words: got source {config.source}; expected stdlib or text")
+    check(2 <= words <= MOST_WORDS, f"words: got {words}; expected 2 to {MOST_WORDS:,}")
+    try:
+        import tokenizers
+        from tokenizers import models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise UsageError(f"words: {error}; install it with {installing('jaxmpi[tokenizers]')}") from error
+    made = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN))  # pyright: ignore[reportCallIssue]
+    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(WORD), "isolated")  # pyright: ignore
+    trainer: Any = trainers.WordLevelTrainer(vocab_size=words, special_tokens=[UNKNOWN], show_progress=False)
+    made.train_from_iterator(_decoded_files(config, "train"), trainer)
+    aside = Path(f"{path}.tmp")
+    try:
+        made.save(str(aside))
+        aside.replace(path)
+    except Exception as error:  # all that the library raises
+        aside.unlink(missing_ok=True)
+        raise UsageError(f"words: {path} cannot be written: {error}") from error
+    tokens = [token for file in made.encode_batch(_decoded_files(config, "validation")) for token in file.ids]
+    return Vocabulary(made.get_vocab_size(), 1 - tokens.count(0) / max(len(tokens), 1))
+
+
+def _decoded_files(config: Data, split: str) -> list[str]:
+    is_library = config.source == "stdlib"
+    source = (stdlib if is_library else text)(dataclasses.replace(config, tokenizer="", window=1), split)
+    try:
+        files = source.text.tobytes().split(SEPARATOR)
+        return [file.decode(errors="replace" if is_library else "strict") for file in files if file]
+    except UnicodeDecodeError as error:
+        way_out = "words are of UTF-8: convert the file, or take it away"
+        raise UsageError(f"words: {config.dir}: {error}; {way_out}") from error

@@ -11,6 +11,7 @@ since readers do not pickle.
 import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,18 +20,11 @@ import numpy as np
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
+from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name, check_plain_files
 
 
 class TfdsSource:
-    """One split of a prepared TensorFlow Datasets data set.
-
-    Args:
-        builder: of the data set; its features hold `image` and `label`.
-        split: a TFDS split, such as train or train[:80%].
-        channels: of the images, 1, 3 or 4.
-        resize: px, shorter side; 0 keeps the size.
-    """
+    """One split, such as train or train[:80%], of a prepared data set with the features `image` and `label`."""
 
     def __init__(self, builder: Any, split: str, channels: int, resize: int) -> None:
         import tensorflow_datasets as tfds
@@ -134,6 +128,9 @@ def tfds(config: Data, split: str) -> Source:
     _check_channels(config)
     check(bool(config.name), "tfds: set data.name to a data set, such as imagenet2012 or mnist:3.0.1")
     folder, name = data_dir(config), _split_name(config, split)
+    if folder:
+        places = os.walk(os.path.join(folder, config.name.partition(":")[0]))
+        check_plain_files((os.path.join(place, file) for place, _, files in places for file in files), "a file of TFDS")
     try:
         from tensorflow_datasets.core import read_only_builder
 

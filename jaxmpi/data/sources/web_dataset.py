@@ -27,8 +27,8 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.data.sources.base import Source
-from jaxmpi.data.sources.batch_files import MOST_HEAD_BYTES, head
 from jaxmpi.data.sources.columns import TableSource, split_files
+from jaxmpi.data.sources.npy import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
@@ -54,10 +54,6 @@ class Index(NamedTuple):
 class WebDatasetSource(TableSource):
     """One split of tar files.
 
-    Args:
-        config: of the data.
-        shards: paths.
-
     Attributes:
         file_ends: of each shard, the index behind its last example; None of a single one.
 
@@ -81,7 +77,6 @@ class WebDatasetSource(TableSource):
         return len(self.index.offsets)
 
     def cells(self, index: int) -> Sequence[Any]:
-        """Cells of example `index`, in the order of `columns`."""
         return [self._cell(index, column) for column in range(len(self.columns))]
 
     def _cell(self, index: int, column: int) -> Any:
@@ -98,7 +93,6 @@ class WebDatasetSource(TableSource):
         return int(np.searchsorted(self.index.ends, index, side="right"))
 
     def where(self, index: int) -> str:
-        """The shard of example `index`, and its key."""
         begin = int(self.index.key_ends[index - 1]) if index else 0
         key = os.fsdecode(self.index.keys[begin : self.index.key_ends[index]].tobytes())
         return f"{self.shards.paths[self._shard(index)]}: {key}"
@@ -113,10 +107,6 @@ class WebDatasetSource(TableSource):
 _HEAD = threading.Lock()  # Python 3.11 does not read heads of .npy files in several threads at once
 
 
-def _image(blob: bytes, where: str) -> bytes:
-    return blob
-
-
 def _class(blob: bytes, where: str) -> int:
     try:
         return int(np.int32(int(blob)))
@@ -126,22 +116,22 @@ def _class(blob: bytes, where: str) -> int:
 
 def _array(blob: bytes, where: str) -> np.ndarray:
     with _HEAD:
-        found = head(where, blob[:MOST_HEAD_BYTES])
+        found = parse_header(where, blob[:MOST_HEAD_BYTES])
     is_array = found.dtype.kind in "biuf" and found.end == len(blob)
     check(is_array, f"{where}: got {found} of {found.end} bytes in {len(blob)}; expected numbers as numpy.save writes")
     order = "F" if found.is_fortran else "C"
     return np.frombuffer(blob[found.offset :], found.dtype).reshape(found.shape, order=order)
 
 
-DECODED: dict[str, Callable[[bytes, str], Any]] = {**dict.fromkeys(IMAGES, _image), "cls": _class, "npy": _array}
+DECODED: dict[str, Callable[[bytes, str], Any]] = {
+    **dict.fromkeys(IMAGES, lambda blob, where: blob),
+    "cls": _class,
+    "npy": _array,
+}
 
 
 def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
-    """Load the shards' index, or build and save it.
-
-    Raises:
-        UsageError: as of the source.
-    """
+    """Load the shards' index, or build and save it; raises as the source."""
     states = [_state(path) for path in shards]
     signature = json.dumps([VERSION, list(columns), states])
     name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
@@ -221,25 +211,22 @@ def _save(place: Path, index: Index, signature: str) -> None:
 
 
 def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) -> Index:
-    """Read all headers of the shards.
-
-    Raises:
-        UsageError: as of the source.
-    """
+    """Read all headers of the shards; raises as the source."""
     rows: list[list[tuple[int, int, int]]] = []
     ends, keys, labels = [], [], []
     has_labels = len(alternatives) == 2 and list(alternatives[1]) == ["cls"]
     for path in shards:
         with _refusing_damage(path), tarfile.open(path, "r:") as tar:
-            for key, members in _examples(tar, path):
-                row = [_chosen(members, names, f"{path}: {key}") for names in alternatives]
+            for key, members in _group_examples(tar, path):
+                row = [_choose(members, names, f"{path}: {key}") for names in alternatives]
                 most = max(length for _, length, _ in row)
                 check(most <= MAX_RECORD_BYTES, f"{path}: {key}: got {most} bytes; expected <= {MAX_RECORD_BYTES}")
                 rows.append(row)
                 keys.append(os.fsencode(key))
                 if has_labels:
-                    offset, length, _ = row[1]
-                    labels.append(_class(_read_at(tar, offset, length), f"{path}: {key}.cls"))
+                    assert tar.fileobj is not None
+                    tar.fileobj.seek(row[1][0])
+                    labels.append(_class(tar.fileobj.read(row[1][1]), f"{path}: {key}.cls"))
         check(len(rows) > (ends[-1] if ends else 0), f"{path}: got no example; write it again, or take it away")
         ends.append(len(rows))
     table = np.array(rows, np.int64).reshape(len(rows), len(alternatives), 3)
@@ -254,7 +241,7 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
     )
 
 
-def _examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+def _group_examples(tar: tarfile.TarFile, path: str) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Yield each example's key, and its members by column."""
     last, members = None, {}
     for member in _members(tar, path):
@@ -309,8 +296,8 @@ def _members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
     )
 
 
-def _chosen(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
-    """Offset, size, and place among the names."""
+def _choose(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
+    """Offset and size of the first of these members that there is, and its place among the names."""
     for place, name in enumerate(names):
         if name in members:
             return members[name].offset_data, members[name].size, place
@@ -318,12 +305,6 @@ def _chosen(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: st
         f"{where}: got no member {' or '.join(names)}; there are {', '.join(members)}: choose input and label with "
         "data.columns, such as --data.columns jpg cls"
     )
-
-
-def _read_at(tar: tarfile.TarFile, offset: int, length: int) -> bytes:
-    assert tar.fileobj is not None
-    tar.fileobj.seek(offset)
-    return tar.fileobj.read(length)
 
 
 @contextlib.contextmanager

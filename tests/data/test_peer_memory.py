@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from jaxmpi.core.errors import TrainingError
+from jaxmpi.data import peer_memory
 from jaxmpi.data.memory_source import Arena
-from jaxmpi.input_pipeline import peer_memory
 from launching import PATH, ROOT
 
 LENGTHS = np.random.default_rng(0).integers(0, 9, 5000)
 OTHER = """
 import json, sys
 from test_peer_memory import filled
-from jaxmpi.input_pipeline.peer_memory import addresses
+from jaxmpi.data.peer_memory import addresses
 arena = filled()
 print(json.dumps(addresses(arena).tolist()), flush=True)
 sys.stdin.read()

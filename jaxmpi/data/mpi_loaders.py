@@ -13,6 +13,7 @@ Theano-MPI starts them so (Ma et al. 2016, section 3.3). The paper's messages, b
 As any image may stand in any batch, the name is that of the first one; the others follow by their numbers.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -32,13 +33,12 @@ from jaxmpi.data.example import ExampleReader
 from jaxmpi.data.loader_pool import (
     JOIN_S,
     KINDS,
-    LoaderProcess,
-    end,
+    end_processes,
     how_ended,
-    outbox,
+    open_outbox,
+    pickle_reader,
     python_line,
-    shared_reader,
-    started,
+    start_process,
 )
 from jaxmpi.data.loader_worker import COPY_FINISHED, Close, Hello, LoaderAnswer, Make, ignore_signals
 from jaxmpi.data.ring_buffer import SharedPickle
@@ -46,30 +46,28 @@ from jaxmpi.data.sources.base import where
 from jaxmpi.runtime import failures, job_folder
 
 CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
-TRAIN, VAL, STOP, ENDED = b"train", b"val", b"stop", b"ended"
+STOP, ENDED = b"stop", b"ended"
 
 
-def mode_words(job: int, train: bool) -> bytes:
+def mode_to_words(job: int, train: bool) -> bytes:
     """Which job the files named from now on are for."""
-    return b"%s %d" % (TRAIN if train else VAL, job)
+    return b"%s %d" % (b"train" if train else b"val", job)
 
 
-def file_words(make: Make, name: str) -> bytes:
+def make_to_words(make: Make, name: str) -> bytes:
     """A file's name, and what of it and of others to make."""
     rest = [make.ticket, make.slot, make.epoch, make.first, make.stride, make.indices.tolist()]
     return name.encode(errors="backslashreplace").replace(b"\0", b"") + b"\0" + json.dumps(rest).encode()
 
 
-def make_of(job: int, words: bytes) -> Make:
-    """The inverse of `file_words`."""
+def make_from_words(job: int, words: bytes) -> Make:
+    """The inverse of `make_to_words`."""
     ticket, slot, epoch, first, stride, indices = json.loads(words.rpartition(b"\0")[2])
-    return Make(
-        job=job, ticket=ticket, slot=slot, epoch=epoch, first=first, stride=stride, indices=np.array(indices, np.int64)
-    )
+    return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
 
 
-def answer_of(words: bytes) -> LoaderAnswer:
-    """The inverse of `loader_worker.words`."""
+def answer_from_words(words: bytes) -> LoaderAnswer:
+    """The inverse of `loader_worker.to_words`."""
     word, _, ticket = words.partition(b" ")
     return LoaderAnswer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(words)
 
@@ -79,16 +77,16 @@ class SpawnedLoaders:
 
     def __init__(self, size: int, board: Segment) -> None:
         self.board, self.size = board, size
-        self.gone: dict[int, str] = {}  # how loaders have ended
+        self.how: dict[int, str] = {}  # loaders have ended
         self.readers: dict[int, ExampleReader] = {}
         self.modes = [b""] * size  # that each loader is in
-        self.mpi, self.comm = _spawned(size)
+        self.mpi, self.comm = _spawn(size)
         self.sent: list[tuple[Any, bytes]] = []  # requests with what they send
         for number in range(size):
             self.send(number, Hello(number, board))
 
     def open(self, job: int, reader: ExampleReader) -> SharedPickle:
-        pickled, message = shared_reader(job, reader)
+        pickled, message = pickle_reader(job, reader)
         self.readers[job] = reader
         for number in range(self.size):
             self._send(number, CONFIG, message)
@@ -100,12 +98,12 @@ class SpawnedLoaders:
                 self.readers.pop(message.job, None)
             return self._send(number, CONFIG, pickle.dumps(message))
         reader = self.readers[message.job]
-        mode = mode_words(message.job, reader.augment.train)
+        mode = mode_to_words(message.job, reader.augment.train)
         if self.modes[number] != mode:
             self._send(number, TO_LOADER, mode)
             self.modes[number] = mode
         first = where(reader.source, reader.number(message.epoch, int(message.indices[0])))
-        self._send(number, TO_LOADER, file_words(message, first))
+        self._send(number, TO_LOADER, make_to_words(message, first))
 
     def _send(self, number: int, tag: int, message: bytes) -> None:
         self.sent = [(request, data) for request, data in self.sent if not request.Test()]
@@ -113,41 +111,42 @@ class SpawnedLoaders:
 
     def answers(self, timeout_s: float) -> list[LoaderAnswer]:
         wait(partial(self.comm.Iprobe, self.mpi.ANY_SOURCE, self.mpi.ANY_TAG), timeout_s)
-        found = self._received()
-        ends = {number: words for number, words in found if words.startswith(ENDED)}
-        self.gone |= {number: words.partition(b" ")[2].decode() for number, words in ends.items()}
-        return [answer_of(words) for number, words in found if number not in ends and words != STOP]
+        answers = []
+        for number, words in self._receive_all():
+            if words.startswith(ENDED):
+                self.how[number] = words.partition(b" ")[2].decode()
+            elif words != STOP:
+                answers.append(answer_from_words(words))
+        return answers
 
-    def _received(self) -> list[tuple[int, bytes]]:
-        """Loaders and their words."""
+    def _receive_all(self) -> list[tuple[int, bytes]]:
         status, found = self.mpi.Status(), []
-        while (message := _received(self.mpi, self.comm, status)) is not None:
+        while (message := _receive(self.mpi, self.comm, status)) is not None:
             found.append((status.Get_source(), message[1]))
         return found
 
     def ended(self, number: int) -> str:
-        return self.gone.get(number, "")
+        return self.how.get(number, "")
 
-    def stop(self) -> None:
-        """End them: MPI lets this process go only once they have gone."""
+    def stop(self) -> None:  # MPI lets this process go only once they have gone
         for number in range(self.size):
             self._send(number, TO_LOADER, STOP)
         words: list[bytes] = []
 
         def all_ended() -> bool:
-            words.extend(each for _, each in self._received())
+            words.extend(each for _, each in self._receive_all())
             return words.count(STOP) == self.size
 
         if wait(all_ended, JOIN_S):
             self.comm.Disconnect()
 
 
-def _spawned(size: int) -> tuple[Any, Any]:
+def _spawn(size: int) -> tuple[Any, Any]:
     try:
         from mpi4py import MPI
     except ImportError as error:
         raise UsageError(f"data.loader: got spawn, but there is no MPI ({error}); use processes") from error
-    program, *arguments = python_line("jaxmpi.input_pipeline.mpi_loaders", os.getpid())
+    program, *arguments = python_line("jaxmpi.data.mpi_loaders", os.getpid())
     # The launcher has given all its slots to workers; a loader sleeps most of the time.
     info = MPI.Info.Create({"host": MPI.Get_processor_name(), "map_by": "slot:oversubscribe"})
     ended: Future[Any] = Future()
@@ -180,11 +179,8 @@ def _spawned(size: int) -> tuple[Any, Any]:
     return MPI, comm
 
 
-def _received(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
-    """Tag and message of the first that has come, or None.
-
-    The status then has the message's source.
-    """
+def _receive(mpi: Any, comm: Any, status: Any) -> tuple[int, bytes] | None:
+    """Tag and message of the first that has come, whose source the status then has; or None."""
     if not comm.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG, status):
         return None
     message = bytearray(status.Get_count(mpi.BYTE))
@@ -206,48 +202,40 @@ def main(worker: int) -> None:
     """
     job_folder.end_with_supervisor()
     ignore_signals()
-    threading.Thread(target=end_with, args=(worker,), daemon=True).start()
-    loader = started(in_words=True)
-    told = outbox(loader.pipe)
+    threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
+    loader = start_process(in_words=True)
+    outbox = open_outbox(loader.pipe)
     with failures.start_limit():
         from mpi4py import MPI
 
-    comm, job, is_here = MPI.Comm.Get_parent(), 0, True
+    comm, job, is_alive = MPI.Comm.Get_parent(), 0, True
     while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message
-        while (received := _received(MPI, comm, MPI.Status())) is not None:
+        while (received := _receive(MPI, comm, MPI.Status())) is not None:
             tag, message = received
             if tag == TO_LOADER and message == STOP:
-                end([loader])
+                end_processes([loader])
                 comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
                 return comm.Disconnect()
             if tag == TO_LOADER and b"\0" not in message:
                 job = int(message.partition(b" ")[2])
             else:
-                told.put(message if tag == CONFIG else pickle.dumps(make_of(job, message)))
-        if is_here and loader.pipe.poll(POLL_S):
-            words = _replied(loader)
-            is_here = not words.startswith(ENDED)
-            comm.Send([words, MPI.BYTE], 0, TO_WORKER)
-        elif not is_here:
+                outbox.put(message if tag == CONFIG else pickle.dumps(make_from_words(job, message)))
+        if not is_alive:
             time.sleep(POLL_S)
+        elif loader.pipe.poll(POLL_S):
+            try:
+                words = loader.pipe.recv_bytes()
+            except (EOFError, OSError):
+                loader.process.wait()
+                words, is_alive = ENDED + b" " + how_ended(loader.process).encode(), False
+            comm.Send([words, MPI.BYTE], 0, TO_WORKER)
 
 
-def _replied(loader: LoaderProcess) -> bytes:
-    """The loader's message, or how it has ended."""
-    try:
-        return loader.pipe.recv_bytes()
-    except (EOFError, OSError):
-        loader.process.wait()
-        return ENDED + b" " + how_ended(loader.process).encode()
-
-
-def end_with(worker: int) -> None:
+def _end_with(worker: int) -> None:
     """End this process when that one ends: MPI does not."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         watched = os.pidfd_open(worker)
         poll = select.poll()
         poll.register(watched, select.POLLIN)
         poll.poll()
-    except ProcessLookupError:
-        pass
     os._exit(1)

@@ -31,16 +31,16 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core import train_state
 from jaxmpi.core.errors import AgreedError, check
 from jaxmpi.core.pytrees import signature
+from jaxmpi.data import mpi_loaders as mpi_loaders  # a kind of loaders
 from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.batch_loader import Batch, Loader
 from jaxmpi.data.example import ExampleReader, nested
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.sampler import UNBOUNDED, FileSampler, Sampler, StreamSampler
+from jaxmpi.data.shuffle import MemoryShuffle, keep
 from jaxmpi.data.sources.base import Source
-from jaxmpi.data.sources.grain_streams import StreamSource
+from jaxmpi.data.sources.grain_datasets import StreamSource
 from jaxmpi.data.sources.registry import open_source
-from jaxmpi.input_pipeline import mpi_loaders as mpi_loaders  # a kind of loaders
-from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, keep
 from jaxmpi.model.contract import Model
 from jaxmpi.tasks.registry import find_spec, make_task
 
@@ -52,7 +52,7 @@ NOT_MIXED = (
 
 @dataclass
 class DeviceFeed:
-    """A source, and the share of it that this process's workers read."""
+    """A source, and what this process's workers read of it."""
 
     source: Source
     samplers: tuple[Sampler, ...]  # samplers of this process's workers
@@ -71,23 +71,19 @@ class DeviceFeed:
 
     def facts(self) -> dict[str, Any]:
         """Facts of the data that must be equal on all ranks."""
-        digest, mean_image = getattr(self.source, "digest", None), self.data.mean_image
+        mean_image = self.data.mean_image
         load_mean_image(self.data)  # says what is wrong with it
-        own = {} if self.model else {"fields": signature(self.example())}
         return {
             "examples": len(self.source) if self.has_epochs else "unknown",
             "classes": int(self.source.classes or 0),
-            "digest of names, labels or images": digest() if digest else "",
+            "digest of names, labels or images": getattr(self.source, "digest", str)(),
             "order": self.samplers[0].name,
             "mean image": hashlib.sha256(Path(mean_image).read_bytes()).hexdigest() if mean_image else "",
-            **own,
+            **({} if self.model else {"fields": signature(self.example())}),
         }
 
     def example(self) -> train_state.Batch:
-        """Shapes of a batch of one example, without its weight.
-
-        The shapes are the model's, or those of the source's first example.
-        """
+        """Shapes of a batch of one example without its weight: the model's, or the source's first example's."""
         if self.model and self.labels != "numbers":
             label = jax.ShapeDtypeStruct((1, *self.model.label_shape), np.int32)
             return {"image": self.model.example(), "label": label}
@@ -102,22 +98,17 @@ class DeviceFeed:
         return nested({name: jax.ShapeDtypeStruct((1, *row[name].shape), kinds[name]) for name in row})
 
     @contextlib.contextmanager
-    def kept(self, *together: type[Exception]) -> Iterator[None]:
-        """Keep records in memory until all ranks leave this together.
+    def open_until_agreed(self, *agreed: type[Exception]) -> Iterator[None]:
+        """Keep records in memory until all ranks leave this together, by an `AgreedError` or `agreed` ones too.
 
         An error of one rank alone closes nothing.
-
-        Args:
-            together: errors that all ranks raise at once, beside `AgreedError`.
         """
         try:
             yield
-        except (AgreedError, *together):
-            self._close()
+        except (AgreedError, *agreed):
+            if self.memory:
+                self.memory.close()
             raise
-        self._close()
-
-    def _close(self) -> None:
         if self.memory:
             self.memory.close()
 
@@ -132,15 +123,10 @@ class DeviceFeed:
         return [reader.state(step) for reader in readers]
 
     def go_to(self, step: int, positions: Sequence[str]) -> None:
-        """Have the next batches begin behind a step.
-
-        Args:
-            positions: of all workers' streams, as a checkpoint has them.
-        """
+        """Have the next batches begin behind a step, at all workers' positions in a checkpoint."""
         if isinstance(self.source, StreamSource):
-            self.source.begin(
-                step, [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ()
-            )
+            states = [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ()
+            self.source.begin(step, states)
 
     @property
     def bytes_each(self) -> float:
@@ -170,18 +156,8 @@ class DeviceFeed:
             source = source if self.train else source.with_own_readers()  # an evaluation may begin within another
             source.begin(start)
         loaders = [
-            Loader(
-                source=source,
-                sampler=s,
-                config=self.data,
-                train=self.train,
-                start_step=start,
-                stop_step=stop,
-                pool=self.pool,
-                classes=self.classes,
-                labels=self.labels,
-            )
-            for s in self.samplers
+            Loader(source, sampler, self.data, self.train, start, stop, self.pool, self.classes, self.labels)
+            for sampler in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
         # And the step, skipped examples so far, and the examples' weights if they differ.
@@ -192,12 +168,13 @@ class DeviceFeed:
             if batches:
                 skipped_here = sum(loader.skipped for loader in loaders)
                 weights = [self._weights(batch) for batch in batches] if self.weigh and self.train else []
-                ahead.append((on_devices(batches, self.mesh), batches[0].step, skipped_here, weights))
+                trees = [{**nested(batch.fields), "weight": batch.weight} for batch in batches]
+                ahead.append((_put_on_devices(trees, self.mesh), batches[0].step, skipped_here, weights))
             return bool(batches)
 
         try:
             while ahead or put_next():
-                batch, step, of_these, weights = ahead.popleft()
+                batch, step, skipped_here, weights = ahead.popleft()
                 if isinstance(source, StreamSource):
                     source.forget(start)
                     start += 1
@@ -205,9 +182,9 @@ class DeviceFeed:
                     self.memory.reached(step)
                 if all(loader.ready() for loader in loaders):
                     put_next()
-                self.skipped = skipped + of_these
+                self.skipped = skipped + skipped_here
                 self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
-                yield self._scaled(batch, weights) if weights else batch
+                yield self._scale(batch, weights) if weights else batch
                 del batch  # its memory is to be free before the next one is asked for
         finally:
             for loader in loaders:
@@ -225,38 +202,31 @@ class DeviceFeed:
         check(is_well, f"weight: got {weights}; expected {len(batch.weight)} finite numbers >= 0, one an example")
         return np.where(batch.weight > 0, weights, 0)
 
-    def _scaled(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
-        """Return the batch with weights N w_j / sum w.
-
-        N is the number of workers, and the sum is over all workers' examples. All ranks call this together.
-        """
-        own = np.array([sum(each.sum() for each in weights), len(weights)])
-        total, workers = self.control.allreduce_sum(own) if self.control else own
+    def _scale(self, batch: train_state.Batch, weights: list[np.ndarray]) -> train_state.Batch:
+        """Return the batch with weights N w_j / sum w, over the examples of all N workers; all ranks call it."""
+        local = np.array([sum(each.sum() for each in weights), len(weights)])
+        total, workers = self.control.allreduce_sum(local) if self.control else local
         scale = workers / total if total else 0.0
-        return {**batch, "weight": placed([(each * scale).astype(np.float32) for each in weights], self.mesh)}
+        scaled = [(each * scale).astype(np.float32) for each in weights]
+        return {**batch, "weight": _put_on_devices(scaled, self.mesh)}
 
 
-def on_devices(batches: Sequence[Batch], mesh: Mesh | None) -> train_state.Batch:
-    """Place the workers' batches on their devices.
+def _put_on_devices(arrays: Sequence[Any], mesh: Mesh | None) -> Any:
+    """Put the workers' trees on their devices; a mesh adds a leading axis, of which this process has its part.
 
-    Over a mesh the result is this process's share of all workers' batches, each on its own device. A device that shares
-    the host's memory takes the largest field where it lies.
+    A device that shares the host's memory takes the largest field of a batch where it lies.
     """
-    return placed([{**nested(batch.fields), "weight": batch.weight} for batch in batches], mesh)
-
-
-def placed(arrays: Sequence[Any], mesh: Mesh | None) -> Any:
-    """Place the workers' trees on devices; a mesh adds a leading axis."""
     if mesh is None:
         return jax.device_put(arrays[0])
     along = NamedSharding(mesh, PartitionSpec(topology.AXIS))
 
-    def joined(*parts: np.ndarray) -> jax.Array:
-        mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-        own = [jax.device_put(part[None], device) for part, device in zip(parts, mine, strict=True)]
-        return jax.make_array_from_single_device_arrays((mesh.size, *parts[0].shape), along, own)
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
-    return jax.tree.map(joined, *arrays)
+    def join(*parts: np.ndarray) -> jax.Array:
+        put = [jax.device_put(part[None], device) for part, device in zip(parts, local, strict=True)]
+        return jax.make_array_from_single_device_arrays((mesh.size, *parts[0].shape), along, put)
+
+    return jax.tree.map(join, *arrays)
 
 
 def open_feed(
@@ -274,38 +244,39 @@ def open_feed(
         pool: of another feed, which this one shares if loaders of that kind suit it; else it has one of its own, of
             `data.loaders` loaders a worker.
 
-    Training data of another number of classes makes the model anew, if it knows how: `DeviceFeed.model`.
+    Training data of another number of classes makes the model again, if it knows how: `DeviceFeed.model`.
 
     Raises:
         UsageError: the data is missing, or its classes are not the model's, which cannot be made with them.
     """
-    source = open_source(experiment.data, split)
+    data, is_train, multiple = experiment.data, split == "train", micro_batch or 1
+    source = open_source(data, split)
     if isinstance(source, StreamSource):
-        deal(source, split == "train", effective_batch, experiment.data, workers)
+        _open_streams(source, is_train, effective_batch, data, workers)
     for note in getattr(source, "notes", ()) if workers.processes.rank == 0 else ():
         print(f"jaxmpi: {note}", file=sys.stderr)
-    spec = find_spec(experiment)
+    spec, model = find_spec(experiment), experiment.model
     labels = spec.labels if spec else "numbers"
-    model = (
-        experiment.model if spec is None or labels == "numbers" else fitted(experiment.model, source, split == "train")
-    )
-    is_train, multiple, data = split == "train", micro_batch or 1, experiment.data
-    memory = None
+    if spec is not None and labels != "numbers":
+        model = _fit(model, source, is_train)
+    memory, seed, size = None, experiment.seed, workers.size
     if data.memory == "partition":
-        memory, samplers = keep(source, data, experiment.seed, effective_batch, is_train, workers, multiple)
+        memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
         source = memory.source
     elif isinstance(source, StreamSource):
-        samplers = samplers_of_stream(source, experiment, effective_batch, workers, multiple)
+        asked = data.shuffle_by
+        check(not asked.startswith("files"), f"data.shuffle_by: got {asked}; {source.name} is a stream: leave it out")
+        make = partial(StreamSampler, len(source), effective_batch, size=size, seed=seed, multiple=multiple)
+        streams = enumerate(workers.mine)
+        samplers = tuple(make(rank=rank, place=place, lengths=source.lengths) for place, rank in streams)
     else:
-        source, samplers = samplers_of_files(source, experiment, effective_batch, workers, multiple, is_train=is_train)
+        source, sampler = _choose_sampler(source, data, is_train, workers)
+        make = partial(sampler, len(source), effective_batch, size=size, seed=seed, multiple=multiple)
+        samplers = tuple(make(rank=rank, shuffle=is_train) for rank in workers.mine)
     kind = kind_for(data, source)
     loaders = 1 if isinstance(source, StreamSource) else data.loaders * len(workers.mine)  # a stream has one order
     if pool is None or (pool.kind, pool.size) != (kind, loaders):
         pool = LoaderPool(kind, loaders, data.stall_timeout_s)
-    classes = 0 if experiment.loss or model is None else model.classes  # to a loss of its own labels may be anything
-    facts = {"classes": classes, "labels": labels, "model": model}
-    weigh = make_task(dataclasses.replace(experiment, model=model)).weight
-    control = None if workers.asynchronous else workers.processes
     return DeviceFeed(
         source=source,
         samplers=samplers,
@@ -314,64 +285,29 @@ def open_feed(
         pool=pool,
         mesh=workers.mesh,
         memory=memory,
-        weigh=weigh,
-        control=control,
-        **facts,
+        classes=0 if experiment.loss or model is None else model.classes,  # to one's own loss labels may be anything
+        labels=labels,
+        model=model,
+        weigh=make_task(dataclasses.replace(experiment, model=model)).weight,
+        control=None if workers.asynchronous else workers.processes,
     )
 
 
-def samplers_of_stream(
-    source: StreamSource, experiment: Experiment, effective_batch: int, workers: Workers, multiple: int
-) -> tuple[StreamSampler, ...]:
-    """A sampler for each worker, of a stream's own order.
-
-    Raises:
-        UsageError: files are to be shuffled, which a stream does by itself.
-    """
-    shuffle_by = experiment.data.shuffle_by
-    check(
-        not shuffle_by.startswith("files"),
-        f"data.shuffle_by: got {shuffle_by}; {source.name} is a stream: leave it out",
-    )
-    return tuple(
-        StreamSampler(
-            len(source),
-            effective_batch,
-            rank,
-            workers.size,
-            experiment.seed,
-            multiple=multiple,
-            place=place,
-            lengths=source.lengths,
-        )
-        for place, rank in enumerate(workers.mine)
-    )
-
-
-def samplers_of_files(
-    source: Source, experiment: Experiment, effective_batch: int, workers: Workers, multiple: int, *, is_train: bool
-) -> tuple[Source, tuple[Sampler, ...]]:
-    """A sampler for each worker, and the source that it reads.
-
-    The source gives examples, or whole files if batches are made of some files at a time.
-    """
-    data, ends = experiment.data, file_ends(source, experiment.data)
+def _choose_sampler(source: Source, data: Data, is_train: bool, workers: Workers) -> tuple[Source, Callable[..., Any]]:
+    """The source to read, which gives examples or whole files, and the sampler of that order."""
+    ends = file_ends(source, data)
     if is_train and ends and data.shuffle_by == "auto" and not is_mixed(source):
         ends = None
         if workers.processes.rank == 0:
             print(NOT_MIXED.format(source.name), file=sys.stderr)
-    sampler, whole_files = Sampler, getattr(source, "whole_files", None)
-    if ends:
-        sampler = partial(FileSampler, file_ends=ends, mixed=bool(whole_files) and data.shuffle_by != "files")
-        source = whole_files() if whole_files else source
-    made = (
-        sampler(len(source), effective_batch, rank, workers.size, experiment.seed, shuffle=is_train, multiple=multiple)
-        for rank in workers.mine
-    )
-    return source, tuple(made)
+    if not ends:
+        return source, Sampler
+    whole_files = getattr(source, "whole_files", None)
+    sampler = partial(FileSampler, file_ends=ends, mixed=bool(whole_files) and data.shuffle_by != "files")
+    return whole_files() if whole_files else source, sampler
 
 
-def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data, workers: Workers) -> None:
+def _open_streams(source: StreamSource, is_train: bool, effective_batch: int, data: Data, workers: Workers) -> None:
     """Open this process's streams, and count those of an evaluation.
 
     Communicates: the counts, if each worker has a stream of its own.
@@ -394,8 +330,8 @@ def deal(source: StreamSource, is_train: bool, effective_batch: int, data: Data,
     source.examples_in_all = sum(source.lengths or counts)
 
 
-def fitted(model: Model, source: Source, is_train: bool) -> Model:
-    """The model, or in training one remade for the source's classes.
+def _fit(model: Model, source: Source, is_train: bool) -> Model:
+    """The model, or in training one made again for the source's classes.
 
     Raises:
         UsageError: the classes are not the model's, and it does not know how to be made with others.
@@ -444,7 +380,7 @@ def is_mixed(source: Source) -> bool:
     return float(np.mean(labels[1:] != labels[:-1])) >= 0.5 * (1 - float(np.sum(shares**2)))
 
 
-def dealt_anew(feed: DeviceFeed, workers: Workers, micro_batch: int = 0) -> DeviceFeed:
+def reshard_feed(feed: DeviceFeed, workers: Workers, micro_batch: int = 0) -> DeviceFeed:
     """The feed for other workers, with the same order and counts."""
-    deal = partial(dataclasses.replace, feed.samplers[0], size=workers.size, multiple=micro_batch or 1)
-    return dataclasses.replace(feed, samplers=tuple(deal(rank=rank) for rank in workers.mine))
+    replace = partial(dataclasses.replace, feed.samplers[0], size=workers.size, multiple=micro_batch or 1)
+    return dataclasses.replace(feed, samplers=tuple(replace(rank=rank) for rank in workers.mine))

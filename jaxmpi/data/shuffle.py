@@ -1,7 +1,7 @@
 """A worker's part of the data in memory, shuffled by a thread.
 
-A worker reads the records of others on its host out of their memory. Those of other hosts travel by MPI_Ialltoallv over
-a communicator of the group's own. It is made when all ranks open their data, and one thread at a time uses it. The
+A worker reads the records of others on its host out of their memory. Those of other hosts are sent by MPI_Ialltoallv
+over a communicator of the group's own. It is made when all ranks open their data, and one thread at a time uses it. The
 thread sleeps between looks at it: it must not spin on a core that computes.
 """
 
@@ -29,13 +29,13 @@ from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.group_order import GroupSampler, Move, holders_by_place, holders_by_slice, members, slices
 from jaxmpi.data.memory_room import check_group, check_room, room, smallest_group
 from jaxmpi.data.memory_source import Arena, MemorySource, shuffled
+from jaxmpi.data.peer_memory import PeerArena, PeerMemory, addresses
 from jaxmpi.data.sources.base import Source
-from jaxmpi.input_pipeline.peer_memory import PeerArena, PeerMemory, addresses
 from jaxmpi.runtime import spans
 
 THREAD = "jaxmpi shuffle"
-POLL_S = 0.0002  # between looks at what travels
-AHEAD = 2  # segments under way: one is copied together while the one before travels
+POLL_S = 0.0002  # between looks at what is sent
+AHEAD = 2  # segments sent concurrently: one is copied together while the one before is sent
 FORBIDDEN = (
     "jaxmpi: data in memory: this host does not let workers read each other's memory (kernel.yama.ptrace_scope, or a "
     "container's rules), so shuffles go by MPI and take up to twice as long"
@@ -50,25 +50,18 @@ class Shuffle(NamedTuple):
     moved_bytes: int  # that came to this process from others
 
 
-def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float, travels: bool) -> str:
-    """Words for the user: where the records are, and when they move."""
-    of_auto = " (auto)" if is_auto else ""
+def in_words(sampler: GroupSampler, is_auto: bool, worker_bytes: float, load_s: float, moves: bool) -> str:
+    """Where the records are, and when they move, for the user."""
+    auto = " (auto)" if is_auto else ""
     if sampler.parts == 1:
-        how = f"each has all of it (groups of 1 worker{of_auto}), and indices are shuffled"
-    elif not travels:
-        how = f"groups of {sampler.parts} workers{of_auto} have one copy each, in one process, which shuffles indices"
+        how = f"each has all of it (groups of 1 worker{auto}), and indices are shuffled"
+    elif not moves:
+        how = f"groups of {sampler.parts} workers{auto} have one copy each, in one process, which shuffles indices"
     else:
-        how = f"groups of {sampler.parts} workers{of_auto} have one copy each, shuffled {period_words(sampler)}"
+        rhythm = {0: "once", 1: "every epoch"}.get(sampler.period, f"every {sampler.period} epochs")
+        rhythm = f"in pieces of {sampler.piece_steps} steps" if sampler.piece_steps else rhythm
+        how = f"groups of {sampler.parts} workers{auto} have one copy each, shuffled {rhythm}"
     return f"training data in memory, {worker_bytes / 1e6:,.1f} MB a worker: {how}; loaded in {load_s:.1f} s"
-
-
-def period_words(sampler: GroupSampler) -> str:
-    """When records move to other workers."""
-    if sampler.piece_steps:
-        return f"in pieces of {sampler.piece_steps} steps"
-    if not sampler.period:
-        return "once"
-    return "every epoch" if sampler.period == 1 else f"every {sampler.period} epochs"
 
 
 class MemoryShuffle:
@@ -78,10 +71,10 @@ class MemoryShuffle:
         source: whose memory is filled.
         control: of all ranks.
         own: i64[k], the records to load for good; None if they are shuffled over a group.
-        group: communicator of mpi4py, this object's alone; None if nothing travels.
+        group: communicator of mpi4py, this object's alone; None if no records move.
         sampler: the order of the split, of any worker.
         each: workers of a process.
-        in_background: whether MPI may be called from a thread beside others.
+        in_background: whether MPI may be called from a thread concurrently with others.
     """
 
     def __init__(
@@ -98,24 +91,25 @@ class MemoryShuffle:
         self.group: Any = group
         self.load_s = 0.0  # seconds that loading took
         self.shuffles: list[Shuffle] = []  # that are done
-        if group is not None:
-            first = control.rank - group.rank
-            self.neighbours = PeerMemory(group, control.hosts[first : first + group.size])
-            if self.neighbours.is_forbidden and control.rank == 0:
-                print(FORBIDDEN, file=sys.stderr)
         self._is_loaded = False
         self._turn, self._last = -1, None  # turns of the sampler: the one that is read, and the last that will be
         self._placed: int | None = None  # the shuffle whose records are here or will be; None: as they were loaded
         # Shuffles, which keep this object alive until they are done; the thread does not.
         self._wanted: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._end: weakref.finalize | None = None
-        if group is not None and in_background:
+        if group is None:
+            return
+        first = control.rank - group.rank
+        self.neighbours = PeerMemory(group, control.hosts[first : first + group.size])
+        if self.neighbours.is_forbidden and control.rank == 0:
+            print(FORBIDDEN, file=sys.stderr)
+        if in_background:
             thread = threading.Thread(target=_work, args=(self._wanted,), name=THREAD, daemon=True)
             thread.start()
             self._end = weakref.finalize(self, _stop, thread, self._wanted)
 
     def stop(self) -> None:
-        """End the thread once what it has begun is done."""
+        """End the thread once the shuffle that it has begun is done."""
         if self._end:
             self._end()
 
@@ -139,7 +133,7 @@ class MemoryShuffle:
         if self.group is None:
             return
         self._turn, self._last = -1, None if stop is None else self.sampler.turn_of(stop - 1)
-        self._want(self.sampler.turn_of(step))
+        self._bring(self.sampler.turn_of(step))
 
     def reached(self, step: int) -> None:
         """Note that batches have reached `step`; bring the next turn's records.
@@ -152,7 +146,7 @@ class MemoryShuffle:
         if turn != self._turn:
             self._turn = turn
             is_last = self._last is not None and turn >= self._last
-            if is_last or not self._want(turn + 1):
+            if is_last or not self._bring(turn + 1):
                 self.source.forget()
 
     def load(self) -> bool:
@@ -163,86 +157,88 @@ class MemoryShuffle:
         if self._is_loaded:
             return False
         begin = time.perf_counter()
-        self._load()
+        if self.own is not None:
+            self.source.load(self.own, self._check_room)
+        else:
+            self._load_slice()
         self.load_s, self._is_loaded = time.perf_counter() - begin, True
         return True
 
-    def _load(self) -> None:
-        if self.own is not None:
-            return self.source.load(self.own, self._check_room)
+    def _load_slice(self) -> None:
         group, source = self.group, self.source
         begins = slices(len(source), group.size)
         source.load(np.arange(begins[group.rank], begins[group.rank + 1]), self._check_room)
         self._wait(group.Ibarrier(), "workers of its group, which still read their parts")
         for values in (source.lengths, source.labels, source.is_corrupt.view(np.uint8)):
-            mine = values[begins[group.rank] : begins[group.rank + 1]].copy()
-            group.Allgatherv(mine, [values, (np.diff(begins).tolist(), begins[:-1])])
+            local = values[begins[group.rank] : begins[group.rank + 1]].copy()
+            group.Allgatherv(local, [values, (np.diff(begins).tolist(), begins[:-1])])
         self._check_room(source.lengths.sum() / group.size, source.newest().bytes.size)  # now all lengths are known
         if self.sampler.piece_steps:
             source.keep_first()
 
     def _check_room(self, part_bytes: float, held_bytes: float) -> None:
-        mine = room(part_bytes, held_bytes, 1 if self.group is None else self.sampler.copies)
-        rows, control = mine[None], self.control
+        local = room(part_bytes, held_bytes, 1 if self.group is None else self.sampler.copies)
+        rows, control = local[None], self.control
         if isinstance(control, MpiProcesses):
-            rows = np.empty((control.size, mine.size))
-            self._wait(control.world.Iallgather(mine, rows), "ranks to say what memory they need")  # some read slower
+            rows = np.empty((control.size, local.size))
+            self._wait(control.world.Iallgather(local, rows), "ranks to say what memory they need")  # some read slower
         check_room(rows, control.hosts)
 
-    def _want(self, turn: int) -> bool:
+    def _bring(self, turn: int) -> bool:
         """Start the shuffle that this turn needs; return False if none."""
         placed = self.sampler.shuffle_of(turn)
         if placed == self._placed:
             return False
         self.source.promise()
-        bring = partial(self._bring, placed, self._placed)
+        shuffle = partial(self._shuffle, placed, self._placed)
         if self._end:
-            self._wanted.put(bring)
+            self._wanted.put(shuffle)
         else:
-            bring()
+            shuffle()
         self._placed = placed
         return True
 
     # ------------------------------------------------------------ the thread's own
 
-    def _bring(self, shuffle: int, before: int | None) -> None:
+    def _shuffle(self, shuffle: int, before: int | None) -> None:
         """Move records from their holders after `before` to those of `shuffle`."""
         group, source, sampler = self.group, self.source, self.sampler
         begin, parts = time.perf_counter(), group.size
         order, worker = sampler.brought(shuffle)
-        whose = worker // self.each
         if before is None or sampler.piece_steps:
             holders = holders_by_slice(len(source), parts)
         else:
-            held, worker = sampler.brought(before)
-            holders = holders_by_place(held, worker // self.each)
-        arena, moves = shuffled(source, order, holders, whose, group.rank, parts, source.forget())
+            order_before, worker_before = sampler.brought(before)
+            holders = holders_by_place(order_before, worker_before // self.each)
+        arena, moves = shuffled(source, order, holders, worker // self.each, group.rank, parts, source.forget())
         source.expect(arena.records)
         self._fill(arena, moves)
         self._wait(group.Ibarrier())  # others may still read what this member forgets next
         source.take(arena)
         end = time.perf_counter()
-        came_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
-        self.shuffles.append(Shuffle(end - begin, came_bytes))
-        spans.note("shuffle", f"shuffle {len(self.shuffles)}, {came_bytes / 1e6:.3g} MB", begin, end)
+        moved_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
+        self.shuffles.append(Shuffle(end - begin, moved_bytes))
+        spans.note("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
 
     def _fill(self, arena: Arena, moves: list[Move]) -> None:
-        under_way: collections.deque[tuple[Any, np.ndarray]] = collections.deque()
-        old, at, is_far = self._old(), 0, ~self.neighbours.near
+        pending: collections.deque[tuple[Any, np.ndarray]] = collections.deque()  # requests, and what they send
+        old, at, is_far = self._open_neighbours(), 0, ~self.neighbours.near
         for move in moves:
             received = arena.bytes[at : at + int(move.received_bytes.sum())]
             at += received.size
             begins = np.cumsum(move.received_bytes) - move.received_bytes
             if is_far.any():
-                under_way.append(self._sent(move, is_far, received, begins))
+                sent = self.source.origin().gather(move.sent[is_far[move.to]])
+                into = message(received, move.received_bytes * is_far, begins)
+                pending.append((self.group.Ialltoallv(message(sent, move.sent_bytes * is_far), into), sent))
             for m, near in old.items():
                 near.gather(move.received[move.source == m], received[begins[m] : begins[m] + move.received_bytes[m]])
-            if len(under_way) == AHEAD:
-                self._wait(under_way.popleft()[0])
-        while under_way:
-            self._wait(under_way.popleft()[0])
+            if len(pending) == AHEAD:
+                self._wait(pending.popleft()[0])
+        while pending:
+            self._wait(pending.popleft()[0])
 
-    def _old(self) -> dict[int, Arena | PeerArena]:
+    def _open_neighbours(self) -> dict[int, Arena | PeerArena]:
         """The complete arenas of this member and those near it."""
         group, source, neighbours = self.group, self.source, self.neighbours
         rows = np.empty((group.size, 4), np.int64)
@@ -251,17 +247,11 @@ class MemoryShuffle:
         old = {m: PeerArena(int(neighbours.pids[m]), rows[m], source.lengths) for m in near.tolist() if m != group.rank}
         return old | {group.rank: source.origin()}
 
-    def _sent(self, move: Move, is_far: np.ndarray, received: np.ndarray, begins: np.ndarray) -> tuple[Any, np.ndarray]:
-        """Start the exchange with far members; return request and sent records."""
-        sent = self.source.origin().gather(move.sent[is_far[move.to]])
-        leaving, coming = move.sent_bytes * is_far, move.received_bytes * is_far
-        return self.group.Ialltoallv(message(sent, leaving), message(received, coming, begins)), sent
-
     def _wait(
         self, request: Any, what: str = "workers of its group; all must read as many epochs, or call shuffle() as often"
     ) -> None:
         # Not `polling.wait`: MPI moves records on in a look only, so looks come five times as often; and this thread
-        # runs beside the steps, whose cores it leaves them without a first spin.
+        # runs concurrently with the steps, whose cores it leaves them without a first spin.
         waited = WaitClock()
         while not request.Test():
             if waited.look() > TIMEOUT_S:
@@ -273,9 +263,9 @@ class MemoryShuffle:
 
 
 def _work(wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (bring := wanted.get()) is not None:
-        bring()
-        del bring  # else an idle thread keeps the records alive
+    while (shuffle := wanted.get()) is not None:
+        shuffle()
+        del shuffle  # else an idle thread keeps the records alive
 
 
 def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -285,10 +275,7 @@ def _stop(thread: threading.Thread, wanted: "queue.SimpleQueue[Callable[[], None
 
 
 def message(raw: np.ndarray, size_bytes: np.ndarray, place: np.ndarray | None = None) -> list:
-    """u8 as MPI takes it, with each member's bytes and offsets.
-
-    Parts lie side by side if there is no `place`, and are below 2^31 bytes together.
-    """
+    """u8 as MPI takes it, with each member's bytes and offsets, side by side if there is no `place`."""
     return [raw, (size_bytes, np.cumsum(size_bytes) - size_bytes if place is None else place), "B"]
 
 
@@ -329,18 +316,8 @@ def keep(
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
         own = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
-        return MemoryShuffle(source=inside, control=control, own=own, group=None, sampler=samplers[0]), samplers
+        return MemoryShuffle(inside, control, own, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
-        return MemoryShuffle(
-            source=inside, control=control, own=np.arange(n), group=None, sampler=samplers[0]
-        ), samplers
+        return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers
     group = control.world.Split(control.rank // (parts // each), control.rank)
-    return MemoryShuffle(
-        source=inside,
-        control=control,
-        own=None,
-        group=group,
-        sampler=samplers[0],
-        each=each,
-        in_background=control.may_overlap,
-    ), samplers
+    return MemoryShuffle(inside, control, None, group, samplers[0], each, control.may_overlap), samplers

@@ -1,9 +1,9 @@
 """Data in memory for a loop of one's own.
 
 A loop loads a part, takes random batches of it, and shuffles over a group. These are the three calls of IBM's DIMD
-(Kumar et al. 2018, section 4.1). The trainer's parts do the work: `memory_shuffle` keeps and moves the records,
-`device_feed` decodes them and brings batches to the device. Only the moment of a shuffle is the loop's own, and so is
-the order between two of them (`LoopSampler`).
+(Kumar et al. 2018, section 4.1). The trainer's parts do the work: `shuffle` keeps and moves the records, `feed` decodes
+them and brings batches to the device. Only the moment of a shuffle is the loop's own, and so is the order between two
+of them (`LoopSampler`).
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from jaxmpi.comm.topology import gather_workers
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.train_state import Batch
+from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import GroupSampler, within_parts
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
 from jaxmpi.data.memory_room import NoRoom
 from jaxmpi.data.sampler import Share
+from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, keep
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
-from jaxmpi.input_pipeline.device_feed import DeviceFeed
-from jaxmpi.input_pipeline.memory_shuffle import MemoryShuffle, Shuffle, keep
 from jaxmpi.model.contract import check_whole
 
 MOST_BATCHES = 1 << 32  # between two shuffles
@@ -69,7 +69,7 @@ class InMemory:
     Args:
         data: where the examples are, and their way to the model (crop, mirror, mean_image, augment); or the folder of a
             packed data set; or any object with `__len__` and `__getitem__(i) -> (image, label)`. `mean` and `std` are
-            not applied: batches travel as bytes, and the trainer applies both on the device, as the loop's own step
+            not applied: batches are sent as bytes, and the trainer applies both on the device, as the loop's own step
             may. With `mean_image` they are floats, (x - mean image) / 255 / std. `memory`, `shuffle_by` and
             `shuffle_period` have no effect: the loop says when records move. Nor has `max_skipped`: the loop sees
             `skipped`.
@@ -96,39 +96,33 @@ class InMemory:
         check_whole("local_batch", local_batch)
         check_whole("seed", seed, 0)
         seed = int(seed)  # NumPy's have no JSON
-        settings = data_of(data)
+        settings = _settings(data)
         if state:
-            check_names(state)
-        group_size = group_of(group_size, settings, state)
+            missing = ", ".join(name for name in STATE if name not in state)
+            check(not missing, f"InMemory: state: got no {missing}; expected what state() has given")
+        group_size = _choose_group(group_size, settings, state)
         workers = gather_workers(1)
-        kept = state or {"shuffles": 0, "batches": 0}
-        asked = {"local_batch": int(local_batch), "group_size": group_size, "seed": seed, "state": kept}
-        workers.processes.assert_same("settings of data in memory", asked)
-        own = {"memory": "partition", "group_size": group_size, "shuffle_by": "auto", "shuffle_period": 1}
-        config = dataclasses.replace(settings, **own)  # period 1: records move at every turn, which is a call here
+        position = state or {"shuffles": 0, "batches": 0}
+        arguments = {"local_batch": int(local_batch), "group_size": group_size, "seed": seed, "state": position}
+        workers.processes.assert_same("settings of data in memory", arguments)
+        fixed = {"memory": "partition", "group_size": group_size, "shuffle_by": "auto", "shuffle_period": 1}
+        config = dataclasses.replace(settings, **fixed)  # period 1: records move at every turn, which is a call here
         source = open_source(config, "train")
         batch = int(local_batch) * workers.size
         self._memory, samplers = keep(source, config, seed, batch, True, workers, sampler=LoopSampler)
-        inside, sampler = self._memory.source, samplers[0]
-        self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed, "group_size": sampler.parts}
-        with closed_by(self._memory, UsageError):
+        inside = self._memory.source
+        self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed}
+        self._facts["group_size"] = samplers[0].parts
+        with _closing_after(self._memory, UsageError):
             pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
-            self._feed = DeviceFeed(
-                source=inside,
-                samplers=samplers,
-                data=config,
-                train=True,
-                pool=pool,
-                memory=self._memory,
-                labels="numbers",
-            )
+            self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
             workers.processes.assert_same("the data", self._feed.facts())
-            if state:
-                check_state(state, self._facts)
-        self._shuffles, self._batches = kept["shuffles"], kept["batches"]
-        self._under_way: Generator[Batch, None, None] | None = None
+            odd = [f"{k}: got {v}, expected {state.get(k)}" for k, v in self._facts.items() if state and state[k] != v]
+            check(not odd, f"InMemory: the state is that of another order: {'; '.join(odd)}; give these, or no state")
+        self._shuffles, self._batches = position["shuffles"], position["batches"]
+        self._iterator: Generator[Batch, None, None] | None = None
         self._is_closed = False
-        with closed_by(self._memory, NoRoom):  # another error may be of this rank alone
+        with _closing_after(self._memory, NoRoom):  # another error may be of this rank alone
             self._memory.load()
 
     def batch(self) -> Batch:
@@ -144,13 +138,13 @@ class InMemory:
             CorruptExample, TrainingError, UsageError: an example that cannot be decoded or read.
         """
         check(not self._is_closed, "InMemory: got batch() after close(); make another one")
-        if self._under_way is None:
+        if self._iterator is None:
             first = self._shuffles * MOST_BATCHES
-            self._under_way = self._feed.batches(first + self._batches, first + MOST_BATCHES)
+            self._iterator = self._feed.batches(first + self._batches, first + MOST_BATCHES)
         try:
-            batch = next(self._under_way)
+            batch = next(self._iterator)
         except BaseException:
-            self._under_way = None  # a generator that has raised is at its end; the next call comes to this batch again
+            self._iterator = None  # a generator that has raised is at its end; the next call comes to this batch again
             raise
         self._batches += 1
         return batch
@@ -195,10 +189,7 @@ class InMemory:
 
     @property
     def skipped(self) -> int:
-        """Damaged examples left out by this worker so far.
-
-        Others than 0 only if `Data.on_error` is skip.
-        """
+        """Damaged examples left out by this worker so far; others than 0 only if `Data.on_error` is skip."""
         return self._feed.skipped
 
     def __len__(self) -> int:
@@ -206,9 +197,9 @@ class InMemory:
         return self._facts["examples"]
 
     def _end_batches(self) -> None:
-        if self._under_way is not None:
-            self._under_way.close()
-            self._under_way = None
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
 
     def close(self) -> None:
         """Give the memory back; all ranks call it together."""
@@ -229,7 +220,7 @@ class InMemory:
 
 
 @contextlib.contextmanager
-def closed_by(memory: MemoryShuffle, error: type[Exception]) -> Iterator[None]:
+def _closing_after(memory: MemoryShuffle, error: type[Exception]) -> Iterator[None]:
     """Close the memory after an error that all ranks raise together."""
     try:
         yield
@@ -238,12 +229,7 @@ def closed_by(memory: MemoryShuffle, error: type[Exception]) -> Iterator[None]:
         raise
 
 
-def data_of(data: Any) -> Data:
-    """Settings of the data that were given in any form.
-
-    Raises:
-        UsageError: in none.
-    """
+def _settings(data: Any) -> Data:
     if isinstance(data, Data):
         return data
     if isinstance(data, (str, Path)):
@@ -256,28 +242,9 @@ def data_of(data: Any) -> Data:
     )
 
 
-def group_of(asked: int | str | None, data: Data, state: dict[str, int] | None) -> int | str:
-    """Group size: the call's, else the data's, else the state's, or auto.
-
-    A 0 of the data counts as left out, since it is the default.
-
-    Raises:
-        UsageError: call and data have one each, and they differ.
-    """
-    is_twice = asked is not None and data.group_size not in (0, asked)
-    check(not is_twice, f"InMemory: group_size: got {asked}, and {data.group_size} in the Data; give one of the two")
-    size = (data.group_size or "auto") if asked is None else asked
+def _choose_group(given: int | str | None, data: Data, state: dict[str, int] | None) -> int | str:
+    """The call's group size, else the data's unless that is 0, else the state's, else auto."""
+    is_twice = given is not None and data.group_size not in (0, given)
+    check(not is_twice, f"InMemory: group_size: got {given}, and {data.group_size} in the Data; give one of the two")
+    size = (data.group_size or "auto") if given is None else given
     return state["group_size"] if state and size == "auto" else size
-
-
-def check_names(state: dict[str, int]) -> None:
-    """Raise `UsageError` unless a state has all that `state()` gives."""
-    missing = ", ".join(name for name in STATE if name not in state)
-    check(not missing, f"InMemory: state: got no {missing}; expected what state() has given")
-
-
-def check_state(state: dict[str, int], facts: dict[str, int]) -> None:
-    """Raise `UsageError` unless a state has the same data, batches and groups."""
-    odd = [name for name, value in facts.items() if state.get(name) != value]
-    lines = [f"{name}: got {facts[name]}, expected {state.get(name)}" for name in odd]
-    check(not odd, f"InMemory: the state is that of another order: {'; '.join(lines)}; give these, or no state")

@@ -1,4 +1,7 @@
-"""Source: an `IterDataset` of Grain, whose examples come one after another.
+"""Source: a `MapDataset` of Grain, which gives any example by its index, or an `IterDataset`, which streams them.
+
+Of a `MapDataset` of n examples, index e n + i is example i of epoch e, with the random choices of that epoch; `endless`
+has the loaders ask so. Grain imports JAX, so it is read by threads.
 
 A stream has no examples by index, so what a resumed run needs is the iterator's state. Loaders read ahead of training:
 the state is noted at the end of each step and kept until that step is trained. So a checkpoint has the state behind
@@ -11,14 +14,18 @@ which it alone reads. Such a run is resumed on as many workers.
 
 import copy
 import json
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxmpi.config.data import Data
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.data.sampler import UNBOUNDED, place_of
 from jaxmpi.data.sources.arrays import PythonSource
+from jaxmpi.data.sources.base import Source
 
 
 def is_stream(examples: Any) -> bool:
@@ -29,10 +36,7 @@ def is_stream(examples: Any) -> bool:
 class StreamReader:
     """One stream, read from its begin or the end of a step.
 
-    Args:
-        dataset: the `IterDataset`.
-        name: for errors.
-        per_step: examples of it that a step takes, those of other workers included.
+    A step takes `per_step` examples of it, those of other workers included.
     """
 
     def __init__(self, dataset: Any, name: str, per_step: int) -> None:
@@ -45,11 +49,7 @@ class StreamReader:
         self._first: Any = None
 
     def begin(self, step: int, state: str = "") -> None:
-        """Go to the end of a step.
-
-        Args:
-            state: there, of a checkpoint; empty: as it was noted, or of step 0.
-        """
+        """Go to the end of a step, by a checkpoint's state or as it was noted."""
         with self._lock:
             state = state or self._states.get(step, "")
             self._iterator, self._at = iter(self.dataset), step * self.per_step
@@ -68,11 +68,7 @@ class StreamReader:
         return self._first
 
     def read(self, count: int) -> Any:
-        """Example `count`, which must be new, the last again, or 0.
-
-        Raises:
-            TrainingError: the stream has ended.
-        """
+        """Example `count`, which must be new, the last again, or 0; raise `TrainingError` if the stream has ended."""
         with self._lock:
             if self._iterator is None or count < self._at - 1:
                 assert count == 0, f"{self.name}: example {count} after {self._at}"
@@ -96,11 +92,7 @@ class StreamReader:
                 del self._states[noted]
 
     def count(self, limit_s: float) -> int:
-        """The number of examples, of which each is read once.
-
-        Raises:
-            UsageError: they do not end in this time.
-        """
+        """The number of examples, each read once; raise `UsageError` if they do not end in this time."""
         begin, counted = time.monotonic(), 0
         for _ in self.dataset:
             counted += 1
@@ -161,11 +153,16 @@ class StreamSource(PythonSource):
         Raises:
             UsageError: the function gives no `IterDataset`.
         """
-        of = [self.examples(worker, workers) if self.is_own else self.examples for worker in mine]
-        names = [self.name_of(worker, workers) for worker in mine]
-        for dataset, name in zip(of, names, strict=True):
-            check_iter(dataset, name)
-        self.readers = tuple(StreamReader(each, name, per_step) for each, name in zip(of, names, strict=True))
+        import grain
+
+        readers = []
+        for worker in mine:
+            dataset = self.examples(worker, workers) if self.is_own else self.examples
+            name = self.name_of(worker, workers)
+            is_stream = isinstance(dataset, grain.IterDataset)
+            check(is_stream, f"{name}: got {type(dataset).__name__}; expected a grain.IterDataset")
+            readers.append(StreamReader(dataset, name, per_step))
+        self.readers = tuple(readers)
 
     def name_of(self, worker: int, workers: int) -> str:
         """The stream of a worker, for errors."""
@@ -176,11 +173,7 @@ class StreamSource(PythonSource):
         return [reader.count(limit_s) for reader in (self.readers if self.is_own else self.readers[:1])]
 
     def begin(self, step: int, states: Sequence[str] = ()) -> None:
-        """Go to the end of a step.
-
-        Args:
-            states: there, of a checkpoint, one a reader.
-        """
+        """Go to the end of a step, by a checkpoint's states, one a reader."""
         for place, reader in enumerate(self.readers):
             reader.begin(step, states[place] if states else "")
 
@@ -208,8 +201,41 @@ class StreamSource(PythonSource):
         return f"{self.readers[place].name}, example {count}"
 
 
-def check_iter(dataset: Any, name: str) -> None:
-    """Raise `UsageError` unless it is an `IterDataset`."""
-    import grain
+class GrainSource(PythonSource):
+    """A `MapDataset` of (image, label), or of dicts."""
 
-    check(isinstance(dataset, grain.IterDataset), f"{name}: got {type(dataset).__name__}; expected a grain.IterDataset")
+    in_process = True
+    endless = True
+
+    def _read(self, index: int) -> Any:
+        example = self.examples[int(index)]
+        check(
+            example is not None,
+            f"{self.where(index)}: got None, as MapDataset.filter leaves; filter what the MapDataset is made from",
+        )
+        return example
+
+    def where(self, index: int) -> str:
+        """The example and its epoch."""
+        epoch, example = divmod(int(index), len(self))
+        return f"{self.name}[{example}], epoch {epoch}"
+
+
+def grain(config: Data, split: str) -> Source:
+    """`data.train` or `data.validation`, a `MapDataset` or `IterDataset` of Grain."""
+    try:
+        import grain as library
+    except ImportError as error:
+        raise UsageError(f"grain: {error}; install it with {installing('jaxmpi[grain]')}") from error
+    examples, name = config.train if split == "train" else config.validation, f"data.{split}"
+    if is_stream(examples):
+        return StreamSource(examples, name)
+    check(
+        isinstance(examples, library.MapDataset),
+        f"{name}: got {type(examples).__name__}; expected a grain.MapDataset, a grain.IterDataset, or a function "
+        "(worker, workers) -> IterDataset",
+    )
+    check(
+        len(examples) < sys.maxsize, f"{name}: got an endless MapDataset; leave repeat() out: epochs are the trainer's"
+    )
+    return GrainSource(examples, name)

@@ -25,7 +25,7 @@ if _readv is not None:
 
 
 def read(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
-    """Copy spans of another process's memory, one after another.
+    """Copy spans of another process's memory, one after another, into u8 `out`.
 
     Args:
         pid: of the process.
@@ -41,11 +41,11 @@ def read(pid: int, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> 
     ends, at = np.cumsum(lengths), 0
     while at < out.size:  # the system may copy less than asked for: at most 2 GiB at once
         first = int(np.searchsorted(ends, at, "right"))
-        there = np.stack([begins[first : first + MOST_SPANS], lengths[first : first + MOST_SPANS]], axis=1)
+        spans = np.stack([begins[first : first + MOST_SPANS], lengths[first : first + MOST_SPANS]], axis=1)
         done = at - int(ends[first] - lengths[first])
-        there[0] += done, -done
-        here = np.array([out.ctypes.data + at, there[:, 1].sum()], np.int64)
-        copied = _readv(pid, here.ctypes.data, 1, there.ctypes.data, len(there), 0)
+        spans[0] += done, -done
+        target = np.array([out.ctypes.data + at, spans[:, 1].sum()], np.int64)
+        copied = _readv(pid, target.ctypes.data, 1, spans.ctypes.data, len(spans), 0)
         if copied <= 0:
             error = ctypes.get_errno()
             raise OSError(error, f"memory of process {pid}: {os.strerror(error)}")
@@ -79,6 +79,16 @@ class PeerMemory:
         self.near[group.rank] = True
 
 
+def _is_readable(row: np.ndarray) -> bool:
+    pid, address, *token = row.tolist()
+    found = np.empty(2, np.int64)
+    try:
+        read(pid, np.array([address]), np.array([found.nbytes]), found.view(np.uint8))
+    except OSError:
+        return False
+    return found.tolist() == token
+
+
 def addresses(arena: Arena) -> np.ndarray:
     """i64[4]: addresses of an arena's bytes, records and begins, and the count."""
     at = [array.ctypes.data for array in (arena.bytes, arena.records, arena.begins)]
@@ -103,11 +113,7 @@ class PeerArena:
         self.begins = begins + at_bytes
 
     def gather(self, records: np.ndarray, out: np.ndarray) -> None:
-        """Copy these records, one after another, into u8 of their length.
-
-        Raises:
-            TrainingError: the process has ended.
-        """
+        """Copy these records, one after another, into u8 of their length; raise `TrainingError` if it has ended."""
         self._read(self.begins[np.searchsorted(self.records, records)], self.lengths[records], out)
 
     def _read(self, begins: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
@@ -115,15 +121,5 @@ class PeerArena:
             read(self.pid, begins, lengths, out)
         except OSError as error:
             time.sleep(LAUNCHER_FIRST_S)  # it names who went, and ends this rank too
-            said = "the data set in memory: records of another worker of this host cannot be read any more"
-            raise TrainingError(f"{said}; {error}") from error
-
-
-def _is_readable(row: np.ndarray) -> bool:
-    pid, address, *token = row.tolist()
-    found = np.empty(2, np.int64)
-    try:
-        read(pid, np.array([address]), np.array([found.nbytes]), found.view(np.uint8))
-    except OSError:
-        return False
-    return found.tolist() == token
+            what = "the data set in memory: records of another worker of this host cannot be read any more"
+            raise TrainingError(f"{what}; {error}") from error
