@@ -55,7 +55,7 @@ from jaxmpi.trainer.compatibility import check_compatible, check_step_mode
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
 from jaxmpi.trainer.resolve_auto import resolve_exchange, resolve_overlap, resolve_shards
-from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
+from jaxmpi.trainer.resume import go_on, say_changes, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 from jaxmpi.trainer.training_plan import Job, job_of
@@ -294,7 +294,7 @@ def run_in(
         notice=notice,
         recovery=decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit),
         profiler=Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank),
-        shrinking=shrink.shrinking(experiment, workers, slice_layout(functions.rule), recorder if is_first else None),
+        shrinking=shrink.shrinking(experiment, workers, recorder if is_first else None),
         peak=peak,
         at_start=at_start,
         held=held,
