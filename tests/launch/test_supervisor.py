@@ -218,7 +218,7 @@ import sys
 from jaxmpi.launch import supervisor
 print("began", flush=True)
 asked = supervisor.SupervisedJob(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
-sys.exit(supervisor.keep_going(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
+sys.exit(supervisor.supervise(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
 """
 
 

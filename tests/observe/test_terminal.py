@@ -194,8 +194,8 @@ def seen_columns(line: list[str], columns: int) -> int:
 KEPT_GOING = """
 import sys
 from jaxmpi.launch.supervisor import SupervisedJob
-from jaxmpi.launch.supervisor import keep_going
-sys.exit(keep_going(SupervisedJob(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
+from jaxmpi.launch.supervisor import supervise
+sys.exit(supervise(SupervisedJob(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
 """
 ABOVE = {
     "alone": [],
