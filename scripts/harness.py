@@ -81,7 +81,7 @@ def on_ranks(
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         # A rank's words stand beside a program's tables, not among them.
         ended = subprocess.run(
-            job_folder.over_leftovers(line), cwd=ROOT, env=environ, stdout=sys.stderr, timeout=timeout_s
+            job_folder.remove_leftovers_first(line), cwd=ROOT, env=environ, stdout=sys.stderr, timeout=timeout_s
         )
         if ended.returncode == NOT_PERMITTED and rate:
             raise JobFailed(NOT_PERMITTED)

@@ -88,7 +88,7 @@ def measure_case(
     inputs, runs = Inputs(case.shapes, control), {}
     with turns:
         for contender in field:
-            failures.doing(f"{case.name}, {contender.name}, first call")
+            failures.set_phase(f"{case.name}, {contender.name}, first call")
             progress.show(f"{case.name}: first call of {contender.name}")
             runs[contender.name] = run = contender.start(inputs)
             contenders.check_result(contender, run(), control)
@@ -138,7 +138,7 @@ def one_round(
     """Take a sample of each contender in this order."""
     samples = {}
     for name in order:
-        failures.doing(f"{case.name}, {name}")
+        failures.set_phase(f"{case.name}, {name}")
         samples[name] = sample(runs[name], repeats[name], control)
     return samples
 

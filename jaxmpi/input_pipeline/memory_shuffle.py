@@ -224,7 +224,7 @@ class MemoryShuffle:
         end = time.perf_counter()
         came_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
         self.shuffles.append(Shuffle(end - begin, came_bytes))
-        spans.note("shuffle", f"shuffle {len(self.shuffles)}, {came_bytes / 1e6:.3g} MB", begin, end)
+        spans.record_span("shuffle", f"shuffle {len(self.shuffles)}, {came_bytes / 1e6:.3g} MB", begin, end)
 
     def _fill(self, arena: Arena, moves: list[Move]) -> None:
         under_way: collections.deque[tuple[Any, np.ndarray]] = collections.deque()

@@ -55,7 +55,7 @@ def launch(options: Options) -> NoReturn:
         try:
             print("+ " + without_values(line, launcher_args), flush=True)
         except OSError:  # as `| head` leaves it
-            failures.unheard(sys.stdout)
+            failures.drop_unread_stream(sys.stdout)
         return line
 
     if options.workers == 1 and not options.restarts:
@@ -166,6 +166,9 @@ def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     start = mpirun(options._replace(workers=1), cores, is_root)
     line = [*start, *settings, "--host", f"{host}:1", "true"]
     try:
-        return subprocess.run(job_folder.over_leftovers(line), capture_output=True, timeout=PROBE_S).returncode == 0
+        return (
+            subprocess.run(job_folder.remove_leftovers_first(line), capture_output=True, timeout=PROBE_S).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False

@@ -106,9 +106,9 @@ class JobRunner:
             local_ranks: how many ranks this host gets; 0 if it is not known.
         """
         stdout, stderr = Relay(sys.stdout), Relay(sys.stderr)
-        with job_folder.own_segments() as setting:
+        with job_folder.shared_memory_folder() as setting:
             self._job = job = subprocess.Popen(
-                job_folder.over_leftovers(line),
+                job_folder.remove_leftovers_first(line),
                 stdout=stdout.end,
                 stderr=stderr.end,
                 # A process group in the background is stopped if it reads from the terminal.
@@ -148,12 +148,12 @@ def wait_for_end(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_
         outlives_ranks: the job goes on without ranks that end once MPI has started.
         local_ranks: how many ranks this host gets; 0 if it is not known. One that is killed at once is never seen.
     """
-    words, asked_s, seen, here, looks = job_folder.words(setting), 0.0, {}, {}, 0
+    words, asked_s, seen, here, looks = job_folder.marks_folder(setting), 0.0, {}, {}, 0
     while asked_s < ENDS_S:
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(look_s)
-        here = launchers.ranks_below(job.pid)
+        here = launchers.ranks_under(job.pid)
         seen |= here
         looks += bool(seen)
         may_leave = (words / job_folder.FINISHED).exists()
@@ -177,7 +177,7 @@ def recorded_exit_code(setting: Mapping[str, str]) -> int:
 
     Such a rank ended the job and then itself by SIGKILL, so the launcher reports a signal.
     """
-    names = [path.name for path in job_folder.words(setting).glob(job_folder.ENDED_WITH + "*")]
+    names = [path.name for path in job_folder.marks_folder(setting).glob(job_folder.ENDED_WITH + "*")]
     return min((int(name.removeprefix(job_folder.ENDED_WITH)) for name in names), default=0)
 
 
@@ -186,7 +186,7 @@ def is_unfinished(setting: Mapping[str, str]) -> bool:
 
     If all ranks are killed, mpirun --with-ft returns 0.
     """
-    folder = job_folder.words(setting)
+    folder = job_folder.marks_folder(setting)
     return (folder / job_folder.BEGAN).exists() and not (folder / job_folder.FINISHED).exists()
 
 
@@ -219,7 +219,7 @@ class Relay(threading.Thread):
                     self._to.buffer.write(some)
                     self._to.buffer.flush()
                 except OSError:
-                    failures.unheard(self._to)
+                    failures.drop_unread_stream(self._to)
         os.close(self._mine)
 
     def tail(self) -> str:
@@ -311,7 +311,7 @@ def say(text: str) -> None:
     try:
         print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
     except OSError:
-        failures.unheard(sys.stderr)
+        failures.drop_unread_stream(sys.stderr)
 
 
 def run_dir(train_args: Sequence[str]) -> Path:

@@ -168,7 +168,7 @@ def drop_link(values: Values, subject: Any) -> Any:
     """
     cut = sum(map(cut_off, os.listdir("/proc/self/fd")))
     check(cut > 0, "drop_link: this rank has no TCP connection to another host; there is no link to drop")
-    print(f"jaxmpi: {failures.who()}: cut {cut} connections", file=sys.stderr, flush=True)
+    print(f"jaxmpi: {failures.describe_rank()}: cut {cut} connections", file=sys.stderr, flush=True)
     return subject
 
 
@@ -289,14 +289,16 @@ class RequestedFaults:
         if faults:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def reach(self, where: str, step: int, subject: Any) -> Any:
+    def inject_at(self, where: str, step: int, subject: Any) -> Any:
         """Do what is due here; what becomes of the subject."""
         for place, fault in self._faults:
             at = fault.kind.where if fault.kind.where != "step" else fault.values.get("at", "step")
             if at == where and step >= fault.step and self._may(place, fault):
                 self._met.add(place)
                 print(
-                    f"jaxmpi: {failures.who()}: injecting {fault.text} at {where} {step}", file=sys.stderr, flush=True
+                    f"jaxmpi: {failures.describe_rank()}: injecting {fault.text} at {where} {step}",
+                    file=sys.stderr,
+                    flush=True,
                 )
                 subject = fault.kind.act({**fault.values, "step": str(step)}, subject)
         return subject
@@ -336,9 +338,9 @@ def request(texts: Sequence[str], workers: int, mine: Sequence[int], folder: Pat
     _requested = RequestedFaults([(p, f) for p, f in faults if f.rank == -1 or f.rank in mine], folder / "injected")
 
 
-def reach(where: str, step: int, subject: Any = None) -> Any:
+def inject_at(where: str, step: int, subject: Any = None) -> Any:
     """Do the faults requested for this place; return the new subject."""
-    return subject if _requested is None else _requested.reach(where, step, subject)
+    return subject if _requested is None else _requested.inject_at(where, step, subject)
 
 
 def missed() -> list[str]:

@@ -84,7 +84,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # nobody reads on, as after `| head`
-        failures.to_nowhere(sys.stdout)
+        failures.redirect_to_devnull(sys.stdout)
         sys.exit(1)
 
 

@@ -118,7 +118,7 @@ def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Ti
 
     Each result is compared with that mean bit for bit. All ranks call this together.
     """
-    failures.doing(f"self-test: {strategy}, {floats} floats")
+    failures.set_phase(f"self-test: {strategy}, {floats} floats")
     x = np.arange(floats, dtype=np.float32) % 1024 + control.rank
     expected = np.arange(floats, dtype=np.float32) % 1024 + np.float32((control.size - 1) / 2)
 
@@ -346,7 +346,7 @@ def spelled(cores: Sequence[int]) -> str:
 
 def examine() -> None:
     """Examine this job; all ranks call it, rank 0 prints."""
-    failures.doing("facts")
+    failures.set_phase("facts")
     control = processes()
     mpi = mpi_facts()
     if control.size > 1:
@@ -355,7 +355,7 @@ def examine() -> None:
     ranks = control.allgather_object(mine())
     trips_s = [trip_s for trip_s, _ in pings(control)]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
-        failures.doing("self-test: messages between pairs of ranks")
+        failures.set_phase("self-test: messages between pairs of ranks")
         pairs = pairs_of(trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
         results = tested(control)
     if control.rank == 0:

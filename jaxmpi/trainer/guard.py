@@ -55,7 +55,7 @@ class Guard:
 
     def _mind(self, failure: NonFiniteStep | None) -> None:
         if failure is not None:
-            failures.doing(f"step {failure.step}")
+            failures.set_phase(f"step {failure.step}")
             self.saver.wait()  # so that the last good checkpoint is whole, and the one named
             tail = f"{self.saver.last_good()}. Lower the learning rate, warm up or clip"
             self.recorder.say(self.recovery.of(failure, tail))

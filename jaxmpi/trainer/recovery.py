@@ -132,7 +132,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     assert shrinking is not None
     assert shrinking.held is not None
     step, state, sums, is_settled = shrinking.held
-    failures.doing(f"going on without others after step {step}", failures.LONG)
+    failures.set_phase(f"going on without others after step {step}", failures.LONG)
     control = shrinking.control
     told = control.allgather_object([is_settled, shrinking.is_unsaved])
     is_late, is_unsaved = not all(settled for settled, _ in told), any(unsaved for _, unsaved in told)

@@ -217,7 +217,7 @@ def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last
         TrainingError: the one before could not be written, or params or other state were not finite; or the run
             directory is gone, moved or replaced.
     """
-    failures.doing(f"checkpoint of step {step}", failures.LONG)
+    failures.set_phase(f"checkpoint of step {step}", failures.LONG)
     if fate := run.saver.fate():  # once the checkpoint before is written
         end_elsewhere(run, state, step, fate)
     note_saved(run)

@@ -236,7 +236,7 @@ from jaxmpi.runtime import job_folder
 folder = f"{os.environ['TMPDIR']}/ompi.{os.getpid()}"
 os.mkdir(folder)
 open(f"{folder}/pmix.{socket.gethostname()}.tool", "w").close()
-line = job_folder.over_leftovers(sys.argv[1:])
+line = job_folder.remove_leftovers_first(sys.argv[1:])
 os.execv(line[0], line)
 """
 
