@@ -5,11 +5,15 @@ as its experiment decides (`experiment_facts`). The line is printed without the 
 be secret. A supervisor (`supervisor`) then runs it; a single worker without restarts replaces this process.
 """
 
+import contextlib
+import fcntl
 import functools
 import os
 import re
 import shlex
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ from typing import NoReturn
 from jaxmpi.config import experiment_file
 from jaxmpi.config.flags import summary
 from jaxmpi.core.env import getting_mpi
-from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
 from jaxmpi.launch.options import USAGE, Options, parse
 from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, supervise, without
@@ -45,6 +49,11 @@ def launch(options: Options) -> NoReturn:
     host = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
     is_alone = options.workers == 1 and not options.launcher_args
     may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
+    check(
+        is_alone or options.launcher != "mpirun" or has_network(),
+        "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in one "
+        "process, with --devices K for K workers",
+    )
     facts = None
     if options.restarts or may_outlive:
         facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)
@@ -66,6 +75,18 @@ def launch(options: Options) -> NoReturn:
         options.workers, options.least or options.workers, options.restarts, options.launcher_args, train_args
     )
     raise SystemExit(supervise(job, printed, lambda name: answers(name, options, **host)))
+
+
+def has_network() -> bool:
+    """Return True if a network interface of this host, or container, is up (Linux)."""
+    get_flags, is_up = 0x8913, 1  # SIOCGIFFLAGS, IFF_UP
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has gone
+                answer = fcntl.ioctl(asker, get_flags, struct.pack("256s", name.encode()))
+                if struct.unpack_from("H", answer, 16)[0] & is_up:
+                    return True
+    return False
 
 
 def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:

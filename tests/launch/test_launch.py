@@ -241,6 +241,18 @@ os.execv(line[0], line)
 """
 
 
+@pytest.mark.e2e
+def test_a_job_needs_no_home_but_a_network(tmp_path):
+    line = ["python", "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "--train-for", "1st"]
+    ended = run(["env", "-u", "HOME", *line, "--run-dir", str(tmp_path / "run")], timeout_s=100)
+    assert ended.code == 0, ended.out
+    if run(["unshare", "-n", "true"], timeout_s=10).code:
+        pytest.skip("network namespaces are not permitted here")
+    ended = run(["unshare", "-n", *line], timeout_s=60)
+    assert (ended.code, "--devices" in ended.out) == (2, True), ended.out
+    assert "PMIX" not in ended.out.upper()
+
+
 def test_what_a_killed_launcher_left_under_the_same_process_id_stops_no_other(tmp_path):
     ended = run(
         [sys.executable, "-c", LEFT_BEHIND, *mpirun_line(1), "true"], timeout_s=60, env={"TMPDIR": str(tmp_path)}
