@@ -22,9 +22,8 @@ from rich.console import Console
 
 from jaxmpi.bench import results
 from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
-from jaxmpi.bench.memory_limit import fitting, left_out
 from jaxmpi.bench.options import parse
-from jaxmpi.bench.plan import BenchPlan, Case, add_rows, make_plan
+from jaxmpi.bench.plan import BenchPlan, Case, add_rows, fitting, left_out, make_plan
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.job import Processes, processes

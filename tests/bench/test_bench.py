@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxmpi.models.__main__ as report
-from jaxmpi.bench import __main__, contenders, jobs, memory_limit, options, plan, results
+from jaxmpi.bench import __main__, contenders, jobs, options, plan, results
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models import MODELS
@@ -339,7 +339,7 @@ def test_a_tree_is_a_model_that_ships_or_an_experiments_in_any_folder(tmp_path, 
 
 
 def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):
-    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(plan, "free_bytes", lambda: 2 << 30)
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["--sizes", "284Mi", "--peers", "none"])
     printed = capsys.readouterr()
@@ -362,21 +362,21 @@ NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alo
 def test_as_many_ranks_as_memory_holds(monkeypatch):
     case, size_bytes = plan.Case("x", False, [(1 << 28,)]), 1 << 30
     for ((strategies, names), (both, alone)), ranks in itertools.product(NEED.items(), (0, 1, 5)):
-        own = memory_limit.BASE_BYTES + memory_limit.TORCH_BYTES * ("torch" in names)
+        own = plan.BASE_BYTES + plan.TORCH_BYTES * ("torch" in names)
         one, two = [(strategies, names)], [(strategies, names), ((), names)]
         for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
             of_mpi = 2 * len(every) * size_bytes if names else 0
-            monkeypatch.setattr(memory_limit, "free_bytes", lambda free=ranks * need + of_mpi: free)
-            assert memory_limit.fitting(case, every, 8) == ranks
-            assert memory_limit.fitting(case, every, 3) == min(ranks, 3)
+            monkeypatch.setattr(plan, "free_bytes", lambda free=ranks * need + of_mpi: free)
+            assert plan.fitting(case, every, 8) == ranks
+            assert plan.fitting(case, every, 3) == min(ranks, 3)
 
 
 @pytest.mark.parametrize("peer", ["mpi4jax", "mpi4jax-flat"])
 def test_a_machine_of_22_gb_holds_both_jobs_of_8_ranks_with_alexnets_tree(peer, monkeypatch):
     """As measured: 14 and 19 GB."""
     case = plan.Case("alexnet", True, [(60_965_224,)])
-    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 22 * 10**9)
-    assert memory_limit.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
+    monkeypatch.setattr(plan, "free_bytes", lambda: 22 * 10**9)
+    assert plan.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
 
 
 @pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])

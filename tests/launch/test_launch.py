@@ -48,7 +48,6 @@ PARSED = [
         Options(8, "mpirun", (), ("a.py", "--on-rank-loss", "shrink", "--seed", "1")),
     ),
     ("--resume --seed 1 -n 2 a.py", Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
-    ("-n 2 --lone_every 5 a.py", Options(2, "mpirun", (), ("a.py", "--compute-only-every", "5"))),
     ("-n 2 --rule.quorum 2 a.py", Options(2, "mpirun", (), ("a.py", "--rule.quorum", "2"))),  # of one's own
     ("-n8 a.py", Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", Options(2, "srun", (), ("a.py",))),

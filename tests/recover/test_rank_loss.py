@@ -83,8 +83,10 @@ def survivor(monkeypatch) -> Any:
         headline="",
         timetable=Timetable(100, 100, 100, 100, 200),
     )
+    workers = SimpleNamespace(processes=SoloProcesses(), size=1, mine=(0,), comm=None, mesh=None)
     whole: Any = SimpleNamespace(
         shrinking=shrinking,
+        workers=workers,
         plan=plan,
         experiment=Experiment(),
         functions=Built(),
@@ -95,9 +97,7 @@ def survivor(monkeypatch) -> Any:
         at_start=(),
     )
     fakes = {
-        "gather_fault_tolerant": lambda control: SimpleNamespace(
-            processes=control, size=1, mine=(0,), comm=None, mesh=None
-        ),
+        "gather_fault_tolerant": lambda control: workers,
         "watch": lambda experiment, workers: contextlib.nullcontext(),
         "job_of": lambda *args, **kwargs: SimpleNamespace(experiment=Experiment(), plan=plan),
         "build_functions": lambda *args: Built(),
