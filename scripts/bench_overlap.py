@@ -36,7 +36,7 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import comm_thread
 from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.bench.baselines import connect_jax, connect_torch
-from jaxmpi.bench.options import installed
+from jaxmpi.bench.options import is_installed
 from jaxmpi.comm.job import processes
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     batches = options.batches or batches_for(options)
-    absent = {"PyTorch DDP"} if not installed("torch") else set()
+    absent = {"PyTorch DDP"} if not is_installed("torch") else set()
     if absent & set(options.contenders):
         print("PyTorch DDP is left out: torch cannot be imported", file=sys.stderr)
     runs = {name: partial(job, name, batches, options) for name in options.contenders if name not in absent}

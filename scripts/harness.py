@@ -187,9 +187,9 @@ def mean_curve(curves: Iterable[Sequence[tuple[float, float | None]]]) -> list[t
 
 def interval(values: Any, digits: int, unit: str = "") -> str:
     """Median and its 95 % confidence interval."""
-    from jaxmpi.bench.results import middle
+    from jaxmpi.bench.results import median_interval
 
-    median, low, high = middle(values)
+    median, low, high = median_interval(values)
     return f"{median:.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
 
 

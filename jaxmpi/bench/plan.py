@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import Shape
-from jaxmpi.bench.options import PEERS, importable
+from jaxmpi.bench.options import PEERS, select_peers
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import check_writable
@@ -83,8 +83,8 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     experiment = str(experiment_file.locate(options.experiment).resolve()) if options.experiment else ""
     add_rows(experiment)
     for name in options.strategies:
-        contenders.ours(name)
-    peers = importable(options.peers)
+        contenders.own_contender(name)
+    peers = select_peers(options.peers)
     check(bool(peers or options.strategies), "nothing to time: neither strategies nor peers")
     check(bool(peers) or not options.as_it_comes, "--as-it-comes times peers, and there are none")
     if options.out:
@@ -155,13 +155,13 @@ def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:
     return ranks * each + sum(2 * 4 * case.floats for _, peers in jobs if peers)
 
 
-def fitting(case: Case, jobs: Sequence[Job], wanted: int) -> int:
+def fitting_ranks(case: Case, jobs: Sequence[Job], wanted: int) -> int:
     """Ranks of each job, at most `wanted`, that fit in free memory."""
     free = free_bytes()
     return next((ranks for ranks in range(wanted, 0, -1) if need_bytes(case, jobs, ranks) <= free), 0)
 
 
-def left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
+def describe_left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
     """A line on a case that does not fit in free memory."""
     many = f"{len(jobs)} x {ranks}" if len(jobs) > 1 else f"{ranks}"
     need_gb = need_bytes(case, jobs, ranks) / 1e9

@@ -24,7 +24,7 @@ from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, kill_session, mpirun,
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
-LIBRARIES = [name for name, row in options.PEERS.items() if row.is_other and options.installed(name)]
+LIBRARIES = [name for name, row in options.PEERS.items() if row.is_other and options.is_installed(name)]
 
 
 def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
@@ -308,7 +308,7 @@ def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
     for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--as-it-comes: two jobs take turns"):
-        __main__.my_plan(options.parse(["--as-it-comes"]))
+        __main__.plan_that_fits(options.parse(["--as-it-comes"]))
 
 
 MINE = """
@@ -367,8 +367,8 @@ def test_as_many_ranks_as_memory_holds(monkeypatch):
         for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
             of_mpi = 2 * len(every) * size_bytes if names else 0
             monkeypatch.setattr(plan, "free_bytes", lambda free=ranks * need + of_mpi: free)
-            assert plan.fitting(case, every, 8) == ranks
-            assert plan.fitting(case, every, 3) == min(ranks, 3)
+            assert plan.fitting_ranks(case, every, 8) == ranks
+            assert plan.fitting_ranks(case, every, 3) == min(ranks, 3)
 
 
 @pytest.mark.parametrize("peer", ["mpi4jax", "mpi4jax-flat"])
@@ -376,7 +376,7 @@ def test_a_machine_of_22_gb_holds_both_jobs_of_8_ranks_with_alexnets_tree(peer, 
     """As measured: 14 and 19 GB."""
     case = plan.Case("alexnet", True, [(60_965_224,)])
     monkeypatch.setattr(plan, "free_bytes", lambda: 22 * 10**9)
-    assert plan.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
+    assert plan.fitting_ranks(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
 
 
 @pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])
@@ -502,6 +502,6 @@ def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
 def test_a_peer_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(options.PEERS, "absent", options.PEERS["torch"]._replace(package="no_such_package"))
     with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
-        options.importable(["absent"])
-    assert "absent" not in options.importable(["all"])
-    assert options.importable(["none"]) == ()
+        options.select_peers(["absent"])
+    assert "absent" not in options.select_peers(["all"])
+    assert options.select_peers(["none"]) == ()
