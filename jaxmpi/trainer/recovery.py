@@ -148,7 +148,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     functions = dataclasses.replace(build_functions(job), asked=run.functions.asked)
     held = memory_of_fewer(run, job, functions)
     worker, back = workers.mine[0], ""
-    if functions.rule.sharding:
+    if run.functions.rule.sharding:  # as it was: one worker alone shards nothing
         states, step = restore_newest(run, job, functions, shrinking.told())
         sums, is_late, is_unsaved = np.zeros_like(sums), False, False
         back = f", with its shard of the optimizer's state: back to step {step}"
