@@ -158,7 +158,7 @@ def with_psum(batch: int) -> Timed:
     """JAX's own method: psum over a mesh of all processes, with gloo."""
     control = harness.control()
     if not jax.distributed.is_initialized():
-        connect_jax("gloo")(control)
+        connect_jax(control)
     mesh = jax.make_mesh((control.size,), ("workers",))
     gradients, descend, init = in_jax()
 
