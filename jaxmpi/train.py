@@ -12,7 +12,7 @@ if __name__ == "__main__":
     failures.open_streams()
     failures.install_excepthooks()
     if launchers.my_rank() == 0 and not {"--quiet", "--help", "-h"} & {*sys.argv}:
-        phases.narrate()
+        phases.start_progress()
     gc.disable()  # modules stay: to search them for garbage while they load takes a tenth of the time
     with phases.phase("importing JAX"):
         from jaxmpi.config.experiment_file import refuse_early

@@ -25,7 +25,7 @@ import optax
 import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.allreduce.buckets import fuse, split
-from jaxmpi.bench.results import middle
+from jaxmpi.bench.results import median_interval
 from jaxmpi.models.resnet import resnet50
 from jaxmpi.runtime import prepare
 
@@ -103,7 +103,7 @@ def shuffle(rounds: int) -> Result:
     found = [[fetch(), take(), take(), fetch()] for _ in range(rounds + 3)][3:]  # slow drifts cancel
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     seconds = np.array(found)  # f64[rounds, 4]
-    mine_s = [*middle(seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)), 1e3 * np.median(seconds[:, 1:3])]
+    mine_s = [*median_interval(seconds[:, ::3].sum(1) / seconds[:, 1:3].sum(1)), 1e3 * np.median(seconds[:, 1:3])]
     return {
         "workers": control.allgather_array(np.array(mine_s)).tolist(),
         "memory_grown_mb": grown / 1024,

@@ -35,7 +35,7 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import comm_thread
 from jaxmpi.allreduce.measuring import slowest
 from jaxmpi.bench.baselines import connect_jax, connect_torch
-from jaxmpi.bench.options import installed
+from jaxmpi.bench.options import is_installed
 from jaxmpi.comm.job import processes
 
 WIDTHS = (3, 64, 128, 128, 256, 256, 256)  # channels; pooled after the first, third and fifth convolution
@@ -157,7 +157,7 @@ def with_psum(batch: int) -> Timed:
     """JAX's own method: psum over a mesh of all processes, with gloo."""
     control = harness.control()
     if not jax.distributed.is_initialized():
-        connect_jax("gloo")(control)
+        connect_jax(control)
     mesh = jax.make_mesh((control.size,), ("workers",))
     gradients, descend, init = in_jax()
 
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="of each kind in a job")
     options = parser.parse_args()
     batches = options.batches or batches_for(options)
-    absent = {"PyTorch DDP"} if not installed("torch") else set()
+    absent = {"PyTorch DDP"} if not is_installed("torch") else set()
     if absent & set(options.contenders):
         print("PyTorch DDP is left out: torch cannot be imported", file=sys.stderr)
     runs = {name: partial(job, name, batches, options) for name in options.contenders if name not in absent}

@@ -110,7 +110,7 @@ def on_ranks(
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         # What a rank prints is kept apart from a program's tables.
         ended = subprocess.run(
-            job_folder.over_leftovers(line), cwd=ROOT, env=environ, stdout=sys.stderr, timeout=timeout_s
+            job_folder.remove_leftovers_first(line), cwd=ROOT, env=environ, stdout=sys.stderr, timeout=timeout_s
         )
         if ended.returncode == NOT_PERMITTED and rate:
             raise JobFailed(NOT_PERMITTED)
@@ -218,9 +218,9 @@ def take_turns(
 
 def interval(values: Any, digits: int, unit: str = "") -> str:
     """Median and its 95 % confidence interval."""
-    from jaxmpi.bench.results import middle
+    from jaxmpi.bench.results import median_interval
 
-    median, low, high = middle(values)
+    median, low, high = median_interval(values)
     return f"{median:.{digits}f}{unit} ({low:.{digits}f} to {high:.{digits}f})"
 
 

@@ -96,7 +96,7 @@ def outcome(code: Path, run: Run, folder: Path) -> Outcome:
             "jaxmpi.tools.cli",
             "train",
         ]
-        line = job_folder.over_leftovers([*line, *job, "--run-dir", str(folder)])
+        line = job_folder.remove_leftovers_first([*line, *job, "--run-dir", str(folder)])
         ended = subprocess.run(line, cwd=code, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if ended.returncode:
             said = ended.stdout.decode(errors="replace").replace(str(folder), "RUN").replace(str(code), ".")

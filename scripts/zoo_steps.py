@@ -74,7 +74,7 @@ def first_steps(names: list[str], local_batch: int, steps: int) -> dict[str, lis
     workers, rows = gather_workers(1), {}
     with failures.at_work():
         for name in names:
-            failures.doing(name)
+            failures.set_phase(name)
             rows[name] = workers.processes.allgather_object(steps_of(name, local_batch, steps, workers))
         workers.processes.barrier()
     return rows

@@ -44,7 +44,7 @@ def run(line: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
     """Run a command line in a session of its own; everything in it is killed when time is up."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     job = subprocess.Popen(
-        job_folder.over_leftovers(line),
+        job_folder.remove_leftovers_first(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

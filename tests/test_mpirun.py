@@ -131,7 +131,7 @@ notice.say_saved(print if os.environ["OMPI_COMM_WORLD_RANK"] == "0" else str, 7,
 def test_a_plain_mpirun_that_is_asked_to_end_shows_what_was_saved(tmp_path):
     """Ctrl-C and SIGTERM: it forwards nothing more of its ranks, and kills them a quarter of a second later."""
     (tmp_path / "job.py").write_text(NOTICED)
-    line = job_folder.over_leftovers([*mpirun_line(2), sys.executable, str(tmp_path / "job.py")])
+    line = job_folder.remove_leftovers_first([*mpirun_line(2), sys.executable, str(tmp_path / "job.py")])
     job = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert job.stdout is not None
     with job:

@@ -30,7 +30,7 @@ from jaxmpi.core import scheduling
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import spans
-from jaxmpi.runtime.mpi_end import before_mpi_ends
+from jaxmpi.runtime.mpi_end import call_before_finalize
 
 THREAD = "jaxmpi exchange"
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
@@ -102,7 +102,7 @@ class CommThread:
         self._waited = WaitClock()  # since the last message came or went
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
-        before_mpi_ends(self.stop)
+        call_before_finalize(self.stop)
 
     def stop(self) -> None:
         """Wait for running programs and messages under way, then end the thread."""
@@ -198,7 +198,7 @@ class CommThread:
         """Say that an exchange is summed."""
         del self._begun[pending]
         self.note("summed", pending.label)
-        spans.note("travel", pending.label, pending.start_s, time.perf_counter())
+        spans.record_span("travel", pending.label, pending.start_s, time.perf_counter())
         pending.summed.set()
 
     def _resume(self, pending: PendingExchange, segment: Iterator[Requests]) -> None:

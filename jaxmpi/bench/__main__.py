@@ -22,9 +22,8 @@ from rich.console import Console
 
 from jaxmpi.bench import results
 from jaxmpi.bench.jobs import Turns, job_line, run_jobs, wait_for
-from jaxmpi.bench.memory_limit import fitting, left_out
 from jaxmpi.bench.options import parse
-from jaxmpi.bench.plan import BenchPlan, Case, add_rows, make_plan
+from jaxmpi.bench.plan import BenchPlan, Case, add_rows, describe_left_out, fitting_ranks, make_plan
 from jaxmpi.bench.results import AS_IT_COMES, TUNED, Json
 from jaxmpi.bench.rounds import measure
 from jaxmpi.comm.job import Processes, processes
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     """`jaxmpi bench`, as a rank or to start ranks."""
     if options.job or launchers.launched_workers() > 1:
-        return be_a_rank(options)
+        return run_rank(options)
     try:
         start(options)
     except (UsageError, TrainingError) as error:
@@ -87,9 +86,9 @@ def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command:
     jobs, least = [(plan.strategies, plan.peers), *([((), plan.peers)] if options.as_it_comes else [])], min(2, wanted)
     cases_by_ranks: dict[int, list[Case]] = {}
     for case in plan.cases:
-        ranks = fitting(case, jobs, wanted)
+        ranks = fitting_ranks(case, jobs, wanted)
         if ranks < least:
-            print(left_out(case, jobs, least))
+            print(describe_left_out(case, jobs, least))
         else:
             cases_by_ranks.setdefault(ranks, []).append(case)
     check(bool(cases_by_ranks), "no case fits into memory")
@@ -108,7 +107,7 @@ def run_here(plan: BenchPlan, wanted: int, options: argparse.Namespace, command:
 # ---------------------------------------------------------------- inside: one rank
 
 
-def be_a_rank(options: argparse.Namespace) -> None:
+def run_rank(options: argparse.Namespace) -> None:
     """Run as a rank of a job; rank 0 reports the results."""
     failures.install_excepthooks()
     prepare.prepare()
@@ -125,7 +124,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
             if options.job:
                 replace_text(Path(options.job[1]), json.dumps(runs))
             elif options.out:
-                write(options.out, results.of_cases(runs, options.rate_mbit), sys.argv, is_whole=False)
+                write(options.out, results.case_figures(runs, options.rate_mbit), sys.argv, is_whole=False)
 
         measure(plan, control, turns, keep)
         if control.rank == 0 and isinstance(turns, Turns):
@@ -144,7 +143,11 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     answer = {}
     if control.rank == 0:
         try:
-            made = json.loads(Path(options.job[0]).read_text()) if options.job else dataclasses.asdict(my_plan(options))
+            made = (
+                json.loads(Path(options.job[0]).read_text())
+                if options.job
+                else dataclasses.asdict(plan_that_fits(options))
+            )
             answer = {"plan": made}
         except UsageError as error:
             answer = {"error": str(error)}
@@ -155,17 +158,17 @@ def agreed_plan(options: argparse.Namespace, control: Processes) -> BenchPlan:
     return plan
 
 
-def my_plan(options: argparse.Namespace) -> BenchPlan:
+def plan_that_fits(options: argparse.Namespace) -> BenchPlan:
     """The options' plan, without cases that exceed this host's memory."""
     here = launchers.launched()
     local = here.local_size if here else 1
     check(not options.as_it_comes, f"--as-it-comes: {TWO_JOBS}")
     plan = make_plan(options)
     jobs = [(plan.strategies, plan.peers)]
-    fits = [case for case in plan.cases if fitting(case, jobs, local) >= local]
+    fits = [case for case in plan.cases if fitting_ranks(case, jobs, local) >= local]
     for case in plan.cases:
         if case not in fits:
-            print(left_out(case, jobs, local), flush=True)
+            print(describe_left_out(case, jobs, local), flush=True)
     check(bool(fits), "no case fits into memory")
     return dataclasses.replace(plan, cases=tuple(fits))
 
@@ -175,7 +178,7 @@ def my_plan(options: argparse.Namespace) -> BenchPlan:
 
 def report(runs: Sequence[Json], options: argparse.Namespace, command: Sequence[str], is_whole: bool) -> None:
     """Show the table; write the JSON file and the plot."""
-    cases = results.of_cases(runs, options.rate_mbit)
+    cases = results.case_figures(runs, options.rate_mbit)
     if not is_whole:
         print("ended early; what was measured so far:", flush=True)
     table = results.table(cases)

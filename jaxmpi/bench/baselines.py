@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmpi.allreduce.api import exchange
-from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, of_several
+from jaxmpi.bench.contenders import Arrays, Contender, Inputs, Run, mpi_control
 from jaxmpi.bench.options import PEERS
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import world
@@ -34,7 +34,7 @@ def nothing_to_connect(control: MpiProcesses) -> None:
 def mpi4py_allreduce(inputs: Inputs) -> Run:
     """One flat NumPy array into another, without jit or division."""
     sent, received = np.asarray(inputs.flat), inputs.work
-    control = of_several(inputs)
+    control = mpi_control(inputs)
 
     def run() -> Arrays:
         control.world.Allreduce(sent, received)
@@ -60,7 +60,7 @@ def by_mpi4py(strategy: str) -> Callable[[Inputs], Run]:
     """`jaxmpi.exchange` of the tree in jit by mpi4py, as under `--on-rank-loss shrink`."""
 
     def start(inputs: Inputs) -> Run:
-        comm = FaultTolerantComm(of_several(inputs))
+        comm = FaultTolerantComm(mpi_control(inputs))
         run = jax.jit(lambda leaves: exchange(leaves, strategy, comm=comm))
         return lambda: jax.block_until_ready(run(inputs.leaves))
 
@@ -75,7 +75,7 @@ def connect_jax(control: MpiProcesses) -> None:
 
 def psum(inputs: Inputs) -> Run:
     """`lax.psum` of the tree over all processes' devices, mean: JAX's own method."""
-    control, axis = of_several(inputs), PartitionSpec("workers")
+    control, axis = mpi_control(inputs), PartitionSpec("workers")
     mesh = Mesh(np.array(jax.devices()), ("workers",))
     spread = NamedSharding(mesh, axis)
 

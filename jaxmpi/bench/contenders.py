@@ -82,7 +82,7 @@ def strategy(name: str) -> Contender:
     return Contender(name, "mean" if exchanges(name) else None, start)
 
 
-def automatic(name: str) -> Contender:
+def auto_contender(name: str) -> Contender:
     """The exchange that `auto` picks for each case; rank 0 prints why."""
 
     def start(inputs: Inputs) -> Run:
@@ -117,7 +117,7 @@ def compressor(name: str) -> Contender:
     return Contender(name, None, start)
 
 
-def ours(name: str) -> Contender:
+def own_contender(name: str) -> Contender:
     """The strategy, `auto` or compressor of this name.
 
     Raises:
@@ -127,7 +127,7 @@ def ours(name: str) -> Contender:
         compression.parse(name)
         return compressor(name)
     check_strategy(name)
-    return automatic(name) if is_auto(name) else strategy(name)
+    return auto_contender(name) if is_auto(name) else strategy(name)
 
 
 def check_result(contender: Contender, arrays: Arrays, control: Processes) -> None:
@@ -157,7 +157,7 @@ def largest_error(got: np.ndarray, period: np.ndarray) -> float:
     return float(np.max(errors, initial=0.0))  # NaN stays
 
 
-def of_several(inputs: Inputs) -> MpiProcesses:
+def mpi_control(inputs: Inputs) -> MpiProcesses:
     """The control plane of several ranks; peers do not run with one."""
     assert isinstance(inputs.control, MpiProcesses)
     return inputs.control
@@ -166,9 +166,9 @@ def of_several(inputs: Inputs) -> MpiProcesses:
 # ---------------------------------------------------------------- reference speeds
 
 
-def copying(inputs: Inputs) -> Run:
+def time_copy(inputs: Inputs) -> Run:
     """Copy COPY_BYTES on all ranks at once: measures this host's memory."""
-    control = of_several(inputs)
+    control = mpi_control(inputs)
     source = np.ones(COPY_BYTES // 4, np.float32)
     target = np.empty_like(source)
 
@@ -180,9 +180,9 @@ def copying(inputs: Inputs) -> Run:
     return run
 
 
-def linking(inputs: Inputs) -> Run:
+def time_link(inputs: Inputs) -> Run:
     """Send LINK_BYTES from each host's first rank to the next host's."""
-    control = of_several(inputs)
+    control = mpi_control(inputs)
     firsts = [control.hosts.index(host) for host in sorted(set(control.hosts))]
     sent = np.ones(LINK_BYTES, np.uint8)
     received = np.empty_like(sent)
@@ -197,5 +197,5 @@ def linking(inputs: Inputs) -> Run:
     return run
 
 
-COPY = Contender("copy", None, copying)
-LINK = Contender("link", None, linking)
+COPY = Contender("copy", None, time_copy)
+LINK = Contender("link", None, time_link)

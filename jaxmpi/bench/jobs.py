@@ -72,7 +72,7 @@ def wait_for(jobs: Sequence[tuple[list[str], dict[str, str]]]) -> None:
     try:
         for line, environ in jobs:
             print("+ " + shlex.join(line), flush=True)
-            running.append(subprocess.Popen(job_folder.over_leftovers(line), env=os.environ | environ))
+            running.append(subprocess.Popen(job_folder.remove_leftovers_first(line), env=os.environ | environ))
         codes: list[int | None] = [None]
         while None in codes:
             time.sleep(0.05)

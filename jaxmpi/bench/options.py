@@ -96,7 +96,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--out", type=Path, help="JSON file for all figures")
     add("--plot", type=Path, help="file for a plot: .png, .svg or .pdf")
     add("--job", nargs=2, help=argparse.SUPPRESS)  # plan and result: how `run_jobs` starts ranks
-    options = parser.parse_args(joined(argv), argparse.Namespace(words=[*argv]))
+    options = parser.parse_args(join_launcher_args(argv), argparse.Namespace(words=[*argv]))
     for name, least in (("n", 1), ("rounds", 1), ("warm_up", 1)):
         value = getattr(options, name)
         flag = f"-{'-' * (len(name) > 1)}{name.replace('_', '-')}"
@@ -105,23 +105,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def joined(argv: Sequence[str]) -> list[str]:
+def join_launcher_args(argv: Sequence[str]) -> list[str]:
     """Join `--launcher-args --hostfile` by `=`, since argparse would see two options."""
     text = "\0".join(argv)
     return re.sub("(^|\0)--launcher-args\0", r"\1--launcher-args=", text).split("\0") if argv else []
 
 
-def importable(names: Sequence[str]) -> tuple[str, ...]:
+def select_peers(names: Sequence[str]) -> tuple[str, ...]:
     """Peers of these names; `all` means other installed libraries, `none` no peer.
 
     Raises:
         UsageError: an unknown name, one whose package is not installed, or two that rule each other out.
     """
     if tuple(names) in (("all",), ("none",)):
-        return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and installed(name))
+        return tuple(name for name, row in PEERS.items() if names[0] == "all" and row.is_other and is_installed(name))
     for name in names:
         package = lookup(PEERS, name, "peer (all and none stand alone)").package
-        if not installed(name):
+        if not is_installed(name):
             raise UsageError(f"peer {name!r} needs {package}, which is not installed: install it, or leave {name} out")
     both = [name for name in names if name.startswith("psum")]
     check(
@@ -130,6 +130,6 @@ def importable(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def installed(peer: str) -> bool:
+def is_installed(peer: str) -> bool:
     """Return True if the package is installed; importing could start MPI."""
     return importlib.util.find_spec(PEERS[peer].package) is not None

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.bench import contenders
 from jaxmpi.bench.contenders import Shape
-from jaxmpi.bench.options import importable
+from jaxmpi.bench.options import PEERS, select_peers
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import check
 from jaxmpi.core.files import check_writable
+from jaxmpi.core.shared_memory import available_bytes as free_bytes
 from jaxmpi.observe import plots
 
 # The lengths of Baidu's test of its ring allreduce, up to 64 Mi floats (Gibiansky 2017).
@@ -81,8 +83,8 @@ def make_plan(options: argparse.Namespace) -> BenchPlan:
     experiment = str(experiment_file.locate(options.experiment).resolve()) if options.experiment else ""
     add_rows(experiment)
     for name in options.strategies:
-        contenders.ours(name)
-    peers = importable(options.peers)
+        contenders.own_contender(name)
+    peers = select_peers(options.peers)
     check(bool(peers or options.strategies), "nothing to time: neither strategies nor peers")
     check(bool(peers) or not options.as_it_comes, "--as-it-comes times peers, and there are none")
     if options.out:
@@ -126,3 +128,41 @@ def trees(names: Sequence[str]) -> dict[str, dict[str, Shape]]:
     check(job.returncode == 0, f"--tree: {last[0].removeprefix('error: ')}")
     printed = json.loads(job.stdout)
     return {model: {path: tuple(shape) for path, shape in tree.items()} for model, tree in printed.items()}
+
+
+# ---------------------------------------------------------------- as many ranks as memory holds
+
+BASE_BYTES, TORCH_BYTES = 450_000_000, 400_000_000  # bytes of a process without any case, and of torch in it
+AT_WORK_PEERS = 1  # arrays as big as a case that a peer has beside its operands
+Job = tuple[Sequence[str], Sequence[str]]  # strategies and peers of one job
+
+
+def rank_bytes(floats: int, job: Job) -> int:
+    """Bytes of a rank: its inputs, if used, and its working arrays."""
+    strategies, peers = job
+    kinds = [PEERS[name].op for name in peers]
+    kept = (bool(strategies) or "mean" in kinds) + ("sum" in kinds) + any(PEERS[name].receives for name in peers)
+    busiest = max([*map(at_work, strategies), *(AT_WORK_PEERS for _ in peers)], default=0)
+    return BASE_BYTES + TORCH_BYTES * ("torch" in peers) + round((kept + busiest) * 4 * floats)
+
+
+def need_bytes(case: Case, jobs: Sequence[Job], ranks: int) -> int:
+    """Bytes of these ranks of each job.
+
+    MPI's allreduce takes two more arrays a job with peers, for all ranks together.
+    """
+    each = sum(rank_bytes(case.floats, job) for job in jobs)
+    return ranks * each + sum(2 * 4 * case.floats for _, peers in jobs if peers)
+
+
+def fitting_ranks(case: Case, jobs: Sequence[Job], wanted: int) -> int:
+    """Ranks of each job, at most `wanted`, that fit in free memory."""
+    free = free_bytes()
+    return next((ranks for ranks in range(wanted, 0, -1) if need_bytes(case, jobs, ranks) <= free), 0)
+
+
+def describe_left_out(case: Case, jobs: Sequence[Job], ranks: int) -> str:
+    """A line on a case that does not fit in free memory."""
+    many = f"{len(jobs)} x {ranks}" if len(jobs) > 1 else f"{ranks}"
+    need_gb = need_bytes(case, jobs, ranks) / 1e9
+    return f"{case.name}: left out: {many} ranks need {need_gb:.1f} GB, and {free_bytes() / 1e9:.1f} GB are free"

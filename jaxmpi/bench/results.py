@@ -22,15 +22,15 @@ TIME = plots.Quantity("median time of one exchange", "s")
 Json = dict[str, Any]
 
 
-def of_cases(runs: Sequence[Json], rate_mbit: float | None = None) -> list[Json]:
+def case_figures(runs: Sequence[Json], rate_mbit: float | None = None) -> list[Json]:
     """One entry per case from the jobs' results, two allocators merged."""
     cases: dict[tuple[str, int], list[Json]] = {}
     for run in runs:
         cases.setdefault((run["case"], run["ranks"]), []).append(run)
-    return [of_case(jobs, rate_mbit) for jobs in cases.values()]
+    return [one_case_figures(jobs, rate_mbit) for jobs in cases.values()]
 
 
-def of_case(jobs: Sequence[Json], rate_mbit: float | None) -> Json:
+def one_case_figures(jobs: Sequence[Json], rate_mbit: float | None) -> Json:
     """The figures of one case; the first job has the strategies."""
     first = jobs[0]
     ranks, size_bytes = first["ranks"], 4 * first["floats"]
@@ -46,7 +46,7 @@ def of_case(jobs: Sequence[Json], rate_mbit: float | None) -> Json:
         if name not in (COPY.name, LINK.name)
     ]
     fastest = {job["allocator"]: fastest_peer(rows, job["allocator"]) for job in jobs}
-    return {**facts, "rows": [row | of_row(row, facts, fastest) for row in rows]}
+    return {**facts, "rows": [row | row_figures(row, facts, fastest) for row in rows]}
 
 
 def least_sent(size_bytes: int, ranks: int) -> float:
@@ -89,7 +89,7 @@ def fastest_peer(rows: Sequence[Json], allocator: str) -> Json | None:
     return min(peers, key=lambda row: np.median(row["seconds"]), default=None)
 
 
-def of_row(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
+def row_figures(row: Json, facts: Json, fastest: dict[str, Json | None]) -> Json:
     """Quartiles, bandwidths, share of the bound, and ratios to the fastest peers."""
     middle, low, high = np.percentile(row["seconds"], (50, 25, 75)).tolist()
     ratios = {
@@ -231,7 +231,7 @@ def bars_panel(case: Json) -> plots.Bars:
     return plots.Bars("One exchange of " + "; ".join(describe(case)), TIME, bars, case["bound_s"])
 
 
-def middle(values: np.ndarray) -> tuple[float, float, float]:
+def median_interval(values: np.ndarray) -> tuple[float, float, float]:
     """The median and its 95 % confidence interval, from order statistics."""
     ordered, n = np.sort(values), len(values)
     away = 0.98 * math.sqrt(n)

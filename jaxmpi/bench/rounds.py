@@ -66,7 +66,7 @@ def measure(
     elif plan.peers and control.rank == 0:
         print("one rank: nothing travels, and no peer runs", flush=True)
     yardsticks = [] if control.size == 1 else [LINK] if several_hosts else [COPY]
-    field = [*map(contenders.ours, plan.strategies), *map(peer, peers), *yardsticks]
+    field = [*map(contenders.own_contender, plan.strategies), *map(peer, peers), *yardsticks]
     check(bool(field), "one rank and no strategies: nothing to time")
     progress, done = BenchProgress(control, keep), []
     for case in plan.cases:
@@ -88,7 +88,7 @@ def measure_case(
     inputs, runs = Inputs(case.shapes, control), {}
     with turns:
         for contender in field:
-            failures.doing(f"{case.name}, {contender.name}, first call")
+            failures.set_phase(f"{case.name}, {contender.name}, first call")
             progress.show(f"{case.name}: first call of {contender.name}")
             runs[contender.name] = run = contender.start(inputs)
             contenders.check_result(contender, run(), control)
@@ -106,16 +106,16 @@ def measure_case(
     next_kept = -math.inf
     for i in range(plan.warm_up + plan.rounds):
         with turns:
-            mine = one_round(rotated(list(runs), i), runs, repeats, case, control)
+            mine = one_round(rotate(list(runs), i), runs, repeats, case, control)
         if i < plan.warm_up:
             progress.show(f"{case.name}: warm-up {i + 1} of {plan.warm_up}")
             if i == plan.warm_up - 1:
                 repeats = {name: repeats_for(mine[name].seconds, control) for name in runs}
             continue
-        rounds.append(of_all_ranks(mine, control))
+        rounds.append(gather_samples(mine, control))
         is_last = i == plan.warm_up + plan.rounds - 1
         if control.rank == 0 and (is_last or time.monotonic() >= next_kept):
-            so_far = facts | {"picked": inputs.picked} | of_rounds(list(runs), rounds, control)
+            so_far = facts | {"picked": inputs.picked} | summarize_rounds(list(runs), rounds, control)
             progress.keep([*before, so_far])
             next_kept = time.monotonic() + PROGRESS_S
             medians = (f"{name} {1e3 * statistics.median(s):.4g}" for name, s in so_far["seconds"].items())
@@ -138,7 +138,7 @@ def one_round(
     """Take a sample of each contender in this order."""
     samples = {}
     for name in order:
-        failures.doing(f"{case.name}, {name}")
+        failures.set_phase(f"{case.name}, {name}")
         samples[name] = sample(runs[name], repeats[name], control)
     return samples
 
@@ -157,7 +157,7 @@ def sample(run: Run, repeats: int, control: Processes) -> ContenderMeasurement:
     return ContenderMeasurement(seconds, (card_bytes() - before) / (repeats + (repeats > 1)))
 
 
-def rotated(names: list[str], places: int) -> list[str]:
+def rotate(names: list[str], places: int) -> list[str]:
     """Rotate the names by so many places."""
     at = places % len(names)
     return names[at:] + names[:at]
@@ -172,13 +172,13 @@ def repeats_for(seconds: float, control: Processes) -> int:
 Round = dict[str, list["ContenderMeasurement"]]  # by contender, of all ranks
 
 
-def of_all_ranks(mine: dict[str, ContenderMeasurement], control: Processes) -> Round:
+def gather_samples(mine: dict[str, ContenderMeasurement], control: Processes) -> Round:
     """Gather every rank's samples of a round on all ranks."""
     each = control.allgather_object({name: [*sample] for name, sample in mine.items()})
     return {name: [ContenderMeasurement(*samples[name]) for samples in each] for name in mine}
 
 
-def of_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes) -> Json:
+def summarize_rounds(names: Sequence[str], rounds: Sequence[Round], control: Processes) -> Json:
     """The slowest rank's seconds of each round, and hosts' median sent bytes."""
     return {
         "seconds": {name: [max(sample.seconds for sample in each[name]) for each in rounds] for name in names},

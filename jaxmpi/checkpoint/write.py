@@ -102,7 +102,7 @@ def save(
         index |= each
     facts = {"workers": workers, "score": score, "files": index, "extra": dict(extra)}
     together(lambda: commit(folder, step, facts, keep) if is_first else None)
-    fault_injection.reach("saved", step, final)
+    fault_injection.inject_at("saved", step, final)
     return final
 
 
@@ -142,7 +142,7 @@ def write_leaves(path: Path, tree: PyTree, step: int) -> list[dict[str, Any]]:
     with path.open("wb") as file:
         for name, leaf in named_leaves(tree):
             array = np.asarray(leaf, order="C")  # ascontiguousarray would make f32[] an f32[1]
-            fault_injection.reach("save", step)
+            fault_injection.inject_at("save", step)
             raw = array.reshape(-1).view(np.uint8).data
             file.write(raw)
             index.append(

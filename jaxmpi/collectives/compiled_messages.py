@@ -30,7 +30,7 @@ from jaxmpi.comm.exchange_watch import Note
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures
-from jaxmpi.runtime.mpi_end import before_mpi_ends
+from jaxmpi.runtime.mpi_end import call_before_finalize
 
 MOST_CALLS, NOTES = 1 << 20, 64  # that the source has room for
 EAGER_BYTES = 2048  # bytes of messages that any MPI copies, so that their sender waits for no receiver
@@ -174,7 +174,7 @@ def _callbacks() -> tuple[Any, Any]:
         error = TrainingError(f"{_opened[number].what}: {MPI.Get_error_string(code)}")
         failures.fail(error, None)
 
-    before_mpi_ends(_check_all_received)
+    call_before_finalize(_check_all_received)
     return Unexpected(unexpected), c_handlers.Failed(failed)
 
 

@@ -38,7 +38,7 @@ from jaxmpi.comm.polling import survives_losses, wait
 from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
+from jaxmpi.runtime.mpi_end import call_after_all_scripts, call_before_finalize
 
 MESSAGE = "jaxmpi: a message between two ranks"
 TYPE_BYTES, PLACE_BYTES = 24, 20
@@ -199,7 +199,7 @@ _sent_numbers = itertools.count()
 def register_handlers() -> None:
     """Register the handlers of programs, at the first use."""
     host_callbacks.register(MESSAGE, _handle, ends_job=True)
-    before_mpi_ends(check_all_received)
+    call_before_finalize(check_all_received)
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def check_no_message_left() -> None:
             failures.fail(TrainingError(f"{what}; {expected}"), None)
 
 
-when_all_have_ended(check_no_message_left)
+call_after_all_scripts(check_no_message_left)
 
 
 def _handle(operands: Sequence[np.ndarray], results: Sequence[np.ndarray], call: int) -> None:

@@ -126,7 +126,7 @@ class CSource:
 @functools.cache
 def say_once(what: str, reason: str) -> None:
     """Print why Python does the work of a handler."""
-    print(f"jaxmpi: {failures.who()}: programs {what} through Python, {reason}", file=sys.stderr, flush=True)
+    print(f"jaxmpi: {failures.describe_rank()}: programs {what} through Python, {reason}", file=sys.stderr, flush=True)
 
 
 def shaped(*arrays: Any) -> tuple[ShapedArray, ...]:

@@ -47,7 +47,7 @@ from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.mpi_end import before_mpi_ends, when_all_have_ended
+from jaxmpi.runtime.mpi_end import call_after_all_scripts, call_before_finalize
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
 ALL_BELOW = 17  # ranks: of so many and more, each receives from those at distances 1, 2, 4, ...
@@ -312,8 +312,8 @@ def _error_handler() -> Any:
 
 @functools.cache
 def _check_at_end() -> None:
-    before_mpi_ends(_let_programs_end)
-    when_all_have_ended(lambda: [comparison.check_all_came() for comparison in _comparisons])
+    call_before_finalize(_let_programs_end)
+    call_after_all_scripts(lambda: [comparison.check_all_came() for comparison in _comparisons])
 
 
 def _let_programs_end() -> None:

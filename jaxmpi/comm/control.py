@@ -61,9 +61,9 @@ class MpiProcesses(Membership):
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
-        mpi_end.before_mpi_ends(watch().stop)  # runs when all ranks have come to their end, or time is up
+        mpi_end.call_before_finalize(watch().stop)  # runs when all ranks have come to their end, or time is up
         failures.install_hooks(failures.JobControl(self.rank, self.size, self._abort, self._wait_at_exit, self._echoes))
-        affinity.share_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
+        affinity.divide_mask(self._local.allgather(affinity.core_mask()), self.local_rank)
         # One host is one name and one memory, as MPI sees it: clones of a machine have one name.
         first = self._local.allgather(self.rank)[0]
         here = self.allgather_object([socket.gethostname(), first, device_setup.my_gpu()])
@@ -170,7 +170,7 @@ class MpiProcesses(Membership):
         except Exception as error:
             if not is_loss(error):
                 raise
-        failures.let_end()
+        failures.wait_for_ending_thread()
         sys.stdout.flush()
         os._exit(code)
 
@@ -297,7 +297,7 @@ class MpiProcesses(Membership):
             if wait(request.Test, limit_s, self.is_asked):
                 return
             late = self.late()
-        if not (failures.go_on_without(late) and wait(request.Test, 4 * LATE_S)):
+        if not (failures.kill_ranks(late) and wait(request.Test, 4 * LATE_S)):
             absent = self.in_job(late)
             where = self.roll.where(absent)
             raise TrainingError(f"{what}: rank {absent} did not answer in time; all ranks must call it{where}")
@@ -397,8 +397,9 @@ class MpiProcesses(Membership):
         if self.rank == 0:
             each = " and ".join(f"rank {self.numbers[rank]} is at {places[rank]!r}" for rank in pair)
             print(
-                f"jaxmpi: {failures.who()}: equal calls in another order: {each}; with the calls before, both have now "
-                "come to the same lines; numbers of one went into the other's, unless these ranks take turns",
+                f"jaxmpi: {failures.describe_rank()}: equal calls in another order: {each}; with the calls before, "
+                "both have now come to the same lines; numbers of one went into the other's, unless these ranks take "
+                "turns",
                 file=sys.stderr,
                 flush=True,
             )
@@ -447,7 +448,7 @@ def abort(code: int) -> NoReturn:
     """End every rank of the job, once this one's output is read."""
     from mpi4py import MPI
 
-    failures.let_be_heard()
+    failures.drain_stdio()
     if not MPI.Is_finalized():
         MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # after MPI, or if it does not keep its word

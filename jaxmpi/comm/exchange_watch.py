@@ -325,7 +325,7 @@ class WaitRegistry:
 
     def _say(self, wait: Wait, late: str, where: str = "") -> None:
         if late and late not in wait.said:
-            print(f"jaxmpi: {failures.who()}: {late}{where}", file=sys.stderr, flush=True)
+            print(f"jaxmpi: {failures.describe_rank()}: {late}{where}", file=sys.stderr, flush=True)
             wait.said.add(late)
 
     def _job_numbers(self, ranks: Sequence[int]) -> list[int]:

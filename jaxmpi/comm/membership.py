@@ -80,7 +80,7 @@ class Membership:
             "on_rank_loss: got shrink with ranks on several hosts, or in several containers; take --on-rank-loss end",
         )
         self._know([pid for pid, _ in pids])
-        failures.outlive(self._kill)
+        failures.survive_losses(self._kill)
 
     def _know(self, pids: list[int]) -> None:
         """The other ranks' processes, by handles that never stand for another process."""

@@ -101,27 +101,6 @@ class FaultTolerantComm(RankComm):
         np.copyto(results[0], operands[0])
         self.mpi.Bcast(bits(results[0]), root)
 
-    def pass_on(self, arrays: Buffers, came: Buffers, distance: int) -> None:
-        """Send `arrays` to rank + `distance`; receive `came` from rank - `distance`.
-
-        Outside jit, while no program exchanges. Once a rank is gone nothing comes, and `is_lost` says so.
-        """
-        self._unless_lost(functools.partial(self._pass_on, distance=distance), arrays, came)
-
-    def _pass_on(self, operands: Buffers, results: Buffers, distance: int) -> None:
-        source, to = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-        under_way = [self.mpi.Irecv(bits(x), source) for x in results]  # before others send: no copies in MPI
-        under_way += [self.mpi.Isend(bits(x), to) for x in operands]
-        failed: Exception | None = None
-        for request in under_way:  # all of them: MPI may write to an array until its request has ended
-            try:
-                request.Wait()
-            except Exception as error:
-                failed = failed or error
-                self.processes.revoke()  # so that the others end, too
-        if failed:
-            raise failed
-
     def _make_shared_sum(self) -> SharedSum:
         name = f"{self._name}: sum"
         shared = SharedSum(self.processes, name)

@@ -87,7 +87,7 @@ def gather_asynchronous(servers: int) -> Workers:
     control = processes()
     workers = control.size - servers
     jax.devices()  # its threads are as many as cores of its share
-    affinity.roam()
+    affinity.unbind()
     return Workers(SoloComm(), control, (control.rank if control.rank < workers else 0,), None, asynchronous=workers)
 
 

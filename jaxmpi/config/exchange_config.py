@@ -39,11 +39,6 @@ REFUSALS = (
         "shard_update {shard_update}, which gathers no params",
         ("exchange.gather_wire", "below 32", ADD_SHARDS, "32".__ne__),
     ),
-    *incompatible(
-        lambda x: x.shard_update == "off",
-        "shard_update off, when all workers hold everything",
-        ("exchange.buddy", "above 0", ADD_SHARDS, bool),
-    ),
 )
 
 
@@ -59,12 +54,9 @@ class ExchangeConfig:
     shard_update: Annotated[str, Choices(*SHARD_UPDATES)] = "off"
     # wire of new params under shard_update; with a coarser one than 32 their changes travel, by 32-bit masters
     gather_wire: str = "32"
-    # workers after each that keep a copy of its slice, so that on_rank_loss shrink outlives deaths under shard_update
-    buddy: int = 0
 
     def __post_init__(self) -> None:
         use_python_numbers(self)
         check_bucket_bytes(self.bucket_bytes)
         check_choices(self, "exchange.")
-        check(self.buddy >= 0, f"exchange.buddy: got {self.buddy}; expected a number of workers, 0 for no copies")
         refuse_incompatible(REFUSALS, self, "exchange.")

@@ -28,7 +28,7 @@ from jaxmpi.core import errors
 from jaxmpi.core.errors import UsageError
 from jaxmpi.runtime import failures, launchers
 from jaxmpi.runtime.provenance import PACKAGE, project_root
-from jaxmpi.runtime.screen import columns_of
+from jaxmpi.runtime.screen import terminal_columns
 
 
 def parse(argv: list[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Experiment, Path]:
@@ -188,7 +188,7 @@ def say_on_first_rank(parse: Callable[[], T]) -> T:
     said, is_first = io.StringIO(), launchers.my_rank() == 0
     with contextlib.ExitStack() as stack:
         # The parser colours what it says if stdout is a terminal, which under Open MPI it always is.
-        if not (is_first and columns_of(sys.stdout) and sys.stderr.isatty() and not os.environ.get("NO_COLOR")):
+        if not (is_first and terminal_columns(sys.stdout) and sys.stderr.isatty() and not os.environ.get("NO_COLOR")):
             stack.enter_context(contextlib.redirect_stdout(said))
             stack.enter_context(contextlib.redirect_stderr(said))
         try:
@@ -209,7 +209,7 @@ def print_help(text: str, stream: TextIO) -> None:
     try:
         print(text, end="", file=stream, flush=True)
     except BrokenPipeError:
-        failures.to_nowhere(stream)
+        failures.redirect_to_devnull(stream)
 
 
 def hyphens(arg: str) -> str:

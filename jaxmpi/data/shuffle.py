@@ -218,7 +218,7 @@ class MemoryShuffle:
         end = time.perf_counter()
         moved_bytes = sum(int(move.received_bytes.sum() - move.received_bytes[group.rank]) for move in moves)
         self.shuffles.append(Shuffle(end - begin, moved_bytes))
-        spans.note("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
+        spans.record_span("shuffle", f"shuffle {len(self.shuffles)}, {moved_bytes / 1e6:.3g} MB", begin, end)
 
     def _fill(self, arena: Arena, moves: list[Move]) -> None:
         pending: collections.deque[tuple[Any, np.ndarray]] = collections.deque()  # requests, and what they send

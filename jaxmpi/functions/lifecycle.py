@@ -33,7 +33,7 @@ from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
 from jaxmpi.functions.worker import Command
 from jaxmpi.functions.worker_group import WorkerGroup
 from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
-from jaxmpi.runtime.mpi_end import before_mpi_ends
+from jaxmpi.runtime.mpi_end import call_before_finalize
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
@@ -183,7 +183,7 @@ def group_led_by_rank_0() -> ProcessGroup:
     if _led is None:
         _led = group_of_ranks(is_serial=True)
         if _led.transport.rank == 0:
-            before_mpi_ends(functools.partial(end_ranks, _led))
+            call_before_finalize(functools.partial(end_ranks, _led))
         return _led
     check(not _lost, f"fork: {_lost}; start the job anew")
     return ProcessGroup(_led.transport, _led.comm, _led.default_strategy, is_serial=True)

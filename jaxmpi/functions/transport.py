@@ -30,7 +30,7 @@ from jaxmpi.comm.shared_sync import TIMEOUT_S
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.process_stat import stat_of
 from jaxmpi.runtime import job_folder
-from jaxmpi.runtime.mpi_end import before_mpi_ends
+from jaxmpi.runtime.mpi_end import call_before_finalize
 
 Arrays = Sequence[np.ndarray]
 
@@ -238,7 +238,7 @@ class MpiTransport:
             task = functools.partial(post.send, 0, {"rank": self.rank})
         else:
             return
-        before_mpi_ends(repeat_in_thread(WATCH_S, task))
+        call_before_finalize(repeat_in_thread(WATCH_S, task))
 
     def send(self, rank: int, header: str, arrays: Arrays) -> None:
         """Length of the header, header with the arrays' shapes, then their bytes."""

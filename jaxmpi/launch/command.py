@@ -1,27 +1,105 @@
-"""`jaxmpi train -n N`: build, print and run the launcher's command line.
+"""`jaxmpi train`: build, print and run the launcher's command line. Nothing here imports JAX.
 
 Open MPI and Slurm need flags that depend on the machine: root, cores, PMIx. A run that outlives ranks needs one more,
 as its experiment decides (`experiment_facts`). The line is printed without the values of launcher variables, which may
 be secret. A supervisor (`supervisor`) then runs it; a single worker without restarts replaces this process.
 """
 
+import contextlib
+import fcntl
 import functools
 import os
 import re
 import shlex
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jaxmpi.config import experiment_file
+from jaxmpi.config.flags import summary
 from jaxmpi.core.env import getting_mpi
-from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.core.errors import UsageError, check, lookup
 from jaxmpi.launch.experiment_facts import ExperimentFacts, facts_of
-from jaxmpi.launch.options import Options
-from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, keep_going, without
+from jaxmpi.launch.options import USAGE, Options, parse
+from jaxmpi.launch.supervisor import PROBE_S, SupervisedJob, supervise, without
 from jaxmpi.runtime import affinity, failures, job_folder
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Launch an experiment, or print the usage.
+
+    Raises:
+        UsageError: an option that there is not, or a value that cannot be.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{USAGE}\n\nfields used most:\n{summary()}")
+        raise SystemExit(0)
+    options = parse(argv)
+    experiment_file.refuse_early(options.train_args, file_is_here=options.are_ranks_here)
+    launch(options)
+
+
+def launch(options: Options) -> NoReturn:
+    """Print the line and supervise it; exec one worker without restarts."""
+    host = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
+    is_alone = options.workers == 1 and not options.launcher_args
+    may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
+    check(
+        is_alone or options.launcher != "mpirun" or has_network(),
+        "no network interface is up, not even the loopback, and Open MPI needs one: ip link set lo up, or train in one "
+        "process, with --devices K for K workers",
+    )
+    facts = None
+    if options.restarts or may_outlive:
+        facts = facts_of(options.train_args, file_is_here=options.are_ranks_here)
+
+    def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
+        asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
+        line = command(asked, **host, outlives_ranks=facts is not None and facts.outlives_ranks)
+        try:
+            print("+ " + without_values(line, launcher_args), flush=True)
+        except OSError:  # as `| head` leaves it
+            failures.drop_unread_stream(sys.stdout)
+        return line
+
+    if options.workers == 1 and not options.restarts:
+        line = printed(1, options.launcher_args, options.train_args)
+        os.execv(line[0], line)
+    train_args = with_fields_of_file(options.train_args, facts) if options.restarts and facts else options.train_args
+    job = SupervisedJob(
+        options.workers, options.least or options.workers, options.restarts, options.launcher_args, train_args
+    )
+    raise SystemExit(supervise(job, printed, lambda name: answers(name, options, **host)))
+
+
+def has_network() -> bool:
+    """Return True if a network interface of this host, or container, is up (Linux)."""
+    if sys.platform != "linux":
+        return True
+    get_flags, is_up = 0x8913, 1  # SIOCGIFFLAGS, IFF_UP
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has gone
+                answer = fcntl.ioctl(asker, get_flags, struct.pack("256s", name.encode()))
+                if struct.unpack_from("H", answer, 16)[0] & is_up:
+                    return True
+    return False
+
+
+def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:
+    """Arguments with fields of the first start alone as flags."""
+    for flag in ("--run-dir", "--resume", "--no-resume", "--from-start", "--no-from-start"):
+        train_args = without(train_args, flag, takes_value=flag == "--run-dir")
+    fields = [*(["--run-dir", facts.run_dir] if facts.run_dir else []), *["--resume"] * facts.resume]
+    return (*train_args, *fields, *["--from-start"] * facts.from_start)
+
+
+# ---------------------------------------------------------------- the line
 
 
 def command(
@@ -74,14 +152,6 @@ def has_ulfm(version: str) -> bool:
     return ("Open MPI" in version or "prte" in version.lower()) and release is not None and int(release[1]) >= 5
 
 
-def with_fields_of_file(train_args: Sequence[str], facts: ExperimentFacts) -> tuple[str, ...]:
-    """Arguments with fields of the first start alone as flags."""
-    for flag in ("--run-dir", "--resume", "--no-resume", "--from-start", "--no-from-start"):
-        train_args = without(train_args, flag, takes_value=flag == "--run-dir")
-    fields = [*(["--run-dir", facts.run_dir] if facts.run_dir else []), *["--resume"] * facts.resume]
-    return (*train_args, *fields, *["--from-start"] * facts.from_start)
-
-
 def srun(options: Options, cores: int, is_root: bool, outlives_ranks: bool) -> list[str]:
     """Slurm's launcher, through PMIx."""
     return [find("srun"), "-n", str(options.workers), "--mpi=pmix"]
@@ -99,38 +169,11 @@ def find(launcher: str) -> str:
     return path
 
 
-def launch(options: Options) -> NoReturn:
-    """Print the line and supervise it; exec one worker without restarts."""
-    host = {"cores": affinity.cores(), "is_root": os.geteuid() == 0}
-    is_alone = options.workers == 1 and not options.launcher_args
-    may_outlive = not is_alone and options.launcher == "mpirun" and has_ulfm(version_of(find("mpirun")))
-    facts = None
-    if options.restarts or may_outlive:
-        facts = facts_of(options.train_args, file_is_here=options.launcher == "mpirun" and not options.launcher_args)
-
-    def printed(workers: int, launcher_args: Sequence[str], train_args: Sequence[str]) -> list[str]:
-        asked = options._replace(workers=workers, launcher_args=tuple(launcher_args), train_args=tuple(train_args))
-        line = command(asked, **host, outlives_ranks=facts is not None and facts.outlives_ranks)
-        try:
-            print("+ " + shown(line, launcher_args), flush=True)
-        except OSError:  # as `| head` leaves it
-            failures.unheard(sys.stdout)
-        return line
-
-    if options.workers == 1 and not options.restarts:
-        line = printed(1, options.launcher_args, options.train_args)
-        os.execv(line[0], line)
-    train_args = with_fields_of_file(options.train_args, facts) if options.restarts and facts else options.train_args
-    parts = (options.launcher_args, train_args)
-    asked = SupervisedJob(options.workers, options.least or options.workers, options.restarts, *parts)
-    raise SystemExit(keep_going(asked, printed, lambda name: answers(name, options, **host)))
-
-
 SETTING = re.compile(r"(^|[,;=])([A-Za-z_]\w*)=[^,;]*")  # NAME=value, of a rank's environment
 SETS = ("-genv", "-env")  # take a name, then a value
 
 
-def shown(line: Sequence[str], launcher_args: Sequence[str]) -> str:
+def without_values(line: Sequence[str], launcher_args: Sequence[str]) -> str:
     """The line without the values of launcher variables, which may be secret."""
     hidden = [SETTING.sub(r"\1\2=...", arg) for arg in launcher_args]
     hidden = ["..." if i > 1 and hidden[i - 2] in SETS else arg for i, arg in enumerate(hidden)]
@@ -146,6 +189,9 @@ def answers(host: str, options: Options, *, cores: int, is_root: bool) -> bool:
     start = mpirun(options._replace(workers=1), cores, is_root)
     line = [*start, *settings, "--host", f"{host}:1", "true"]
     try:
-        return subprocess.run(job_folder.over_leftovers(line), capture_output=True, timeout=PROBE_S).returncode == 0
+        return (
+            subprocess.run(job_folder.remove_leftovers_first(line), capture_output=True, timeout=PROBE_S).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False

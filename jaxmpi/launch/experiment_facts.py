@@ -1,10 +1,10 @@
 """Facts of an experiment by which its job is launched and restarted.
 
-A job whose rule is asynchronous goes on without a rank that dies, if mpirun is told so. An experiment file is code, and
-only running it shows its rule. The launcher lives as long as the job, and should hold neither the file's memory nor a
-device. So another process runs the file (`read_experiment`) and answers by a file. That takes a second. It is left out
-for a text that surely changes no such fact, as most do; the words in it were read by patterns before, which some forms
-escaped.
+A job whose rule is asynchronous goes on without a rank that dies, but mpirun must be told so when it starts. Only
+running the experiment file shows its rule, and the launcher, which lives as long as the job, should hold neither the
+file's memory nor a device. So another process runs the file (`python -m` of this module) and answers in a file. That
+takes a second, and is left out for a text that surely changes no such fact, as most do. Tried and dropped: patterns
+that read the rule in the text, which some forms escaped.
 """
 
 import ast
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmpi.config import experiment_file
-from jaxmpi.core.errors import UsageError
-from jaxmpi.runtime import failures
+from jaxmpi.core.errors import UsageError, lookup
+from jaxmpi.runtime import failures, launchers
 
 TIMEOUT_S = 60.0  # for an experiment file to run
 # Words in a line or a file by which these facts may change, and those by which code runs that is not in sight.
@@ -42,11 +42,11 @@ class ExperimentFacts(NamedTuple):
 def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> ExperimentFacts | None:
     """Facts of the experiment that these arguments of the trainer name.
 
-    None: these are those of a new run of a synchronous rule, or a line says why they are not known.
-
     Args:
         train_args: arguments of the trainer.
         file_is_here: ranks run on this host, so that a mistake here is one there.
+
+    Returns: None for those of a new run of a synchronous rule, or if they are not known; a line then says why.
 
     Raises:
         UsageError: the file, or a field, is wrong.
@@ -59,43 +59,43 @@ def facts_of(train_args: Sequence[str], *, file_is_here: bool = True) -> Experim
     except OSError:  # ranks on other hosts may read it
         return None
     with tempfile.TemporaryDirectory() as folder:
-        answer, said = Path(folder) / "answer", Path(folder) / "said"
-        code = run_apart([str(answer), *train_args], said)
-        facts: dict[str, Any] = (
-            json.loads(answer.read_text()) if answer.exists() else {"error": f"{file}: {reason(code, said)}"}
-        )
-        if "error" not in facts:
-            return ExperimentFacts(**facts)
-        if answer.exists() and file_is_here:
-            raise UsageError(facts["error"])
-        if code == failures.MISUSED and file_is_here:
-            sys.stderr.write(said.read_text(errors="replace"))
+        answer, output = Path(folder) / "answer", Path(folder) / "output"
+        code = run_in_another_process([str(answer), *train_args], output)
+        text = output.read_text(errors="replace")
+        if answer.exists():
+            facts: dict[str, Any] = json.loads(answer.read_text())
+            if "error" not in facts:
+                return ExperimentFacts(**facts)
+            why = facts["error"]
+            if file_is_here:
+                raise UsageError(why)
+        elif code == failures.MISUSED and file_is_here:
+            sys.stderr.write(text)
             raise SystemExit(failures.MISUSED)
+        elif code is None:
+            why = f"{file}: has run for {TIMEOUT_S:.0f} s"
+        else:
+            last = text.strip().splitlines()[-1:] or [f"exit code {code}"]
+            why = f"{file}: cannot be run by the launcher: {last[0]:.200}"
     print(
-        f"jaxmpi: {facts['error']}; starting a job that a dead rank ends; run_dir, resume and from_start count on the "
-        "command line alone",
+        f"jaxmpi: {why}; starting a job that a dead rank ends; run_dir, resume and from_start count on the command "
+        "line alone",
         file=sys.stderr,
     )
     return None
 
 
-def run_apart(words: Sequence[str], said: Path) -> int | None:
-    """Run `read_experiment` in a process that ends with this one.
+def run_in_another_process(words: Sequence[str], output: Path) -> int | None:
+    """Run `main` in a process that ends with this one.
 
     Its output goes to a file, since a process that it starts would keep a pipe open.
 
     Returns: its exit code; None if it has run for too long.
     """
-    line = [sys.executable, "-m", "jaxmpi.launch.read_experiment", str(os.getpid()), *words]
+    line = [sys.executable, "-m", "jaxmpi.launch.experiment_facts", str(os.getpid()), *words]
     environ = {"JAX_PLATFORMS": "cpu"} | os.environ  # a GPU's memory is the ranks'
-    with said.open("wb") as output:
-        child = subprocess.Popen(
-            line,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environ,
-        )
+    with output.open("wb") as out:
+        child = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ)
         try:
             return child.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -105,21 +105,8 @@ def run_apart(words: Sequence[str], said: Path) -> int | None:
             child.wait()
 
 
-def reason(code: int | None, said: Path) -> str:
-    """Why there is no answer."""
-    if code is None:
-        return f"has run for {TIMEOUT_S:.0f} s"
-    last = said.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
-    return f"cannot be run by the launcher: {last[0]:.200}"
-
-
 def may_differ(train_args: Sequence[str], text: str) -> bool:
-    """Return True unless the text surely changes no such fact.
-
-    Args:
-        train_args: arguments of the trainer.
-        text: of the experiment file.
-    """
+    """Return True unless the text of the experiment file surely changes no such fact."""
     words = " ".join([*train_args[1:], text]).lower()
     if any(word in words for word in TELLING):
         return True
@@ -128,6 +115,29 @@ def may_differ(train_args: Sequence[str], text: str) -> bool:
     except (SyntaxError, ValueError):
         return True
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    of_names = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    modules |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for node in of_names for alias in node.names}
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for node in froms for alias in node.names}
     return any(name.split(".")[0] not in PLAIN or name.startswith("jaxmpi.experiments") for name in modules)
+
+
+def main(parent: str, answer: str, *train_args: str) -> None:
+    """Run the experiment file, and write its facts, or the user's error, as JSON."""
+    from jaxmpi.rules.registry import RULES  # noqa: PLC0415 - the launcher itself imports no JAX
+
+    launchers.end_with_parent(int(parent))
+    try:
+        experiment, _ = experiment_file.parse([*train_args])
+        rule = lookup(RULES, experiment.rule.name, "rule")
+        facts = {
+            "outlives_ranks": rule.is_asynchronous or experiment.on_rank_loss == "shrink",
+            "run_dir": experiment.run_dir,
+            "resume": experiment.resume,
+            "from_start": experiment.from_start,
+        }
+    except UsageError as error:
+        facts = {"error": str(error)}
+    Path(answer).write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -41,6 +41,11 @@ class Options(NamedTuple):
     restarts: int = 0
     least: int = 0  # workers with which a restart may go on; 0: as many as before
 
+    @property
+    def are_ranks_here(self) -> bool:
+        """True if all ranks run on this host: arguments of the launcher's own may name others."""
+        return self.launcher == "mpirun" and not self.launcher_args
+
 
 def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Options:
     """Parse the launcher's options before the experiment file; others are the trainer's.

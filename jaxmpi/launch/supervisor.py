@@ -54,29 +54,29 @@ class JobRunner:
     def __init__(self) -> None:
         """Install handlers that forward signals as requests to leave."""
         self._job: subprocess.Popen | None = None
-        self._requests = interrupts.Requests()
+        self._heard = interrupts.Requests()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self._ask)
         signal.signal(signal.SIGTSTP, self._pause)
 
     @property
-    def asked(self) -> int:
+    def requests(self) -> int:
         """Number of requests to leave so far."""
-        return len(self._requests.heard)
+        return len(self._heard.heard)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not self._requests.add(number):
+        if not self._heard.add(number):
             return
-        if number == signal.SIGINT and self.asked == 1:
+        if number == signal.SIGINT and self.requests == 1:
             failures.write_error(f"jaxmpi: {failures.INTERRUPT_NOTE}\n")
-        if self.asked == 2:
+        if self.requests == 2:
             failures.write_error("jaxmpi: asked twice to leave: the job ends at once\n")
         self._send(self._request())
 
     def _request(self) -> int:
         """Signal for the job: to save and leave, to end, then SIGKILL."""
-        return (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)[min(self.asked, 3) - 1]
+        return (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)[min(self.requests, 3) - 1]
 
     def _pause(self, number: int, frame: FrameType | None) -> None:
         """Forward Ctrl-Z to the launcher, which is in another process group."""
@@ -86,12 +86,12 @@ class JobRunner:
 
     def code_of(self, code: int) -> int:
         """The exit code of a job asked to leave, given its launcher's."""
-        if self.asked == 1 and code == 128 + signal.SIGUSR1:  # Python's default action before handlers are installed
+        if self.requests == 1 and code == 128 + signal.SIGUSR1:  # Python's default action before handlers are installed
             say("asked to leave before the ranks could save: what is saved stays")
             code = failures.PREEMPTED
         if code == failures.PREEMPTED:
-            return failures.INTERRUPTED if signal.SIGINT in self._requests.heard else code
-        return 128 + self._requests.heard[1] if code and self.asked > 1 else code
+            return failures.INTERRUPTED if signal.SIGINT in self._heard.heard else code
+        return 128 + self._heard.heard[1] if code and self.requests > 1 else code
 
     def _send(self, number: int) -> None:
         if self._job is not None and self._job.poll() is None:
@@ -105,12 +105,12 @@ class JobRunner:
         Args:
             local_ranks: how many ranks this host gets; 0 if it is not known.
         """
-        said, told = Relay(sys.stdout), Relay(sys.stderr)
-        with job_folder.own_segments() as setting:
+        stdout, stderr = Relay(sys.stdout), Relay(sys.stderr)
+        with job_folder.shared_memory_folder() as setting:
             self._job = job = subprocess.Popen(
-                job_folder.over_leftovers(line),
-                stdout=said.end,
-                stderr=told.end,
+                job_folder.remove_leftovers_first(line),
+                stdout=stdout.end,
+                stderr=stderr.end,
                 # A process group in the background is stopped if it reads from the terminal.
                 stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                 preexec_fn=partial(launchers.end_with_parent, os.getpid()),
@@ -119,23 +119,23 @@ class JobRunner:
                 # would ignore SIGTSTP for it.
                 process_group=0,
             )
-            if self.asked:  # since the last job
+            if self.requests:  # since the last job
                 self._send(self._request())
-            said.start()
-            told.start()
-            code = end_of(job, setting, outlives_ranks="--with-ft" in line, local_ranks=local_ranks)
-            text = told.tail()
+            stdout.start()
+            stderr.start()
+            code = wait_for_end(job, setting, outlives_ranks="--with-ft" in line, local_ranks=local_ranks)
+            text = stderr.tail()
             if code == 0 and is_unfinished(setting):
                 code = 128 + signal.SIGKILL
                 say("all ranks of this host ended before their time")
-            if code and (spoken := spoken_code(setting)):
-                code, text = spoken, KILLED.sub("", text)
-        if gone := HOST_GONE.search(said.tail() + text):
+            if code and (recorded := recorded_exit_code(setting)):
+                code, text = recorded, KILLED.sub("", text)
+        if gone := HOST_GONE.search(stdout.tail() + text):
             text, code = text + gone[0], code or 1
         return (code if code >= 0 else 128 - code), text
 
 
-def end_of(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_ranks: bool, local_ranks: int) -> int:
+def wait_for_end(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_ranks: bool, local_ranks: int) -> int:
     """Wait for a launcher's exit code; kill a launcher that hangs.
 
     A launcher hangs if it does not end a job that a rank has ended or left. Open MPI's launcher blocks forever if a
@@ -148,12 +148,12 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_ranks:
         outlives_ranks: the job goes on without ranks that end once MPI has started.
         local_ranks: how many ranks this host gets; 0 if it is not known. One that is killed at once is never seen.
     """
-    words, asked_s, seen, here, looks = job_folder.words(setting), 0.0, {}, {}, 0
+    words, asked_s, seen, here, looks = job_folder.marks_folder(setting), 0.0, {}, {}, 0
     while asked_s < ENDS_S:
         look_s = FIRST_LOOK_S if looks < FIRST_LOOKS else LOOK_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.wait(look_s)
-        here = launchers.ranks_below(job.pid)
+        here = launchers.ranks_under(job.pid)
         seen |= here
         looks += bool(seen)
         may_leave = (words / job_folder.FINISHED).exists()
@@ -172,12 +172,12 @@ def end_of(job: subprocess.Popen, setting: Mapping[str, str], *, outlives_ranks:
     return job.wait()
 
 
-def spoken_code(setting: Mapping[str, str]) -> int:
+def recorded_exit_code(setting: Mapping[str, str]) -> int:
     """Exit code that this host's ranks left as a mark; else 0.
 
     Such a rank ended the job and then itself by SIGKILL, so the launcher reports a signal.
     """
-    names = [path.name for path in job_folder.words(setting).glob(job_folder.ENDED_WITH + "*")]
+    names = [path.name for path in job_folder.marks_folder(setting).glob(job_folder.ENDED_WITH + "*")]
     return min((int(name.removeprefix(job_folder.ENDED_WITH)) for name in names), default=0)
 
 
@@ -186,7 +186,7 @@ def is_unfinished(setting: Mapping[str, str]) -> bool:
 
     If all ranks are killed, mpirun --with-ft returns 0.
     """
-    folder = job_folder.words(setting)
+    folder = job_folder.marks_folder(setting)
     return (folder / job_folder.BEGAN).exists() and not (folder / job_folder.FINISHED).exists()
 
 
@@ -219,7 +219,7 @@ class Relay(threading.Thread):
                     self._to.buffer.write(some)
                     self._to.buffer.flush()
                 except OSError:
-                    failures.unheard(self._to)
+                    failures.drop_unread_stream(self._to)
         os.close(self._mine)
 
     def tail(self) -> str:
@@ -244,7 +244,7 @@ class SupervisedJob(NamedTuple):
 Line = Callable[[int, Sequence[str], Sequence[str]], list[str]]  # (workers, launcher_args, train_args) -> line
 
 
-def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> int:
+def supervise(job: SupervisedJob, line: Line, probe: Callable[[str], bool]) -> int:
     """Run a job to its end, and restart it if it dies.
 
     Args:
@@ -254,46 +254,42 @@ def keep_going(asked: SupervisedJob, line: Line, probe: Callable[[str], bool]) -
     Returns: the exit code of the last start.
     """
     runner, folder, home = JobRunner(), None, None
-    if asked.restarts:
+    if job.restarts:
         with run_folder.usable():
-            folder = run_dir(asked.train_args)
+            folder = run_dir(job.train_args)
             home = HeldFolder(folder)
-        asked = asked._replace(train_args=(*without(asked.train_args, "--run-dir"), "--run-dir", str(folder)))
-    before, first = None, record_in(folder)
-    for start in range(asked.restarts + 1):
-        here = 0 if asked.launcher_args else asked.workers
-        code, text = runner.run(line(asked.workers, asked.launcher_args, asked.train_args), here)
-        if runner.asked:
+        job = job._replace(train_args=(*without(job.train_args, "--run-dir"), "--run-dir", str(folder)))
+    step_before, first_record = None, record_in(folder)
+    for start in range(job.restarts + 1):
+        local_ranks = 0 if job.launcher_args else job.workers
+        code, text = runner.run(line(job.workers, job.launcher_args, job.train_args), local_ranks)
+        if runner.requests:
             code = runner.code_of(code)
-            return code if runner.asked > 1 else name_culprit(code, text)
-        if code in FINAL or folder is None or home is None:
-            drop_if_empty(folder)
-            return name_culprit(code, text)
+            return code if runner.requests > 1 else name_culprit(code, text)
         name_culprit(code, text)
+        if code in FINAL or folder is None or home is None:
+            if folder:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # if no run has come to it
+            return code
         if fate := home.fate():
             return give_up(code, f"run directory {str(folder)!r} {fate}")
-        step = newest_step(folder)
-        if start == asked.restarts:
-            return give_up(code, f"no restart is left of {asked.restarts}")
-        if start and step == before:
+        manifest = manifests.newest(folder / "checkpoints")
+        step = manifest["step"] if manifest else 0
+        if start == job.restarts:
+            return give_up(code, f"no restart is left of {job.restarts}")
+        if start and step == step_before:
             return give_up(code, f"no progress since the last restart: still at step {step}")
-        before, asked = step, with_those_left(asked, probe)
-        if asked.workers < asked.least:
-            return give_up(code, f"{asked.workers} workers are left, --elastic asks for {asked.least}")
+        step_before, job = step, with_those_left(job, probe)
+        if job.workers < job.least:
+            return give_up(code, f"{job.workers} workers are left, --elastic asks for {job.least}")
         wait_for_lock(folder)
-        if runner.asked:
+        if runner.requests:
             say("asked to leave between two starts: what is saved stays")
             return runner.code_of(failures.PREEMPTED)
-        asked = asked._replace(train_args=resuming(asked.train_args, folder, first))
-        say(f"restart {start + 1} of {asked.restarts} from step {step}, with {asked.workers} workers")
+        job = job._replace(train_args=resuming(job.train_args, folder, first_record))
+        say(f"restart {start + 1} of {job.restarts} from step {step}, with {job.workers} workers")
     raise AssertionError  # the last start returns
-
-
-def drop_if_empty(folder: Path | None) -> None:
-    """Remove a run directory that no run has come to."""
-    if folder:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def name_culprit(code: int, text: str) -> int:
@@ -315,7 +311,7 @@ def say(text: str) -> None:
     try:
         print(f"jaxmpi: {text}", file=sys.stderr, flush=True)
     except OSError:
-        failures.unheard(sys.stderr)
+        failures.drop_unread_stream(sys.stderr)
 
 
 def run_dir(train_args: Sequence[str]) -> Path:
@@ -377,12 +373,6 @@ def without(args: Sequence[str], flag: str, takes_value: bool = True) -> list[st
     return kept
 
 
-def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint with a whole manifest; else 0."""
-    manifest = manifests.newest(folder / "checkpoints")
-    return manifest["step"] if manifest else 0
-
-
 def wait_for_lock(folder: Path) -> None:
     """Wait up to UNLOCK_S until the last job releases the run directory."""
     deadline = time.monotonic() + UNLOCK_S
@@ -394,20 +384,20 @@ def wait_for_lock(folder: Path) -> None:
             time.sleep(0.2)
 
 
-def with_those_left(asked: SupervisedJob, probe: Callable[[str], bool]) -> SupervisedJob:
+def with_those_left(job: SupervisedJob, probe: Callable[[str], bool]) -> SupervisedJob:
     """Reduce workers to slots of hosts that answer; without `--host`, by one."""
-    if asked.least == asked.workers:
-        return asked
-    slots = hosts_of(asked.launcher_args)
+    if job.least == job.workers:
+        return job
+    slots = hosts_of(job.launcher_args)
     if not slots:
-        return asked._replace(workers=max(asked.workers - 1, asked.least))
+        return job._replace(workers=max(job.workers - 1, job.least))
     left = {host: count for host, count in slots.items() if probe(host)}
     if left == slots:
-        return asked
+        return job
     say(f"no answer from {', '.join(sorted(set(slots) - set(left)))}")
     hosts = ",".join(f"{host}:{count}" for host, count in left.items())
-    args = without(without(asked.launcher_args, "--host"), "-H")
-    return asked._replace(workers=min(asked.workers, sum(left.values())), launcher_args=("--host", hosts, *args))
+    args = without(without(job.launcher_args, "--host"), "-H")
+    return job._replace(workers=min(job.workers, sum(left.values())), launcher_args=("--host", hosts, *args))
 
 
 def hosts_of(launcher_args: Sequence[str]) -> dict[str, int]:

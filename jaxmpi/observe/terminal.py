@@ -19,7 +19,7 @@ from rich.text import Text
 
 from jaxmpi.observe.record_format import ESTIMATED
 from jaxmpi.runtime import failures, phases
-from jaxmpi.runtime.screen import columns_of
+from jaxmpi.runtime.screen import terminal_columns
 
 MOST_WORKERS = 8  # workers up to which each one's steps are shown
 LINE_S = 1.0  # between lines through a pipe at least; the first and the last always come
@@ -146,12 +146,12 @@ class Plain(Terminal):
 
     def say(self, text: str) -> None:
         """Print a line; if the reader is gone, the run goes on."""
-        phases.said()
+        phases.note_output()
         try:
             # One write, since a thread prints phases: with PYTHONUNBUFFERED `print` writes the end of a line by itself.
             print(f"{text}\n", end="", file=self.out, flush=True)
         except OSError:
-            failures.unheard(self.out)
+            failures.drop_unread_stream(self.out)
 
     def progress(self, progress: ProgressLine) -> None:
         """Print a line, unless one was just printed; the last always comes."""
@@ -189,14 +189,14 @@ class Panel(Terminal):
         """Redraw with new progress."""
         self._first, self._now = self._first or progress, progress
         self.losses.append(progress.loss)
-        self.console.width = columns_of(self.out) or self.console.width  # a window may have changed
+        self.console.width = terminal_columns(self.out) or self.console.width  # a window may have changed
         self.start()
         self.live.refresh()
 
     def start(self) -> None:
         """Begin to draw, at first only what the job is at."""
         if not self._is_live:
-            phases.hush()
+            phases.stop_progress()
             self.live.start()
             self.console.show_cursor(True)  # a killed process could not restore it
             self._is_live = True
@@ -299,7 +299,7 @@ def open_terminal(quiet: bool, out: TextIO | None = None) -> Terminal:
     """Choose the display that suits stdout."""
     if quiet:
         return Terminal()
-    columns = columns_of(out or sys.stdout)
+    columns = terminal_columns(out or sys.stdout)
     if not columns:
         return Plain(out or sys.stdout)
     panel = Panel(out or sys.stdout, columns)

@@ -22,7 +22,6 @@ from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import AgreedError, check
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.recover.buddies import Copies, SliceLayout, Slices
 
 
 class Lost(Exception):
@@ -36,7 +35,6 @@ class CommittedState(NamedTuple):
     state: TrainState
     sums: np.ndarray  # sums of this process's metrics since the last progress line
     is_settled: bool  # True if this rank has done all that was due after the step
-    slices: Slices | None = None  # with sharded updates: this worker's slice, and copies of others'
 
 
 @dataclass
@@ -48,19 +46,17 @@ class ShrinkCoordinator:
     began: int  # how many ranks there were
     recorder: Recorder | None  # None on ranks that keep no record
     held: CommittedState | None = None
-    copies: Copies | None = None  # copies of slices, with sharded updates
     is_unsaved: bool = False  # True if a checkpoint was dropped after a loss, and none has been begun since
     gone: list[int] = field(default_factory=list)  # that the record does not know of yet, by the launcher's numbers
 
     def keep(self, step: int, state: TrainState, sums: np.ndarray, is_settled: bool = False) -> None:
         """Hold a state, once all ranks have it.
 
-        Communicates: copies of slices, if there are any; a vote. Raises: `Lost` if a rank is gone.
+        Communicates: a vote. Raises: `Lost` if a rank is gone.
         """
         jax.block_until_ready(state)
-        slices = self.copies.renewed(state.rule_state) if self.copies else None
         self.vote()
-        self.held = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled, slices=slices)
+        self.held = CommittedState(step=step, state=state, sums=sums.copy(), is_settled=is_settled)
 
     def settle(self, sums: np.ndarray) -> None:
         """All that was due after the step is done here."""
@@ -97,34 +93,22 @@ class ShrinkCoordinator:
             self.comm.close()
         self.comm = workers.comm
 
-    def copy_slices(self, layout: SliceLayout | None, count: int) -> None:
-        """Copy each worker's slice, if any, to `count` others from now on."""
-        self.copies = None
-        if layout:
-            assert isinstance(self.comm, FaultTolerantComm)
-            self.copies = Copies(self.comm, layout, count)
-
     def told(self) -> str:
         """The ranks that are gone, for messages."""
         return f"rank {', '.join(map(str, self.gone))} of the launcher's is gone"
 
 
-def shrinking(
-    experiment: Experiment, workers: Workers, layout: SliceLayout | None, recorder: Recorder | None
-) -> ShrinkCoordinator | None:
+def shrinking(experiment: Experiment, workers: Workers, recorder: Recorder | None) -> ShrinkCoordinator | None:
     """Coordinator of `--on-rank-loss shrink` between several ranks; else None.
 
     Args:
-        layout: of the rule's state; None if it is whole.
         recorder: None on ranks that do not keep the record.
     """
     control = workers.processes
     if experiment.on_rank_loss != "shrink" or not isinstance(control, MpiProcesses):
         return None
     assert isinstance(workers.comm, FaultTolerantComm)
-    made = ShrinkCoordinator(control, workers.comm, control.size, recorder)
-    made.copy_slices(layout, experiment.exchange.buddy)
-    return made
+    return ShrinkCoordinator(control, workers.comm, control.size, recorder)
 
 
 NEEDS = (

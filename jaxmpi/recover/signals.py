@@ -36,7 +36,7 @@ class PreemptionNotice:
         if not self._requests.add(number):
             return
         if self.given:  # asked twice: at once
-            failures.write_error(f"jaxmpi: {failures.who()}: asked twice to leave: not saved\n")
+            failures.write_error(f"jaxmpi: {failures.describe_rank()}: asked twice to leave: not saved\n")
             failures.end_job(128 + number)
         self.given, self.is_interrupt = True, number == signal.SIGINT
         self.launcher_ends = number == signal.SIGTERM and time.monotonic() - self._woken_s < JUST_NOW_S

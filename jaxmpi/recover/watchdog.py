@@ -128,7 +128,7 @@ class Watchdog:
             self.told_s = self.now_s
             late = self._tell(max(idle_s, silent_s))
             if self.on_stall == "abort":
-                if len(late) < len(self.known) and self.rank not in late and failures.go_on_without(late):
+                if len(late) < len(self.known) and self.rank not in late and failures.kill_ranks(late):
                     return self._say("killed; the others go on")
                 failures.end_job(STALLED)
 
@@ -178,7 +178,7 @@ class Watchdog:
             self.listen()
 
     def _say(self, text: str) -> None:
-        self._print(f"jaxmpi: watchdog of {failures.who()}: {text}")
+        self._print(f"jaxmpi: watchdog of {failures.describe_rank()}: {text}")
 
     def _print(self, text: str) -> None:
         print(text, file=self.out, flush=True)
@@ -186,7 +186,7 @@ class Watchdog:
 
 def mine(rank: int) -> dict[str, Any]:
     """This rank's heartbeat: its phase and step, and what it waits for."""
-    at, open_spans = failures.at(), spans.under_way()
+    at, open_spans = failures.current_phase(), spans.open_spans()
     waits = [span.name for span in open_spans if span.track == "wait"]
     opened = [f"{'waits for ' * (s.track in ('wait', 'data'))}{s.name}" for s in open_spans]
     return {

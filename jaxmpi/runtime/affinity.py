@@ -33,15 +33,15 @@ def pin_cores(local_rank: int, local_size: int) -> None:
         return
     mine = sorted(os.sched_getaffinity(0))
     if len(mine) == (os.cpu_count() or 1) and local_rank < local_size:
-        take_share(mine, local_rank, local_size)
+        bind_to_share(mine, local_rank, local_size)
 
 
-def share_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
+def divide_mask(masks: Sequence[Sequence[int]], local_rank: int) -> None:
     """Take a share of cores that several ranks have, as in containers."""
     mine = masks[local_rank]
     alike = [rank for rank, mask in enumerate(masks) if mask == mine]
     if mine and len(alike) > 1:
-        take_share(mine, alike.index(local_rank), len(alike))
+        bind_to_share(mine, alike.index(local_rank), len(alike))
 
 
 def core_mask() -> list[int]:
@@ -65,7 +65,7 @@ def idle_cores(mine: int, all_cores: int, local_size: int) -> str:
 _given: set[int] = set()  # cores that this process had before it took its share
 
 
-def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
+def bind_to_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
     """The cores of one of `local_size` ranks, if they divide."""
     _given.update(mine)
     if len(mine) % local_size == 0:
@@ -75,7 +75,7 @@ def take_share(mine: Sequence[int], local_rank: int, local_size: int) -> None:
         os.sched_setaffinity(0, {mine[local_rank % len(mine)]})
 
 
-def roam() -> None:
+def unbind() -> None:
     """Undo a share of one core: threads may use all cores again.
 
     For ranks that do not keep step. A rank of its own pace on a core is not slowed by ranks on another core. So ranks

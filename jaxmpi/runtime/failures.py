@@ -5,7 +5,7 @@ uncaught error in any thread prints rank, host and phase, and aborts the job (`f
 for the others, and aborts the job if it leaves while they work (`leave`). If all ranks raise the same error, rank 0
 prints it; the others wait for some seconds and print it only if the job has not ended by then. A `UsageError` ends with
 code 2, for a restart would not help. Open MPI 5 may lose the last lines of a rank that aborts, or return 0 for its job;
-hence `let_be_heard`, and the exit code in a file (docs/decisions/0011).
+hence `drain_stdio`, and the exit code in a file (docs/decisions/0011).
 """
 
 import atexit
@@ -34,9 +34,9 @@ from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
 from jaxmpi.runtime.interrupts import INTERRUPTED as INTERRUPTED
 from jaxmpi.runtime.job_folder import ENDED_WITH, ENDING, is_marked, mark
 from jaxmpi.runtime.launchers import launched, my_rank
-from jaxmpi.runtime.mpi_end import before_mpi_ends, run_checks
+from jaxmpi.runtime.mpi_end import call_before_finalize, run_checks
 from jaxmpi.runtime.prepare import _prepared
-from jaxmpi.runtime.spared_threads import report_of
+from jaxmpi.runtime.spared_threads import error_handler_of
 
 # How long a rank at its end waits for the others before it takes them for stuck.
 EXIT_TIMEOUT_S = seconds_from("JAXMPI_EXIT_TIMEOUT_S", 300)
@@ -85,17 +85,17 @@ def write_error(text: str) -> None:
         os.write(2, text.encode(errors="backslashreplace"))
 
 
-def unheard(stream: TextIO) -> None:
+def drop_unread_stream(stream: TextIO) -> None:
     """Redirect a stream without a reader to nowhere; the run goes on."""
     if stream is not sys.stderr:
         write_error(
             "jaxmpi: standard output cannot be written, as after `| head`: the run goes on without it; its "
             "record.jsonl has every line\n"
         )
-    to_nowhere(stream)
+    redirect_to_devnull(stream)
 
 
-def to_nowhere(stream: TextIO) -> None:
+def redirect_to_devnull(stream: TextIO) -> None:
     """Redirect a stream to nowhere, with the text still in its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -139,7 +139,7 @@ def install_hooks(job: JobControl) -> None:
     global _job
     _job = job
     install_excepthooks()
-    before_mpi_ends(leave)
+    call_before_finalize(leave)
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def note_spawned() -> None:
         _job.has_spawned = True
 
 
-def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
+def survive_losses(kill: Callable[[Sequence[int]], bool]) -> None:
     """From now on let a rank that fails by itself end alone.
 
     Args:
@@ -171,7 +171,7 @@ def outlive(kill: Callable[[Sequence[int]], bool]) -> None:
         _job.kill = kill
 
 
-def go_on_without(ranks: Sequence[int]) -> bool:
+def kill_ranks(ranks: Sequence[int]) -> bool:
     """End these ranks, if the others go on; False if they cannot."""
     return _job is not None and _job.kill is not None and _job.kill(ranks)
 
@@ -186,21 +186,21 @@ def fail_in_thread(args: threading.ExceptHookArgs) -> None:
     """Call `fail`, unless the thread is spared or raised `SystemExit`."""
     if args.exc_type is SystemExit:
         return
-    report = report_of(args.thread)
+    report = error_handler_of(args.thread)
     if report and args.exc_value is not None:
         report(args.exc_value)
     else:
         fail(args.exc_value, args.exc_traceback)
 
 
-def who() -> str:
+def describe_rank() -> str:
     """This rank in messages, also before MPI starts: `rank 2/4 on node07`."""
     here = launched()
     rank, size = (_job.rank, _job.size) if _job else (here.rank, here.size) if here else (0, 1)
     return f"rank {rank}/{size} on {socket.gethostname()}"
 
 
-class At(NamedTuple):
+class PhaseStatus(NamedTuple):
     """The phase of this process, and since when."""
 
     phase: str
@@ -210,20 +210,20 @@ class At(NamedTuple):
 
 
 LONG = 6.0  # patience with what compiles or writes
-_at = At("start", time.monotonic(), 0, LONG)
+_at = PhaseStatus("start", time.monotonic(), 0, LONG)
 
 
-def doing(phase: str, patience: float = 1.0) -> None:
+def set_phase(phase: str, patience: float = 1.0) -> None:
     """Note this process's phase, for error messages, and that it makes progress.
 
     Args:
         patience: how many times longer than a step it may last before it counts as stuck.
     """
     global _at
-    _at = At(phase, time.monotonic(), _at.count + 1, patience)
+    _at = PhaseStatus(phase, time.monotonic(), _at.count + 1, patience)
 
 
-def at() -> At:
+def current_phase() -> PhaseStatus:
     """The phase of this process."""
     return _at
 
@@ -236,7 +236,7 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
     """
     echo = _job.echoes(error) if _job else None
     if echo is not None:
-        sys.stderr.write(f"jaxmpi: {who()} ({_at.phase}) {echo}\n" if echo else "")
+        sys.stderr.write(f"jaxmpi: {describe_rank()} ({_at.phase}) {echo}\n" if echo else "")
         end_job(1 if echo else 0)  # so that the other rank's code is the job's
     if isinstance(error, (UsageError, AgreedError)) and my_rank() != 0:
         time.sleep(rank_0_first_s())  # rank 0 most likely says the same, and ends the job
@@ -251,9 +251,9 @@ def fail(error: BaseException | None, trace: TracebackType | None) -> None:
         text = "interrupted\n"
     else:
         text = "".join(traceback.format_exception(None if error is None else type(error), error, trace))
-    sys.stderr.write(f"jaxmpi: {who()}{phase}:\n{text}")  # at once: other ranks write too
+    sys.stderr.write(f"jaxmpi: {describe_rank()}{phase}:\n{text}")  # at once: other ranks write too
     if not isinstance(error, (UsageError, AgreedError, KeyboardInterrupt)):
-        go_alone()
+        die_alone_if_others_go_on()
     end_job(exit_code(error))
 
 
@@ -318,7 +318,7 @@ def rank_0_first_s() -> float:
     return max(RANK_0_FIRST_S, min(age_s, RANK_0_FIRST_MOST_S))
 
 
-def go_alone() -> None:
+def die_alone_if_others_go_on() -> None:
     """End this rank by SIGKILL if the others are to go on.
 
     After a bad exit code, Open MPI would end the others.
@@ -342,7 +342,7 @@ def leave_with(code: object) -> None:
     if not isinstance(code, int):
         sys.stderr.write(f"{code}\n")
     number = code if isinstance(code, int) else 1
-    sys.stderr.write(f"jaxmpi: {who()} has left with exit code {number}; ending the job\n")
+    sys.stderr.write(f"jaxmpi: {describe_rank()} has left with exit code {number}; ending the job\n")
     end_job(number)
 
 
@@ -356,13 +356,13 @@ def end_job(code: int) -> NoReturn:
             mark(ENDING)
         if _job.has_spawned and not _job.kill:
             mark(f"{ENDED_WITH}{code}")
-            let_be_heard()
+            drain_stdio()
             os.kill(os.getpid(), signal.SIGKILL)
         _job.abort(code)
     os._exit(code)
 
 
-def let_be_heard() -> None:
+def drain_stdio() -> None:
     """Wait until the launcher has read and passed on this process's output.
 
     Open MPI 5 at times loses output that its launcher has not passed on when the job ends. A pipe shows how much of it
@@ -376,7 +376,7 @@ def let_be_heard() -> None:
         time.sleep(PASSED_ON_S)
 
 
-def let_end() -> None:
+def wait_for_ending_thread() -> None:
     """Wait while another thread ends the job, rather than exit with 0."""
     if _ending.acquire(timeout=ENDING_S):
         _ending.release()
@@ -401,15 +401,15 @@ def leave() -> None:
     """Wait for the other ranks at exit, or end the whole job."""
     if _job is None or _job.size == 1:
         return
-    let_end()
+    wait_for_ending_thread()
     if _job.working:
         end = "the others go on" if _job.kill else "ending the job"
-        print(f"jaxmpi: {who()} left early ({_at.phase}); {end}", file=sys.stderr)
-        go_alone()
+        print(f"jaxmpi: {describe_rank()} left early ({_at.phase}); {end}", file=sys.stderr)
+        die_alone_if_others_go_on()
         end_job(1)
     if not _job.wait_for_all(EXIT_TIMEOUT_S):
         print(
-            f"jaxmpi: {who()} has ended, but others had not {EXIT_TIMEOUT_S:.0f} s later; ending the job "
+            f"jaxmpi: {describe_rank()} has ended, but others had not {EXIT_TIMEOUT_S:.0f} s later; ending the job "
             "(JAXMPI_EXIT_TIMEOUT_S sets the time)",
             file=sys.stderr,
         )

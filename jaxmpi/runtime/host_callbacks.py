@@ -355,7 +355,7 @@ def _told(error: BaseException) -> str:
     """
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if isinstance(error, (UsageError, TrainingError)) else f", {place.filename}:{place.lineno}"
-    return f"{type(error).__name__}: {error} [{failures.who()}{where}]"
+    return f"{type(error).__name__}: {error} [{failures.describe_rank()}{where}]"
 
 
 # ---------------------------------------------------------------- whether XLA's interface is the one known here

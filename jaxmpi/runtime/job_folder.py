@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def over_leftovers(line: Sequence[str]) -> list[str]:
+def remove_leftovers_first(line: Sequence[str]) -> list[str]:
     """The line in a shell that first removes a killed launcher's folder.
 
     A launcher refuses to start if one with the same process id has left its temporary folder. The line gets the process
@@ -23,7 +23,7 @@ def over_leftovers(line: Sequence[str]) -> list[str]:
 
 
 SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"  # the folder of what ranks of a host share
-OWN = f"jaxmpi-{os.getuid()}-"  # how those that `own_segments` makes begin
+OWN = f"jaxmpi-{os.getuid()}-"  # how those that `shared_memory_folder` makes begin
 WORDS = "words"  # a folder there, on the host of who has made it
 BEGAN, FINISHED = "began", "finished"  # files in that: a rank of this host has done so
 MPI_RUNS = "mpi runs"  # and: MPI has started, so all ranks have come that far
@@ -35,7 +35,7 @@ ENDED_WITH = "ended with "  # and a code: a rank of this host has said why it en
 
 
 def mark(name: str) -> None:
-    """Leave a file of this name in the folder of `own_segments`."""
+    """Leave a file of this name in the folder of `shared_memory_folder`."""
     folder = Path(os.environ.get(SEGMENTS, ""))
     if folder.name.startswith(OWN):
         with suppress(OSError):  # on another host, gone, or full: then there is no file
@@ -44,7 +44,7 @@ def mark(name: str) -> None:
 
 def is_marked(name: str) -> bool:
     """Return True if a rank of this host has called `mark(name)`."""
-    return (words(os.environ) / name).exists()
+    return (marks_folder(os.environ) / name).exists()
 
 
 def end_with_supervisor() -> None:
@@ -55,7 +55,7 @@ def end_with_supervisor() -> None:
     of the thread that has started this process, and a launcher's threads may end at any time.
     """
     try:
-        pipe = os.open(words(os.environ) / ALIVE, os.O_RDONLY | os.O_NONBLOCK)
+        pipe = os.open(marks_folder(os.environ) / ALIVE, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # no supervisor on this host
         return
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
@@ -67,7 +67,7 @@ def end_with_supervisor() -> None:
 
 
 @contextmanager
-def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
+def shared_memory_folder(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
     """Yield Open MPI's setting of a job's own folder in shared memory.
 
     The folder is removed even if this process is killed. Open MPI leaves 16 MiB a rank behind if its launcher is
@@ -76,9 +76,9 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
     if SEGMENTS in os.environ or not os.access(root, os.W_OK):
         yield {}
         return
-    sweep(root)
+    remove_stale_folders(root)
     folder = Path(tempfile.mkdtemp(prefix=OWN, dir=root))
-    handle, line, silent = hold(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
+    handle, line, silent = lock_folder(folder), ["/bin/sh", "-c", AFTER_ME, "sh", str(folder)], subprocess.DEVNULL
     (folder / WORDS).mkdir()  # once no other job's start can sweep it away
     os.mkfifo(folder / WORDS / ALIVE)
     alive = os.open(folder / WORDS / ALIVE, os.O_RDWR)
@@ -92,13 +92,13 @@ def own_segments(root: Path = Path("/dev/shm")) -> Iterator[dict[str, str]]:
         janitor.communicate(b"done\n")
 
 
-def words(setting: Mapping[str, str]) -> Path:
-    """The folder of this host's marks, by the setting of `own_segments`."""
+def marks_folder(setting: Mapping[str, str]) -> Path:
+    """The folder of this host's marks, by the setting of `shared_memory_folder`."""
     return Path(setting.get(SEGMENTS, os.devnull)) / WORDS
 
 
-def hold(folder: Path) -> int:
-    """Keep a folder from `sweep` while the returned handle is open.
+def lock_folder(folder: Path) -> int:
+    """Keep a folder from `remove_stale_folders` while the returned handle is open.
 
     The folder is made if absent. The handle is also closed when the process ends.
     """
@@ -116,8 +116,8 @@ def hold(folder: Path) -> int:
                 return handle
 
 
-def sweep(root: Path) -> None:
-    """Remove folders of `own_segments` that no process holds any more."""
+def remove_stale_folders(root: Path) -> None:
+    """Remove folders of `shared_memory_folder` that no process holds any more."""
     for folder in root.glob(OWN + "*"):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

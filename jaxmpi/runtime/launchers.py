@@ -77,7 +77,7 @@ def launched_workers() -> int:
     return here.size if here else 1
 
 
-def ranks_below(pid: int) -> dict[int, int]:
+def ranks_under(pid: int) -> dict[int, int]:
     """A launcher's processes on this host by rank, except spawned ones (Linux)."""
     variables = tuple(f"{names[0]}=".encode() for names in LAUNCHERS.values())
     jobs = b"PMIX_NAMESPACE="  # Open MPI's job: the launcher's own ends with @1, of spawned processes with @2, ...

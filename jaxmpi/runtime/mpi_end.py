@@ -8,7 +8,7 @@ _hooks: list[Callable[[], None]] = []
 _checks: list[Callable[[], object]] = []
 
 
-def before_mpi_ends(hook: Callable[[], object]) -> None:
+def call_before_finalize(hook: Callable[[], object]) -> None:
     """Call a hook once when MPI or the process ends, newest first."""
 
     def once() -> None:
@@ -27,7 +27,7 @@ def run_hooks() -> None:
             _hooks[-1]()
 
 
-def when_all_have_ended(check: Callable[[], object]) -> None:
+def call_after_all_scripts(check: Callable[[], object]) -> None:
     """Call the check when all ranks' scripts have ended, before MPI ends."""
     _checks.append(check)
 

@@ -48,14 +48,14 @@ def current() -> Phase | None:
     return at[0]._replace(name=f"{at[0].name} ({at[-1].name})")
 
 
-def said() -> None:
+def note_output() -> None:
     """Note that something was shown, so that the next line can wait."""
     global _said_s
     _said_s = time.monotonic()
 
 
-def narrate(out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
-    """Print the phase whenever `silence_s` have passed without output, until `hush`.
+def start_progress(out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
+    """Print the phase whenever `silence_s` have passed without output, until `stop_progress`.
 
     A thread prints it, because the one that works blocks while it imports or compiles.
     """
@@ -70,12 +70,12 @@ def narrate(out: TextIO | None = None, silence_s: float = SILENCE_S) -> None:
             if at and now - _said_s >= silence_s and now - at.begin_s >= silence_s / 8:
                 with suppress(OSError, ValueError):  # nobody reads it, or it is closed
                     print(f"{at}\n", end="", file=out, flush=True)  # one write: other lines come beside it
-                said()
+                note_output()
 
     threading.Thread(target=watch, name="jaxmpi phases", daemon=True).start()
 
 
-def hush() -> None:
-    """Stop `narrate`: phases are shown elsewhere, or are not wanted."""
+def stop_progress() -> None:
+    """Stop `start_progress`: phases are shown elsewhere, or are not wanted."""
     while _narrators:
         _narrators.pop().set()

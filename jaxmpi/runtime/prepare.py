@@ -11,7 +11,7 @@ from jaxmpi.runtime.affinity import core_mask, cores, idle_cores, pin_cores
 from jaxmpi.runtime.allocator import keep_freed_memory, use_main_arena
 from jaxmpi.runtime.caches import use_compilation_cache
 from jaxmpi.runtime.device_setup import pin_gpu
-from jaxmpi.runtime.job_folder import BEGAN, OWN, SEGMENTS, hold, mark, sweep
+from jaxmpi.runtime.job_folder import BEGAN, OWN, SEGMENTS, lock_folder, mark, remove_stale_folders
 from jaxmpi.runtime.launchers import Launch, launched
 
 
@@ -48,7 +48,7 @@ def tune_mpi(here: Launch) -> None:
     folder = Path(os.environ.get(SEGMENTS, ""))
     if folder.name.startswith(OWN):
         with suppress(OSError):  # without such memory Open MPI takes other
-            sweep(folder.parent)
-            hold(folder)
+            remove_stale_folders(folder.parent)
+            lock_folder(folder)
         mark(BEGAN)
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # prints an error a process if there is no such network

@@ -7,7 +7,7 @@ from jaxmpi.core.process_stat import stat_of
 from jaxmpi.runtime import launchers
 
 
-def columns_of(out: Any) -> int:
+def terminal_columns(out: Any) -> int:
     """Columns of the terminal that a stream leads to; else 0.
 
     Open MPI gives every rank a terminal of its own. It passes on what is written there to wherever mpirun's own output

@@ -37,14 +37,14 @@ _spans: deque[Span] = deque(maxlen=MOST)
 _open: dict[int, Span] = {}  # by a number of their own; not yet ended
 
 
-def note(track: str, name: str, begin_s: float, end_s: float) -> None:
+def record_span(track: str, name: str, begin_s: float, end_s: float) -> None:
     """Keep a span, from any thread."""
     _spans.append(Span(track, name, begin_s, end_s))
 
 
 @contextmanager
 def span(track: str, name: str) -> Iterator[None]:
-    """Note what happens inside; while it lasts, it is among `under_way`."""
+    """Note what happens inside; while it lasts, it is among `open_spans`."""
     begin_s, key = time.perf_counter(), threading.get_ident()
     before = _open.get(key)
     _open[key] = Span(track, name, begin_s, begin_s)
@@ -55,10 +55,10 @@ def span(track: str, name: str) -> Iterator[None]:
             del _open[key]
         else:
             _open[key] = before
-        note(track, name, begin_s, time.perf_counter())
+        record_span(track, name, begin_s, time.perf_counter())
 
 
-def under_way() -> list[Span]:
+def open_spans() -> list[Span]:
     """Spans under way, by thread; their ends are not known yet."""
     return list(_open.values())
 

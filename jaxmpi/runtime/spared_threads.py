@@ -16,7 +16,7 @@ _start = threading.Thread.start
 
 
 @contextmanager
-def sparing(report: Report) -> Iterator[None]:
+def spare_threads(report: Report) -> Iterator[None]:
     """Spare threads started by this thread in the block, and their children.
 
     Args:
@@ -35,12 +35,12 @@ def start(self: threading.Thread) -> None:
 
     Python does not keep who has started a thread.
     """
-    report = getattr(_scope, "report", None) or report_of(threading.current_thread())
+    report = getattr(_scope, "report", None) or error_handler_of(threading.current_thread())
     if report:
         _reports[self] = report
     _start(self)
 
 
-def report_of(thread: threading.Thread | None) -> Report | None:
+def error_handler_of(thread: threading.Thread | None) -> Report | None:
     """The function to call with a spared thread's error; else None."""
     return None if thread is None else _reports.get(thread)

@@ -21,7 +21,7 @@ class CommandSpec(NamedTuple):
 
 
 COMMANDS = {
-    "train": CommandSpec("train an experiment with N workers; prints the launcher's line", "launch.start:main"),
+    "train": CommandSpec("train an experiment with N workers; prints the launcher's line", "launch.command:main"),
     "run": CommandSpec(
         "a script of your own under mpirun: an error on one rank ends the job, named",
         "launch.script:main",
@@ -84,7 +84,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # nobody reads on, as after `| head`
-        failures.to_nowhere(sys.stdout)
+        failures.redirect_to_devnull(sys.stdout)
         sys.exit(1)
 
 

@@ -44,7 +44,7 @@ SHM_BYTES = 64 << 20  # Docker's default, and less than sums over a host need
 SHOWN = 64  # ranks listed one by one
 
 
-class Timed(NamedTuple):
+class ExchangeTime(NamedTuple):
     """Exchanges of one length."""
 
     strategy: str
@@ -94,7 +94,7 @@ def interfaces(folder: Path = Path("/sys/class/net")) -> dict[str, str]:
 # ---------------------------------------------------------------- test of exchanges
 
 
-def tested(control: Processes) -> list[Timed]:
+def time_exchanges(control: Processes) -> list[ExchangeTime]:
     """Time short and long exchanges by a portable and the best strategy.
 
     This takes about TEST_S seconds in all. All ranks call it together.
@@ -106,19 +106,19 @@ def tested(control: Processes) -> list[Timed]:
     budget_s, rows = TEST_S / (len(strategies) * len(LENGTHS)), []
     for strategy in strategies:
         try:
-            rows += [timed(control, strategy, floats, budget_s) for floats in LENGTHS]
+            rows += [time_exchange(control, strategy, floats, budget_s) for floats in LENGTHS]
         except UsageError as error:  # on all ranks alike: no room in memory; the page is to say how much there is
             if control.rank == 0:
                 print(f"jaxmpi doctor: {strategy} is not timed: {error}", file=sys.stderr, flush=True)
     return rows
 
 
-def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Timed:
+def time_exchange(control: Processes, strategy: str, floats: int, budget_s: float) -> ExchangeTime:
     """Time exchanges with a known mean, as often as the budget allows.
 
     Each result is compared with that mean bit for bit. All ranks call this together.
     """
-    failures.doing(f"self-test: {strategy}, {floats} floats")
+    failures.set_phase(f"self-test: {strategy}, {floats} floats")
     x = np.arange(floats, dtype=np.float32) % 1024 + control.rank
     expected = np.arange(floats, dtype=np.float32) % 1024 + np.float32((control.size - 1) / 2)
 
@@ -136,7 +136,7 @@ def timed(control: Processes, strategy: str, floats: int, budget_s: float) -> Ti
     rows = control.allgather_array(np.array([*took, float(all(right))]))
     seconds = float(np.median(rows[:, :-1].max(axis=0)))
     carried = 2 * (control.size - 1) / control.size * 4 * floats
-    return Timed(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))
+    return ExchangeTime(strategy, floats, seconds, carried / seconds / 1e9, bool(rows[:, -1].all()))
 
 
 class RankPairSpeed(NamedTuple):
@@ -168,7 +168,7 @@ def slow_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[str
     ][:4]
 
 
-def shown_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[str]:
+def format_pairs(pairs: Sequence[RankPairSpeed], hosts: Sequence[str]) -> list[str]:
     """A line for pairs on one host, one for pairs on two."""
     lines = []
     for where, is_far in (("one host", False), ("two hosts", True)):
@@ -193,7 +193,7 @@ def by_host(ranks: Ranks) -> dict[str, list[dict[str, Any]]]:
     return hosts
 
 
-def unlike(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+def differing_versions(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """Versions that differ between ranks."""
     first = ranks[0]["versions"]
     lines = [
@@ -206,43 +206,44 @@ def unlike(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     return lines[:8]
 
 
-def crowded(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+def crowded_hosts(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """Hosts with more ranks than cores."""
     return [
         f"{host} has {len(mine)} ranks on {cores} cores: they wait for each other; start {cores} there at most"
         for host, mine in by_host(ranks).items()
-        if len(mine) > (cores := max(rank["whole cores"] for rank in mine) if is_alike(mine) else used(mine))
+        if len(mine)
+        > (cores := max(rank["whole cores"] for rank in mine) if may_use_same_cores(mine) else cores_used(mine))
     ]
 
 
-def is_alike(ranks: Ranks) -> bool:
+def may_use_same_cores(ranks: Ranks) -> bool:
     """Return True if ranks of a host may use the same cores."""
     return len({tuple(rank["may use"]) for rank in ranks}) == 1
 
 
-def used(ranks: Ranks) -> int:
+def cores_used(ranks: Ranks) -> int:
     """Cores that the ranks of a host may use together."""
     return len({core for rank in ranks for core in rank["may use"]}) or ranks[0]["cores"]
 
 
-def bound(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+def bound_hosts(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """Hosts whose cores are left idle by the launcher's binding."""
     return [
-        f"{host}: {len(mine)} ranks are bound to {used(mine)} of {mine[0]['cores']} cores; to use all of them: "
+        f"{host}: {len(mine)} ranks are bound to {cores_used(mine)} of {mine[0]['cores']} cores; to use all of them: "
         "mpirun --bind-to none, or srun --cpus-per-task"
         for host, mine in by_host(ranks).items()
-        if len(ranks) > 1 and used(mine) < mine[0]["cores"] and used(mine) <= len(mine)
+        if len(ranks) > 1 and cores_used(mine) < mine[0]["cores"] and cores_used(mine) <= len(mine)
     ]
 
 
-def threads(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+def limited_threads(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """Features that MPI's thread level rules out."""
     level = mpi.get("threads", "MPI_THREAD_MULTIPLE")
     told = f"MPI gives {level}: no overlap and no watchdog; use an MPI built for MPI_THREAD_MULTIPLE"
     return [] if level == "MPI_THREAD_MULTIPLE" else [told]
 
 
-def shared_memory(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+def small_shared_memory(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """Hosts with little shared memory."""
     return [
         f"{host}: /dev/shm has {mine[0]['shm free'] >> 20} MiB free, expected {SHM_BYTES >> 20} or more: strategy shm "
@@ -261,7 +262,7 @@ def idle_gpus(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     ]
 
 
-def no_compiler(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
+def hosts_without_compiler(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """Hosts on which no C source can be compiled."""
     return [
         f"{host} has no C compiler on the path: a small call in a program takes 90 us more, through Python, and an "
@@ -273,17 +274,17 @@ def no_compiler(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
 
 # Checks; each returns lines to show.
 ADVICE: dict[str, Callable[[Ranks, dict[str, str]], list[str]]] = {
-    "versions": unlike,
-    "crowded": crowded,
-    "bound": bound,
-    "threads": threads,
-    "shared memory": shared_memory,
+    "versions": differing_versions,
+    "crowded": crowded_hosts,
+    "bound": bound_hosts,
+    "threads": limited_threads,
+    "shared memory": small_shared_memory,
     "gpus": idle_gpus,
-    "compiler": no_compiler,
+    "compiler": hosts_without_compiler,
 }
 
 
-def of_test(results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
+def self_test_problems(results: Sequence[ExchangeTime], trips_s: Sequence[float]) -> list[str]:
     """Problems that the self-test shows."""
     wrong = [
         f"{t.strategy} gave a wrong mean of {t.floats} floats: do not train here" for t in results if not t.is_right
@@ -298,10 +299,10 @@ def of_test(results: Sequence[Timed], trips_s: Sequence[float]) -> list[str]:
 # ---------------------------------------------------------------- the page
 
 
-def shown(
+def format_report(
     ranks: Ranks,
     mpi: dict[str, str],
-    results: Sequence[Timed],
+    results: Sequence[ExchangeTime],
     trips_s: Sequence[float],
     pairs: Sequence[RankPairSpeed] = (),
     trouble: str = "",
@@ -317,23 +318,24 @@ def shown(
         net = ", ".join(f"{name} {state}" for name, state in mine[0]["interfaces"].items()) or "no interfaces"
         lines += [f"host      {host}: {mine[0]['cores']} cores, /dev/shm {mine[0]['shm free'] >> 20} MiB free; {net}"]
     lines += [
-        f"rank {r:<4} {rank['host']}: cores {spelled(rank['may use'])}; {rank['backend']}, {', '.join(rank['devices'])}"
+        f"rank {r:<4} {rank['host']}: cores {format_cores(rank['may use'])}; {rank['backend']}, "
+        f"{', '.join(rank['devices'])}"
         for r, rank in enumerate(ranks[:SHOWN])
     ]
     if len(trips_s) > 1:
         lines += [f"ping      rank 0 to others and back: {1e6 * min(trips_s[1:]):.0f} to {1e6 * max(trips_s):.0f} us"]
-    lines += shown_pairs(pairs, hosts)
+    lines += format_pairs(pairs, hosts)
     lines += [
         f"exchange  {t.strategy:7} {4 * t.floats:>10,} bytes  {1e3 * t.seconds:9.3f} ms  {t.gb_per_s:7.3f} GB/s  "
         f"{'right' if t.is_right else 'WRONG'}"
         for t in results
     ]
-    advice = [line for look in ADVICE.values() for line in look(ranks, mpi)] + of_test(results, trips_s)
+    advice = [line for look in ADVICE.values() for line in look(ranks, mpi)] + self_test_problems(results, trips_s)
     advice += slow_pairs(pairs, hosts) + ([f"one worker runs, but not several: {trouble}"] if trouble else [])
     return lines + (["", "to change:", *(f"- {line}" for line in advice)] if advice else ["", "nothing to change"])
 
 
-def spelled(cores: Sequence[int]) -> str:
+def format_cores(cores: Sequence[int]) -> str:
     """Write cores as ranges: `0-3,8` for 0, 1, 2, 3, 8."""
     runs: list[list[int]] = []
     for core in cores:
@@ -346,7 +348,7 @@ def spelled(cores: Sequence[int]) -> str:
 
 def examine() -> None:
     """Examine this job; all ranks call it, rank 0 prints."""
-    failures.doing("facts")
+    failures.set_phase("facts")
     control = processes()
     mpi = mpi_facts()
     if control.size > 1:
@@ -355,11 +357,11 @@ def examine() -> None:
     ranks = control.allgather_object(mine())
     trips_s = [trip_s for trip_s, _ in pings(control)]
     with watching(control, STALL_S if isinstance(control, MpiProcesses) else 0, "abort"):
-        failures.doing("self-test: messages between pairs of ranks")
+        failures.set_phase("self-test: messages between pairs of ranks")
         pairs = pairs_of(trips(control, PAIR_FLOATS), [rank["host"] for rank in ranks])
-        results = tested(control)
+        results = time_exchanges(control)
     if control.rank == 0:
-        print("\n".join(shown(ranks, mpi, results, trips_s, pairs, trouble)), flush=True)
+        print("\n".join(format_report(ranks, mpi, results, trips_s, pairs, trouble)), flush=True)
     control.barrier()
 
 

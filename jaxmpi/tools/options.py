@@ -48,7 +48,7 @@ def doctor(argv: Sequence[str]) -> None:
     if options.workers > 1:
         ranks = options._replace(train_args=("doctor",))
         line = command.command(ranks, cores=affinity.cores(), is_root=os.geteuid() == 0, module="jaxmpi.tools.cli")
-        os.execv("/bin/sh", job_folder.over_leftovers(line))
+        os.execv("/bin/sh", job_folder.remove_leftovers_first(line))
 
 
 def plan_parser() -> argparse.ArgumentParser:

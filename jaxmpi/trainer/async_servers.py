@@ -118,8 +118,9 @@ class HeartbeatMonitor:
         self.told |= set(late)
         names = ", ".join(f"rank {worker} on {self.hosts[worker]}" for worker in late)
         sys.stderr.write(
-            f"jaxmpi: watchdog of {failures.who()}: no progress for {max(late.values()):.0f} s; late: {names}; other "
-            f"workers go on, but no checkpoint is made\njaxmpi: on_stall {self.on_stall}: {ON_STALL[self.on_stall]}\n"
+            f"jaxmpi: watchdog of {failures.describe_rank()}: no progress for {max(late.values()):.0f} s; late: "
+            f"{names}; other workers go on, but no checkpoint is made\n"
+            f"jaxmpi: on_stall {self.on_stall}: {ON_STALL[self.on_stall]}\n"
         )
         if self.on_stall == "abort":
             failures.end_job(STALLED)

@@ -92,7 +92,7 @@ class AsyncWorker:
 
     def wait_for_start(self) -> None:
         """Report ready before the first step, and wait for all live workers."""
-        failures.doing("start", failures.LONG)
+        failures.set_phase("start", failures.LONG)
         self._answer(self._server_exchange(PUSH, None, self._report({})))
         spans.drain()  # it is no part of a step
 
@@ -138,7 +138,7 @@ class AsyncWorker:
             gossiper.push(push.to, push.share, body)
             self.new = self.new.plus(Counters(sent_bytes=body.size))
         if push or w is not None:
-            spans.note("wait", "gossip", begin, time.perf_counter())
+            spans.record_span("wait", "gossip", begin, time.perf_counter())
             self.new = self.new.plus(Counters(exchange_s=time.perf_counter() - begin))
         return state
 

@@ -74,7 +74,7 @@ class StderrRecorder(Recorder):
 
     def say(self, text: str) -> None:
         """A line that names the rank."""
-        warn(f"{failures.who()}: {text}")
+        warn(f"{failures.describe_rank()}: {text}")
 
 
 class AsynchronousWorker:

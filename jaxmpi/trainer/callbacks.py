@@ -128,7 +128,7 @@ class InjectFaults(Callback):
 
     def before_step(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
         """Let faults change the batch, end the process or hold it up."""
-        return fault_injection.reach("step", step, (state, batch))
+        return fault_injection.inject_at("step", step, (state, batch))
 
 
 class ProfilerCallback(Callback):

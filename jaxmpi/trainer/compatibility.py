@@ -87,21 +87,6 @@ AT_START = (
         ("rule.name", "all but gradients", "use rule gradients, or off", is_not_gradients),
     ),
     *incompatible(
-        lambda x: shrinks(x) and not x.exchange.buddy,
-        f"{SHRINK} without --exchange.buddy",
-        (
-            "exchange.shard_update",
-            "on",
-            "a dead worker's slice of the optimizer's state is gone: add --exchange.buddy 1, for a copy at the next "
-            "worker, or take off",
-        ),
-    ),
-    *incompatible(
-        lambda x: not shrinks(x),
-        "--on-rank-loss end, when nobody needs a copy",
-        ("exchange.buddy", "above 0", "leave it out, or take --on-rank-loss shrink", bool),
-    ),
-    *incompatible(
         is_asynchronous,
         ASYNCHRONOUS,
         ("on_nonfinite", "rollback", "skip or stop"),

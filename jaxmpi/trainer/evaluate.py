@@ -76,8 +76,8 @@ def judged(run: Run, subject: Subject, step: int, begin: int = 0, end: int | Non
     """Metrics of this process's validation batches [begin, end)."""
     with contextlib.closing(run.plan.validation.batches(begin, end)) as batches:
         for batch in batches:
-            failures.doing(f"evaluation after step {step}", failures.LONG)  # another batch, so it gets on
-            fault_injection.reach("eval", step)
+            failures.set_phase(f"evaluation after step {step}", failures.LONG)  # another batch, so it gets on
+            fault_injection.inject_at("eval", step)
             yield run.functions.eval_step(*subject, batch)
 
 
@@ -118,7 +118,7 @@ def told(run: Run, step: int, figures: dict[str, float], params: PyTree, model_s
         mode_of=run.plan.task.mode_of,
     )
     for callback in of_rank(run.experiment.callbacks, moment.rank):
-        failures.doing(f"callback {type(callback).__name__} after step {step}", failures.LONG)
+        failures.set_phase(f"callback {type(callback).__name__} after step {step}", failures.LONG)
         each([callback], "after_evaluation", moment, is_asynchronous=bool(run.workers.asynchronous))
         if not callback.first_rank_only:
             run.workers.processes.assert_same(CALLS, {"next": f"the end of {type(callback).__name__}.after_evaluation"})

@@ -8,7 +8,6 @@ from jaxmpi.checkpoint.manager import Saver
 from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.recover.buddies import Slices, difference_of_copies
 from jaxmpi.recover.decisions import NonFiniteStep, Recovery, StepConsensus, not_finite
 from jaxmpi.recover.replica_check import compare_replicas
 from jaxmpi.runtime import failures
@@ -56,17 +55,14 @@ class Guard:
 
     def _mind(self, failure: NonFiniteStep | None) -> None:
         if failure is not None:
-            failures.doing(f"step {failure.step}")
+            failures.set_phase(f"step {failure.step}")
             self.saver.wait()  # so that the last good checkpoint is whole, and the one named
             tail = f"{self.saver.last_good()}. Lower the learning rate, warm up or clip"
             self.recorder.say(self.recovery.of(failure, tail))
             self.recorder.write("skipped", step=failure.step, why=str(failure))
 
-    def compare(self, state: TrainState, step: int, slices: Slices | None = None) -> None:
+    def compare(self, state: TrainState, step: int) -> None:
         """Compare what is to be equal on all workers by its fingerprints.
-
-        Args:
-            slices: of the rule's state after this step, if workers hold copies of each other's.
 
         Raises:
             TrainingError, RollBack: a worker's differs.
@@ -79,8 +75,6 @@ class Guard:
         text = compare_replicas(
             kept, self.functions.fingerprints(kept), self.workers.mine, self.workers.processes, step
         )
-        if not text and slices:
-            text = difference_of_copies(slices, self.workers.processes, step)
         if text:
             self.saver.wait()
             self.recovery.of_difference(f"{text}; {self.saver.last_good()}")

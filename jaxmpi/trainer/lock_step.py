@@ -94,7 +94,7 @@ class LockStep:
         held = measured(held, run.functions.ahead.compiled(state, batch))
         self.run = dataclasses.replace(run, held=held, is_measured=True)
         here = workers_here(run.workers)
-        free_bytes = available_bytes() + allocated(held, here, has_copies=bool(run.shrinking))
+        free_bytes = available_bytes() + allocated(held, here)
         run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
         make_room(held, run, free_bytes)
 
@@ -127,9 +127,8 @@ class LockStep:
         self.run.guard.settle()
 
     def compare(self, step: int, state: TrainState) -> None:
-        """Fingerprints of replicated state, and of slices whose copies others hold."""
-        held = self.run.shrinking and self.run.shrinking.held
-        self.run.guard.compare(state, step, held.slices if held else None)
+        """Fingerprints of replicated state."""
+        self.run.guard.compare(state, step)
 
     def log(self, step: int, state: TrainState) -> None:
         """Write a line about all workers' steps; perhaps time one without exchange."""

@@ -118,7 +118,7 @@ def run_steps(coordinator: Coordinator, callbacks: Sequence[Callback], position:
             if step == first:
                 at.close()
                 at.enter_context(phases.phase("compiling and making the first step"))
-            failures.doing(f"step {step}", failures.LONG if step == first else 1.0)
+            failures.set_phase(f"step {step}", failures.LONG if step == first else 1.0)
             state, batch = before_step(callbacks, step, state, batch, coordinator.is_asynchronous)
             state, metrics = coordinator.update(step, state, batch)
             call_each("after_dispatch", step, state)

@@ -55,7 +55,7 @@ from jaxmpi.trainer.compatibility import check_compatible, check_step_mode
 from jaxmpi.trainer.progress import open_recorder
 from jaxmpi.trainer.recovery import run_to_end
 from jaxmpi.trainer.resolve_auto import resolve_exchange, resolve_overlap, resolve_shards
-from jaxmpi.trainer.resume import go_on, say_changes, slice_layout, starting_states
+from jaxmpi.trainer.resume import go_on, say_changes, starting_states
 from jaxmpi.trainer.run import assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 from jaxmpi.trainer.training_plan import Job, job_of
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(experiment, path.stem, provenance.project_root(path), digest=provenance.file_digest(path))
         except decisions.Preempted as preempted:
             code = preempted.code
-        failures.let_end()
+        failures.wait_for_ending_thread()
         if not code:
             job_folder.mark(job_folder.FINISHED)
         control.leave(code)
@@ -117,18 +117,18 @@ def train(experiment: Experiment, name: str, root: Path | None = None, digest: s
             raised if a checkpoint cannot be written.
         decisions.Preempted: a signal asked to leave, and the run has been saved.
     """
-    failures.doing("start", failures.LONG)
+    failures.set_phase("start", failures.LONG)
     if experiment.quiet or processes().rank != 0:
-        phases.hush()
+        phases.stop_progress()
     else:
-        phases.narrate()
+        phases.start_progress()
     notice = signals.PreemptionNotice()
     try:
         return train_until(notice, experiment, name, root, digest)
     except decisions.Preempted as left:
         raise decisions.Interrupted if notice.is_interrupt else left from None
     finally:
-        phases.hush()
+        phases.stop_progress()
         notice.close()
 
 
@@ -191,7 +191,7 @@ def train_until(
         fault_injection.request(experiment.inject, max(begun, workers.size), workers.mine, home.path)
         result = run_in(home, job, functions, notice, root, digest)
         for text in fault_injection.missed():
-            warn(f"{failures.who()}: --inject {text} has not happened: this rank came to no such place")
+            warn(f"{failures.describe_rank()}: --inject {text} has not happened: this rank came to no such place")
         return result
 
 
@@ -294,7 +294,7 @@ def run_in(
         notice=notice,
         recovery=decisions.Recovery(experiment.on_nonfinite, experiment.recover_limit),
         profiler=Profiler(step_range(experiment.profile, "profile"), folder / "profile" / of_rank),
-        shrinking=shrink.shrinking(experiment, workers, slice_layout(functions.rule), recorder if is_first else None),
+        shrinking=shrink.shrinking(experiment, workers, recorder if is_first else None),
         peak=peak,
         at_start=at_start,
         held=held,

@@ -44,7 +44,6 @@ class WorkerMemory:
     model_state: int
     moments: int  # bytes of the rule's state, with the optimizer's in it
     whole_moments: int  # the same without sharded updates, and so without masters
-    copies: int  # bytes of other workers' slices, `--exchange.buddy`: those that count, and those to come
     before: int  # bytes of params and state as they were, if the step keeps them until it counts
     gradients: int  # that exist together
     exchange: int  # bytes of an exchange between programs beside gradients, about
@@ -84,14 +83,14 @@ class WorkerMemory:
     @property
     def in_evaluation(self) -> int:
         """The most in an evaluation: buckets go before activations come."""
-        lasting = self.process + self.kept + self.copies + self.saved
+        lasting = self.process + self.kept + self.saved
         return lasting + self.average + max(self.average_buckets, self.eval_activations or 0)
 
     @property
     def in_step(self) -> int:
         """The most in a step: activations, exchange and update come in turn."""
         activations = self.activations or 0
-        lasting = self.process + self.kept + self.copies + self.before + self.saved
+        lasting = self.process + self.kept + self.before + self.saved
         if self.is_whole:
             return lasting + max(self.gradients, activations)
         return lasting + self.gradients + max(self.exchange, self.update, self.chosen, activations)
@@ -139,7 +138,7 @@ class WorkerMemory:
         more = 1 / share
         moments = round(more * self.moments)
         before = self.before + (moments - self.moments) * bool(self.before)
-        rest = {"moments": moments, "before": before, "copies": round(more * self.copies)}
+        rest = {"moments": moments, "before": before}
         rest |= {"saved": round(more * self.saved)}
         rest |= {"update": round(more * self.update)}
         rest |= {"chosen": self.chosen + (moments - self.moments) * bool(self.chosen)}
@@ -193,7 +192,6 @@ def held_alone(job: Job, rule: Rule, strategy: str, *, is_whole: bool) -> Worker
         model_state=model_state,
         moments=moments,
         whole_moments=state_bytes(with_shards(job, "off")) if rule.sharding else moments,
-        copies=2 * min(experiment.exchange.buddy, workers.size - 1) * moments if rule.sharding else 0,
         before=keeps * (params + model_state + moments),
         gradients=slices if is_early else params,
         exchange=exchanges * (slices if is_early else round(arrays * params * (1 + padding(rule)))),
@@ -312,7 +310,7 @@ def parts(of: WorkerMemory) -> dict[str, int]:
         "optimizer's state": of.moments,
         "model state": of.model_state,
     }
-    named |= {"copies of slices": of.copies, "state before a step": of.before}
+    named |= {"state before a step": of.before}
     named |= {"copy for a checkpoint": of.saved, "copy of the host for a checkpoint": of.saved_once}
     named |= {"a process": of.process, "compiler of the host": of.compiler}
     if of.is_whole and of.activations is not None:
@@ -394,13 +392,9 @@ def workers_here(workers: Workers) -> int:
     return workers.processes.local_size * len(workers.mine)
 
 
-def allocated(of: WorkerMemory, here: int, *, has_copies: bool) -> int:
-    """Bytes of the first step that a host's workers already hold.
-
-    Args:
-        has_copies: of others' slices, as they are at the start: of two sets of copies the first.
-    """
-    return here * (of.kept + of.copies // 2 * has_copies) + of.shared
+def allocated(of: WorkerMemory, here: int) -> int:
+    """Bytes of the first step that a host's workers already hold."""
+    return here * of.kept + of.shared
 
 
 def is_short(of: WorkerMemory, here: int, free_bytes: int) -> bool:

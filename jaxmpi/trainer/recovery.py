@@ -1,8 +1,9 @@
 """The loop again: after a rollback, or without ranks that died.
 
-After a death the ranks that are left have agreed on the last step that counts. They hold its state (`recover.shrink`).
-They make everything that depends on their number anew: plan, compiled functions, slices of the optimizer's state, the
-record's place. It is checked first that they have the memory: slices are larger then.
+After a death the ranks that are left have agreed on the last step that counts, and each has its whole state
+(`recover.shrink`). With sharded updates (ZeRO) the dead rank has taken its shard of the optimizer's state along, so all
+go back to the newest checkpoint. Everything that depends on the number of ranks is made anew: plan, compiled functions,
+the record's place. Before that the ranks check that they have the memory, since shards are larger then.
 """
 
 import contextlib
@@ -23,15 +24,14 @@ from jaxmpi.core.train_state import TrainState, worker_key
 from jaxmpi.observe.flops import total_peak
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.recover import decisions
-from jaxmpi.recover.buddies import recut
 from jaxmpi.runtime import failures
 from jaxmpi.runtime.allocator import give_back_freed_memory
 from jaxmpi.trainer import memory
-from jaxmpi.trainer.build import Functions, build_functions, rule_state
+from jaxmpi.trainer.build import Functions, build_functions
 from jaxmpi.trainer.lock_step import LockStep
 from jaxmpi.trainer.loop import Position, run_steps
 from jaxmpi.trainer.progress import open_recorder
-from jaxmpi.trainer.resume import go_on, slice_layout, slicing_of, starting_states
+from jaxmpi.trainer.resume import go_on, starting_states
 from jaxmpi.trainer.run import Run, assembled, watch
 from jaxmpi.trainer.timetable import DueEvents
 from jaxmpi.trainer.training_plan import Job, job_of
@@ -95,15 +95,8 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
         TrainingError: the run directory is another's, or its checkpoints or its record are gone.
     """
     run.guard.votes.count()  # on a step that counts no more
-    if fate := run.saver.fate():
-        raise AgreedError(f"{back}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
-    if run.workers.processes.rank == 0:
-        with run_directory.still_usable():
-            run_directory.refuse_lost(run.folder)
-    resumed = run.with_fields(resume=True)
-    states, saved = starting_states(resumed, run.functions.rule, run.folder)
-    start = saved.step if saved else 0
-    go_on(resumed, saved, run.at_start)
+    run.saver.wait()
+    states, start = restore_newest(run, run, run.functions, str(back))
     run.recorder.go_back(start)
     run.recorder.write("rollback", step=start, failed=back.step, why=str(back))
     run.recorder.say(f"{back}: back to step {start}")
@@ -111,13 +104,35 @@ def rolled_back(run: Run, back: decisions.RollBack) -> tuple[LockStep, Position]
     return LockStep(run), Position(start, placed(run, states))
 
 
+def restore_newest(run: Run, job: Job, functions: Functions, why: str) -> tuple[dict[int, TrainState], int]:
+    """States of this process's workers, and the step, of the newest checkpoint; the start's if there is none.
+
+    Args:
+        job: that goes on, perhaps with fewer workers than `run` had.
+        why: it goes back, for the error.
+
+    Raises:
+        TrainingError: the run directory is another's, or its checkpoints or its record are gone.
+    """
+    control = job.workers.processes
+    if fate := next(filter(None, control.allgather_object(run.saver.home.fate())), ""):
+        raise AgreedError(f"{why}, and the run directory {str(run.folder)!r} {fate}: nothing to go back to")
+    if control.rank == 0:
+        with run_directory.still_usable():
+            run_directory.refuse_lost(run.folder)
+    resumed = job.with_fields(resume=True)
+    states, saved = starting_states(resumed, functions.rule, run.folder)
+    go_on(resumed, saved, run.at_start)
+    return states, saved.step if saved else 0
+
+
 def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
-    """The run of the remaining ranks, from the state that they hold."""
+    """The run of the remaining ranks, from the state that they hold, or from a checkpoint if updates are sharded."""
     shrinking = run.shrinking
     assert shrinking is not None
     assert shrinking.held is not None
-    step, state, sums, is_settled, slices = shrinking.held
-    failures.doing(f"going on without others after step {step}", failures.LONG)
+    step, state, sums, is_settled = shrinking.held
+    failures.set_phase(f"going on without others after step {step}", failures.LONG)
     control = shrinking.control
     told = control.allgather_object([is_settled, shrinking.is_unsaved])
     is_late, is_unsaved = not all(settled for settled, _ in told), any(unsaved for _, unsaved in told)
@@ -132,16 +147,14 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     plan = job.plan
     functions = dataclasses.replace(build_functions(job), asked=run.functions.asked)
     held = memory_of_fewer(run, job, functions)
-    worker = workers.mine[0]
-    state = jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))
-    if slices:
-        like = rule_state(functions.rule, plan.params())
-        slicing = slicing_of(functions.rule, state._replace(rule_state=like))
-        assert slicing
-        state = recut(control, slices, state, like, slicing, shrinking.told())
-    shrinking.copy_slices(slice_layout(functions.rule), experiment.exchange.buddy)
+    worker, back = workers.mine[0], ""
+    if run.functions.rule.sharding:  # as it was: one worker alone shards nothing
+        states, step = restore_newest(run, job, functions, shrinking.told())
+        sums, is_late, is_unsaved = np.zeros_like(sums), False, False
+        back = f", with its shard of the optimizer's state: back to step {step}"
+    else:
+        states = {worker: jax.tree.map(np.asarray, state._replace(key=worker_key(experiment.seed, worker)))}
     recorder = handed_over(run, control, step - is_late, ends)
-    states = {worker: state}
     run = assembled(
         job,
         home=run.saver.home,
@@ -158,12 +171,12 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
         is_measured=True,  # before there was a state
     )
     recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
-    recorder.say(f"{shrinking.told()}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
+    recorder.say(f"{shrinking.told()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
     recorder.say(memory.words(held, workers.size))
     shrinking.gone, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
-    return LockStep(run, sums), Position(step, put(states, workers), overdue)
+    return LockStep(run, sums), Position(step, placed(run, states), overdue)
 
 
 def memory_of_fewer(run: Run, job: Job, functions: Functions) -> memory.WorkerMemory:
@@ -175,11 +188,10 @@ def memory_of_fewer(run: Run, job: Job, functions: Functions) -> memory.WorkerMe
     held, workers = memory.held(job, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole), job.workers
     give_back_freed_memory()
     workers.processes.barrier()  # all have given theirs back
-    # The state of now, with both sets of copies, is free once the new one is made of it.
-    here, before = memory.workers_here(workers), run.held
+    here, before = memory.workers_here(workers), run.held  # the state of now is free once the new one is made of it
     if before and before.activations is not None and before.is_whole == held.is_whole:
         held = dataclasses.replace(held, activations=before.activations)  # bytes for as many examples at a time
-    mine = memory.allocated(before, here, has_copies=True) + here * (before.copies // 2) if before else 0
+    mine = memory.allocated(before, here) if before else 0
     short = ""
     try:
         memory.make_room(held, job, available_bytes() + mine)

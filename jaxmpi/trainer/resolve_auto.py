@@ -175,8 +175,8 @@ def most_padding(arrays: float, workers: int) -> float:
 
 
 def with_shards(job: Job, word: str) -> Job:
-    """The job with sharded updates on, or off without gathers and copies."""
-    whole = {} if word == "on" else {"gather_wire": "32", "buddy": 0}
+    """The job with sharded updates on, or off."""
+    whole = {} if word == "on" else {"gather_wire": "32"}
     return with_exchange(job, shard_update=word, **whole)
 
 
@@ -188,6 +188,8 @@ def why_whole(on: Job) -> str:
     """
     if on.workers.size == 1:
         return "there is one worker"
+    if on.experiment.on_rank_loss == "shrink":
+        return "on_rank_loss shrink would go back to a checkpoint, since a dead worker takes its shard with it"
     try:
         check_compatible(on.experiment)
         rule_state(rule_in_program(on), on.plan.params())

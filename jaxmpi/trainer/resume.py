@@ -26,7 +26,6 @@ from jaxmpi.core.pytrees import named_leaves, tree_digest
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.optim import optimizers
-from jaxmpi.recover.buddies import SliceLayout
 from jaxmpi.rules.base import Rule
 from jaxmpi.runtime import failures
 from jaxmpi.trainer import callbacks
@@ -109,12 +108,6 @@ def slicing_of(rule: Rule, state: TrainState) -> Slicing | None:
         whole = dict(named_leaves(jax.eval_shape(rule.init, state.params)))
         return Slicing(whole, rule.sharding.chunks, held)
     return Slicing(dict(named_leaves(state.rule_state))) if rule.state_is_replicated else None
-
-
-def slice_layout(rule: Rule) -> SliceLayout | None:
-    """How the rule's state is cut over workers, or None."""
-    sharding = rule.sharding
-    return SliceLayout(sharding.shards.cut.for_state_of(sharding.tx), sharding.chunks) if sharding else None
 
 
 def continued(
@@ -224,7 +217,7 @@ def save(run: Run, state: TrainState, step: int, score: float | None, *, is_last
         TrainingError: the one before could not be written, or params or other state were not finite; or the run
             directory is gone, moved or replaced.
     """
-    failures.doing(f"checkpoint of step {step}", failures.LONG)
+    failures.set_phase(f"checkpoint of step {step}", failures.LONG)
     if fate := run.saver.fate():  # once the checkpoint before is written
         end_elsewhere(run, state, step, fate)
     note_saved(run)
@@ -251,11 +244,12 @@ def note_whole(run: Run, step: int) -> None:
 
 def states_to_save(run: Run, state: TrainState) -> dict[int, TrainState]:
     """States of this process's workers for a checkpoint, in host memory."""
-    states, layout = take(state, run.workers), slice_layout(run.functions.rule)
-    if layout is None:
+    states, sharding = take(state, run.workers), run.functions.rule.sharding
+    if sharding is None:
         return states
+    cut = sharding.shards.cut.for_state_of(sharding.tx)
     return {
-        worker: each._replace(rule_state=layout.cut.saved(each.rule_state, layout.numbers[worker]))
+        worker: each._replace(rule_state=cut.saved(each.rule_state, sharding.chunks[worker]))
         for worker, each in states.items()
     }
 

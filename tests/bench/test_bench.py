@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxmpi.models.__main__ as report
-from jaxmpi.bench import __main__, contenders, jobs, memory_limit, options, plan, results
+from jaxmpi.bench import __main__, contenders, jobs, options, plan, results
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.models import MODELS
@@ -24,7 +24,7 @@ from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, kill_session, mpirun,
 
 BENCH = [sys.executable, "-m", "jaxmpi.bench"]
 QUICK = ("--rounds", "2", "--warm-up", "1")
-LIBRARIES = [name for name, row in options.PEERS.items() if row.is_other and options.installed(name)]
+LIBRARIES = [name for name, row in options.PEERS.items() if row.is_other and options.is_installed(name)]
 
 
 def jaxmpi_bench(*args: str, timeout_s: float = 240, cwd: Path = ROOT) -> Ended:
@@ -308,7 +308,7 @@ def test_a_second_job_is_for_those_who_start_jobs(monkeypatch):
     for name, value in zip(launchers.LAUNCHERS["Open MPI's mpirun"], ("0", "2", "0", "2"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="--as-it-comes: two jobs take turns"):
-        __main__.my_plan(options.parse(["--as-it-comes"]))
+        __main__.plan_that_fits(options.parse(["--as-it-comes"]))
 
 
 MINE = """
@@ -339,7 +339,7 @@ def test_a_tree_is_a_model_that_ships_or_an_experiments_in_any_folder(tmp_path, 
 
 
 def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no_launcher):
-    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(plan, "free_bytes", lambda: 2 << 30)
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["--sizes", "284Mi", "--peers", "none"])
     printed = capsys.readouterr()
@@ -362,21 +362,21 @@ NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alo
 def test_as_many_ranks_as_memory_holds(monkeypatch):
     case, size_bytes = plan.Case("x", False, [(1 << 28,)]), 1 << 30
     for ((strategies, names), (both, alone)), ranks in itertools.product(NEED.items(), (0, 1, 5)):
-        own = memory_limit.BASE_BYTES + memory_limit.TORCH_BYTES * ("torch" in names)
+        own = plan.BASE_BYTES + plan.TORCH_BYTES * ("torch" in names)
         one, two = [(strategies, names)], [(strategies, names), ((), names)]
         for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
             of_mpi = 2 * len(every) * size_bytes if names else 0
-            monkeypatch.setattr(memory_limit, "free_bytes", lambda free=ranks * need + of_mpi: free)
-            assert memory_limit.fitting(case, every, 8) == ranks
-            assert memory_limit.fitting(case, every, 3) == min(ranks, 3)
+            monkeypatch.setattr(plan, "free_bytes", lambda free=ranks * need + of_mpi: free)
+            assert plan.fitting_ranks(case, every, 8) == ranks
+            assert plan.fitting_ranks(case, every, 3) == min(ranks, 3)
 
 
 @pytest.mark.parametrize("peer", ["mpi4jax", "mpi4jax-flat"])
 def test_a_machine_of_22_gb_holds_both_jobs_of_8_ranks_with_alexnets_tree(peer, monkeypatch):
     """As measured: 14 and 19 GB."""
     case = plan.Case("alexnet", True, [(60_965_224,)])
-    monkeypatch.setattr(memory_limit, "free_bytes", lambda: 22 * 10**9)
-    assert memory_limit.fitting(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
+    monkeypatch.setattr(plan, "free_bytes", lambda: 22 * 10**9)
+    assert plan.fitting_ranks(case, [(("asa32",), (peer,)), ((), (peer,))], 8) == 8
 
 
 @pytest.mark.parametrize("value", ["--hostfile hosts", "--oversubscribe", "-x PATH", ""])
@@ -502,6 +502,6 @@ def test_a_turn_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
 def test_a_peer_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(options.PEERS, "absent", options.PEERS["torch"]._replace(package="no_such_package"))
     with pytest.raises(UsageError, match="peer 'absent' needs no_such_package, which is not installed"):
-        options.importable(["absent"])
-    assert "absent" not in options.importable(["all"])
-    assert options.importable(["none"]) == ()
+        options.select_peers(["absent"])
+    assert "absent" not in options.select_peers(["all"])
+    assert options.select_peers(["none"]) == ()

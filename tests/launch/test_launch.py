@@ -7,7 +7,7 @@ import pytest
 
 from jaxmpi.core import env
 from jaxmpi.core.errors import UsageError
-from jaxmpi.launch import command, start
+from jaxmpi.launch import command
 from jaxmpi.launch.options import Options, parse
 from launching import mpirun_line, run
 
@@ -48,7 +48,6 @@ PARSED = [
         Options(8, "mpirun", (), ("a.py", "--on-rank-loss", "shrink", "--seed", "1")),
     ),
     ("--resume --seed 1 -n 2 a.py", Options(2, "mpirun", (), ("a.py", "--resume", "--seed", "1"))),
-    ("-n 2 --lone_every 5 a.py", Options(2, "mpirun", (), ("a.py", "--compute-only-every", "5"))),
     ("-n 2 --rule.quorum 2 a.py", Options(2, "mpirun", (), ("a.py", "--rule.quorum", "2"))),  # of one's own
     ("-n8 a.py", Options(8, "mpirun", (), ("a.py",))),
     ("--launcher srun -n 2 a.py", Options(2, "srun", (), ("a.py",))),
@@ -76,11 +75,11 @@ def test_an_mpi_that_outlives_ranks_is_told_to(version, can, path):
 @pytest.mark.parametrize("elsewhere", [["--launcher", "srun"], ["--launcher-args", "--hostfile hosts"]])
 def test_a_file_that_only_other_hosts_may_have_is_left_to_them(elsewhere, monkeypatch):
     launched = []
-    monkeypatch.setattr(start, "launch", launched.append)
-    start.main(["-n", "2", *elsewhere, "gone.py"])
+    monkeypatch.setattr(command, "launch", launched.append)
+    command.main(["-n", "2", *elsewhere, "gone.py"])
     assert launched[0].train_args == ("gone.py",)
     with pytest.raises(UsageError, match="no experiment file"):
-        start.main(["-n", "2", "gone.py"])
+        command.main(["-n", "2", "gone.py"])
 
 
 @pytest.mark.parametrize(("nodes", "launcher"), [("1", "mpirun"), ("2", "srun"), ("128", "srun")])
@@ -170,7 +169,7 @@ def test_arguments_for_the_launcher_come_before_the_trainer(path):
 )
 def test_what_variables_for_ranks_hold_is_not_shown(text, shown):
     line = ["mpirun", *shlex.split(text), "python", "-m", "jaxmpi.train", "a.py", "--optim.lr=1"]
-    assert command.shown(line, shlex.split(text)) == f"mpirun {shown} python -m jaxmpi.train a.py --optim.lr=1"
+    assert command.without_values(line, shlex.split(text)) == f"mpirun {shown} python -m jaxmpi.train a.py --optim.lr=1"
 
 
 def test_srun_starts_ranks_through_pmix(path):
@@ -224,7 +223,7 @@ def test_how_another_projects_environment_comes_by_an_mpi_depends_on_its_tools(p
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as ended:
-        start.main(["--help"])
+        command.main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert all(option in out for option in ("-n N", "--launcher", "EXPERIMENT.py"))
@@ -236,9 +235,21 @@ from jaxmpi.runtime import job_folder
 folder = f"{os.environ['TMPDIR']}/ompi.{os.getpid()}"
 os.mkdir(folder)
 open(f"{folder}/pmix.{socket.gethostname()}.tool", "w").close()
-line = job_folder.over_leftovers(sys.argv[1:])
+line = job_folder.remove_leftovers_first(sys.argv[1:])
 os.execv(line[0], line)
 """
+
+
+@pytest.mark.e2e
+def test_a_job_needs_no_home_but_a_network(tmp_path):
+    line = ["python", "-m", "jaxmpi.tools.cli", "train", "-n", "2", "digits", "--train-for", "1st"]
+    ended = run(["env", "-u", "HOME", *line, "--run-dir", str(tmp_path / "run")], timeout_s=100)
+    assert ended.code == 0, ended.out
+    if run(["unshare", "-n", "true"], timeout_s=10).code:
+        pytest.skip("network namespaces are not permitted here")
+    ended = run(["unshare", "-n", *line], timeout_s=60)
+    assert (ended.code, "--devices" in ended.out) == (2, True), ended.out
+    assert "PMIX" not in ended.out.upper()
 
 
 def test_what_a_killed_launcher_left_under_the_same_process_id_stops_no_other(tmp_path):

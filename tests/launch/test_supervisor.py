@@ -218,7 +218,7 @@ import sys
 from jaxmpi.launch import supervisor
 print("began", flush=True)
 asked = supervisor.SupervisedJob(4, 4, int(sys.argv[2]), (), ("a.py", "--run-dir", sys.argv[1]))
-sys.exit(supervisor.keep_going(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
+sys.exit(supervisor.supervise(asked, lambda n, launcher, train: ["sh", "-c", sys.argv[3], *train], lambda host: True))
 """
 
 
@@ -392,12 +392,12 @@ def test_what_a_job_shares_is_whole_though_another_job_sweeps_as_it_begins(tmp_p
 
     def swept(**named: Any) -> str:
         folder = make(**named)
-        job_folder.sweep(tmp_path)
+        job_folder.remove_stale_folders(tmp_path)
         return folder
 
     monkeypatch.setattr(tempfile, "mkdtemp", swept)
     monkeypatch.delenv(job_folder.SEGMENTS, raising=False)
-    with job_folder.own_segments(tmp_path) as setting:
+    with job_folder.shared_memory_folder(tmp_path) as setting:
         monkeypatch.setenv(job_folder.SEGMENTS, setting[job_folder.SEGMENTS])
         job_folder.mark(job_folder.BEGAN)
         assert supervisor.is_unfinished(setting)
@@ -414,11 +414,11 @@ def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
     job = supervised(tmp_path, f"{folder}; touch {tmp_path}/ready; exec sleep 100", restarts=0)
     wait_for(tmp_path / "ready")
     left = Path((tmp_path / "folder").read_text().strip())
-    job_folder.sweep(left.parent)  # as another job does when it begins
+    job_folder.remove_stale_folders(left.parent)  # as another job does when it begins
     assert (left / "segment").exists()
     job.kill()
     job.wait(10)
-    job_folder.sweep(left.parent)
+    job_folder.remove_stale_folders(left.parent)
     assert not left.exists()
     job.communicate(timeout=30)
 
@@ -489,7 +489,7 @@ def test_ranks_that_start_end_with_the_supervisor_though_the_launcher_hangs(tmp_
     job = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     wait_until(lambda: len([*tmp_path.glob("[0-9]*")]) == 2, timeout_s=60)
     pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
-    [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_below(pid)]
+    [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_under(pid)]
     os.kill(launcher, signal.SIGSTOP)
     try:
         job.kill()
@@ -525,9 +525,9 @@ def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
         while not (record.exists() and '"kind": "checkpoint"' in record.read_text()):
             assert job.poll() is None
             time.sleep(0.1)
-        [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_below(pid)]
+        [launcher] = [pid for pid in launchers.children_of(job.pid) if launchers.ranks_under(pid)]
         os.kill(launcher, signal.SIGSTOP)
-        os.kill(launchers.ranks_below(launcher)[1], signal.SIGKILL)
+        os.kill(launchers.ranks_under(launcher)[1], signal.SIGKILL)
         out, _ = job.communicate(timeout=120)
     finally:
         job.kill()

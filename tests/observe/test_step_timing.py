@@ -261,7 +261,7 @@ def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
         time.sleep(0.001)
         ticks = np.linspace(begin, time.perf_counter(), 2 * per + 1).tolist()
         for i in range(per):
-            spans.note("wait", f"bucket {i}", ticks[2 * i], ticks[2 * i + 1])
+            spans.record_span("wait", f"bucket {i}", ticks[2 * i], ticks[2 * i + 1])
         seen.started(Result(0.0))
     seen.pause()
     begin_s = time.process_time()
@@ -337,8 +337,8 @@ def test_what_is_no_training_is_left_out():
 def test_spans():
     spans.drain()
     with spans.span("data", "outer"), spans.span("wait", "inner"):
-        assert [s.name for s in spans.under_way()] == ["inner"]
-    assert spans.under_way() == []
+        assert [s.name for s in spans.open_spans()] == ["inner"]
+    assert spans.open_spans() == []
     assert [s.name for s in spans.drain()] == ["inner", "outer"]
     assert spans.drain() == []
     assert spans.minus([(0, 10)], [(2, 3), (5, 12)]) == [(0, 2), (3, 5)]

@@ -25,7 +25,7 @@ from jaxmpi.observe.terminal import (
     sparkline,
 )
 from jaxmpi.runtime import job_folder
-from jaxmpi.runtime.screen import columns_of
+from jaxmpi.runtime.screen import terminal_columns
 from launching import ROOT, mpirun_line
 
 SHARES = {"data": 0.1, "transfer": 0.0, "compute": 0.6, "exchange": 0.2, "sync": 0.07, "other": 0.03}
@@ -163,10 +163,10 @@ def test_curves():
 def test_where_there_is_no_terminal_lines_come():
     assert isinstance(open_terminal(False, io.StringIO()), Plain)
     assert type(open_terminal(True, io.StringIO())) is Terminal
-    assert columns_of(io.StringIO()) == 0
+    assert terminal_columns(io.StringIO()) == 0
 
 
-ASK = "import sys; from jaxmpi.runtime.screen import columns_of; print('columns', columns_of(sys.stdout))"
+ASK = "import sys; from jaxmpi.runtime.screen import terminal_columns; print('columns', terminal_columns(sys.stdout))"
 
 
 def seen_columns(line: list[str], columns: int) -> int:
@@ -175,7 +175,7 @@ def seen_columns(line: list[str], columns: int) -> int:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {**os.environ, "TERM": "xterm"}
     job = subprocess.Popen(
-        job_folder.over_leftovers(line), stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env
+        job_folder.remove_leftovers_first(line), stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=env
     )
     os.close(theirs)
     said = b""
@@ -194,8 +194,8 @@ def seen_columns(line: list[str], columns: int) -> int:
 KEPT_GOING = """
 import sys
 from jaxmpi.launch.supervisor import SupervisedJob
-from jaxmpi.launch.supervisor import keep_going
-sys.exit(keep_going(SupervisedJob(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
+from jaxmpi.launch.supervisor import supervise
+sys.exit(supervise(SupervisedJob(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
 """
 ABOVE = {
     "alone": [],

@@ -27,23 +27,17 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread_handlers import DONE, OPEN, START, exchange_handlers
 from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.comm import shared_params, shared_sync
-from jaxmpi.comm.axis import AxisComm
-from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.comm.shared_params import SharedParams
 from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.core.pytrees import named_leaves, tree_digest
+from jaxmpi.core.pytrees import tree_digest
 from jaxmpi.core.separable import cut_for
 from jaxmpi.core.slices import Entries
-from jaxmpi.core.train_state import TrainState
-from jaxmpi.recover.buddies import Slices, difference_of_copies
-from jaxmpi.recover.buddies import recut as recut_slices
-from jaxmpi.rules.base import Exchange, Rule
+from jaxmpi.rules.base import Exchange
 from jaxmpi.rules.gradients import gradients
 from jaxmpi.runtime import host_callbacks
-from jaxmpi.trainer.resume import slice_layout, slicing_of
 
 COMM = jaxmpi.world()
 pytestmark = pytest.mark.e2e  # optimizers are tried out, and take seconds to compile
@@ -120,62 +114,6 @@ def test_updates_of_whole_tensors_outside_jit_compile_once(caplog):
     with jax.log_compiles():
         tx.update(tree(RANK + 1), state, optax.apply_updates(params, updates))
     assert not [entry.message for entry in caplog.records if "XLA compilation" in entry.message]
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one worker is sent nothing")
-@pytest.mark.parametrize(("name", "wire"), [("adam", "32"), ("lars", "32"), ("adam", "16")])
-def test_slices_of_more_workers_than_are_left_become_those_of_these(name, wire):
-    """Each worker that is left of SIZE + 1 has its slice and the next; the last one is gone."""
-    tx, params, before = getattr(optax, name)(1e-2), tree(0), SIZE + 1
-
-    def rule_of(comm: Any) -> Rule:
-        dealt = deal(params, comm.size) if name == "lars" else None
-        shards = shards_of("asa32", "mean", comm, None, deal=dealt, gather_wire=wire)
-        return gradients(tx, Exchange(lambda g: g, lambda g: g, shards=shards))
-
-    old, new = rule_of(AxisComm("w", before)), rule_of(COMM)
-    assert old.sharding
-    assert new.sharding
-    rng = np.random.default_rng(1)
-    whole = jax.tree.map(lambda x: rng.integers(1, 99, x.shape).astype(x.dtype), jax.eval_shape(old.init, params))
-    by_name = dict(named_leaves(whole))
-
-    def part(rule: Rule, number: int) -> Any:
-        assert rule.sharding
-        like = jax.eval_shape(rule.sharding.init, params, number)
-        return rule.sharding.shards.cut.for_state_of(tx).restored(like, number, by_name.__getitem__)
-
-    slices = slice_layout(old)
-    assert slices
-    own = Slices(slices, {number: part(old, number) for number in (RANK, RANK + 1)})
-    state = TrainState(np.int32(7), params, (), own.by_number[RANK], np.zeros(2, np.uint32))
-    slicing = slicing_of(new, state)
-    assert slicing
-    like = jax.eval_shape(new.sharding.init, params, RANK)
-    control = processes()
-    assert isinstance(control, MpiProcesses)
-    recut = recut_slices(control, own, state, like, slicing, "rank 9 is gone")
-    jax.tree.map(np.testing.assert_array_equal, recut.rule_state, part(new, RANK))
-
-
-@pytest.mark.skipif(SIZE == 1, reason="one worker has no copies")
-def test_a_copy_that_is_not_its_slice_any_more_is_named():
-    tx, params = optax.adam(1e-2), jax.device_get(tree(0))
-    layout = slice_layout(
-        gradients(tx, Exchange(lambda g: g, lambda g: g, shards=shards_of("asa32", "mean", COMM, None)))
-    )
-    assert layout
-
-    def slice_of(number: int) -> Any:
-        return jax.tree.map(lambda leaf: np.full(np.shape(leaf), number, np.asarray(leaf).dtype), tx.init(params))
-
-    slices = Slices(layout, {number: slice_of(number) for number in (RANK, (RANK - 1) % SIZE)})
-    assert difference_of_copies(slices, processes(), 7) == ""
-    if RANK == 1:
-        copy = slices.by_number[0][0].nu["bias"]
-        copy.view(np.uint32).reshape(-1)[-1] ^= 1 << 3
-    text = difference_of_copies(slices, processes(), 7)
-    assert text.startswith("copies of slice 0 of the optimizer's state differ after step 7: workers [0] and [1] apart")
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")

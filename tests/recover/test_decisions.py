@@ -288,7 +288,7 @@ def test_a_fault_happens_as_often_as_asked_in_the_life_of_a_run_directory(tmp_pa
     for _ in range(2):  # two starts
         fault_injection.request(["nan:step=2,times=2", "nan:rank=1"], 2, [0], tmp_path)
         for step in range(1, 4):
-            _, got = fault_injection.reach("step", step, (state, batch))
+            _, got = fault_injection.inject_at("step", step, (state, batch))
             seen.append(bool(np.isinf(got["weight"]).any()))
     assert seen == [False, True, True, False, False, False]
     assert np.isfinite(batch["weight"]).all()
@@ -303,7 +303,7 @@ def test_a_fault_beyond_the_last_step_is_refused_and_one_that_did_not_happen_is_
     orders = (["slow:step=2,seconds=0", "slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"], 2, [0], tmp_path)
     fault_injection.request(*orders)
     for step in range(1, 4):
-        fault_injection.reach("step", step)
+        fault_injection.inject_at("step", step)
     assert fault_injection.missed() == ["slow:step=4,seconds=0"]
     fault_injection.request(*orders)  # another start remembers
     assert fault_injection.missed() == ["slow:step=4,seconds=0", "slow:step=1,seconds=0,times=0"]
@@ -313,7 +313,7 @@ def test_one_bit_flips(tmp_path, monkeypatch):
     monkeypatch.setattr(fault_injection, "_requested", None)
     fault_injection.request(["bitflip:leaf=b,bit=31"], 1, [0], tmp_path)
     state = create({"a": jnp.ones(2), "b": jnp.ones((2, 2))}, {}, {}, seed=0, worker=0)
-    changed, _ = fault_injection.reach("step", 1, (state, {}))
+    changed, _ = fault_injection.inject_at("step", 1, (state, {}))
     assert changed.params["b"].tolist() == [[-1, 1], [1, 1]]
     assert changed.params["a"].tolist() == [1, 1]
 
@@ -322,7 +322,7 @@ def test_a_disk_without_room_is_refused_by_the_fault_that_says_so(tmp_path, monk
     monkeypatch.setattr(fault_injection, "_requested", None)
     fault_injection.request(["disk_full"], 1, [0], tmp_path)
     with pytest.raises(OSError, match="No space left on device"):
-        fault_injection.reach("save", 1)
+        fault_injection.inject_at("save", 1)
 
 
 # ---------------------------------------------------------------- another number of workers

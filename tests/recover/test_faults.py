@@ -147,7 +147,7 @@ def start(line: list[str], env: dict[str, str] | None = None) -> Job:
     if HOSTS > 1:
         line = [*cluster(HOSTS), "sh", "-c", LINGER, str(seen(mark)), *line]
     process = subprocess.Popen(
-        job_folder.over_leftovers(line),
+        job_folder.remove_leftovers_first(line),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

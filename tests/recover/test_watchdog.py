@@ -56,7 +56,7 @@ def live(watch: Watchdog, letters: Letters, seconds: range, beats) -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.0)
-    failures.doing("step 7")
+    failures.set_phase("step 7")
 
 
 def test_a_rank_that_is_silent_is_named_with_its_last_phase():
@@ -78,7 +78,7 @@ def test_within_the_time_and_while_ranks_move_nothing_is_said():
     watch, letters, out = dog()
     live(watch, letters, range(1, 10), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     for now in range(10, 60):
-        failures.doing(f"step {now}")
+        failures.set_phase(f"step {now}")
         live(watch, letters, range(now, now + 1), lambda now: [beat(r, now) for r in (1, 2, 3)])
     assert out.getvalue() == ""
 
@@ -86,7 +86,7 @@ def test_within_the_time_and_while_ranks_move_nothing_is_said():
 def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
     watch, letters, out = dog()
     live(watch, letters, range(1, 15), lambda now: [beat(r, 5) for r in (1, 2, 3)])
-    failures.doing("step 8")
+    failures.set_phase("step 8")
     live(watch, letters, range(15, 18), lambda now: [beat(r, 6) for r in (1, 2, 3)])
     assert "goes on, " in out.getvalue()
     live(watch, letters, range(18, 40), lambda now: [beat(r, 6) for r in (1, 2, 3)])
@@ -95,8 +95,8 @@ def test_a_job_that_goes_on_after_all_says_so_and_may_stall_again():
 
 def test_who_has_come_least_far_is_late_else_who_waits_for_no_rank():
     watch, letters, out = dog(stall_timeout_s=4.0)
-    failures.doing("step 8")
-    count = failures.at().count
+    failures.set_phase("step 8")
+    count = failures.current_phase().count
     live(watch, letters, range(1, 8), lambda now: [beat(r, count - (r == 3)) for r in (1, 2, 3)])
     assert "late: rank 3 on node3\n" in out.getvalue()
     watch, letters, out = dog(stall_timeout_s=4.0)
@@ -160,7 +160,7 @@ def test_a_rank_that_has_ended_is_not_missed():
     live(watch, letters, range(1, 3), lambda now: [beat(r, 5) for r in (1, 2, 3)])
     letters.coming += [{"kind": "bye", "rank": r} for r in (1, 2, 3)]
     for now in range(3, 40):
-        failures.doing(f"step {now}")
+        failures.set_phase(f"step {now}")
         live(watch, letters, range(now, now + 1), lambda now: [])
     assert out.getvalue() == ""
 
@@ -195,7 +195,7 @@ def test_it_can_be_off():
 
 
 STUCK = "import time\nfrom jaxmpi.runtime import failures\nfrom jaxmpi.comm.solo import SoloProcesses\n"
-STUCK += "from jaxmpi.recover.watchdog import watching\nfrom jaxmpi.runtime import failures\nfailures.doing('step 3')\n"
+STUCK += "from jaxmpi.recover.watchdog import watching\nfailures.set_phase('step 3')\n"
 STUCK += "def spin():\n    time.sleep(60)\n\nwith watching(SoloProcesses(), 1.0, 'abort'):\n    spin()\n"
 
 
@@ -236,7 +236,7 @@ def stopped(folder: Path, victim: int, ranks: int, *more: str, before: tuple[str
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
     with said.open("w") as out:
         job = subprocess.Popen(
-            job_folder.over_leftovers(line),
+            job_folder.remove_leftovers_first(line),
             stdout=out,
             stderr=out,
             cwd=ROOT,

@@ -16,10 +16,10 @@ from launching import ROOT, train, wait_until
 def said() -> Iterator[io.StringIO]:
     """Where phases are said after 0.02 s of silence."""
     out = io.StringIO()
-    phases.hush()
-    phases.narrate(out, silence_s=0.02)
+    phases.stop_progress()
+    phases.start_progress(out, silence_s=0.02)
     yield out
-    phases.hush()
+    phases.stop_progress()
 
 
 def test_a_silent_phase_is_said_with_its_time_and_part_until_it_ends(said):
@@ -44,18 +44,18 @@ def test_a_line_is_one_write_so_that_two_threads_do_not_share_it():
 
     by_hand, by_thread = Writes(), Writes()
     Plain(by_hand).say("a line")
-    phases.hush()
-    phases.narrate(by_thread, silence_s=0.02)
+    phases.stop_progress()
+    phases.start_progress(by_thread, silence_s=0.02)
     with phases.phase("evaluating"):
         wait_until(lambda: bool(by_thread.seen))
-    phases.hush()
+    phases.stop_progress()
     assert by_hand.seen == ("a line\n",)
     assert by_thread.seen[0] == "evaluating: 0 s so far\n"
 
 
 def test_lines_of_others_put_it_off(said):
-    phases.hush()
-    phases.narrate(said, silence_s=0.5)
+    phases.stop_progress()
+    phases.start_progress(said, silence_s=0.5)
     plain, begin = Plain(io.StringIO()), time.monotonic()
     with phases.phase("evaluating"):
         while time.monotonic() - begin < 1.0:

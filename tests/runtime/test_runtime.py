@@ -57,10 +57,10 @@ def test_what_each_launcher_says(environ, expected, no_launcher, monkeypatch):
 
 
 def test_messages_name_rank_and_host(no_launcher, monkeypatch):
-    assert failures.who().startswith("rank 0/1 on ")
+    assert failures.describe_rank().startswith("rank 0/1 on ")
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "4")
-    assert failures.who().startswith("rank 2/4 on ")
+    assert failures.describe_rank().startswith("rank 2/4 on ")
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess:
@@ -107,7 +107,7 @@ MASKS = [
 def test_share_of_a_mask_that_several_ranks_have(masks, rank, expected, monkeypatch):
     kept = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, chosen: kept.append(sorted(chosen)), raising=False)
-    affinity.share_mask(masks, rank)
+    affinity.divide_mask(masks, rank)
     assert kept == ([] if expected is None else [expected])
 
 
@@ -335,7 +335,7 @@ from jaxmpi.runtime import failures
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's job in the background has not
 failures.READ_S = {patience_s}
 os.write(2, b"why\\n")
-failures.let_be_heard()
+failures.drain_stdio()
 os._exit(3)
 """
 
@@ -550,7 +550,7 @@ def test_children_are_found_while_threads_end():
 HOLDS = """
 import pathlib, sys
 from jaxmpi.runtime import job_folder
-with job_folder.own_segments(pathlib.Path(sys.argv[1])) as setting:
+with job_folder.shared_memory_folder(pathlib.Path(sys.argv[1])) as setting:
     (pathlib.Path(setting[job_folder.SEGMENTS]) / "of a rank").write_text("memory")
     print("held", flush=True)
     sys.stdin.read()
@@ -580,7 +580,7 @@ def test_a_folder_that_cannot_be_locked_ends_the_wait(tmp_path, monkeypatch):
     monkeypatch.setattr(job_folder.fcntl, "flock", flock)
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="no locks"):
-        job_folder.hold(tmp_path / "held")
+        job_folder.lock_folder(tmp_path / "held")
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 

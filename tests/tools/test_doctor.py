@@ -12,7 +12,16 @@ from jaxmpi.comm.link_times import met
 from jaxmpi.core.env import getting_mpi
 from jaxmpi.core.errors import UsageError
 from jaxmpi.tools import cli
-from jaxmpi.tools.doctor import ADVICE, Timed, interfaces, of_test, pairs_of, shown, shown_pairs, slow_pairs, spelled
+from jaxmpi.tools.doctor import (
+    ADVICE,
+    ExchangeTime,
+    format_cores,
+    format_pairs,
+    interfaces,
+    pairs_of,
+    self_test_problems,
+    slow_pairs,
+)
 from launching import CLUSTER, NOT_PERMITTED, mpirun, mpirun_line, run
 
 MULTIPLE = {"threads": "MPI_THREAD_MULTIPLE"}
@@ -63,22 +72,17 @@ def test_every_ill_has_its_advice_and_the_healthy_get_none(name, monkeypatch):
 
 
 def test_what_the_self_test_shows():
-    right, wrong = Timed("asa32", 1024, 1e-3, 1.0, True), Timed("ring32", 1024, 1e-3, 1.0, False)
-    assert of_test([right], [0.0, 1e-5, 1e-5, 1e-5]) == []
-    told = of_test([right, wrong], [0.0, 1e-5, 1e-5, 5e-3])
+    right, wrong = ExchangeTime("asa32", 1024, 1e-3, 1.0, True), ExchangeTime("ring32", 1024, 1e-3, 1.0, False)
+    assert self_test_problems([right], [0.0, 1e-5, 1e-5, 1e-5]) == []
+    told = self_test_problems([right, wrong], [0.0, 1e-5, 1e-5, 5e-3])
     assert told[0] == "ring32 gave a wrong mean of 1024 floats: do not train here"
     assert told[1].startswith("rank 3 is 5.0 ms away from rank 0")
-    assert of_test([], [0.0]) == []
+    assert self_test_problems([], [0.0]) == []
 
 
-def test_the_page():
-    lines = shown(GOOD, MULTIPLE, [Timed("asa32", 1024, 1e-3, 1.5, True)], [0.0, 2e-5])
-    assert lines[-1] == "nothing to change"
-    assert "exchange  asa32        4,096 bytes      1.000 ms    1.500 GB/s  right" in lines
-    assert "host      a: 8 cores, /dev/shm 1024 MiB free; eth0 up, 1000 Mbit/s" in lines
-    assert "rank 1    a: cores 4-7; cpu, cpu" in lines
-    assert spelled([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert spelled([]) == "unknown"
+def test_cores_are_spelled_as_ranges():
+    assert format_cores([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert format_cores([]) == "unknown"
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
@@ -98,7 +102,7 @@ def test_a_pair_with_a_slow_link_is_named():
     np.fill_diagonal(trips_s, np.nan)
     pairs = pairs_of(trips_s, hosts)
     assert [(p.a, p.b) for p in (pairs[0], pairs[-1])] == [(1, 3), (0, 1)]
-    assert shown_pairs(pairs, hosts) == [
+    assert format_pairs(pairs, hosts) == [
         "pairs     on one host: 5 to 5 GB/s; slowest rank 0 on a and rank 1 on a",
         "pairs     on two hosts: 0.01 to 0.5 GB/s; slowest rank 1 on a and rank 3 on c",
     ]

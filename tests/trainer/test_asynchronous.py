@@ -454,7 +454,7 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     line = surviving(fault.ranks, *args, *slowly)
     with (tmp_path / "out").open("w") as out:
         job = subprocess.Popen(
-            job_folder.over_leftovers(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
+            job_folder.remove_leftovers_first(line), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
         )
     try:
         deadline = time.monotonic() + 90
@@ -567,7 +567,7 @@ def test_what_rank_0_refuses_is_said_once(tmp_path):
 def test_a_run_that_is_asked_to_leave_is_gone_on_with_on_another_number_of_ranks(told, ranks, tmp_path):
     """By a signal to one rank alone; nothing is lost, since all have reported and saved when they leave."""
     args = (*COMMON, *RULES["easgd-servers"], "--eval-every", "9ep", "--run-dir", str(tmp_path / "run"))
-    line = job_folder.over_leftovers(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
+    line = job_folder.remove_leftovers_first(surviving(4, *args, "--train-for", "2000ep", "--checkpoint-every", "2ep"))
     job = subprocess.Popen(
         line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

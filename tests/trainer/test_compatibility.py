@@ -27,7 +27,6 @@ EASGD, H = {"rule": RuleConfig("easgd")}, {"rule": RuleConfig("local_sgd")}
 SHRINK = {"on_rank_loss": "shrink"}
 SEVERAL = {"devices": 2}  # of each of two ranks
 SHARDED = {"exchange": ExchangeConfig(shard_update="on")}
-BUDDY = {"exchange": ExchangeConfig(shard_update="on", buddy=1)}
 # Message and options; one for each row of the table at least.
 MADE = Optim("mine", transform=optax.sgd(0.1))  # with its rate
 STREAM = Data("grain", train=lambda worker, workers: iter([]))
@@ -79,8 +78,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("exchange.strategy: got lowrank4 with --on-rank-loss", {"exchange": ExchangeConfig("lowrank4"), **SHRINK}),
     ("exchange.strategy: got none with --on-rank-loss shrink", {"exchange": ExchangeConfig("none"), **SHRINK}),
     ("rule.name: got subgd with exchange.shard_update on", {"rule": RuleConfig("subgd"), **SHARDED}),
-    ("exchange.shard_update: got on with --on-rank-loss shrink without.*add --exchange.buddy 1", {**SHARDED, **SHRINK}),
-    ("exchange.buddy: got 1 with --on-rank-loss end", BUDDY),
     ("exchange.overlap: got on with --on-rank-loss", {"exchange": ExchangeConfig(overlap="on"), **SHRINK}),
     ("batch_statistics: got synchronised with --on-rank-loss", {"batch_statistics": "synchronised", **SHRINK}),
     ("data.memory: got partition with --on-rank-loss", {"data": Data(memory="partition"), **SHRINK}),
@@ -100,7 +97,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("shard_update: got on with.*expected sgd, .*adamw.*muon", {"optim": Optim("schedule_free_sgd"), **SHARDED}),
     # Fields of one part, which refuses them when it is made.
     ("exchange.gather_wire: got 16 with shard_update off, which gathers", {"exchange": {"gather_wire": "16"}}),
-    ("exchange.buddy: got 1 with shard_update off", {"exchange": {"buddy": 1}}),
     ("data.shuffle_by: got files with data.memory partition", {"data": {"shuffle_by": "files", "memory": "partition"}}),
     ("got local_batch 8 and effective_batch 16; give one of them", {"local_batch": 8, "effective_batch": 16}),
     ("got resume and from_start; give one of them", {"resume": True, "from_start": True}),
@@ -139,7 +135,7 @@ def test_options_that_do_not_go_together_are_refused_with_a_way_out(message, opt
         {"on_nonfinite": "skip"},
         {**SEVERAL, **SHARDED},
         {"comm": "xla", **SEVERAL, **SHARDED},
-        {**BUDDY, **SHRINK},
+        {**SHARDED, **SHRINK},
         {"batch_statistics": "synchronised", "comm": "xla", **SEVERAL},
     ],
 )

@@ -266,7 +266,6 @@ HELD = WorkerMemory(
     model_state=0,
     moments=200 * MB,
     whole_moments=200 * MB,
-    copies=0,
     before=0,
     gradients=100 * MB,
     exchange=300 * MB,
@@ -369,21 +368,9 @@ def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path
     assert [of.is_sharded for of in must_fit] == [False, True]
 
 
-def test_copies_of_slices_are_forecast_with_sharded_updates_only(tmp_path, capsys):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    line = ["--exchange.shard-update", "on", "--exchange.buddy", "1", "--on-rank-loss", "shrink"]
-    cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "4", "--data.loader", "threads", *line])
-    said = capsys.readouterr().out
-    off, on = map(float, re.findall(r"copies of slices +(\S+) +(\S+)", said)[0])
-    assert off == 0
-    assert on > 0
-
-
 def test_what_a_step_holds_and_is_there_before_it():
-    copied = dataclasses.replace(ON, copies=100 * MB)
-    assert allocated(copied, 4, has_copies=False) == 4 * (100 + 50) * MB
-    assert allocated(copied, 4, has_copies=True) == 4 * (100 + 50 + 50) * MB
-    assert allocated(EARLY, 4, has_copies=False) == (4 * 50 + 100) * MB  # one copy of the params
+    assert allocated(ON, 4) == 4 * (100 + 50) * MB
+    assert allocated(EARLY, 4) == (4 * 50 + 100) * MB  # one copy of the params
 
 
 def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():
@@ -741,9 +728,10 @@ def test_options_for_more_workers_do_not_end_a_run_on_fewer(exchange, micro_batc
         (4, {"rule": RuleConfig("subgd")}, "off, rule.name: got subgd with exchange.shard_update on"),
         (
             4,
-            {"exchange": ExchangeConfig("tree:32", shard_update="auto", buddy=1), "on_rank_loss": "shrink"},
+            {"exchange": ExchangeConfig("tree:32", shard_update="auto")},
             "off, got strategy 'tree:32' for sharded updates; expected",
         ),
+        (4, {"on_rank_loss": "shrink"}, "off, on_rank_loss shrink would go back to a checkpoint"),
     ],
 )
 def test_auto_shards_updates_where_it_can_and_saves_and_says_why_not(size, change, expected, monkeypatch):

@@ -94,7 +94,7 @@ SLOW = {
     "sharded_devices": Mode("--devices 2 --exchange.shard-update on --optim.ema 0.9", ranks=1),
     "changes_in_16_bits": Mode("--exchange.strategy asa16 --exchange.gather-wire 16 --exchange.shard-update on"),
     "changes_in_8_bits": Mode("--exchange.strategy asa32 --exchange.gather-wire 8 --exchange.shard-update on"),
-    "copied_slices": Mode("--on-rank-loss shrink --exchange.shard-update on --exchange.buddy 1"),
+    "sharded_shrink": Mode("--on-rank-loss shrink --exchange.shard-update on"),
     "roll_back": Mode("--from-start --on-nonfinite rollback --inject nan:rank=1,step=6 --comm xla"),
     "micro": Mode("--micro-batch 4 --comm xla"),
     "shrink_fused": Mode("--on-rank-loss shrink --step-mode fused"),

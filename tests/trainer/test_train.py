@@ -191,7 +191,7 @@ def kill_one_rank_after(step: int, args: list[str], run_dir: Path) -> int:
     """Start two ranks, SIGKILL rank 1 once the checkpoint of `step` is whole; the job's exit code."""
     line = [*mpirun_line(2), sys.executable, "-m", "jaxmpi.train", *args]
     job = subprocess.Popen(
-        job_folder.over_leftovers(line),
+        job_folder.remove_leftovers_first(line),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

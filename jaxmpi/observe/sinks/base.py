@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxmpi.core.files import write_whole
 from jaxmpi.core.json_tree import read_json
-from jaxmpi.runtime.spared_threads import sparing
+from jaxmpi.runtime.spared_threads import spare_threads
 
 Row = dict[str, Any]
 # Takes a line of the record, on rank 0. `close()`, if any, is called last, or `fail()`, if any, of a run that failed.
@@ -183,7 +183,7 @@ def name_threads(name: str) -> AbstractContextManager[None]:
             _told.add((name, repr(error)))
             say_failed(name, "failed in a thread of its own, and may lack lines", error)
 
-    return sparing(report)
+    return spare_threads(report)
 
 
 def say_failed(name: str, what: str, error: BaseException) -> None:
