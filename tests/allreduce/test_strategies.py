@@ -27,6 +27,7 @@ from jaxmpi.allreduce.api import Choice, Op, exchange
 from jaxmpi.allreduce.building_blocks import alltoall_by_rotation
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.subgroups import SubComm
+from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.allreduce.working_memory import at_work
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
@@ -410,7 +411,7 @@ def trees_sent(w: int, colours: int) -> list[float]:
     packets = max(1, round(math.sqrt(deep * N / (k * color_trees.PRICE))))
     edges = [[row[place] >= 0 for row in forest.parent].count(True) for place in range(w)]
     edges = [up + sum(row.count(place) for row in forest.parent) for place, up in enumerate(edges)]
-    size = -(-w * -(-N // (k * w)) // packets)  # floats of a packet
+    size = -(-w * -(-N // (k * w)) // (packets * BLOCK)) * BLOCK  # floats of a packet: whole blocks
     return [count * (packets + deep) * size / N for count in edges]
 
 
@@ -431,8 +432,7 @@ def test_every_worker_sends_the_bytes_of_the_table(algorithm, workers):
     expected = np.array(SENT[algorithm](workers))
     for wire in ["32"] if algorithm == "none" else BITS:
         sent = np.array(sent_by_each(f"{algorithm}:{wire}", N, tuple(range(workers))))
-        is_filled_up = algorithm in ("pipering", "color4")  # packets, to whole blocks
-        np.testing.assert_allclose(sent, expected * N * BITS[wire], rtol=2e-2 if is_filled_up else 1e-12)
+        np.testing.assert_allclose(sent, expected * N * BITS[wire], rtol=1e-12)
 
 
 def test_a_hierarchy_sends_a_part_between_hosts():
