@@ -320,10 +320,11 @@ def test_low_rank_sends_two_thin_factors():
 
 
 def test_top_k_sends_eight_bytes_an_entry():
-    entries = sum(math.ceil(0.01 * math.prod(shape)) for shape in (ALEXNET | BIASES).values())
+    counts = [math.ceil(0.01 * math.prod(shape)) for shape in (ALEXNET | BIASES).values()]
+    entries, blocks = sum(counts), sum(math.ceil(count / 256) for count in counts)  # a block has one leaf's
     assert bytes_of("topk1").gathered == 8 * entries
     assert bytes_of("topk1").summed == 0
-    assert bytes_of("topk1/asa16").gathered == 6 * entries + 4 * math.ceil(entries / 256)  # with scales
+    assert bytes_of("topk1/asa16").gathered == 4 * entries + (2 * 256 + 4) * blocks  # with scales
 
 
 def test_top_k_counts_exactly():
