@@ -295,7 +295,7 @@ def test_the_quickstart_has_no_line_that_is_not_a_block_with_a_name():
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_time_limits_are_those_of_the_code():
