@@ -51,7 +51,7 @@ def test_public_names_are_those_that_types_are_checked_with():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     [typed] = [node for node in tree.body if isinstance(node, ast.If)]
     named = {(alias.name, node.module) for node in typed.body for alias in node.names}  # pyright: ignore[reportAttributeAccessIssue]
-    assert named == set(jaxmpi._HOME.items())
+    assert named == set(jaxmpi._MODULES.items())
     assert all(getattr(jaxmpi, name) is not None for name, _ in named)
 
 

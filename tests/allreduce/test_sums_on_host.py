@@ -19,7 +19,7 @@ from jaxmpi.allreduce.algorithms.color_trees import forest, most_edges, packets_
 from jaxmpi.allreduce.algorithms.spec import Part
 from jaxmpi.allreduce.algorithms.table import STRATEGIES, HostSum
 from jaxmpi.allreduce.compiled_sums import SOURCE, Pace
-from jaxmpi.allreduce.host_comm import WINDOW, HostComm, Requests
+from jaxmpi.allreduce.host_comm import HostComm, Requests
 from jaxmpi.allreduce.sum_recorder import RecordedSteps, recorded
 from jaxmpi.allreduce.wires import BLOCK, WIRES, HostWire
 from jaxmpi.comm.axis import AxisComm
@@ -297,24 +297,6 @@ def test_c_gives_the_bits_of_python_whatever_the_order_of_arrival(workers, wire,
             is_nan = np.isnan(expected)
             np.testing.assert_array_equal(np.isnan(held), is_nan)
             assert np.where(is_nan, 0, held).tobytes() == np.where(is_nan, 0, expected).tobytes(), (name, n)
-
-
-def test_a_sum_in_c_that_is_held_begins_no_parts(library, monkeypatch):
-    monkeypatch.setattr(host_comm, "MESSAGE_BYTES", 4 * BLOCK)
-    rows, both = rows_of(2, 2 * BLOCK * (WINDOW + 5)), InC(library)
-    expected, held = rows.sum(0), rows.copy()
-    for rank, x in enumerate(held):
-        made = recorded(HostSum.named("ring:32", HostComm(Rank(both.network, rank), (0, 1), (0, 1))), x.size)
-        assert made
-        both.begin(rank, made, x)
-    library.jaxmpi_sum_hold(c_void_p(both.sums[0]), 1)
-    both.go_on(0.05)
-    assert len(both.sums) == 2
-    assert len(both.requests) == 2 * WINDOW  # rank 1's first messages; rank 0 sends none
-    library.jaxmpi_sum_hold(c_void_p(both.sums[0]), 0)
-    while both.sums:
-        both.go_on(20)
-    np.testing.assert_array_equal(held, [expected, expected])
 
 
 @pytest.mark.parametrize("found", [1, 2])

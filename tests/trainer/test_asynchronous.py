@@ -311,7 +311,7 @@ def test_a_run_that_leaves_at_the_step_of_its_last_checkpoint_keeps_every_part(t
     worker, start = LoneWorker(), SimpleNamespace(counters=Counters(), step=0)
     (checkpoints := tmp_path / "checkpoints").mkdir()
     parts = UncoordinatedCheckpoint(checkpoints, 1, Retention(2))
-    evaluation = SimpleNamespace(is_open=False, asks=dict, conclude_if_whole=lambda answer: None)
+    evaluation = SimpleNamespace(is_open=False, requests=dict, conclude_if_complete=lambda answer: None)
     chief = async_chief.AsyncLeader(run, worker, parts, start, evaluation)  # pyright: ignore[reportArgumentType] # of all this a part
     assert chief.progress(state, worker.report({}, examples=10)) == RunProgress(1, DueEvents(log=True, save=True))
     chief.log(1, state)
