@@ -361,7 +361,7 @@ EPOCH = {  # quantity of an epoch, and the contenders of `bench_epoch.py` whose 
 
 def shuffle_run(options: Options, workers: Sequence[int]) -> list[str]:
     """Time shuffles of data in memory, on emulated hosts or on ranks of this machine."""
-    counts = map(str, workers)
+    counts = [str(n) for n in workers]
     size = ["--ranks", *counts, *(["--mb", "8"] if options.quick else [])]
     if options.hosts:
         size = ["--hosts", *counts, "--rate", options.rate or SLOW, "--mb", "40"]
