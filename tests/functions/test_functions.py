@@ -644,13 +644,13 @@ def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unseen_fil
         monkeypatch.delattr(shared_array.os, "O_TMPFILE")
 
     def slow_room(handle, size_bytes):
-        monkeypatch.setattr(shared_array, "make_room", room)
+        monkeypatch.setattr(shared_array, "extend_file", room)
         with pytest.raises(jaxmpi.UsageError, match="no array named"):
             jm.shared(name=name)
         rivals.append(jm.shared(function_checks.f32([2]), name=name))
         room(handle, size_bytes)
 
-    monkeypatch.setattr(shared_array, "make_room", slow_room)
+    monkeypatch.setattr(shared_array, "extend_file", slow_room)
     with pytest.raises(jaxmpi.UsageError, match=f"the name '{name}' is taken"):
         jm.shared(function_checks.f32([1]), name=name)
     assert files_of(name) == [f"jaxmpi-array-{name}"]
