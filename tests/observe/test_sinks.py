@@ -282,7 +282,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from jaxmpi.config import Experiment
-from jaxmpi.config.flags import resolved
+from jaxmpi.config.flags import to_json
 from jaxmpi.observe.recorder import Recorder, cut_record
 from jaxmpi.observe.sinks.registry import SINKS, open_sinks
 from jaxmpi.observe.terminal import Terminal
@@ -291,7 +291,7 @@ folder, hooks = Path(sys.argv[1]), (sys.excepthook, sys.exit)
 for steps in ((1, 2, 4), (5, 6)):
     cut_record(folder / "record.jsonl", 4)
     made = Recorder(folder, terminal=Terminal(), sinks=open_sinks(tuple(SINKS), folder))
-    made.write("run", experiment=resolved(Experiment()), workers=1)
+    made.write("run", experiment=to_json(Experiment()), workers=1)
     for step in steps:
         made.train(total_steps=6, epoch=1.0, lr=0.1, wait_s=0, skipped=0, step=step, examples=step, loss=1 / step)
     made.sample(steps[0], "words", "a & b")

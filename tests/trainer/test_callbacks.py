@@ -394,14 +394,14 @@ ASYNCHRONOUS = """
 import jaxmpi
 from pathlib import Path
 from jaxmpi.config import RuleConfig
-from jaxmpi.optim.optimizers import times_rate
+from jaxmpi.optim.optimizers import scale_rate
 from line_task import lines
 
 class Halves(jaxmpi.Callback):
     scales_rate = True
 
     def before_step(self, step, state, batch):
-        return (state._replace(rule_state=times_rate(state.rule_state, 0.5)) if step == 1 else state), batch
+        return (state._replace(rule_state=scale_rate(state.rule_state, 0.5)) if step == 1 else state), batch
 
 rule = RuleConfig("easgd", tau=2)
 fields = dict(callbacks=(Halves(),), rule=rule, effective_batch=0, local_batch=6, log_every=2, train_for="40st")
