@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -121,13 +123,13 @@ def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed):
 
 
 def test_numbers_of_numpy_will_do():
-    plain, numpy = (
-        Sampler(10, 4, 1, 2, seed=2**64 - 1),
-        Sampler(*map(np.int64, (10, 4, 1, 2)), seed=np.uint64(2**64 - 1)),
-    )
+    sizes: Any = map(np.int64, (10, 4, 1, 2))
+    seed: Any = np.uint64(2**64 - 1)
+    step: Any = np.int64(4)
+    plain, numpy = Sampler(10, 4, 1, 2, seed=2**64 - 1), Sampler(*sizes, seed=seed)
     assert plain == numpy
-    np.testing.assert_array_equal(plain.indices(4).indices, numpy.indices(np.int64(4)).indices)
-    assert type(numpy.indices(np.int64(4)).epoch) is int
+    np.testing.assert_array_equal(plain.indices(4).indices, numpy.indices(step).indices)
+    assert type(numpy.indices(step).epoch) is int
 
 
 def test_an_empty_evaluation_has_no_steps():

@@ -96,7 +96,7 @@ def test_shares_that_some_ranks_saved_are_those_that_others_would_have(before, a
 def test_a_checkpoint_that_would_not_be_found_or_stay_is_refused(tmp_path, no_launcher):
     for keep in (0, -1, 1.5):
         with pytest.raises(jaxmpi.UsageError, match=rf"Checkpoints: keep: got {keep}; expected >= 1, as"):
-            jaxmpi.Checkpoints(tmp_path, keep=keep)
+            jaxmpi.Checkpoints(tmp_path, keep=keep)  # pyright: ignore[reportArgumentType] # what is refused
     kept = jaxmpi.Checkpoints(tmp_path / "run")
     with pytest.raises(jaxmpi.UsageError, match=r"save: step: got -1; expected >= 0"):
         kept.save(-1, {"w": 1.0})

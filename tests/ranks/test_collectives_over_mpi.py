@@ -20,7 +20,7 @@ from jaxmpi.comm.mpi import MpiComm, made
 from jaxmpi.comm.shared_sync import SharedMemoryFile
 from jaxmpi.runtime import host_callbacks
 
-COMM = jaxmpi.world()
+COMM: Any = jaxmpi.world()
 SIZE, RANK = COMM.size, int(COMM.rank)
 NUMPY = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 NUMPY |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}

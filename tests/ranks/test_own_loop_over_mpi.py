@@ -181,9 +181,11 @@ def test_all_64_bits_of_a_seed_count():
     data = [jax.random.key_data(jaxmpi.rank_key(seed)).tolist() for seed in (0, 2**32, 2**63, 2**64 - 1, 2**32 - 1)]
     assert len({*map(tuple, data)}) == len(data)
     same = jax.random.fold_in(jax.random.key(7), RANK)
-    for seed in (7, np.int64(7), np.uint64(7), jnp.int32(7)):
+    seeds: list[Any] = [7, np.int64(7), np.uint64(7), jnp.int32(7)]
+    for seed in seeds:
         assert jnp.array_equal(jax.random.key_data(jaxmpi.rank_key(seed)), jax.random.key_data(same))
-    for seed in (2**64, -1, 1.5, "7"):
+    refused: list[Any] = [2**64, -1, 1.5, "7"]
+    for seed in refused:
         with pytest.raises(jaxmpi.UsageError, match="rank_key: seed"):
             jaxmpi.rank_key(seed)
 
