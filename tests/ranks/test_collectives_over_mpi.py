@@ -21,7 +21,7 @@ from jaxmpi.comm.shared_sync import SharedMemoryFile
 from jaxmpi.runtime import host_callbacks
 
 COMM: Any = jaxmpi.world()
-SIZE, RANK = COMM.size, int(COMM.rank)
+SIZE, RANK = int(COMM.size), int(COMM.rank)
 NUMPY = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
 NUMPY |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 NOW: Any = lambda function: function  # noqa: E731
@@ -304,7 +304,7 @@ def test_means_of_integers_do_not_wrap():
     for call in (mpi.allreduce, jax.jit(mpi.allreduce, static_argnums=1)):
         for dtype, got in call(x, "mean").items():
             assert got.dtype == jnp.float32
-            assert np.allclose(got, np.float32(expected[dtype]), rtol=2.0**-22, atol=0)
+            assert np.allclose(got, np.asarray(expected[dtype], np.float32), rtol=2.0**-22, atol=0)
     assert mpi.reduce(x["int32"], "mean")[-1] == (-RANK if RANK else -middle)
     for whole in (jnp.uint8(200), jnp.uint16(65535), jnp.int32(2**24 + 1), jnp.int32(-(2**24) - 1)):
         assert mpi.allreduce(whole, "mean", dtype=whole.dtype) == whole  # a mean in float32 could not say these
@@ -598,7 +598,7 @@ def test_messages_by_mpi4jax_have_statuses_and_every_dtype(monkeypatch):
 # ---------------------------------------------------------------- transformations
 
 COUNTS = [[(i + j) % 3 for j in range(SIZE)] for i in range(SIZE)]
-ROWS = {"allgatherv": RANK + 1, "alltoallv": sum(COUNTS[RANK])}
+ROWS: dict[str, int] = {"allgatherv": RANK + 1, "alltoallv": sum(COUNTS[RANK])}
 LINEAR: dict[str, Any] = {
     "reduce": lambda x: mpi.reduce(x, "sum", SIZE - 1),
     "mean of 16 bits": lambda x: mpi.reduce(x.astype(jnp.bfloat16), "mean").astype(jnp.float32),
