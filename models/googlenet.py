@@ -77,7 +77,7 @@ STD = {
 }  # fmt: skip
 STARTS = {
     "published": Start(lambda place: normal(STD[place]), 0.2),
-    "he": Start(lambda place: normal(0.01) if place == "logits" else he_normal, 0.0),
+    "he": Start(lambda place: he_normal, 0.0),
 }
 
 

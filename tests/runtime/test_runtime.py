@@ -139,18 +139,17 @@ comm = jaxmpi.world()
 import jax, jax.numpy as jnp
 tree = [jnp.full(18 << 20, 1.0), jnp.ones(1000)]  # 72 MiB
 f = jax.jit(lambda tree: jaxmpi.exchange(tree, "{strategy}"))
-for call in range(12):
+for call in range(6):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     jax.block_until_ready(f(tree))
     faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / (72 << 20)
-    if call > 8: assert faults <= 0.05, (call, faults)
+    if call > 2: assert faults <= 0.05, (call, faults)
 print("no faults", flush=True)
 """
 
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
-@pytest.mark.xfail(reason="known: on busy cores a tree still faults now and then; the bar is missed")
 @pytest.mark.parametrize("strategy", ["shm", "asa32"])
 @pytest.mark.parametrize("first", ["", "from mpi4py import MPI"])
 def test_exchanges_above_64_mib_cost_no_page_faults_whether_or_not_mpi_starts_first(first, strategy, tmp_path):
