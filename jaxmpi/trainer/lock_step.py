@@ -23,10 +23,9 @@ from jaxmpi.trainer.loop import Position, RunProgress
 from jaxmpi.trainer.memory import (
     WorkerMemory,
     allocated,
+    describe_step,
     make_room,
-    measured,
-    words_of_step,
-    words_on_gpu,
+    with_program,
     workers_here,
 )
 from jaxmpi.trainer.progress import SUMS
@@ -91,11 +90,11 @@ class LockStep:
     def _measure(self, held: WorkerMemory, state: TrainState, batch: Batch) -> None:
         """Log the first step's memory, and refuse more than is free."""
         run, self._held = self.run, None
-        held = measured(held, run.functions.ahead.compiled(state, batch))
+        held = with_program(held, run.functions.ahead.compiled(state, batch), batch)
         self.run = dataclasses.replace(run, held=held, is_measured=True)
         here = workers_here(run.workers)
         free_bytes = available_bytes() + allocated(held, here)
-        run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
+        run.recorder.say(describe_step(held, here, free_bytes))
         make_room(held, run, free_bytes)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:

@@ -251,7 +251,7 @@ def run_in(
     is_first, folder = workers.processes.rank == 0, home.path
     held = None
     if not workers.asynchronous:
-        held = memory.held(job, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole)
+        held = memory.estimate_memory(job, functions.rule, is_fused=functions.ahead.is_whole)
         memory.make_room(held, job, available_bytes())
     with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(job, functions.rule, folder)
@@ -283,7 +283,7 @@ def run_in(
         recorder.write("run", **facts)
     say_start(job, functions, recorder, folder, saved)
     if held:
-        recorder.say(memory.words(held, workers.size))
+        recorder.say(f"each worker holds, in MB, {memory.describe_parts(held)}")
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     run = assembled(
         job,
