@@ -35,7 +35,6 @@ from jaxmpi.core import errors, train_state
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest, zeros_for
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.observe.flops import StepFlops
-from jaxmpi.observe.step_timing import ComputeOnlyStep
 from jaxmpi.optim import optimizers
 from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
@@ -75,7 +74,6 @@ class Functions:
     ahead: Ahead
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # reasons for the choices of `auto`, for the log
-    compute_only: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
 
     @property
     def exchanges(self) -> bool:
@@ -147,9 +145,8 @@ def split_form(of: StepParts) -> Functions:
     experiment, workers, once = of.job.experiment, of.job.workers, of.once
     keeps = of.skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
     keep_operands = partial(jit_kept, once) if keeps else once
-    no_exchange = base.NoExchange()
     exchange_now = of.exchange(False)
-    rule = of.rule(no_exchange.of(exchange_now._replace(jit=keep_operands)))
+    rule = of.rule(exchange_now._replace(jit=keep_operands))
     gradients = of.order.of(of.gradients, of.flops.count)
     if of.form.is_early:
         assert isinstance(workers.comm, RankComm)
@@ -178,7 +175,6 @@ def split_form(of: StepParts) -> Functions:
             ),
             False,
         ),
-        compute_only=None if of.form.is_early else ComputeOnlyStep(no_exchange.during(step), True),
     )
 
 
@@ -190,8 +186,6 @@ def fused_form(of: StepParts) -> Functions:
     rule = of.rule(of.exchange(is_beside))
     eval_params, guard = rule.eval_params or own_params, steps.or_before if of.skips else None
     step = partial(steps.train_step, gradients=of.order.of(gradients, of.flops.count), rule=rule, guard=guard)
-    still = base.NoExchange(is_on=True).of(of.exchange(False))
-    quiet = partial(steps.train_step, gradients=gradients, rule=of.rule(still))
     if workers.mesh is None:
         donated = () if experiment.on_rank_loss == "shrink" else (0,)
         jitted = (of.to_share if is_beside else jax.jit)(step, donate_argnums=donated)
@@ -201,11 +195,11 @@ def fused_form(of: StepParts) -> Functions:
             of.mean_state,
             of.once(eval_params) if is_beside and rule.sharding and rule.eval_params else eval_params,
         )
-        compute_only, form = None if is_beside else ComputeOnlyStep(jax.jit(quiet), False), "one jit"
+        form = "one jit"
     else:
         jitted = of.over(step, donate_argnums=(0,))
         each, mean, params = of.over, of.over(of.mean_state), of.over(eval_params)
-        compute_only, form = ComputeOnlyStep(of.over(quiet), False), f"one jit over {workers.size} devices"
+        form = f"one jit over {workers.size} devices"
     return Functions(
         rule=rule,
         train_step=jitted,
@@ -218,7 +212,6 @@ def fused_form(of: StepParts) -> Functions:
         form=f"fused form: {form}; {of.form.why}",
         flops=of.flops,
         ahead=Ahead(lambda state, batch: compiled_for(jitted, (state, batch)), True),
-        compute_only=compute_only,
     )
 
 

@@ -15,7 +15,7 @@ from jaxmpi.comm.topology import to_device
 from jaxmpi.core.errors import AgreedError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import Batch, TrainState
-from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
+from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import phases
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
@@ -53,7 +53,6 @@ class LockStep:
         self.is_stopped = False  # by a callback
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # the step of it
-        self._batch: Batch | None = None  # batch of the last step
         self._held = None if run.is_measured else run.held
 
     def begin(self, position: Position) -> TrainState:
@@ -64,8 +63,6 @@ class LockStep:
         with phases.phase("comparing the params of all workers"):
             self.compare(position.step, position.state)  # programs of the comparison are compiled here, once
         run.recorder.start_window(run.plan.examples(position.step))
-        compute_only, config = run.functions.compute_only if run.functions.exchanges else None, run.experiment
-        self._probe = ComputeOnlyProbe(compute_only, self.start, config.compute_only_every, config.log_every)
         return position.state
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -77,7 +74,7 @@ class LockStep:
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
         """One step, or only its number if it has failed twice."""
-        run, self._batch = self.run, batch
+        run = self.run
         run.saver.poll()
         note_saved(run)
         if step in run.guard.recovery.left_out:
@@ -130,12 +127,10 @@ class LockStep:
         self.run.guard.compare(state, step)
 
     def log(self, step: int, state: TrainState) -> None:
-        """Write a line about all workers' steps; perhaps time one without exchange."""
+        """Write a line about all workers' steps."""
         run = self.run
-        seen = run.log.line(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
+        run.log.line(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
         self.sums = np.zeros(SUMS)
-        if self._batch is not None and step < run.plan.clock.total_steps:
-            self._probe.now(self.timer, step, seen.source, state, self._batch)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         (self.result, why), self._evaluated = evaluate(self.run, state, step), step
