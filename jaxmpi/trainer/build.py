@@ -126,7 +126,9 @@ def build_functions(job: Job) -> Functions:
         gradients=steps.marked(gradients) if skips else gradients,
         evaluate=evaluate,
         predict=predict,
-        mean_state=partial(mean_of_floats, mean=mean) if experiment.batch_statistics != "local" else own_state,
+        mean_state=partial(mean_of_floats, mean=mean)
+        if experiment.batch_statistics != "local"
+        else lambda tree: tree,  # each evaluates with its own
         skips=skips,
         once=once,
         to_share=jax.jit if experiment.batch_statistics == "synchronised" else once,
@@ -144,9 +146,13 @@ def split_form(of: StepParts) -> Functions:
     """
     experiment, workers, once = of.job.experiment, of.job.workers, of.once
     keeps = of.skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
-    keep_operands = partial(jit_kept, once) if keeps else once
+
+    def keep_operands(function: Callable, donate_argnums: tuple[int, ...] = (), **options: Any) -> Callable:
+        """A jit without donation: what went in may still be the outcome."""
+        return once(function, **options)
+
     exchange_now = of.exchange(False)
-    rule = of.rule(exchange_now._replace(jit=keep_operands))
+    rule = of.rule(exchange_now._replace(jit=keep_operands if keeps else once))
     gradients = of.order.of(of.gradients, of.flops.count)
     if of.form.is_early:
         assert isinstance(workers.comm, RankComm)
@@ -215,11 +221,6 @@ def fused_form(of: StepParts) -> Functions:
     )
 
 
-def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
-    """A jit without donation: what went in may still be the outcome."""
-    return jit(function, **{name: value for name, value in options.items() if name != "donate_argnums"})
-
-
 def over_mesh(
     function: Callable, mesh: jax.sharding.Mesh, control: Processes, donate_argnums: tuple[int, ...] = ()
 ) -> Callable:
@@ -282,11 +283,6 @@ def exchange_of_devices(
     return over_local_devices(
         Choice(strategy=strategy, op=op, comm=workers.comm, bucket_bytes=bucket_bytes, order=order), workers.mesh
     )
-
-
-def own_state(tree: PyTree) -> PyTree:
-    """Model state as it is: every worker evaluates with its own."""
-    return tree
 
 
 def own_params(params: PyTree, rule_state: PyTree) -> PyTree:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmpi.comm.topology import to_device
 from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import Batch, TrainState
 from jaxmpi.observe.step_timing import StepTimer
@@ -87,7 +88,8 @@ class LockStep:
     def _measure(self, held: WorkerMemory, state: TrainState, batch: Batch) -> None:
         """Log the first step's memory, and refuse more than is free."""
         run, self._held = self.run, None
-        held = with_program(held, run.functions.ahead.compiled(state, batch), batch)
+        batch_bytes = size_bytes(batch) // (run.workers.size if run.workers.mesh else 1)
+        held = with_program(held, run.functions.ahead.compiled(state, batch), batch_bytes)
         self.run = dataclasses.replace(run, held=held, is_measured=True)
         here = workers_here(run.workers)
         free_bytes = available_bytes() + allocated(held, here)

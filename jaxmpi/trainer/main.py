@@ -146,7 +146,10 @@ def train_until(
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         with phases.phase("tracing the model to check it"):
             check_before_data(experiment)
-    kept = stored_by_first(experiment, name, workers)
+    with run_folder.usable():  # read on rank 0: what all must know of a run that is resumed
+        found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
+    row = workers.processes.bcast_object(found)
+    kept = run_directory.StoredSettings(*row) if row else None
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
         with run_folder.usable():
             run_directory.check_source(experiment)
@@ -228,14 +231,6 @@ def gather_all(experiment: Experiment) -> Workers:
     if registry.is_asynchronous(experiment.rule):
         return gather_asynchronous(experiment.rule.servers)
     return gather_workers(experiment.devices, experiment.comm)
-
-
-def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.StoredSettings | None:
-    """Read on rank 0 what all must know of a resumed run."""
-    with run_folder.usable():
-        found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
-    row = workers.processes.bcast_object(found)
-    return run_directory.StoredSettings(*row) if row else None
 
 
 def run_in(

@@ -108,10 +108,10 @@ def estimate_memory(job: Job, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     )
 
 
-def with_program(memory: WorkerMemory, program: jax.stages.Compiled, batch: PyTree) -> WorkerMemory:
+def with_program(memory: WorkerMemory, program: jax.stages.Compiled, batch_bytes: int) -> WorkerMemory:
     """The same with the program's temporary bytes, if XLA reports them, and a worker's batch."""
     analysis = program.memory_analysis()
-    return replace(memory, activations=analysis.temp_size_in_bytes if analysis else 0, batch=size_bytes(batch))
+    return replace(memory, activations=analysis.temp_size_in_bytes if analysis else 0, batch=batch_bytes)
 
 
 # ---------------------------------------------------------------- in words
@@ -204,7 +204,8 @@ def check_fits(memory: WorkerMemory, job: Job, here: int, free_bytes: int) -> No
 
 def suggest_fixes(memory: WorkerMemory, job: Job, here: int, free_bytes: int) -> list[str]:
     """Options with which the workers of a host fit, each with what a worker then needs."""
-    local_batch, found = job.plan.feed.samplers[0].local_batch, []
+    found: list[str] = []
+    local_batch = job.plan.feed.samplers[0].local_batch
     batch = job.plan.micro_batch or local_batch
 
     def add(option: str, other: WorkerMemory, workers: int = here) -> bool:
@@ -283,7 +284,7 @@ def main(options: argparse.Namespace) -> None:
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"{x:>10}" for x in row))
     print(f"no sharded updates: {why}" if why else reason, flush=True)
-    word = settled.experiment.exchange.shard_update
+    word = settled.experiment.exchange.shard_update if "on" in found else "off"
     check_fits(found[word], columns[word], here, free_bytes)
 
 
@@ -294,4 +295,4 @@ def forecast(job: Job, batch: PyTree) -> WorkerMemory:
     if memory.shards and memory.shards.early:
         gradients = memory.shards.scattering(gradients, NO_SUM)
     args = (*job.plan.shapes, batch, worker_key(job.experiment.seed, 0), np.int32(0))
-    return with_program(memory, jax.jit(gradients).lower(*args).compile(), batch)
+    return with_program(memory, jax.jit(gradients).lower(*args).compile(), size_bytes(batch))
