@@ -375,7 +375,7 @@ NOT_THE_NUMBERS = (
     *("run_dir", "resume", "from_start", "continue_from", "params", "inject", "local_batch", "effective_batch"),
     *("eval_every", "checkpoint_every", "keep_checkpoints", "keep_best", "monitor", "monitor_mode", "log_every"),
     *("quiet", "trace", "profile", "sinks", "stall_timeout_s", "on_stall", "on_nonfinite", "recover_limit"),
-    *("rule.noise_scale", "compute_only_every", "replica_check_every", "on_rank_loss"),
+    *("rule.noise_scale", "replica_check_every", "on_rank_loss"),
     *NOT_THE_DATA,
 )
 

@@ -31,7 +31,7 @@ GROUPS = {
         *("run-dir", "resume", "checkpoint-every", "eval-every", "devices", "seed"),
     ),
     "step": ("micro-batch", "compute-dtype", "batch-statistics", "step-mode", "comm"),
-    "record": ("log-every", "quiet", "sinks", "trace", "profile", "compute-only-every"),
+    "record": ("log-every", "quiet", "sinks", "trace", "profile"),
     "checkpoint": (
         *("keep-checkpoints", "keep-best", "monitor", "monitor-mode", "from-start", "continue-from", "params"),
     ),

@@ -110,8 +110,6 @@ class Experiment:
     profile: str = ""  # first and last step, as 10:20: JAX's own profiler, into profile/ in the run directory
     sinks: Sinks = ()  # csv, mlflow, tensorboard, wandb: get every line of the record; functions may, too
     callbacks: InPython[tuple[Any, ...]] = ()  # jaxmpi.Callback objects: EarlyStop(), ReduceOnPlateau(), your own
-    # steps between steps without exchange, on a copy, if only they show its time; 0 = never
-    compute_only_every: int = 200
     stall_timeout_s: float = 600.0  # seconds without progress after which late ranks are named, with stacks; 0 = never
     on_stall: Annotated[str, Choices(*ON_STALL)] = "abort"  # action once late ranks are named
     run_dir: str = ""  # run directory; empty: runs/<experiment>-<time>
@@ -159,8 +157,7 @@ class Experiment:
             check(
                 isinstance(sink, str) or callable(sink), f"sinks: got {sink!r}; expected a word or a function of a dict"
             )
-        for name in ("compute_only_every", "stall_timeout_s"):
-            check(getattr(self, name) >= 0, f"{name}: got {getattr(self, name)}; expected >= 0")
+        check(self.stall_timeout_s >= 0, f"stall_timeout_s: got {self.stall_timeout_s}; expected >= 0")
         for name in ("trace", "profile"):
             step_range(getattr(self, name), name)
         refuse_incompatible(REFUSALS, self)

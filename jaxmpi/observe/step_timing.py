@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxmpi.core.pytrees import PyTree
@@ -274,69 +273,6 @@ def fold_rows(values: np.ndarray) -> np.ndarray:
     """Sums of neighbours, so that at most MOST_ROWS are left."""
     per = -(-len(values) // MOST_ROWS) or 1
     return np.add.reduceat(values, np.arange(0, len(values), per)) if per > 1 else values
-
-
-@dataclass
-class ComputeOnlyStep:
-    """A step without exchange, whose result is discarded; it measures compute time."""
-
-    step: Callable[[PyTree, PyTree], Any]  # (state, batch); may donate its state
-    is_compiled: bool  # at first: by the first step of the run; later also by a step that was timed
-
-    def seconds(self, state: PyTree, batch: PyTree, count: int = 1) -> list[float]:
-        """Time steps on copies of the state; compile before, if need be."""
-        seconds, steps = [], count + (not self.is_compiled)
-        self.is_compiled = True
-        for _ in range(steps):
-            with spans.span("other", "step without exchange"):
-                scratch = jax.block_until_ready(jax.tree.map(copied, state))
-                begin = time.perf_counter()
-                jax.block_until_ready(self.step(scratch, batch))
-                seconds.append(time.perf_counter() - begin)
-        return seconds[-count:]
-
-
-def copied(array: jax.Array) -> jax.Array:
-    """Copy an array on its devices; each process copies its own shards.
-
-    `jnp.copy` compiles a program for every shape, which takes seconds if ranks share cores. `jax.device_put` of the
-    whole array refuses one that spans processes.
-    """
-    parts = [jax.device_put(part.data, part.device, may_alias=False) for part in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
-
-
-class ComputeOnlyProbe:
-    """Schedule of steps without exchange, if no exchange time is measured.
-
-    They come close together at first, and again if steps take another time than those beside the last ones. All ranks
-    make one at the same time, since ranks that share cores would otherwise be faster without each other.
-    """
-
-    def __init__(self, compute_only: ComputeOnlyStep | None, start: int, every: int, log_every: int) -> None:
-        """Plan for a run that begins after step `start`.
-
-        Args:
-            compute_only: the step to time; None: never.
-            every: steps between two probes, less at first; 0: never.
-            log_every: steps between two progress lines.
-        """
-        self.compute_only, self.every, self.gap = compute_only, every, min(every, FIRST_GAP * log_every)
-        self.due, self.soonest = float("inf"), float("inf")  # the next one, and the next if steps take another time
-        if compute_only is not None and every:
-            self.due = start + (min(every, log_every + 1) if compute_only.is_compiled else every)
-            self.soonest = self.due
-
-    def now(self, anatomy: StepTimer, step: int, source: str, state: PyTree, batch: PyTree) -> None:
-        """Time steps if due; all ranks pass the same `source` of exchanges."""
-        is_new_phase = source == "unknown"
-        is_due = step >= (self.soonest if is_new_phase else self.due)
-        if self.compute_only is not None and is_due and source in ("unknown", "estimated"):
-            count = SAMPLES if is_new_phase else 1
-            anatomy.add_compute_only(self.compute_only.seconds(state, batch, count), is_new_phase)
-            anatomy.restart()
-            self.due, self.soonest = step + self.gap, step + min(self.gap, -(-self.every // 4))
-            self.gap = min(self.every, 2 * self.gap)
 
 
 # ---------------------------------------------------------------- over ranks

@@ -42,8 +42,6 @@ class OptimizerSpec(NamedTuple):
     # pieces of which workers can each update a share: "entries" of every tensor, whole "leaves"; empty: neither
     cut: str = ""
     cost: Callable[[Sequence[int]], float] = math.prod  # relative cost of the update of a tensor, by its shape
-    # as big as the params, that XLA allots to an update on CPUs beside arguments and results, at most
-    arrays: int = 0
 
 
 def changed_settings(config: Optim, names: Sequence[str]) -> list[str]:
@@ -133,55 +131,42 @@ MOMENTUM = 0.9  # coefficient of `momentum` and `nesterov`, if Optim names none
 MOMENTS = ("b1", "b2", "eps")
 VELOCITY = ("momentum", "rate_in_velocity")
 SETTINGS = (*MOMENTS, *VELOCITY)  # fields of Optim that some optimizers have; all have the others
-OWN_ARRAYS = 1  # `OptimizerSpec.arrays` of an optimizer of the user's own: not tried out
 TRIED_UPDATES = 20  # some begin as another: RAdam is momentum for five steps
 LEAST_STEPS, TRIED_STEPS = 40, 2000  # some move params, or some of them, only every k steps
 TRIED_SCALES = (1e-3, 1.0, 1e3, 1e6)  # factors of gradients; clipping shows at one of them
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "sgd": OptimizerSpec(lambda c: optax.identity(), linear=True, cut="entries"),
     "momentum": OptimizerSpec(momentum_velocity, linear=True, takes=VELOCITY, cut="entries"),
-    "nesterov": OptimizerSpec(
-        partial(momentum_velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries", arrays=1
-    ),
+    "nesterov": OptimizerSpec(partial(momentum_velocity, nesterov=True), linear=True, takes=VELOCITY, cut="entries"),
     "adam": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), takes=MOMENTS, cut="entries"),
     "adamw": OptimizerSpec(lambda c: optax.scale_by_adam(**adams(c)), decays_after=True, takes=MOMENTS, cut="entries"),
     "nadamw": OptimizerSpec(
         lambda c: optax.scale_by_adam(**adams(c), nesterov=True), decays_after=True, takes=MOMENTS, cut="entries"
     ),
     "radam": OptimizerSpec(lambda c: optax.scale_by_radam(**adams(c)), takes=MOMENTS, cut="entries"),
-    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, cut="entries", arrays=2),
+    "adabelief": OptimizerSpec(lambda c: optax.scale_by_belief(**adams(c)), takes=MOMENTS, cut="entries"),
     "adamax": OptimizerSpec(lambda c: optax.scale_by_adamax(**adams(c)), takes=MOMENTS, cut="entries"),
     "lion": OptimizerSpec(
         lambda c: optax.scale_by_lion(**given_settings(c, b1="b1", b2="b2")),
         decays_after=True,
         takes=("b1", "b2"),
         cut="entries",
-        arrays=2,
     ),
     "rmsprop": OptimizerSpec(
         lambda c: optax.scale_by_rms(**given_settings(c, decay="b2", eps="eps")),
         takes=("b2", "eps"),
         cut="entries",
-        arrays=1,
     ),
     "adagrad": OptimizerSpec(
-        lambda c: optax.scale_by_rss(**given_settings(c, eps="eps")), takes=("eps",), cut="entries", arrays=1
+        lambda c: optax.scale_by_rss(**given_settings(c, eps="eps")), takes=("eps",), cut="entries"
     ),
-    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, cut="leaves", arrays=2),
-    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), cut="leaves", arrays=3),
-    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), cut="leaves", arrays=2),
-    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum"), cut="leaves", cost=muon_cost, arrays=8),
-    "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",), arrays=1),
-    "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS, arrays=1),
+    "lamb": OptimizerSpec(whole=lamb, takes=MOMENTS, cut="leaves"),
+    "lars": OptimizerSpec(whole=lars, takes=("eps", "momentum"), cut="leaves"),
+    "adafactor": OptimizerSpec(whole=adafactor, takes=("eps",), cut="leaves"),
+    "muon": OptimizerSpec(whole=muon, takes=(*MOMENTS, "momentum"), cut="leaves", cost=muon_cost),
+    "schedule_free_sgd": OptimizerSpec(lambda c: optax.identity(), averages=True, takes=("b1",)),
+    "schedule_free_adamw": OptimizerSpec(rms, decays_after=True, averages=True, takes=MOMENTS),
 }
-
-
-def state_arrays(config: Optim, *, gives_square: bool = False) -> int:
-    """`OptimizerSpec.arrays` of any optimizer; the gradient's square may add one."""
-    if config.transform is not None:
-        return OWN_ARRAYS + gives_square
-    row = OPTIMIZERS[config.name]
-    return row.arrays + (gives_square and row.decays_after)
 
 
 def cut_of(config: Optim, tx: Transform, params: PyTree, workers: int) -> str:

@@ -3,14 +3,12 @@
 Workers may average gradients at every step, or average params every so many steps. They may also exchange with a center
 or with each other without waiting. Each of these is a `Rule`: two pure functions, so that the trainer has one step for
 all. A rule returns params, not updates as Optax does: a mean written as p + (mean - p) is not exact in floating point.
-Its exchange is an argument, so a rule knows neither strategy nor wire. `NoExchange` leaves the exchange out of a step
-that is timed and thrown away. Asynchronous rules give the arithmetic of both ends in NumPy, apart from the messages; so
-tests can run random schedules without MPI.
+Its exchange is an argument, so a rule knows neither strategy nor wire. Asynchronous rules give the arithmetic of both
+ends in NumPy, apart from the messages; so tests can run random schedules without MPI.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -110,85 +108,6 @@ class Exchange(NamedTuple):
     jit: Callable[..., Callable] = jax.jit  # for the pieces without communication
     gradients: optax.GradientTransformation | None = None  # a mean of gradients with a state, instead of `mean`
     shards: ShardedMean | None = None  # instead of `mean`, if each worker is to step its slices only
-
-
-@dataclass
-class NoExchange:
-    """A switch that leaves exchanges out of timed, discarded steps."""
-
-    is_on: bool = False
-
-    def of(self, exchange: Exchange) -> Exchange:
-        """The exchange, without communication while the switch is on."""
-
-        def unless_on(share: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
-            return lambda tree: tree if self.is_on else share(tree)
-
-        own = exchange.gradients
-        if own is not None:
-            given = own.update
-
-            def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-                return (updates, state) if self.is_on else given(updates, state, params)
-
-            own = optax.GradientTransformation(own.init, update)
-        shards = exchange.shards
-        if shards is not None:
-            same = {name: getattr(shards, name) for name in OwnShards._fields[3:]}
-            shards = OwnShards(shards, self, exchange.jit(shards.cut.own), **same)
-        return exchange._replace(
-            mean=unless_on(exchange.mean), sum=unless_on(exchange.sum), gradients=own, shards=shards
-        )
-
-    def during(self, step: Callable) -> Callable:
-        """The step with the switch on."""
-
-        def quiet(*args: PyTree) -> Any:
-            self.is_on = True
-            try:
-                return step(*args)
-            finally:
-                self.is_on = False
-
-        return quiet
-
-
-class OwnShards(NamedTuple):
-    """`ShardedMean` without communication while the switch is on: other slices stay unchanged."""
-
-    given: ShardedMean
-    switch: NoExchange
-    own: Callable[[PyTree, jax.Array], PyTree]  # (tree, number of a slice) -> its slices
-
-    # Facts of `given`, under its names:
-    chunks: tuple[int, ...]
-    size: int
-    cut: Entries | Leaves
-    gives_square: bool
-    keeps_masters: bool
-    gather_wire: str
-    early: bool  # programs do not see the switch
-    shared_params: ParamsInPlace | None
-
-    def chunk(self) -> jax.Array:
-        """i32[]: the number of this worker's slice."""
-        return self.given.chunk()
-
-    def scatter(self, grads: PyTree) -> tuple[PyTree, jax.Array]:
-        """This worker's slices of its own gradients."""
-        if not self.switch.is_on:
-            return self.given.scatter(grads)
-        return self.own(grads, self.chunk()), jnp.zeros(())
-
-    def gather(self, slices: PyTree, like: PyTree, wire: str = "32") -> PyTree:
-        """Params as they were; of changes, none."""
-        if not self.switch.is_on:
-            return self.given.gather(slices, like, wire)
-        return jax.tree.map(jnp.zeros_like, like) if self.keeps_masters else like
-
-    def renewed(self, slices: PyTree, params: PyTree) -> PyTree:
-        """Params as they were."""
-        return params if self.switch.is_on else self.given.renewed(slices, params)
 
 
 class Sharding(NamedTuple):

@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "forecast": CommandSpec(
         "memory of each worker, part by part, before a run is started",
-        "trainer.memory_forecast:main",
+        "trainer.memory:main",
         "trainer.options:forecast",
     ),
     "report": CommandSpec("one HTML page, and pictures, of one run or several", "observe.report:main"),

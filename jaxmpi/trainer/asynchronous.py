@@ -30,8 +30,7 @@ from jaxmpi.optim import optimizers
 from jaxmpi.recover import decisions
 from jaxmpi.rules.parameter_server import ServerAnswer
 from jaxmpi.runtime import failures, phases, spans
-from jaxmpi.trainer.async_chief import LOOK_S, AsyncLeader
-from jaxmpi.trainer.async_evaluation import SharedEvaluation
+from jaxmpi.trainer.async_chief import LOOK_S, AsyncLeader, SharedEvaluation
 from jaxmpi.trainer.async_servers import HeartbeatMonitor, connect, serve, start_limit_s
 from jaxmpi.trainer.async_start import AsyncStart, on_device
 from jaxmpi.trainer.async_worker import AsyncWorker

@@ -35,7 +35,6 @@ from jaxmpi.core import errors, train_state
 from jaxmpi.core.pytrees import PyTree, mean_of_floats, tree_digest, zeros_for
 from jaxmpi.core.train_state import TrainState, create
 from jaxmpi.observe.flops import StepFlops
-from jaxmpi.observe.step_timing import ComputeOnlyStep
 from jaxmpi.optim import optimizers
 from jaxmpi.recover.replica_check import fingerprints_by
 from jaxmpi.rules import base, registry
@@ -75,7 +74,6 @@ class Functions:
     ahead: Ahead
     asked: str = ""  # the strategy as the experiment has it, perhaps `auto`
     why: str = ""  # reasons for the choices of `auto`, for the log
-    compute_only: ComputeOnlyStep | None = None  # if nothing else shows the time of an exchange
 
     @property
     def exchanges(self) -> bool:
@@ -128,7 +126,9 @@ def build_functions(job: Job) -> Functions:
         gradients=steps.marked(gradients) if skips else gradients,
         evaluate=evaluate,
         predict=predict,
-        mean_state=partial(mean_of_floats, mean=mean) if experiment.batch_statistics != "local" else own_state,
+        mean_state=partial(mean_of_floats, mean=mean)
+        if experiment.batch_statistics != "local"
+        else lambda tree: tree,  # each evaluates with its own
         skips=skips,
         once=once,
         to_share=jax.jit if experiment.batch_statistics == "synchronised" else once,
@@ -146,10 +146,13 @@ def split_form(of: StepParts) -> Functions:
     """
     experiment, workers, once = of.job.experiment, of.job.workers, of.once
     keeps = of.skips or experiment.on_rank_loss == "shrink"  # the state before a step, until that step counts
-    keep_operands = partial(jit_kept, once) if keeps else once
-    no_exchange = base.NoExchange()
+
+    def keep_operands(function: Callable, donate_argnums: tuple[int, ...] = (), **options: Any) -> Callable:
+        """A jit without donation: what went in may still be the outcome."""
+        return once(function, **options)
+
     exchange_now = of.exchange(False)
-    rule = of.rule(no_exchange.of(exchange_now._replace(jit=keep_operands)))
+    rule = of.rule(exchange_now._replace(jit=keep_operands if keeps else once))
     gradients = of.order.of(of.gradients, of.flops.count)
     if of.form.is_early:
         assert isinstance(workers.comm, RankComm)
@@ -178,7 +181,6 @@ def split_form(of: StepParts) -> Functions:
             ),
             False,
         ),
-        compute_only=None if of.form.is_early else ComputeOnlyStep(no_exchange.during(step), True),
     )
 
 
@@ -190,8 +192,6 @@ def fused_form(of: StepParts) -> Functions:
     rule = of.rule(of.exchange(is_beside))
     eval_params, guard = rule.eval_params or own_params, steps.or_before if of.skips else None
     step = partial(steps.train_step, gradients=of.order.of(gradients, of.flops.count), rule=rule, guard=guard)
-    still = base.NoExchange(is_on=True).of(of.exchange(False))
-    quiet = partial(steps.train_step, gradients=gradients, rule=of.rule(still))
     if workers.mesh is None:
         donated = () if experiment.on_rank_loss == "shrink" else (0,)
         jitted = (of.to_share if is_beside else jax.jit)(step, donate_argnums=donated)
@@ -201,11 +201,11 @@ def fused_form(of: StepParts) -> Functions:
             of.mean_state,
             of.once(eval_params) if is_beside and rule.sharding and rule.eval_params else eval_params,
         )
-        compute_only, form = None if is_beside else ComputeOnlyStep(jax.jit(quiet), False), "one jit"
+        form = "one jit"
     else:
         jitted = of.over(step, donate_argnums=(0,))
         each, mean, params = of.over, of.over(of.mean_state), of.over(eval_params)
-        compute_only, form = ComputeOnlyStep(of.over(quiet), False), f"one jit over {workers.size} devices"
+        form = f"one jit over {workers.size} devices"
     return Functions(
         rule=rule,
         train_step=jitted,
@@ -218,13 +218,7 @@ def fused_form(of: StepParts) -> Functions:
         form=f"fused form: {form}; {of.form.why}",
         flops=of.flops,
         ahead=Ahead(lambda state, batch: compiled_for(jitted, (state, batch)), True),
-        compute_only=compute_only,
     )
-
-
-def jit_kept(jit: Callable, function: Callable, **options: Any) -> Callable:
-    """A jit without donation: what went in may still be the outcome."""
-    return jit(function, **{name: value for name, value in options.items() if name != "donate_argnums"})
 
 
 def over_mesh(
@@ -289,11 +283,6 @@ def exchange_of_devices(
     return over_local_devices(
         Choice(strategy=strategy, op=op, comm=workers.comm, bucket_bytes=bucket_bytes, order=order), workers.mesh
     )
-
-
-def own_state(tree: PyTree) -> PyTree:
-    """Model state as it is: every worker evaluates with its own."""
-    return tree
 
 
 def own_params(params: PyTree, rule_state: PyTree) -> PyTree:

@@ -13,9 +13,10 @@ import numpy as np
 
 from jaxmpi.comm.topology import to_device
 from jaxmpi.core.errors import AgreedError
+from jaxmpi.core.pytrees import size_bytes
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.core.train_state import Batch, TrainState
-from jaxmpi.observe.step_timing import ComputeOnlyProbe, StepTimer
+from jaxmpi.observe.step_timing import StepTimer
 from jaxmpi.recover import decisions
 from jaxmpi.runtime import phases
 from jaxmpi.trainer.evaluate import distance, evaluate, rate_factor, score
@@ -23,10 +24,9 @@ from jaxmpi.trainer.loop import Position, RunProgress
 from jaxmpi.trainer.memory import (
     WorkerMemory,
     allocated,
+    describe_step,
     make_room,
-    measured,
-    words_of_step,
-    words_on_gpu,
+    with_program,
     workers_here,
 )
 from jaxmpi.trainer.progress import SUMS
@@ -54,7 +54,6 @@ class LockStep:
         self.is_stopped = False  # by a callback
         self._pending: list[tuple[int, Metrics | None]] = []  # dispatched, not yet read
         self._evaluated = -1  # the step of it
-        self._batch: Batch | None = None  # batch of the last step
         self._held = None if run.is_measured else run.held
 
     def begin(self, position: Position) -> TrainState:
@@ -65,8 +64,6 @@ class LockStep:
         with phases.phase("comparing the params of all workers"):
             self.compare(position.step, position.state)  # programs of the comparison are compiled here, once
         run.recorder.start_window(run.plan.examples(position.step))
-        compute_only, config = run.functions.compute_only if run.functions.exchanges else None, run.experiment
-        self._probe = ComputeOnlyProbe(compute_only, self.start, config.compute_only_every, config.log_every)
         return position.state
 
     def batches(self) -> Generator[Batch, None, None]:
@@ -78,7 +75,7 @@ class LockStep:
 
     def update(self, step: int, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics | None]:
         """One step, or only its number if it has failed twice."""
-        run, self._batch = self.run, batch
+        run = self.run
         run.saver.poll()
         note_saved(run)
         if step in run.guard.recovery.left_out:
@@ -91,11 +88,12 @@ class LockStep:
     def _measure(self, held: WorkerMemory, state: TrainState, batch: Batch) -> None:
         """Log the first step's memory, and refuse more than is free."""
         run, self._held = self.run, None
-        held = measured(held, run.functions.ahead.compiled(state, batch))
+        batch_bytes = size_bytes(batch) // (run.workers.size if run.workers.mesh else 1)
+        held = with_program(held, run.functions.ahead.compiled(state, batch), batch_bytes)
         self.run = dataclasses.replace(run, held=held, is_measured=True)
         here = workers_here(run.workers)
         free_bytes = available_bytes() + allocated(held, here)
-        run.recorder.say(words_on_gpu(held) or words_of_step(held, here, free_bytes))
+        run.recorder.say(describe_step(held, here, free_bytes))
         make_room(held, run, free_bytes)
 
     def after_step(self, step: int, state: TrainState, metrics: Metrics | None) -> tuple[TrainState, RunProgress]:
@@ -131,12 +129,10 @@ class LockStep:
         self.run.guard.compare(state, step)
 
     def log(self, step: int, state: TrainState) -> None:
-        """Write a line about all workers' steps; perhaps time one without exchange."""
+        """Write a line about all workers' steps."""
         run = self.run
-        seen = run.log.line(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
+        run.log.line(step, self.sums, self.timer.window(), distance(run, state), rate_factor(run, state))
         self.sums = np.zeros(SUMS)
-        if self._batch is not None and step < run.plan.clock.total_steps:
-            self._probe.now(self.timer, step, seen.source, state, self._batch)
 
     def evaluate(self, step: int, state: TrainState) -> None:
         (self.result, why), self._evaluated = evaluate(self.run, state, step), step

@@ -146,7 +146,10 @@ def train_until(
     if workers.processes.rank == 0:  # a model that does not fit ends the job here, with one message
         with phases.phase("tracing the model to check it"):
             check_before_data(experiment)
-    kept = stored_by_first(experiment, name, workers)
+    with run_folder.usable():  # read on rank 0: what all must know of a run that is resumed
+        found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
+    row = workers.processes.bcast_object(found)
+    kept = run_directory.StoredSettings(*row) if row else None
     if experiment.continue_from and kept is None and workers.processes.rank == 0:
         with run_folder.usable():
             run_directory.check_source(experiment)
@@ -230,14 +233,6 @@ def gather_all(experiment: Experiment) -> Workers:
     return gather_workers(experiment.devices, experiment.comm)
 
 
-def stored_by_first(experiment: Experiment, name: str, workers: Workers) -> run_directory.StoredSettings | None:
-    """Read on rank 0 what all must know of a resumed run."""
-    with run_folder.usable():
-        found = run_directory.stored(experiment, name) if workers.processes.rank == 0 else None
-    row = workers.processes.bcast_object(found)
-    return run_directory.StoredSettings(*row) if row else None
-
-
 def run_in(
     home: HeldFolder,
     job: Job,
@@ -251,7 +246,7 @@ def run_in(
     is_first, folder = workers.processes.rank == 0, home.path
     held = None
     if not workers.asynchronous:
-        held = memory.held(job, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole)
+        held = memory.estimate_memory(job, functions.rule, is_fused=functions.ahead.is_whole)
         memory.make_room(held, job, available_bytes())
     with phases.phase("restoring the newest checkpoint" if experiment.resume else "initialising params"):
         states, saved = starting_states(job, functions.rule, folder)
@@ -283,7 +278,7 @@ def run_in(
         recorder.write("run", **facts)
     say_start(job, functions, recorder, folder, saved)
     if held:
-        recorder.say(memory.words(held, workers.size))
+        recorder.say(f"each worker holds, in MB, {memory.describe_parts(held)}")
     of_rank = f"rank_{workers.processes.rank:05d}"  # JAX names files by host: ranks of one would overwrite them
     run = assembled(
         job,

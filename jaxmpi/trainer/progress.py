@@ -107,7 +107,7 @@ class ProgressLog:
         window: Window,
         distance: float | None = None,
         rate_factor: float = 1.0,
-    ) -> Summary:
+    ) -> None:
         """Write mean loss and times of all workers since the last line.
 
         Args:
@@ -138,7 +138,6 @@ class ProgressLog:
         self.write(step, done, seen, rate_factor, noted=window.spans, shuffles=shuffles, **more)
         if traced := self.tracer.add(window.spans, step, step == plan.clock.total_steps):
             self.recorder.say(traced)
-        return seen
 
     def write(self, step: int, done: Done, seen: Summary | None, rate_factor: float = 1.0, **more: Any) -> None:
         """A line to the record and the terminal.

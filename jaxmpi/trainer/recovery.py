@@ -172,7 +172,7 @@ def gone_on(run: Run, ends: contextlib.ExitStack) -> tuple[LockStep, Position]:
     )
     recorder.write("lost", after=step, ranks=shrinking.gone, workers=workers.size)
     recorder.say(f"{shrinking.told()}{back}; {workers.size} go on after step {step}\n{plan.headline}\n{functions.form}")
-    recorder.say(memory.words(held, workers.size))
+    recorder.say(f"each worker holds, in MB, {memory.describe_parts(held)}")
     shrinking.gone, shrinking.is_unsaved = [], is_unsaved
     overdue = plan.timetable.between(step - 1, step) if is_late else DueEvents()
     overdue = overdue._replace(save=overdue.save or is_unsaved)
@@ -185,12 +185,12 @@ def memory_of_fewer(run: Run, job: Job, functions: Functions) -> memory.WorkerMe
     Raises:
         AgreedError: one host has no room for it: bytes needed and free. The run's checkpoints are whole.
     """
-    held, workers = memory.held(job, functions.rule, functions.strategy, is_whole=functions.ahead.is_whole), job.workers
+    held, workers = memory.estimate_memory(job, functions.rule, is_fused=functions.ahead.is_whole), job.workers
     give_back_freed_memory()
     workers.processes.barrier()  # all have given theirs back
     here, before = memory.workers_here(workers), run.held  # the state of now is free once the new one is made of it
-    if before and before.activations is not None and before.is_whole == held.is_whole:
-        held = dataclasses.replace(held, activations=before.activations)  # bytes for as many examples at a time
+    if before and before.is_fused == held.is_fused:  # as many examples at a time
+        held = dataclasses.replace(held, activations=before.activations, batch=before.batch)
     mine = memory.allocated(before, here) if before else 0
     short = ""
     try:

@@ -1,4 +1,4 @@
-"""A run's parts, opened together and closed together."""
+"""A run's parts, opened together and closed together; the guard votes on losses and compares workers."""
 
 import contextlib
 import shutil
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxmpi.checkpoint.manager import Saver, check_disk, total_bytes
 from jaxmpi.checkpoint.write import Retention
-from jaxmpi.comm.topology import Workers
+from jaxmpi.comm.topology import Workers, local_rows
 from jaxmpi.config.durations import step_range
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.files import HeldFolder
@@ -21,12 +23,15 @@ from jaxmpi.observe.gradient_noise import Noise
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.trace import Profiler, Tracer
 from jaxmpi.recover import decisions, shrink, signals
+from jaxmpi.recover.replica_check import compare_replicas
 from jaxmpi.recover.watchdog import watching
-from jaxmpi.trainer import callbacks, guard
+from jaxmpi.runtime import failures
+from jaxmpi.trainer import callbacks
 from jaxmpi.trainer.build import Functions
 from jaxmpi.trainer.callbacks import Callback, InjectFaults, ProfilerCallback
 from jaxmpi.trainer.memory import WorkerMemory
 from jaxmpi.trainer.progress import ProgressLog
+from jaxmpi.trainer.step import Metrics
 from jaxmpi.trainer.training_plan import Job
 
 
@@ -95,7 +100,7 @@ def assembled(
         folder=home.path,
         saver=saver,
         notice=notice,
-        guard=guard.Guard(votes, recovery, workers, functions, saver, recorder),
+        guard=Guard(votes, recovery, workers, functions, saver, recorder),
         log=ProgressLog(
             plan=plan,
             workers=workers,
@@ -115,6 +120,71 @@ def assembled(
     )
 
 
+@dataclass
+class Guard:
+    """Checks of a run's steps and state, and the decision that follows."""
+
+    votes: decisions.StepConsensus
+    recovery: decisions.Recovery
+    workers: Workers
+    functions: Functions
+    saver: Saver
+    recorder: Recorder
+
+    def passes(self, step: int, metrics: Metrics | None) -> bool:
+        """Vote on a step, even on one that was left out.
+
+        Returns: True if the step was made.
+
+        Raises:
+            TrainingError, RollBack: what all ranks agree to do about the step before.
+        """
+        if metrics is None:
+            self._mind(self.votes.cast(step, None, 0, True))
+            return False
+        losses = local_rows(metrics.loss, self.workers)
+        finite = local_rows(metrics.finite, self.workers).reshape(len(losses), -1)
+        applied = metrics.applied is None or bool(local_rows(metrics.applied, self.workers).all())
+        odd = [(i, bad) for i, bad in enumerate(map(decisions.not_finite, losses, finite)) if bad is not None]
+        place, bad = odd[0] if odd else (0, None)
+        self._mind(self.votes.cast(step, bad, self.workers.mine[place], applied))
+        return applied and bool(np.isfinite(losses).all())
+
+    def settle(self) -> None:
+        """Count the open vote, and do what is agreed.
+
+        Raises:
+            TrainingError, RollBack: as agreed.
+        """
+        self._mind(self.votes.count())
+
+    def _mind(self, failure: decisions.NonFiniteStep | None) -> None:
+        if failure is not None:
+            failures.set_phase(f"step {failure.step}")
+            self.saver.wait()  # so that the last good checkpoint is whole, and the one named
+            tail = f"{self.saver.last_good()}. Lower the learning rate, warm up or clip"
+            self.recorder.say(self.recovery.of(failure, tail))
+            self.recorder.write("skipped", step=failure.step, why=str(failure))
+
+    def compare(self, state: TrainState, step: int) -> None:
+        """Compare what is to be equal on all workers by its fingerprints.
+
+        Raises:
+            TrainingError, RollBack: a worker's differs.
+        """
+        rule = self.functions.rule
+        kept = {"params": state.params} if rule.params_are_replicated else {}
+        kept |= {"rule": state.rule_state} if rule.state_is_replicated else {}
+        if self.workers.size == 1 or not kept or not self.functions.exchanges:
+            return
+        text = compare_replicas(
+            kept, self.functions.fingerprints(kept), self.workers.mine, self.workers.processes, step
+        )
+        if text:
+            self.saver.wait()
+            self.recovery.of_difference(f"{text}; {self.saver.last_good()}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run(Job):
     """All that a coordinator needs beside the state."""
@@ -124,7 +194,7 @@ class Run(Job):
     folder: Path
     saver: Saver
     notice: signals.PreemptionNotice
-    guard: guard.Guard
+    guard: Guard
     log: ProgressLog
     profiler: Profiler
     shrinking: shrink.ShrinkCoordinator | None  # between ranks that go on without each other

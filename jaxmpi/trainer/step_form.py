@@ -73,11 +73,6 @@ def is_split(job: Job) -> bool:
     return workers.comm.size > 1 and jax.default_backend() == "cpu"
 
 
-def is_one_program(job: Job, strategy: str) -> bool:
-    """Return True if the step has the fused form."""
-    return not is_split(job) or chosen_overlap(job, strategy)[0]
-
-
 def chosen_overlap(job: Job, strategy: str) -> tuple[bool, str]:
     """Return True if buckets travel beside the step's program, and why.
 

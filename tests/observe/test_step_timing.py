@@ -2,8 +2,6 @@
 
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,12 +12,9 @@ from jaxmpi.observe.step_timing import (
     LATER,
     LOCAL,
     MOST_ROWS,
-    ComputeOnlyProbe,
-    ComputeOnlyStep,
     StepTimer,
     StepTimes,
     decompose,
-    flat,
     fold_rows,
     summary,
     summary_asynchronous,
@@ -282,40 +277,6 @@ class Clock:
         return self.now_s
 
 
-def test_steps_without_exchange_are_timed_again_once_steps_have_settled(monkeypatch):
-    """The first 20 steps take 2 s more than the others, 10 s, of which 1 s is the exchange."""
-    clock = Clock()
-    monkeypatch.setattr(step_timing, "time", clock)
-    took_s, made = 0.0, []
-
-    def without_exchange(state, batch):
-        clock.now_s += took_s - 1.0
-        made.append(step)
-        return state
-
-    def batches():
-        for _ in range(400):
-            clock.now_s += 0.001
-            yield {}
-
-    timer = StepTimer(2)
-    probe = ComputeOnlyProbe(ComputeOnlyStep(without_exchange, True), start=0, every=200, log_every=10)
-    exchange_s: dict[int, float | None] = {}
-    for step, _ in enumerate(timer.batches(batches(), 1), 1):
-        took_s = 13.0 if step <= 20 else 10.0
-        clock.now_s += took_s
-        timer.started(jnp.zeros(()))
-        if step == 1 or step % 10 == 0:
-            timer.pause()
-            seen = summary(np.stack([flat(timer.window())] * 2), 10 if step > 1 else 1)
-            exchange_s[step] = seen.means["exchange"] if seen.source == "estimated" else None
-            probe.now(timer, step, seen.source, {"w": jnp.zeros(1)}, {})
-    unknown = [step for step, seconds in exchange_s.items() if seconds is None]
-    assert unknown == [1, 10, 20, 30, 40, 50, 60]  # at 20 three are timed, before steps are quicker; at 60 three more
-    assert {round(seconds, 6) for seconds in exchange_s.values() if seconds is not None} == {1.0}
-    assert made == [20] * 3 + [60] * 3 + [140, 300]
-
-
 def test_what_is_no_training_is_left_out():
     seen = StepTimer(1)
     for _ in seen.batches(slow(1, 0.0), 1):
@@ -350,11 +311,3 @@ def test_spans():
         assert spans.inside(merged, begin, end) == spans.clipped(merged, begin, end)
     assert set(spans.TRACKS) >= {"data", "compute", "travel", "wait"}
     assert step_timing.LATER[0] == float("inf")
-
-
-def test_a_step_without_exchange_leaves_the_state_as_it_was():
-    """It donates its state, so a copy that shares memory would take the run's away."""
-    state = {"w": jnp.arange(4.0), "step": jnp.int32(7)}
-    step = jax.jit(lambda state, batch: jax.tree.map(lambda x: x + x, state), donate_argnums=0)
-    assert min(ComputeOnlyStep(step, False).seconds(state, (), 2)) > 0
-    assert (state["w"].tolist(), state["step"].item()) == ([0, 1, 2, 3], 7)

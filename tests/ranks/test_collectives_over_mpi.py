@@ -1065,7 +1065,9 @@ def test_messages_take_no_array_that_jax_would_change():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker sends nothing")
-@pytest.mark.parametrize("call", [mpi.allreduce, mpi.allgather, jaxmpi.exchange, lambda x: mpi.send(x, (RANK + 1) % SIZE)])
+@pytest.mark.parametrize(
+    "call", [mpi.allreduce, mpi.allgather, jaxmpi.exchange, lambda x: mpi.send(x, (RANK + 1) % SIZE)]
+)
 def test_an_array_on_several_devices_of_a_rank_is_refused_by_name(call):
     from jax.sharding import NamedSharding, PartitionSpec
 

@@ -50,7 +50,7 @@ from jaxmpi.rules.parameter_server import (
 )
 from jaxmpi.runtime import failures, job_folder
 from jaxmpi.trainer import async_chief, async_start
-from jaxmpi.trainer.async_evaluation import SharedEvaluation
+from jaxmpi.trainer.async_chief import SharedEvaluation
 from jaxmpi.trainer.async_worker import AsyncWorker
 from jaxmpi.trainer.asynchronous import AsynchronousWorker
 from jaxmpi.trainer.callbacks import Callback

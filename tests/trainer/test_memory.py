@@ -5,16 +5,13 @@ import dataclasses
 import re
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import optax.contrib
 import pytest
 
-from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.comm.topology import Workers
@@ -22,29 +19,15 @@ from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim, Schedule
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.deals import deal
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.pytrees import named_leaves, size_bytes
-from jaxmpi.data.feed import DeviceFeed
+from jaxmpi.core.pytrees import named_leaves
 from jaxmpi.experiments.digits import experiment as DIGITS
-from jaxmpi.optim.optimizers import OPTIMIZERS, optimizer, state_arrays
 from jaxmpi.rules import base
-from jaxmpi.rules.gradients import measured, sharded
 from jaxmpi.tools import cli
-from jaxmpi.trainer import build, memory_forecast, resolve_auto, step_form
+from jaxmpi.trainer import build, memory, resolve_auto, step_form
 from jaxmpi.trainer.compatibility import UnfitForOverlap
-from jaxmpi.trainer.memory import (
-    DEALT_ARRAYS,
-    WorkerMemory,
-    allocated,
-    check_fits,
-    held,
-    is_short,
-    with_activations,
-    words,
-    words_of_step,
-)
-from jaxmpi.trainer.training_plan import job_of, with_exchange
+from jaxmpi.trainer.memory import WorkerMemory, allocated, check_fits, estimate_memory, is_short
+from jaxmpi.trainer.training_plan import Job, job_of, with_exchange
 from launching import mpirun, run, train_here
 from test_comm_xla import EXPERIMENT
 
@@ -66,7 +49,7 @@ from jaxmpi.config.optim import Optim
 from jaxmpi.experiments.digits import experiment
 from jaxmpi.model.contract import Model
 from jaxmpi.runtime import host_callbacks
-from jaxmpi.trainer import build, memory_forecast
+from jaxmpi.trainer import build, memory
 from jaxmpi.trainer.training_plan import job_of
 
 WIDTH = 160_000  # arrays above 32 MB are mapped and unmapped, one by one
@@ -97,11 +80,11 @@ asked = dataclasses.replace(experiment, model=model, optim=Optim("adam"), data=d
 
 REAL = """
 workers = Workers(SoloComm(), SoloProcesses(), (0,), None)
-said = memory_forecast.forecast(asked, workers).off
 job = job_of(asked, workers)
 gradients = jax.jit(build.local_functions(job)[0])
 batch = {"image": np.zeros((256, 8, 8, 1), np.uint8), "label": np.zeros(256, np.int32), "weight": np.ones(256, "f4")}
 batch = jax.block_until_ready(jax.device_put(batch))
+said = memory.forecast(job, batch)
 seen, start = {}, now()
 params = jax.block_until_ready(init(None, None)[0])
 seen["params"] = now() - start
@@ -120,7 +103,7 @@ start = now()
 jax.block_until_ready(functions.train_step(state, batch))
 seen["whole step"] = bytes_of("VmHWM") - start
 del state
-words = {"params": said.params, "moments": said.moments, "whole step": said.activations}
+words = {"params": said.params, "moments": said.optimizer_state, "whole step": said.activations}
 words["step"] = said.gradients + said.activations  # in the whole, gradients come where activations were
 
 
@@ -133,11 +116,11 @@ def halve(operands, results, **options):
 two = Workers(AxisComm("workers", 2), SoloProcesses(), (0,), None)
 exchange = ExchangeConfig("shm", shard_update="on")
 asked = dataclasses.replace(asked, effective_batch=512, exchange=exchange)
-said = memory_forecast.forecast(asked, two).on
 job = job_of(asked, two)
+said = memory.forecast(job, batch)
 shards = build.exchange_for(job, "shm:32", Order(), False).shards
-early = shards.scattering(build.local_functions(job)[0], memory_forecast.NO_SUM)
-host_callbacks.register(memory_forecast.NO_SUM, halve)
+early = shards.scattering(build.local_functions(job)[0], memory.NO_SUM)
+host_callbacks.register(memory.NO_SUM, halve)
 jitted = jax.jit(early)  # a compiled program that is called by itself lacks the tokens of ordered calls
 jitted.lower(*args).compile()
 start = now()
@@ -211,7 +194,6 @@ def test_no_rank_but_the_first_has_a_copy_of_shared_params_while_they_are_made()
 
 AVERAGE = """
 from jaxmpi.comm.topology import gather_workers
-from jaxmpi.trainer import memory
 
 MORE = 20_000_001  # a leaf that 2 workers do not divide
 
@@ -225,18 +207,16 @@ model, exchange = Model("wide", init, apply, (8, 8, 1), 10), ExchangeConfig("shm
 asked = dataclasses.replace(asked, model=model, optim=Optim("sgd", ema=0.9), exchange=exchange, effective_batch=8)
 job = job_of(asked, workers)
 functions = build.build_functions(job)
-of = memory.held(job, functions.rule, functions.strategy, is_whole=False)
+estimate = memory.estimate_memory(job, functions.rule, is_fused=False)
 average = build.initial_states(job, functions.rule)[workers.processes.rank].rule_state
 average = jax.block_until_ready(jax.device_put(average))
 params = job.plan.params()
 for _ in range(2):  # what the first one compiles stays
     start = now()
     whole = jax.block_until_ready(functions.eval_params(params, average))
-    peak = bytes_of("VmHWM") - start
-    kept = now() - start
+    grown = now() - start
     del whole
-rows = [["gathered", of.average + of.average_buckets, peak], ["kept", of.average, kept]]
-print("SEEN " + json.dumps(rows))
+print("SEEN", estimate.average, grown)
 """
 
 
@@ -244,11 +224,10 @@ print("SEEN " + json.dumps(rows))
 def test_an_evaluation_gathers_an_average_of_the_bytes_that_were_forecast():
     ended = mpirun(2, "-c", WIDE + AVERAGE, timeout_s=120, env={"JAXMPI_ALLOCATOR": "system", "JAX_PLATFORMS": "cpu"})
     assert ended.code == 0, ended.out
-    rows = re.findall(r'\["(\w+)", (\d+), (\d+)\]', ended.out)
-    assert sorted(name for name, _, _ in rows) == ["gathered", "gathered", "kept", "kept"], ended.out
-    for name, said, seen in rows:
-        # The average is 127 MB, and while it is gathered 80 of them are there twice.
-        assert abs(int(said) - int(seen)) <= 4 * MB, (name, said, seen)
+    rows = re.findall(r"SEEN (\d+) (\d+)", ended.out)
+    assert len(rows) == 2, ended.out
+    for said, seen in rows:
+        assert abs(int(said) - int(seen)) <= 4 * MB  # of 127
 
 
 @pytest.mark.e2e
@@ -263,262 +242,112 @@ def test_a_state_that_goes_to_its_device_is_there_once_and_a_tensor_twice():
 
 HELD = WorkerMemory(
     params=100 * MB,
-    model_state=0,
-    moments=200 * MB,
-    whole_moments=200 * MB,
-    before=0,
+    optimizer_state=200 * MB,
     gradients=100 * MB,
-    exchange=300 * MB,
-    update=100 * MB,
-    is_whole=False,
+    exchanged=100 * MB,
     activations=800 * MB,
+    is_fused=False,
 )
-ON = dataclasses.replace(HELD, moments=50 * MB, is_sharded=True, workers=4)
-# With one copy of the params and gradients as slices; the largest gradient is 40 MB.
-EARLY = dataclasses.replace(
-    ON,
-    shares_params=True,
-    is_early=True,
-    takes_micro_batches=False,
-    gradients=25 * MB,
-    exchange=25 * MB,
-    update=0,
-    bucket=40 * MB,
-    activations=840 * MB,
-)
-SHM = "--exchange.strategy shm --exchange.shard-update on"
-WITH_OTHERS = dataclasses.replace(HELD, others=(("--exchange.shard-update on", ON), (SHM, EARLY)))
 
 
-def test_the_forecast_has_a_slice_for_each_device_of_each_rank(tmp_path, capsys):
+def forecast(tmp_path: Path, *line: str) -> None:
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    cli.run(
-        ["forecast", str(tmp_path / "tiny.py"), "-n", "2", "--slots", "1", "--devices", "2", "--data.loader", "threads"]
-    )
+    cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", *line])
+
+
+def test_the_forecast_has_a_shard_for_each_device_of_each_rank(tmp_path, capsys):
+    forecast(tmp_path, "--slots", "1", "--devices", "2")
     said = capsys.readouterr().out
     assert "4 workers x" in said
     assert "2 on a host" in said
     off, on = map(float, re.findall(r"optimizer's state +(\S+) +(\S+)", said)[0])
     assert off / 4 <= on <= 1.05 * off / 4
-    off, on = map(float, re.findall(r"a process +(\S+) +(\S+)", said)[0])  # a rank's is two workers'
-    assert 0.5 * memory_forecast.RANK_BYTES <= off * MB <= on * MB <= 0.6 * memory_forecast.RANK_BYTES
 
 
-def test_the_forecast_of_a_step_with_overlap_is_of_the_split_form_and_says_so(tmp_path, capsys):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    line = ["--exchange.strategy", "asa", "--exchange.shard-update", "on", "--exchange.overlap", "on"]
-    cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", *line])
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("--exchange.strategy", "asa", "--exchange.shard-update", "on", "--exchange.overlap", "on"),
+        ("--exchange.strategy", "lowrank2/ring16"),
+        ("--exchange.strategy", "auto"),
+        ("--comm", "xla", "--exchange.strategy", "shm", "--exchange.shard-update", "on"),
+    ],
+)
+def test_the_forecast_is_of_the_split_form_for_any_exchange(line, tmp_path, capsys):
+    forecast(tmp_path, *line)
     said = capsys.readouterr().out
-    assert re.search(r"--exchange.shard-update +off +on\n", said)
-    assert "overlap on takes the fused form: here are the parts of the split one" in said
-
-
-def test_a_compressor_has_a_forecast(tmp_path, capsys):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "lowrank2/ring16"]
-    cli.run(["forecast", str(tmp_path / "tiny.py"), *line])
-    assert "gradients" in capsys.readouterr().out
-
-
-def test_the_forecast_of_workers_that_xla_joins_has_no_params_of_the_host(tmp_path, capsys):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    line = ["--comm", "xla", "--exchange.strategy", "shm", "--exchange.shard-update", "on", "--data.loader", "threads"]
-    cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "2", *line])
-    said = capsys.readouterr().out
-    assert re.search(r"--exchange.shard-update +off +on\n", said)
+    assert "the split form" in said
+    assert re.search(r"^gradients +\S+", said, re.MULTILINE)
     assert "params of the host" not in said
-    assert "comm xla takes the fused form: here are the parts of the split one" in said
 
 
-def test_the_forecast_of_an_evaluation_has_the_whole_average_and_the_activations_of_the_local_batch(tmp_path, capsys):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    line = [str(tmp_path / "tiny.py"), "-n", "2", "--data.loader", "threads", "--exchange.strategy", "shm"]
-    seen = []
-    for micro_batch in ("30", "10"):
-        cli.run(["forecast", *line, "--optim.ema", "0.9", "--micro-batch", micro_batch])
-        seen.append(capsys.readouterr().out)
-    params = re.findall(r"^params +(\S+)", seen[0], re.MULTILINE)[0]
-    assert re.search(rf"an evaluation's average +0 +{params}\n", seen[0])
-    each = [re.findall(r"an evaluation's activations +0 +(\S+)\n", said) for said in seen]
-    assert each[0] == each[1]
-    assert float(each[0][0]) > 0
-
-
-def test_the_forecast_of_an_evaluation_without_examples_has_no_activations(tmp_path, capsys, monkeypatch):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    batches = DeviceFeed.batches
-    monkeypatch.setattr(DeviceFeed, "batches", lambda feed: batches(feed) if feed.train else (x for x in ()))
-    line = ["-n", "2", "--data.loader", "threads", "--exchange.strategy", "shm", "--optim.ema", "0.9"]
-    cli.run(["forecast", str(tmp_path / "tiny.py"), *line])
+def test_the_forecast_of_an_evaluation_has_the_whole_average(tmp_path, capsys):
+    forecast(tmp_path, "--exchange.strategy", "shm", "--optim.ema", "0.9")
     said = capsys.readouterr().out
-    assert "an evaluation's average" in said
-    assert "an evaluation's activations" not in said
+    params = re.findall(r"^params +(\S+)", said, re.MULTILINE)[0]
+    assert re.search(rf"an evaluation's average +0 +{params}\n", said)
 
 
 @pytest.mark.slow  # a run
 def test_updates_that_are_sharded_by_themselves_are_those_that_must_fit(tmp_path, capsys, monkeypatch):
-    (tmp_path / "tiny.py").write_text(EXPERIMENT)
-    line = ["--exchange.strategy", "asa", "--exchange.shard-update", "auto", "--data.loader", "threads"]
     must_fit = []
-    monkeypatch.setattr(memory_forecast, "check_fits", lambda of, *_: must_fit.append(of))
+    monkeypatch.setattr(memory, "check_fits", lambda estimate, *_: must_fit.append(estimate))
     for least in (resolve_auto.SAVED_BYTES, 4):
         monkeypatch.setattr(resolve_auto, "SAVED_BYTES", least)
-        cli.run(["forecast", str(tmp_path / "tiny.py"), "-n", "4", *line])
+        forecast(tmp_path, "--exchange.strategy", "asa", "--exchange.shard-update", "auto")
         assert f"exchange.shard_update auto: {'on' if least == 4 else 'off'}, each" in capsys.readouterr().out
-    assert [of.is_sharded for of in must_fit] == [False, True]
+    assert [bool(estimate.shards) for estimate in must_fit] == [False, True]
 
 
-def test_what_a_step_holds_and_is_there_before_it():
-    assert allocated(ON, 4) == 4 * (100 + 50) * MB
-    assert allocated(EARLY, 4) == (4 * 50 + 100) * MB  # one copy of the params
-
-
-def test_a_step_holds_activations_or_buckets_and_in_one_program_gradients_are_among_them():
+def test_a_step_has_activations_or_an_exchange_and_in_one_program_gradients_are_among_them():
     assert HELD.at_once == 1200 * MB
-    assert dataclasses.replace(HELD, activations=20 * MB).at_once == 700 * MB
-    assert dataclasses.replace(HELD, update=900 * MB).at_once == 1300 * MB
-    assert dataclasses.replace(HELD, is_whole=True).at_once == 1100 * MB
-    assert dataclasses.replace(HELD, saved=300 * MB).at_once == 1500 * MB
-    assert dataclasses.replace(HELD, saved_once=300 * MB).on_host(4) == 5100 * MB
-
-
-def test_an_evaluation_counts_where_it_holds_more_than_a_step():
-    # 50 of moments, the params once a host; a step has 25 of gradients and 840 of activations beside them.
-    averaged = dataclasses.replace(EARLY, average=100 * MB, average_buckets=80 * MB, before=30 * MB)
-    assert averaged.at_once == (30 + 50 + 25 + 840) * MB
-    small = dataclasses.replace(averaged, activations=1 * MB)
-    assert small.at_once == (50 + 100 + 80) * MB
-    assert dataclasses.replace(small, eval_activations=90 * MB).at_once == (50 + 100 + 90) * MB
-    assert dataclasses.replace(small, saved=10 * MB).at_once == (10 + 50 + 100 + 80) * MB
-
-
-def test_a_line_before_the_first_step_names_an_evaluation_that_holds_more():
-    averaged = dataclasses.replace(EARLY, activations=1 * MB, average=100 * MB)
-    line = words_of_step(averaged, 4, 2000 * MB)
-    assert line.startswith(
-        "a step holds 1 MB of activations and a bucket, 100 MB at once, an evaluation 150: 700 for 4 workers"
-    )
-    assert "an evaluation" not in words_of_step(EARLY, 4, 2000 * MB)
-
-
-def programs_of_updates(name: str, params: dict) -> Iterator[tuple[int, Any, tuple]]:
-    """An optimizer's updates as rules jit them, whole and of slices: arrays that they take at most, jit, arguments."""
-    config = Optim(name, weight_decay=0.1)
-    alone, clipping = (
-        optimizer(each, lambda step: np.float32(0.1)) for each in (config, dataclasses.replace(config, clip_norm=1.0))
-    )
-    jitted: list[Any] = []
-
-    def jit(function: Any, **options: Any) -> Any:
-        jitted.append(jax.jit(function, **options))
-        return jitted[-1]
-
-    most = state_arrays(config)
-    of_rules: list[tuple[Any, Any, int]] = [
-        (alone, base.jit_optimizer_step, most),
-        (clipping, base.jit_optimizer_step, most),
-    ]
-    if name in ("momentum", "adamw", "lion"):  # of each kind one
-        of_rules += [
-            (
-                alone,
-                lambda tx, jit: measured(tx, base.Exchange(jit, jit, jit)),
-                state_arrays(config, gives_square=True),
-            ),
-            (alone, base.jit_optimizer_updates, most + 1),  # the updates lie nowhere else
-        ]
-    for tx, of, arrays in of_rules:
-        of(tx, jit)
-        yield arrays, jitted[-1], (params, jax.eval_shape(tx.init, params), params)
-    cut = OPTIMIZERS[name].cut
-    for wire in ("32", "16")[: 2 if name == "adamw" else 1] if cut else ():
-        dealt = deal(params, 2) if cut == "leaves" else None
-        halves = shards_of("asa32", "mean", AxisComm("w", 2), None, deal=dealt, gather_wire=wire)
-        sharding, chunk = sharded(alone, halves, jit).sharding, jax.ShapeDtypeStruct((), np.int32)
-        assert sharding
-        own, state = jax.eval_shape(halves.cut.own, params, chunk), jax.eval_shape(sharding.init, params, chunk)
-        of_slice = jitted[-2]  # then comes the sum of params and changes
-        yield most + DEALT_ARRAYS * (dealt is not None), of_slice, (own, state, params, chunk)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the table is of XLA on CPUs")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_lies_where_its_arguments_did_and_takes_no_more_arrays_than_the_table_says(name):
-    shapes = {"in": (300, 256), "a": (256, 512), "b": (256, 512), "bias": (512,), "out": (512, 150)}
-    params = {leaf: jax.ShapeDtypeStruct(shape, np.float32) for leaf, shape in shapes.items()}
-    spare = []
-    for most, jitted, args in programs_of_updates(name, params):
-        found = jitted.lower(*args).compile().memory_analysis()
-        beside = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        spare.append(most - beside / size_bytes(args[0]))
-    assert min(spare) >= -0.01  # beside arrays are single numbers
-    assert min(spare) < 1
-    assert OPTIMIZERS[name].cut != "leaves" or spare[-1] <= DEALT_ARRAYS - 2
+    assert dataclasses.replace(HELD, activations=20 * MB).at_once == 500 * MB
+    assert dataclasses.replace(HELD, exchanged=900 * MB).at_once == 1300 * MB
+    assert dataclasses.replace(HELD, is_fused=True).at_once == 1100 * MB
+    assert dataclasses.replace(HELD, batch=5 * MB, previous_state=300 * MB, checkpoint=300 * MB).at_once == 1805 * MB
+    assert dataclasses.replace(HELD, average=1000 * MB).at_once == 1300 * MB
+    assert dataclasses.replace(HELD, host_checkpoint=300 * MB).on_host(4) == 5100 * MB
+    assert allocated(HELD, 4) == 1200 * MB
 
 
 def workers(size: int) -> Workers:
     return Workers(AxisComm("w", size), SoloProcesses(), (0,), None)
 
 
-def refusal(of: WorkerMemory, here: int, free_mb: int, batch: int = 32) -> str:
-    with pytest.raises(UsageError) as error:
-        check_fits(of, here, batch, free_mb * MB)
-    return str(error.value)
-
-
-def test_what_does_not_fit_is_refused_with_what_would():
-    check_fits(WITH_OTHERS, 4, 32, 4800 * MB)
-    text = refusal(WITH_OTHERS, 4, 4799)
-    assert "got 4 workers on this host, 1,200 MB each (100 of params, 200 of optimizer's state, 100 of grad" in text
-    assert "4,800 in all; expected at most the 4,799 that are free: --local-batch 16 (about 800 each), or --" in text
-    assert "or --exchange.shard-update on (about 1,050 each), or" in text
-    assert f"or {SHM} (about 915 each), or 3 workers on this host, with --local-batch 32 (about 1,200 each)" in text
-    assert "take a smaller model" in refusal(HELD, 4, 300)
-
-
-def test_a_micro_batch_is_offered_with_gradients_of_one_more_and_not_where_they_leave_early():
-    text = refusal(WITH_OTHERS, 4, 3300)
-    assert ": --local-batch 16 (about 800 each), or --micro-batch 8 (about 700 each), or --exch" in text
-    # 50 of moments, 25 + 40 that no batch changes, and half of 800; the params once.
-    assert f"{SHM} with --local-batch 16 (about 515 each)" in text
-    assert f"{SHM} with --micro" not in text
-    summed = dataclasses.replace(HELD, is_summed=True)  # 100 of its 800 are gradients
-    text = refusal(summed, 4, 4000, batch=8)
-    assert "--micro-batch 4 (about 850 each), or 3 workers on this host, with --micro-batch 8" in text
-    assert "--local-batch" not in text
-
-
-def test_what_an_evaluation_gathers_is_refused_and_its_activations_go_by_the_local_batch():
-    averaged = dataclasses.replace(ON, activations=0, average=100 * MB, average_buckets=500 * MB, eval_activations=0)
-    text = refusal(averaged, 4, 2999)
-    assert "750 MB each (" in text
-    assert ", 100 of an evaluation's average, 500 of buckets of the average)" in text
-    evaluating = dataclasses.replace(averaged, average_buckets=0, eval_activations=800 * MB)
-    assert ": --local-batch 16 (about 650 each), or 2 workers" in refusal(evaluating, 4, 2600)
-    assert "--micro-batch" not in refusal(evaluating, 4, 2600)
-
-
-def test_a_run_that_is_resumed_keeps_its_batches():
-    text = refusal(dataclasses.replace(WITH_OTHERS, batch_stays=True), 4, 4799)
-    assert text.endswith(f"that are free: --exchange.shard-update on (about 1,050 each), or {SHM} (about 915 each)")
-
-
-def test_slices_of_fewer_workers_are_larger():
-    assert "2 workers on this host, with --local-batch 32 (about 1,100 each)" in refusal(ON, 4, 2300)
-    assert "2 workers" not in refusal(ON, 4, 2199)  # and one worker alone has no slices
-    on_hosts = dataclasses.replace(ON, moments=25 * MB, workers=8)
-    assert "1 worker on this host, with --local-batch 32 (about 1,100 each)" in refusal(on_hosts, 4, 1100)
-    two = EARLY.with_fewer(0.5)
-    assert (two.moments, two.gradients, two.exchange, two.activations) == (100 * MB, 50 * MB, 50 * MB, 840 * MB)
-
-
-def planned(size: int, **change: object) -> WorkerMemory:
-    """The memory of digits, unsharded, on one host, with Adam if no other optimizer is named."""
-    asked = dataclasses.replace(DIGITS, **{"optim": Optim("adam"), "effective_batch": 32, **change})
+def planned(size: int, **change: object) -> tuple[Job, WorkerMemory]:
+    """A job of digits, unsharded, on one host, with Adam if no other optimizer is named, and its memory."""
+    asked = dataclasses.replace(DIGITS, **{"optim": Optim("adam"), "effective_batch": 32 * size, **change})
     job = job_of(asked, workers(size))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # Optax counts on it
-        return held(job, build.rule_in_program(job), asked.exchange.strategy, is_whole=False)
+    return job, estimate_memory(job, build.rule_in_program(job), is_fused=False)
+
+
+def fixes(job: Job, estimate: WorkerMemory, free_mb: float) -> list[str]:
+    """Options that a refusal names: host of 4 workers."""
+    with pytest.raises(UsageError, match=r"^memory: got 4 workers on this host") as error:
+        check_fits(estimate, job, 4, round(free_mb * MB))
+    said = str(error.value).partition("are free: ")[2]
+    return [re.sub(r" \(about.*", "", fix) for fix in said.split(", or ")]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_does_not_fit_is_refused_with_what_would():
+    job, small = planned(4, exchange=ExchangeConfig("asa:32"), step_mode="split")
+    estimate = dataclasses.replace(HELD, batch=small.batch)
+    check_fits(estimate, job, 4, 4800 * MB)
+    sharded = ["--exchange.shard-update on", "--exchange.shard-update on --exchange.strategy shm"]
+    smaller = ["--local-batch 16", "--micro-batch 16"]
+    assert fixes(job, estimate, 4799) == [*sharded, *smaller, "3 workers on this host"]
+    # Micro-batches have the gradients of one beside their sum; digits, sharded, need the 800 MB of activations.
+    assert fixes(job, estimate, 3300) == [*sharded, "--local-batch 16", "--micro-batch 8", "2 workers on this host"]
+    assert fixes(job, estimate, 3100)[0] == "--local-batch 8"
+    assert fixes(job, estimate, 100) == ["take a smaller model", "a host of more memory"]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_that_is_resumed_keeps_its_batches():
+    job, _ = planned(4, exchange=ExchangeConfig("tree:32"), optim=Optim("sgd"))
+    assert "--local-batch 16" in fixes(job, HELD, 4799)
+    assert not any("batch" in fix for fix in fixes(job.with_fields(resume=True), HELD, 4799))
 
 
 def rule_of(word: str, optim: Optim) -> base.Rule:
@@ -569,82 +398,33 @@ def test_a_schedule_free_optimizer_of_one_s_own_is_not_sharded():
         rule_of("on", free)
 
 
-def test_a_run_knows_what_sharded_updates_and_one_copy_of_the_params_would_hold(monkeypatch):
+@pytest.mark.usefixtures("standard_promotion")
+def test_shards_leave_their_share_of_state_and_gradients(monkeypatch):
     monkeypatch.setattr(step_form, "SAVED_BYTES", 100_000)
-    others = dict(planned(4, step_mode="split", exchange=ExchangeConfig("asa:32")).others)
-    assert set(others) == {"--exchange.shard-update on", SHM}
-    assert others["--exchange.shard-update on"].moments <= 1.05 * others[SHM].whole_moments / 4
-    assert others[SHM].shares_params
-    assert not others[SHM].is_early  # the step is split
-    own = planned(4, exchange=ExchangeConfig("shm:32", bucket_bytes=1 << 16))
-    [(option, early)] = with_activations(own, 1 * MB).others
-    assert option == "--exchange.shard-update on"
-    assert (early.is_early, early.bucket) == (True, 131_072)  # 64 x 512 f32
-    assert early.activations == 1 * MB + 131_072
+    _, off = planned(4, exchange=ExchangeConfig("shm:32"))
+    _, on = planned(4, exchange=ExchangeConfig("shm:32", shard_update="on"), optim=Optim("adam", ema=0.9))
+    assert (off.shared, off.average, off.gradients) == (0, 0, off.params)
+    assert (on.shared, on.average, on.gradients) == (on.params, on.params, on.params // 4)
+    assert on.optimizer_state <= 1.05 * 1.5 * off.optimizer_state / 4
 
 
-def test_a_sharded_average_is_gathered_whole_and_small_or_uneven_tensors_of_it_are_there_twice():
-    exchange = ExchangeConfig("shm:32", shard_update="on", bucket_bytes=1 << 16)
-    off, on = (planned(4, exchange=each, optim=Optim("adam", ema=0.9)) for each in (ExchangeConfig("shm:32"), exchange))
-    assert (off.average, off.average_buckets) == (0, 0)
-    assert planned(4, exchange=exchange).average == 0
-    # 256 x 128 and 3 x 3 x 32 x 64 f32 are above a bucket: they travel alone, and need no zeros for 4 workers.
-    assert (on.average, on.average_buckets) == (on.params, on.params - 131_072 - 73_728)
-    of_five = planned(5, exchange=exchange, optim=Optim("adam", ema=0.9), effective_batch=40)
-    assert of_five.average_buckets == of_five.params
-    lamb = planned(2, exchange=exchange, optim=Optim("lamb", ema=0.9))
-    assert lamb.average_buckets == round(2 * lamb.params * (1 + lamb.padding))
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_that_may_be_skipped_has_the_state_before_it_and_a_third_one():
+    _, plain = planned(4, exchange=ExchangeConfig("asa:32"))
+    _, skips = planned(4, exchange=ExchangeConfig("asa:32"), on_nonfinite="skip")
+    assert (plain.previous_state, plain.exchanged) == (0, plain.params)
+    assert skips.previous_state == skips.exchanged == plain.state
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_masters_are_no_part_of_a_state_that_is_not_sharded(name):
-    exchange = ExchangeConfig("asa:32", shard_update="on", gather_wire="16")
-    off, on = (planned(4, exchange=each, optim=Optim(name)) for each in (ExchangeConfig("asa:32"), exchange))
-    assert on.whole_moments == off.moments
-
-
-@pytest.mark.parametrize(
-    ("moments", "whole", "said"),
-    [
-        (50, 200, "50 of 200 of the optimizer's state"),
-        (25, 0, "25 of the optimizer's state (0 without sharded updates)"),  # masters of sgd
-        (0, 0, "0 of the optimizer's state"),
-    ],
-)
-def test_a_headline_says_that_updates_are_sharded_and_what_that_saves_or_adds(moments, whole, said):
-    of = dataclasses.replace(ON, moments=moments * MB, whole_moments=whole * MB)
-    start = "updates sharded over 4 workers: each worker holds, in MB, 100 of params, "
-    assert words(of, 4).startswith(f"{start}{said}, 100 of gradients")
-
-
-def test_an_update_is_forecast_by_its_optimizer_and_cut(monkeypatch):
-    monkeypatch.setattr(step_form, "SAVED_BYTES", 100_000)
-    adam = planned(4, step_mode="split", exchange=ExchangeConfig("asa:32"))
-    on = dict(adam.others)["--exchange.shard-update on"]
-    assert (adam.update, on.update) == (adam.params, -(-adam.params // 4))  # the mean gradient, and a slice of it
-    skips = planned(4, step_mode="split", exchange=ExchangeConfig("asa:32"), on_nonfinite="skip")
-    assert (skips.update, skips.chosen) == (adam.update, adam.params + adam.model_state + adam.moments)
-    on = dict(skips.others)["--exchange.shard-update on"]
-    assert on.with_fewer(0.5).chosen == on.chosen + on.moments
-    assert on.with_fewer(0.5).update == 2 * on.update
-    early = planned(4, exchange=ExchangeConfig("shm:32", bucket_bytes=1 << 16), optim=Optim("lion", clip_norm=1.0))
-    slices = -(-early.params // 4)
-    assert [(held.is_early, held.update) for _, held in early.others] == [(True, 3 * slices)]
-    for size in (2, 4):
-        lamb = planned(size, step_mode="split", exchange=ExchangeConfig("asa:32"), optim=Optim("lamb"))
-        on = dict(lamb.others)["--exchange.shard-update on"]
-        assert lamb.update == 3 * lamb.params
-        assert on.update == round((3 + DEALT_ARRAYS) * (lamb.params // size) * (1 + on.padding))
-
-
-def test_checkpoints_are_copied_beside_the_steps_that_go_on():
-    own = planned(4, exchange=ExchangeConfig("shm:32"), train_for="1ep", checkpoint_every="1st")
-    assert own.saved_once == own.params + own.moments  # equal on all workers, so one writes them
-    assert own.saved == own.model_state
-    on = dict(own.others)["--exchange.shard-update on"]
-    assert (on.saved_once, on.saved) == (on.params, on.moments + on.model_state)
-    only_last = planned(4, exchange=ExchangeConfig("shm:32"), train_for="1ep", checkpoint_every="0st")
-    assert (only_last.saved, only_last.saved_once) == (0, 0)
+@pytest.mark.usefixtures("standard_promotion")
+def test_checkpoints_are_copied_while_steps_go_on():
+    often = {"train_for": "1ep", "checkpoint_every": "1st"}
+    _, off = planned(4, exchange=ExchangeConfig("shm:32"), **often)
+    assert (off.host_checkpoint, off.checkpoint) == (off.params + off.optimizer_state, off.model_state)
+    _, on = planned(4, exchange=ExchangeConfig("shm:32", shard_update="on"), **often)
+    assert (on.host_checkpoint, on.checkpoint) == (on.params, on.optimizer_state + on.model_state)
+    _, last = planned(4, exchange=ExchangeConfig("shm:32"), train_for="1ep", checkpoint_every="0st")
+    assert (last.checkpoint, last.host_checkpoint) == (0, 0)
 
 
 def test_freed_memory_is_given_back_at_once_where_twice_what_is_held_is_not_free(monkeypatch):
@@ -666,7 +446,7 @@ def test_a_run_that_is_short_of_memory_gives_it_back_and_the_next_one_keeps_it(t
 
     monkeypatch.delenv("JAXMPI_ALLOCATOR", raising=False)
     for times, word in ((10**6, "given back at once"), (2, "MB at once")):
-        monkeypatch.setattr("jaxmpi.trainer.memory.KEPT_FREED", times)
+        monkeypatch.setattr("jaxmpi.trainer.memory.KEEP_FACTOR", times)
         ended = train_here("digits", "--train-for", "1st", "--run-dir", str(tmp_path / word))
         assert ended.code == 0, ended.out
         assert word in ended.out

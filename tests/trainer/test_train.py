@@ -300,7 +300,7 @@ def test_an_unknown_model_is_answered_with_the_nearest(line, tmp_path):
 def test_a_mistyped_flag_is_refused_before_the_experiment_is_loaded():
     with pytest.raises(UsageError, match=r"unknown field --train-fr; did you mean 'train-for'\? --help lists all$"):
         experiment_file.refuse_unknown(["--train-fr", "3ep"])
-    experiment_file.refuse_unknown(["--rule.quorum", "2", "--compute_only_every=5", "--no-quiet", "--devices", "2"])
+    experiment_file.refuse_unknown(["--rule.quorum", "2", "--keep_best=5", "--no-quiet", "--devices", "2"])
     experiment_file.refuse_early(["digits", "--rule.tau", "0.5"])  # as a class of the user's own may have it
 
 
