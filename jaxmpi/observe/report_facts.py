@@ -3,8 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from jaxmpi.observe.record_reader import Record, Table
 
 MOST_SHARES = 16  # workers whose steps are listed
 PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
-LAST = itemgetter(-1)
 
 
 class Headline(NamedTuple):
@@ -31,38 +29,35 @@ def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
     """Facts of a run, the most important first.
 
     Args:
-        record: of the run.
         figures: of evaluations by tasks of one's own, which any of the runs has.
     """
-    train = record.train
-    speeds = [name for name in train if report_charts.is_speed(name)]
+    train, steps = record.train, last_value(record.train, "step")
     measured = " as measured" * (record.facts.get("peak") == "measured")
-    steps = find_headline(train, "step", LAST)
     rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
+    elapsed_s = [*known_values(train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")]
+    lines = f"of {sum(record.exchange_time.values())} lines"
+    sources = [f"{source} in {count} {lines}" for source, count in record.exchange_time.items()]
+    has_exchange = bool(record.exchange_time.keys() - {"none"})
+    [(slowest, times)] = Counter(filter(None, record.slowest)).most_common(1) or [("", 0)]
     return [
         *best(record, "top-1", "eval_top1", 100, " %"),
-        *(each for name in figures for each in best(record, figure_title(name), name)),
+        *(each for name in figures for each in best(record, report_charts.figure_title(name), name)),
         *best(record, "held-out loss", "eval_loss"),
-        Headline("training loss", find_headline(train, "loss", LAST), note="last"),
-        Headline("time", duration(elapsed_s(record)), f"{steps} steps" * bool(steps)),
+        Headline("training loss", last_value(train, "loss"), note="last"),
+        Headline("time", duration(max(elapsed_s, default=math.nan)), f"{steps} steps" * bool(steps)),
         *(
-            Headline(report_charts.speed_unit(name), find_headline(train, name, np.median), note="median")
-            for name in speeds
+            Headline(report_charts.speed_unit(name), median_value(train, name), note="median")
+            for name in filter(report_charts.is_speed, train)
         ),
-        Headline("model FLOP/s", find_headline(train, "model_flops_per_s", np.median), note="median"),
-        Headline("MFU", find_headline(train, "mfu", np.median, 100, " %"), note="median, of the peak" + measured),
+        Headline("model FLOP/s", median_value(train, "model_flops_per_s"), note="median"),
+        Headline("MFU", median_value(train, "mfu", 100, " %"), note="median, of the peak" + measured),
         Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
         Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
-        Headline("goodput", find_headline(train, "goodput", LAST, 100, " %"), note="of the time is compute"),
-        Headline("time of exchanges", exchange_time(record)),
-        Headline("waited for most often", *slowest(record)),
+        Headline("goodput", last_value(train, "goodput", 100, " %"), note="of the time is compute"),
+        Headline("time of exchanges", ", ".join(sources) * has_exchange),
+        Headline("waited for most often", slowest, f"in {times} of {len(record.slowest)} lines" * bool(slowest)),
         Headline("steps by worker", shares(record)),
     ]
-
-
-def figure_title(figure: str) -> str:
-    """`bits per byte` of `eval_bits_per_byte`."""
-    return figure.removeprefix("eval_").replace("_", " ")
 
 
 def known_values(table: Table, name: str) -> np.ndarray:
@@ -71,12 +66,16 @@ def known_values(table: Table, name: str) -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-def find_headline(
-    table: Table, name: str, chosen: Callable[[np.ndarray], Any], factor: float = 1.0, unit: str = ""
-) -> str:
-    """LAST or np.median of the known values; empty if there are none."""
+def last_value(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
+    """The last known value; empty if there is none."""
     values = known_values(table, name)
-    return format_value(factor * chosen(values), unit) if len(values) else ""
+    return format_value(factor * values[-1], unit) if len(values) else ""
+
+
+def median_value(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
+    """The median of the known values; empty if there are none."""
+    values = known_values(table, name)
+    return format_value(factor * float(np.median(values)), unit) if len(values) else ""
 
 
 def format_value(value: float, unit: str) -> str:
@@ -88,12 +87,6 @@ def format_value(value: float, unit: str) -> str:
     if prefix:
         return f"{value / prefix[0]:.4g} {prefix[1]}"
     return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value:.6g}"
-
-
-def elapsed_s(record: Record) -> float:
-    """The greatest time of steps and evaluations; NaN if there is none."""
-    values = [*known_values(record.train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")]
-    return max(values, default=math.nan)
 
 
 def best(record: Record, title: str, name: str, factor: float = 1.0, unit: str = "") -> list[Headline]:
@@ -121,19 +114,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def exchange_time(record: Record) -> str:
-    """Sources of exchange times, with numbers of lines; empty without exchanges."""
-    total = sum(record.exchange_time.values())
-    shown = [f"{source} in {lines} of {total} lines" for source, lines in record.exchange_time.items()]
-    return "" if set(record.exchange_time) <= {"none"} else ", ".join(shown)
-
-
-def slowest(record: Record) -> tuple[str, str]:
-    """The rank that others waited for most often, and how often."""
-    named = Counter(filter(None, record.slowest)).most_common(1)
-    return next(((rank, f"in {times} of {len(record.slowest)} lines") for rank, times in named), ("", ""))
 
 
 def shares(record: Record) -> str:

@@ -7,12 +7,14 @@ of their own, with uPlot, which draws the curves. The content security policy of
 import base64
 import datetime
 import hashlib
-import html
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
+from html import escape
 from importlib import resources
+from itertools import chain
 from string import Template
 from typing import Any, NamedTuple
 
@@ -20,9 +22,8 @@ import numpy as np
 
 from jaxmpi.observe import report_charts
 from jaxmpi.observe.record_reader import Record
-from jaxmpi.observe.report_charts import custom_figures
-from jaxmpi.observe.report_facts import Headline, fact, figure_title, flat_facts, headlines, known_values
-from jaxmpi.observe.samples import as_url
+from jaxmpi.observe.report_charts import custom_figures, figure_title
+from jaxmpi.observe.report_facts import fact, flat_facts, headlines, known_values
 
 MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
 MOST_NAMED = 4  # runs in the title
@@ -57,37 +58,35 @@ def groups(records: Sequence[Record]) -> list[Group]:
     settings = [run_settings(record) for record in records]
     members: dict[str, list[int]] = {}
     for i, record in enumerate(records):
-        seed_alone = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
-        members.setdefault(seed_alone, []).append(i)
+        without_seed = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
+        members.setdefault(without_seed, []).append(i)
     grouped: list[list[int]] = []
     for runs in members.values():
         seeds = {json.dumps(fact(records[i], "experiment", "seed")) for i in runs}
         grouped += [runs] if len(seeds) == len(runs) else [[i] for i in runs]
     grouped.sort()
     firsts = [settings[runs[0]] for runs in grouped]
-    paths = [
-        path for path in dict.fromkeys(k for each in firsts for k in each) if len({e.get(path) for e in firsts}) > 1
-    ]
+    odd = [path for path in dict.fromkeys(chain(*firsts)) if len({first.get(path) for first in firsts}) > 1]
     made = []
-    for runs, own in zip(grouped, firsts, strict=True):
-        words = ", ".join(
-            f"{path.removeprefix('experiment.')} {own[path].strip(chr(34))}" for path in paths if path in own
-        )
-        is_short = len(runs) > 1 and 0 < len(words) <= MOST_WORDS
-        made.append(Group(words if is_short else records[runs[0]].name, runs))
+    for runs, first in zip(grouped, firsts, strict=True):
+        words = [f"{path.removeprefix('experiment.')} {first[path].strip(chr(34))}" for path in odd if path in first]
+        name = ", ".join(words)
+        is_short = len(runs) > 1 and 0 < len(name) <= MOST_WORDS
+        made.append(Group(name if is_short else records[runs[0]].name, runs))
     return made
 
 
 def run_settings(record: Record) -> dict[str, str]:
     """Settings and program that decide on a run, without seed and place."""
     left_out = {f"experiment.{name}" for name in OF_ONE_RUN}
-    decisive = {
+    facts = {
         path: value
         for path, value in flat_facts(record).items()
         if path not in left_out and path.partition(".")[0] in DECISIVE
     }
-    # Files that differ from the commit may be a run's own output; the experiment file has a digest.
-    return {path: value.replace('+"', '"') if path == "commit" else value for path, value in decisive.items()}
+    if "commit" in facts:  # files that differ from it may be a run's own output; the experiment file has a digest
+        facts["commit"] = facts["commit"].replace('+"', '"')
+    return facts
 
 
 def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
@@ -99,14 +98,10 @@ def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
         for name, shown in (tops | others | {"eval_loss": ("held-out loss", 1.0)}).items()
         if any(name in record.evaluations for record in records)
     }
-    rows = [
-        [
-            group.name,
-            str(len(group.runs)),
-            *(spread([records[i] for i in group.runs], n, f) for n, (_, f) in figures.items()),
-        ]
-        for group in grouped
-    ]
+    rows = []
+    for group in grouped:
+        runs = [records[i] for i in group.runs]
+        rows.append([group.name, str(len(runs)), *(spread(runs, name, f) for name, (_, f) in figures.items())])
     head = ["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())]
     return table(head, rows, "runs")
 
@@ -143,18 +138,19 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
     }
     style, script, uplot = read_asset("report.css"), read_asset("report.js"), read_asset("uplot/uPlot.iife.min.js")
     styles = read_asset("uplot/uPlot.min.css") + style
+    scripts = " ".join(f"'sha256-{digest(text)}'" for text in (uplot, script))
     return Template(read_asset("template.html")).substitute(
-        policy=policy(styles, [uplot, script]),
+        policy=f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {scripts}; img-src data:",
         title=escape(title),
         made=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         styles=styles,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         overview=overview(records, grouped if has_seeds else []),
         sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
-        functions=functions(records),
+        functions=profiles(records),
         samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
-        configuration=configurations(records),
+        configuration=configuration(records),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
         uplot=uplot,
         script=script,
@@ -164,12 +160,6 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
 def read_asset(name: str) -> str:
     """A file of the page."""
     return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def policy(styles: str, scripts: Sequence[str]) -> str:
-    """Content security policy: these styles and scripts, embedded pictures, and nothing else."""
-    ours = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
-    return f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {ours}; img-src data:"
 
 
 def digest(text: str) -> str:
@@ -191,15 +181,20 @@ def section(name: str, printed: Sequence[str]) -> str:
 def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Tiles of one run; tables of several, and of their groups."""
     figures = custom_figures(records)
-    found = [headlines(record, figures) for record in records]
+    found = [[each for each in headlines(record, figures) if each.value] for record in records]
     if len(records) == 1:
-        tiles = [tile(each) for each in found[0] if each.value]
+        tiles = []
+        for each in found[0]:
+            wide, words = " wide" * (len(each.value) > 24), each.more or each.note
+            more = f"<dd class=more>{escape(words)}</dd>" * bool(words)
+            shown = f"<dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}"
+            tiles.append(f'<div class="tile{wide}">{shown}</div>')
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    columns = {each.name: each.note for row in found for each in row if each.value}
+    columns = {each.name: each.note for row in found for each in row}
     head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
     rows = []
     for record, row in zip(records, found, strict=True):
-        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row if each.value}
+        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row}
         rows.append([record.name, *(shown.get(name, "") for name in columns)])
     each_run = table(head, rows, "runs")
     if not grouped:
@@ -207,51 +202,31 @@ def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     return mean_over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
 
 
-def tile(each: Headline) -> str:
-    """A headline as a tile."""
-    words = each.more or each.note
-    more = f"<dd class=more>{escape(words)}</dd>" if words else ""
-    wide = " wide" * (len(each.value) > 24)
-    return f'<div class="tile{wide}"><dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}</div>'
-
-
-def functions(records: Sequence[Record]) -> str:
-    """Tables of the records' profiles of function calls; empty without any."""
-    tables = [function_table(record) for record in records if record.functions]
+def profiles(records: Sequence[Record]) -> str:
+    """Tables of the records' profiles of function calls, a row each and their sum; empty without any."""
+    tables = []
+    for record in records:
+        if not record.functions:
+            continue
+        figures = [name for name in record.functions[0] if name != "function"]
+        head = [re.sub("_bytes$", ", MB", re.sub("_s$", ", s", name)) for name in figures]
+        values = [[row.get(name, math.nan) for name in figures] for row in record.functions]
+        names = [str(row["function"]) for row in record.functions]
+        rows = [[name, *map(cell, figures, each)] for name, each in zip(names, values, strict=True)]
+        if len(rows) > 1:
+            rows.append(["all", *map(cell, figures, np.sum(values, axis=0))])
+        tables.append(table([record.name, *head], rows))
     head = '<section id="functions" class="filled printed"><h2>Calls of functions</h2>'
-    return head + "".join(tables) + "</section>" if tables else ""
-
-
-def function_table(record: Record) -> str:
-    """A row per function, and if there are several, their sum."""
-    figures = [name for name in record.functions[0] if name != "function"]
-    rows = [
-        [str(row["function"]), *(cell(name, row.get(name, math.nan)) for name in figures)] for row in record.functions
-    ]
-    sums = [cell(name, np.sum([row.get(name, math.nan) for row in record.functions])) for name in figures]
-    return table([record.name, *map(profile_column, figures)], [*rows, ["all", *sums]] if len(rows) > 1 else rows)
-
-
-def profile_column(figure: str) -> str:
-    """`shuffle, s` of `shuffle_s`, and `sent, MB` of `sent_bytes`."""
-    units = {"_s": "s", "_bytes": "MB"}
-    name, unit = next(
-        ((figure.removesuffix(end), unit) for end, unit in units.items() if figure.endswith(end)), (figure, "")
-    )
-    return f"{name}, {unit}" if unit else name
+    return f"{head}{''.join(tables)}</section>" if tables else ""
 
 
 def cell(figure: str, value: Any) -> str:
     """Seconds with three decimals, megabytes with one, whole counts; empty if unknown."""
     if math.isnan(value):
         return ""
-    return (
-        f"{value:.3f}"
-        if figure.endswith("_s")
-        else f"{value / 1e6:.1f}"
-        if figure.endswith("_bytes")
-        else f"{value:.0f}"
-    )
+    if figure.endswith("_bytes"):
+        return f"{value / 1e6:.1f}"
+    return f"{value:.3f}" if figure.endswith("_s") else f"{value:.0f}"
 
 
 def sample_figures(record: Record, runs: int) -> str:
@@ -261,7 +236,7 @@ def sample_figures(record: Record, runs: int) -> str:
         title = escape(f"{sample.name}, step {sample.step}")
         body = f"<pre>{escape(sample.text)}</pre>"
         if sample.picture:
-            body = f'<img alt="{title}" src="{as_url(sample.picture)}">'
+            body = f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(sample.picture).decode()}">'
         shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
     of_run = f" of {escape(record.name)}" * (runs > 1)
     return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
@@ -277,18 +252,15 @@ def differences(records: Sequence[Record]) -> str:
     return head + table(["", *(record.name for record in records)], odd) + "</section>"
 
 
-def configurations(records: Sequence[Record]) -> str:
-    """All facts of all runs, folded; many runs in one fold."""
-    each = "".join(configuration(record) for record in records)
-    is_long = len(records) > MOST_PRINTED
-    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if is_long else each
-
-
-def configuration(record: Record) -> str:
-    """All facts of a run, folded."""
-    rows = [[path, value] for path, value in flat_facts(record).items()]
-    title = f"{escape(record.name)}: configuration and versions"
-    return f"<details><summary>{title}</summary>{table(['setting', 'value'], rows)}</details>"
+def configuration(records: Sequence[Record]) -> str:
+    """All facts of all runs, each folded; many runs in one fold."""
+    folds = []
+    for record in records:
+        facts = table(["setting", "value"], [[path, value] for path, value in flat_facts(record).items()])
+        title = f"{escape(record.name)}: configuration and versions"
+        folds.append(f"<details><summary>{title}</summary>{facts}</details>")
+    each = "".join(folds)
+    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if len(records) > MOST_PRINTED else each
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
@@ -299,8 +271,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
     return (
         f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def escape(text: Any) -> str:
-    """Escape a text for HTML."""
-    return html.escape(str(text))

@@ -39,8 +39,7 @@ class Done(NamedTuple):
 
     epoch: float
     examples: int  # so far
-    images: int  # since the last line, as all that follows but the last two
-    loss: float  # mean over examples
+    loss: float  # mean over examples since the last line
     gradient_norm: float  # root of the mean square over the steps that workers made
     wait_s: float  # for batches so far, mean over workers
     skipped: int  # corrupt examples so far
@@ -125,7 +124,6 @@ class ProgressLog:
         done = Done(
             epoch=plan.epoch(step),
             examples=plan.examples(step),
-            images=plan.examples(step) - plan.examples(step - window.steps),
             loss=float(loss / count) if count else float("nan"),
             gradient_norm=(squares / max(made, 1.0)) ** 0.5,
             wait_s=float(wait_s) / self.workers.size,
