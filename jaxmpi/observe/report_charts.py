@@ -350,7 +350,8 @@ def bucket_bars(record: Record) -> list[Panel]:
     """Seconds that every bucket is in flight, and waited for."""
     made: list[Panel] = []
     for column, kind in enumerate(("in flight", "waited for"), 1):
-        bars = [(row[0][:48], *[row[column]] * 3) for row in slowest_buckets(record) if row[column] > 0]
+        rows = [(row[0][:48], row[column]) for row in slowest_buckets(record) if row[column] > 0]
+        bars = [(label, seconds, seconds, seconds) for label, seconds in rows]
         if bars:
             title, time = f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None)
             made.append(Bars(title, time, bars))

@@ -152,10 +152,10 @@ class ProgressLog:
 
     def _work(self) -> Work | None:
         """Model FLOPs of all workers' step, if one worker's are known."""
-        if self.flops.of_worker is None:
+        if self.flops.per_worker is None:
             return None
         batch = self.plan.clock.effective_batch
-        return Work(self.flops.of_worker * batch / self.plan.feed.samplers[0].local_batch, batch, self.peak)
+        return Work(self.flops.per_worker * batch / self.plan.feed.samplers[0].local_batch, batch, self.peak)
 
     def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
         """Fields of the record on gradient noise, if it was measured."""

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots, record_reader, report, report_charts, report_facts, report_page
+from jaxmpi.observe import plots, record_reader, report, report_charts, report_page
 from jaxmpi.observe.record_format import FORMAT
 from jaxmpi.observe.record_reader import MOST_LINES, average_neighbours, read
 from jaxmpi.observe.recorder import Recorder
@@ -214,7 +214,7 @@ def test_who_was_waited_for_most_often_is_named(tmp_path):
     for i, row in enumerate(row for row in rows if row["kind"] == "train"):
         row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
     (run / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [told] = [each for each in report_facts.headlines(read(run), []) if each.name == "waited for most often"]
+    [told] = [each for each in report_page.headlines(read(run), []) if each.name == "waited for most often"]
     assert (told.value, told.more) == ("rank 2 on node07", "in 4 of 8 lines")  # without the first, which compiled
     ranks = report_charts.run_data(read(run), 1, [])["slowest"]["ranks"]
     assert ranks == [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
