@@ -197,7 +197,8 @@ def total_peak(workers: Workers, dtype: str) -> Peak | None:
 
 def peak_on_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | None:
     """Peak of all ranks' distinct devices together; None if one is unknown."""
-    devices = {tuple(device) for local in ranks for device in local}  # lists by now: JSON has no tuples
+    # Lists by now: JSON has no tuples.
+    devices = {(host, gpu, i, kind) for local in ranks for host, gpu, i, kind in local}
     peaks = [device_peak(kind, dtype) for _, _, _, kind in devices]
     known = [peak.flops_per_s for peak in peaks if peak]
     return Peak(sum(known), "data sheet") if len(known) == len(peaks) else None

@@ -186,6 +186,7 @@ def test_parts_of_a_step_ranks_and_buckets_are_drawn(opened):
     def hover(title: str, drawn: str, share: float) -> Any:
         card = opened.page.locator("article", has=opened.page.get_by_role("heading", name=title))
         card.scroll_into_view_if_needed()
+        card.locator(".key > *").first.wait_for()  # it is drawn once it is seen
         box = card.locator(drawn).bounding_box()
         opened.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + share * box["height"])
         card.locator(".tip:not([hidden])").wait_for()
