@@ -95,11 +95,11 @@ class StepFlops:
 
     def __init__(self) -> None:
         """Nothing has been traced."""
-        self.of_worker: float | None = None  # in one step
+        self.per_worker: float | None = None  # in one step
 
     def count(self, jaxpr: Jaxpr) -> None:
         """Take the program of a worker's gradients."""
-        self.of_worker = count_flops(jaxpr)
+        self.per_worker = count_flops(jaxpr)
 
 
 # ---------------------------------------------------------------- of devices
@@ -155,10 +155,11 @@ MEASURE_S = 0.05
 
 def device_peak(device_kind: str, dtype: str) -> Peak | None:
     """Peak of a device by kind and compute dtype; None if unknown."""
-    is_whole = "MIG" not in device_kind.split()
-    names = (name for name in TERAFLOPS if re.search(rf"\b{re.escape(name)}\b{OTHER_KIND}", device_kind) and is_whole)
-    name = next(names, None)
-    peak = TERAFLOPS[name][dtype == "float32"] if name else None
+    if "MIG" in device_kind.split():  # a slice of a GPU
+        return None
+    names = (name for name in TERAFLOPS if re.search(rf"\b{re.escape(name)}\b{OTHER_KIND}", device_kind))
+    bfloat16, float32 = TERAFLOPS.get(next(names, ""), (None, None))
+    peak = float32 if dtype == "float32" else bfloat16
     return Peak(1e12 * peak, "data sheet") if peak else None
 
 
@@ -185,20 +186,19 @@ def total_peak(workers: Workers, dtype: str) -> Peak | None:
     """
     control = workers.processes
     if jax.default_backend() == "cpu":
-        own = measured_peak(dtype) if control.rank == 0 else None  # while the others wait: ranks may share cores
-        lent = total_cores(control.allgather_object([socket.gethostname(), core_mask(), cores()]))
-        return own and own._replace(flops_per_s=own.flops_per_s * lent / cores())
-    mine = workers.mesh.local_devices if workers.mesh is not None else jax.local_devices()[:1]
+        peak = measured_peak(dtype) if control.rank == 0 else None  # while the others wait: ranks may share cores
+        all_cores = total_cores(control.allgather_object([socket.gethostname(), core_mask(), cores()]))
+        return peak and peak._replace(flops_per_s=peak.flops_per_s * all_cores / cores())
+    devices = workers.mesh.local_devices if workers.mesh is not None else jax.local_devices()[:1]
     place = socket.gethostname(), my_gpu() or f"rank {control.rank}"
-    seen = [(*place, i, device.device_kind) for i, device in enumerate(mine)]
-    return peak_on_devices(control.allgather_object(seen if control.rank < workers.size else []), dtype)
+    local = [(*place, i, device.device_kind) for i, device in enumerate(devices if control.rank < workers.size else [])]
+    return peak_on_devices(control.allgather_object(local), dtype)
 
 
 def peak_on_devices(ranks: Sequence[Sequence[Device]], dtype: str) -> Peak | None:
     """Peak of all ranks' distinct devices together; None if one is unknown."""
-    devices = {
-        (host, gpu, i, kind) for seen in ranks for host, gpu, i, kind in seen
-    }  # lists by now: JSON has no tuples
+    # Lists by now: JSON has no tuples.
+    devices = {(host, gpu, i, kind) for local in ranks for host, gpu, i, kind in local}
     peaks = [device_peak(kind, dtype) for _, _, _, kind in devices]
     known = [peak.flops_per_s for peak in peaks if peak]
     return Peak(sum(known), "data sheet") if len(known) == len(peaks) else None

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jaxmpi.core.errors import check
+import numpy as np
+
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import check_writable
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ class Lines(NamedTuple):
         """Lines with their points, and the bound."""
         for i, (name, line) in enumerate(self.series.items()):
             every = max(1, len(line) // MARKED)
-            axes.plot(*columns(line), style(i), color=colour(i), label=literal(name), markersize=4, markevery=every)
+            look = STYLES[i // 10 % len(STYLES)]
+            axes.plot(*columns(line), look, color=colour(i), label=literal(name), markersize=4, markevery=every)
             if name in self.errors:
                 axes.errorbar(*columns(line), yerr=self.errors[name], fmt="none", ecolor=colour(i), capsize=3)
         if self.bound:
@@ -90,10 +93,7 @@ class Bars(NamedTuple):
         from matplotlib.ticker import EngFormatter
 
         names, middles, lows, highs = zip(*self.bars, strict=True)
-        whiskers = [
-            [middle - low for middle, low in zip(middles, lows, strict=True)],
-            [high - middle for middle, high in zip(middles, highs, strict=True)],
-        ]
+        whiskers = np.abs(np.array([lows, highs]) - middles)
         rows = range(len(names))
         colours = [colour(i % self.colours) for i in rows]
         drawn = axes.barh(rows, middles, color=colours, xerr=whiskers, capsize=3)
@@ -191,8 +191,9 @@ def check_file(path: Path) -> None:
     Raises:
         UsageError: an unknown ending, or no file can be there.
     """
-    known = path.suffix.lower() in ENDINGS
-    check(known, f"--plot: got {str(path)!r}; expected a name that ends in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    if path.suffix.lower() not in ENDINGS:
+        endings = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+        raise UsageError(f"--plot: got {str(path)!r}; expected a name that ends in {endings}")
     check_writable(path)
 
 
@@ -214,15 +215,10 @@ def figure(panels: Sequence[Panel]) -> "Figure":
         count = len(axes.get_legend_handles_labels()[0])
         if count:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1), ncols=-(-count // NAMES), fontsize="small")
-    lay_out_panels(made)
-    return made
-
-
-def lay_out_panels(made: "Figure") -> None:
-    """Lay out a figure once; otherwise every file would draw it again."""
     if engine := made.get_layout_engine():
         engine.execute(made)
-    made.set_layout_engine(None)
+    made.set_layout_engine(None)  # once; otherwise every file would lay it out again
+    return made
 
 
 def scale(axes: "Axes", which: Literal["x", "y"], quantity: Quantity, values: Sequence[float]) -> None:
@@ -262,8 +258,3 @@ def colour(i: int) -> Any:
 def literal(text: str) -> str:
     """Escape a text, so that matplotlib reads no formula in it."""
     return text.replace("$", r"\$")
-
-
-def style(i: int) -> str:
-    """Style of the i-th line: another for every ten."""
-    return STYLES[i // 10 % len(STYLES)]

@@ -2,11 +2,10 @@
 
 A run may be killed at any time, and its record must stay readable. The file is unbuffered, so a killed run loses at
 most the line being written. A buffer's `close` would also repeat the error of a full disk. A resumed run first drops
-damaged lines and the lines after its checkpoint. Own
-times of more than 64 ranks are reduced to the greatest of neighbouring ranks.
+damaged lines and the lines after its checkpoint. Own times of more than 64 ranks are reduced to the greatest of
+neighbouring ranks.
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -14,7 +13,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import write_all, write_whole, writing
 from jaxmpi.core.json_tree import MALFORMED
 from jaxmpi.observe import samples
@@ -44,11 +43,6 @@ class Unit(NamedTuple):
     name: str = "images"  # | tokens | examples
     each: float = 1.0  # in an example
     bytes_each: float = 0.0  # mean bytes of text that an example predicts; 0 if it is no text
-
-    @property
-    def counted(self) -> str:
-        """The name of examples: images, or examples."""
-        return "images" if self.name == "images" else "examples"
 
 
 class Recorder:
@@ -108,10 +102,10 @@ class Recorder:
         Raises:
             UsageError: its kind is one of the trainer's, or cannot be part of a file's name, as sinks use it.
         """
-        check(
-            bool(re.fullmatch(r"[\w-]+", kind)) and kind not in KINDS,
-            f"write: got kind {kind!r}; expected letters, digits, _ and -, and none of {', '.join(KINDS)}",
-        )
+        if kind in KINDS or not re.fullmatch(r"[\w-]+", kind):
+            raise UsageError(
+                f"write: got kind {kind!r}; expected letters, digits, _ and -, and none of {', '.join(KINDS)}"
+            )
         self.write(kind, **fields)
 
     def sample(self, step: int, name: str, value: str | np.ndarray) -> None:
@@ -121,15 +115,17 @@ class Recorder:
             UsageError: a name that is none of a file, or a value that is neither a text nor a picture.
             TrainingError: it cannot be written.
         """
-        check(bool(re.fullmatch(r"[\w-]+", name)), f"show: got name {name!r}; expected letters, digits, _ and -")
+        if not re.fullmatch(r"[\w-]+", name):
+            raise UsageError(f"show: got name {name!r}; expected letters, digits, _ and -")
         if isinstance(value, str):
             return self.write("sample", step=step, name=name, text=value)
         picture = samples.check_picture(value)
         if self._file:
-            file = Path(self._file.name).parent / samples.sample_path(step, name)
+            path = f"{samples.FOLDER}/{name}_{step:08d}.png"
+            file = Path(self._file.name).parent / path
             with writing(file):
                 samples.save(picture, file)
-            self.write("sample", step=step, name=name, file=samples.sample_path(step, name))
+            self.write("sample", step=step, name=name, file=path)
 
     def train(
         self,
@@ -144,7 +140,6 @@ class Recorder:
         skipped: int,
         gradient_norm: float = math.nan,
         anatomy: Summary | None = None,
-        images: int = 0,
         noted: Sequence[Span] = (),
         worker_steps: Sequence[int] = (),
         work: Work | None = None,
@@ -158,60 +153,61 @@ class Recorder:
             skipped: corrupt examples so far, of all workers.
             gradient_norm: of a worker's gradients before the exchange, root of the mean square over workers and steps.
             anatomy: breakdown of the time of the last steps.
-            images: in these steps.
             noted: this rank's spans of these steps.
             worker_steps: steps of each worker under an asynchronous rule; shown on the terminal.
             work: of a step, if it is known.
             shuffles: of data in memory since the last line, seconds and bytes; shown on the terminal.
             more: fields of the record that only some runs have.
         """
-        now = time.monotonic()
-        since, before = self._window
-        examples_per_s = (examples - before) / max(now - since, 1e-9)
-        per_s = {f"{self._unit.name}_per_s": examples_per_s * self._unit.each}
-        per_s |= {"bytes_per_s": examples_per_s * self._unit.bytes_each} if self._unit.bytes_each else {}
-        flops = work.fields(examples_per_s) if work else {}
+        (begin, before), now = self._window, time.monotonic()
         self._window = now, examples
-        told: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
-        told |= {"loss": loss, **per_s}
-        told |= ({} if lr is None else {"lr": lr}) | {"wait_s": wait_s, "skipped": skipped}
-        told |= {"gradient_norm": gradient_norm, **flops, **more}
-        speed = examples_per_s * self._unit.each
-        shown = ProgressLine(
-            step=step,
-            total_steps=total_steps,
-            epoch=epoch,
-            loss=loss,
-            per_s=speed,
-            lr=lr,
-            elapsed_s=told["elapsed_s"],
-            skipped=skipped,
-            unit=self._unit.name,
-            worker_steps=tuple(worker_steps),
-            shuffles=tuple(shuffles),
-            flops_per_s=flops.get("model_flops_per_s"),
-            mfu=flops.get("mfu"),
-            peak_is_measured=bool(work and work.peak and work.peak.source == "measured"),
-        )
+        elapsed_s, examples_per_s = self.elapsed_s(), (examples - before) / max(now - begin, 1e-9)
+        per_s = examples_per_s * self._unit.each
+        flops = work.fields(examples_per_s) if work else {}
+        fields: dict[str, Any] = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": elapsed_s}
+        fields |= {"loss": loss, f"{self._unit.name}_per_s": per_s}
+        if self._unit.bytes_each:
+            fields["bytes_per_s"] = examples_per_s * self._unit.bytes_each
+        if lr is not None:
+            fields["lr"] = lr
+        fields |= {"wait_s": wait_s, "skipped": skipped, "gradient_norm": gradient_norm, **flops, **more}
+        slowest, shares = "", {}
         if anatomy:
-            slowest = self._slowest(anatomy.own_s)
-            told |= self._anatomy_fields(anatomy, now) | {"slowest": slowest}
+            slowest, ranks = self._slowest(anatomy.own_s), len(anatomy.own_s)
+            shares = {part: anatomy.means[part] / (anatomy.step_s or 1.0) for part in anatomy.table if part != "hidden"}
+            self._compute_s += float(anatomy.spent[COMPUTE].mean())
             self._buckets.add(noted, anatomy.steps)
-            shown = dataclasses.replace(shown, slowest=slowest, **time_shares(anatomy))
-        self.write("train", **told)
-        self._terminal.progress(shown)
-
-    def _anatomy_fields(self, anatomy: Summary, now: float) -> dict[str, Any]:
-        """Record fields of an anatomy."""
-        self._compute_s += float(anatomy.spent[COMPUTE].mean())
-        return {
-            "step_s": anatomy.step_s,
-            "goodput": self._compute_s / max(now - self._begin, 1e-9),
-            "exchange_time": anatomy.source,
-            "anatomy": as_json_table(anatomy.table),
-            "own_s": [*map(as_json_number, block_maxima(anatomy.own_s))],
-            **({"own_ranks": per} if (per := ranks_per_block(len(anatomy.own_s))) > 1 else {}),
-        }
+            fields |= {
+                "step_s": anatomy.step_s,
+                "goodput": self._compute_s / max(now - self._begin, 1e-9),
+                "exchange_time": anatomy.source,
+                "anatomy": {part: [*map(as_json_number, row)] for part, row in anatomy.table.items()},
+                "own_s": [*map(as_json_number, block_maxima(anatomy.own_s))],
+                **({"own_ranks": ranks_per_block(ranks)} if ranks > MOST_RANKS else {}),
+                "slowest": slowest,
+            }
+        self.write("train", **fields)
+        self._terminal.progress(
+            ProgressLine(
+                step=step,
+                total_steps=total_steps,
+                epoch=epoch,
+                loss=loss,
+                per_s=per_s,
+                lr=lr,
+                elapsed_s=elapsed_s,
+                skipped=skipped,
+                shares=shares,
+                slowest=slowest,
+                estimated=anatomy is not None and anatomy.source == "estimated",
+                unit=self._unit.name,
+                worker_steps=tuple(worker_steps),
+                flops_per_s=flops.get("model_flops_per_s"),
+                mfu=flops.get("mfu"),
+                peak_is_measured=bool(work and work.peak and work.peak.source == "measured"),
+                shuffles=tuple(shuffles),
+            )
+        )
 
     def _slowest(self, own_s: Sequence[float]) -> str:
         """The rank that others wait for; empty if none is far behind."""
@@ -234,7 +230,7 @@ class Recorder:
             means["eval_bits_per_byte"] = means["eval_loss"] / math.log(2) * tokens_per_byte
         place = {"step": step, "epoch": epoch, "examples": examples, "elapsed_s": self.elapsed_s()}
         self.write("eval", **place, eval_count=eval_count, **means)
-        if buckets := self._buckets.taken():
+        if buckets := self._buckets.take():
             self.write("exchange", step=step, buckets=buckets)
         shown = "no examples"
         if means:
@@ -280,18 +276,6 @@ class Recorder:
             self._file.close()
 
 
-def as_json_table(table: Mapping[str, Sequence[float]]) -> dict[str, list[Any]]:
-    """A table with lists that JSON can represent."""
-    return {part: [*map(as_json_number, row)] for part, row in table.items()}
-
-
-def time_shares(anatomy: Summary) -> dict[str, Any]:
-    """Known parts of the time, for the terminal."""
-    total = anatomy.step_s or 1.0
-    parts = {part: anatomy.means[part] / total for part in anatomy.table if part != "hidden"}
-    return {"shares": parts, "estimated": anatomy.source == "estimated"}
-
-
 def format_figure(name: str, value: float) -> tuple[str, str]:
     """(top-1, 93.25 %) of a figure of an evaluation."""
     if match := re.fullmatch(r"top(\d+)", name):
@@ -315,13 +299,11 @@ class BucketTimes:
                 both = self.seconds.setdefault(span.name, np.zeros(2))
                 both[int(span.track == "wait")] += span.end_s - span.begin_s
 
-    def taken(self) -> list[list[Any]]:
+    def take(self) -> list[list[Any]]:
         """Return and reset each bucket's [label, seconds in flight, seconds waited for]."""
-        rows = [
-            [name, *map(as_json_number, (both / self.steps).tolist())] for name, both in sorted(self.seconds.items())
-        ]
+        seconds, steps = self.seconds, self.steps
         self.seconds, self.steps = {}, 0.0
-        return rows
+        return [[name, *map(as_json_number, (both / steps).tolist())] for name, both in sorted(seconds.items())]
 
 
 def ranks_per_block(ranks: int) -> int:

@@ -77,7 +77,7 @@ def draw_pngs(records: Sequence[Record], folder: Path) -> dict[str, list[str]]:
     jobs = [(name, name, panels, name not in NOT_PRINTED) for name, panels in together.items()]
     for i, record in enumerate(records):
         suffix = f"_{i + 1}" if len(records) > 1 else ""
-        jobs += [(n, n + suffix, panels, i < MOST_PRINTED) for n, panels in report_charts.run_label(record).items()]
+        jobs += [(n, n + suffix, panels, i < MOST_PRINTED) for n, panels in report_charts.run_pictures(record).items()]
     for name, file, panels, is_printed in jobs:
         if panels and is_printed:
             printed.setdefault(IN_SECTION.get(name, name), []).append(plots.save_both(panels, folder / f"{file}.png"))

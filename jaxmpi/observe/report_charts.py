@@ -16,7 +16,7 @@ import numpy as np
 from jaxmpi.observe import plots
 from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
 from jaxmpi.observe.record_format import ESTIMATED, PARTS
-from jaxmpi.observe.record_reader import XS, Record, Table, as_number, average_neighbours
+from jaxmpi.observe.record_reader import XS, Record, Table, as_number, average_neighbours, known_means
 
 BINS = 800  # bins of a line on the page, each with its least and its greatest value; fewer if there are many runs
 LEAST_BINS = 100
@@ -56,87 +56,50 @@ class Chart(NamedTuple):
 # ---------------------------------------------------------------- which there are
 
 
-def charts(records: Sequence[Record]) -> list[Chart]:
-    """Charts of which any record has a value, in page order."""
-    speeds = [name for name in curve_fields(records, "train") if is_speed(name)]
-    is_measured = any(record.facts.get("peak") == "measured" for record in records)
-    named = [
-        Chart(
-            "learning",
-            "Loss",
-            Quantity("loss"),
-            (Series("train", "loss", "training"), Series("evaluations", "eval_loss", "held out")),
-        ),
-        Chart(
-            "learning",
-            "Accuracy",
-            Quantity("accuracy", "%", base=None, low=None),
-            tuple(Series("evaluations", f"eval_{name}", label, 100) for name, label in TOPS.items()),
-        ),
-        *(figure_series(name) for name in custom_figures(records)),
-        *(of_speed(name) for name in speeds),
-        one("speed", "Model FLOP/s", Quantity("all workers", "FLOP/s", base=None), "model_flops_per_s"),
-        one(
-            "speed",
-            "Model FLOPs utilisation",
-            Quantity("MFU", "%", base=None),
-            "mfu",
-            100,
-            "of a peak that was measured" * is_measured,
-        ),
-        one("speed", "Time of a step", Quantity("time", "s", base=None), "step_s"),
-        one(
-            "speed",
-            "Goodput",
-            Quantity("share", "%", base=None),
-            "goodput",
-            100,
-            "seconds of compute over seconds since the start",
-        ),
-        one("course", "Learning rate", Quantity("learning rate"), "lr"),
-        one("course", "Norm of a worker's gradients", Quantity("norm"), "gradient_norm"),
-        one(
-            "course", "Noise scale", Quantity("examples"), "noise_scale", 1, "the batch beyond which examples tell less"
-        ),
-        Chart("course", "Shuffles of data in memory", Quantity("time", "s"), (Series("shuffles", "shuffle_s"),)),
-        Chart("course", "What shuffles move", Quantity("bytes of all", "B"), (Series("shuffles", "moved_bytes"),)),
-    ]
-    taken = {(series.table, series.field) for chart in named for series in chart.series}
-    rest = [
-        field_series(section, table, name)
-        for table, section in (("train", "more"), ("workers", "workers"))
-        for name in curve_fields(records, table)
-        if (table, name) not in taken and name not in SHOWN_ELSEWHERE and not name.startswith("worker_steps.")
-    ]
-    return [
-        chart
-        for chart in [*named, *rest]
-        if any(has_values(record, each) for record in records for each in chart.series)
-    ]
-
-
 TOPS = {"top1": "top-1", "top5": "top-5"}
 
 
-def one(section: str, title: str, quantity: Quantity, field: str, factor: float = 1.0, note: str = "") -> Chart:
+def charts(records: Sequence[Record]) -> list[Chart]:
+    """Charts of which any record has a value, in page order."""
+    loss = Series("train", "loss", "training"), Series("evaluations", "eval_loss", "held out")
+    tops = tuple(Series("evaluations", f"eval_{name}", label, 100) for name, label in TOPS.items())
+    is_measured = any(record.facts.get("peak") == "measured" for record in records)
+    peak, goodput = "of a peak that was measured" * is_measured, "seconds of compute over seconds since the start"
+    noise = "the batch beyond which examples tell less"
+    made = [
+        Chart("learning", "Loss", Quantity("loss"), loss),
+        Chart("learning", "Accuracy", Quantity("accuracy", "%", base=None, low=None), tops),
+    ]
+    for field in custom_figures(records):
+        quantity = Quantity(field.removeprefix("eval_"), base=None, low=None)
+        made.append(Chart("learning", figure_title(field), quantity, (Series("evaluations", field),)))
+    for field in filter(is_speed, curve_fields(records, "train")):
+        made.append(of_step("speed", f"Speed, {speed_unit(field)}", Quantity(speed_unit(field), base=None), field))
+    made += [
+        of_step("speed", "Model FLOP/s", Quantity("all workers", "FLOP/s", base=None), "model_flops_per_s"),
+        of_step("speed", "Model FLOPs utilisation", Quantity("MFU", "%", base=None), "mfu", 100, peak),
+        of_step("speed", "Time of a step", Quantity("time", "s", base=None), "step_s"),
+        of_step("speed", "Goodput", Quantity("share", "%", base=None), "goodput", 100, goodput),
+        of_step("course", "Learning rate", Quantity("learning rate"), "lr"),
+        of_step("course", "Norm of a worker's gradients", Quantity("norm"), "gradient_norm"),
+        of_step("course", "Noise scale", Quantity("examples"), "noise_scale", 1, noise),
+        Chart("course", "Shuffles of data in memory", Quantity("time", "s"), (Series("shuffles", "shuffle_s"),)),
+        Chart("course", "What shuffles move", Quantity("bytes of all", "B"), (Series("shuffles", "moved_bytes"),)),
+    ]
+    drawn = {(series.table, series.field) for chart in made for series in chart.series}
+    for table, section in (("train", "more"), ("workers", "workers")):
+        for field in curve_fields(records, table):
+            if (table, field) in drawn or field in SHOWN_ELSEWHERE or field.startswith("worker_steps."):
+                continue
+            unit = "s" if field.endswith("_s") else "B" if field.endswith("_bytes") else ""
+            title, quantity = field.removesuffix("_s").replace("_", " "), Quantity(field, unit, base=None, low=None)
+            made.append(Chart(section, title, quantity, (Series(table, field),)))
+    return [chart for chart in made if any(has_values(record, each) for record in records for each in chart.series)]
+
+
+def of_step(section: str, title: str, quantity: Quantity, field: str, factor: float = 1.0, note: str = "") -> Chart:
     """A chart of one field of progress lines."""
-    return Chart(
-        section=section, title=title, quantity=quantity, series=(Series("train", field, "", factor),), note=note
-    )
-
-
-def field_series(section: str, table: str, field: str) -> Chart:
-    """A chart of an unknown field, its unit from the name's ending."""
-    unit = next((unit for ending, unit in {"_s": "s", "_bytes": "B"}.items() if field.endswith(ending)), "")
-    quantity = Quantity(field, unit, base=None, low=None)
-    return Chart(section, field.removesuffix("_s").replace("_", " "), quantity, (Series(table, field),))
-
-
-def figure_series(field: str) -> Chart:
-    """A chart of a task's own figure, `eval_mae` for instance."""
-    name = field.removeprefix("eval_")
-    title = name.replace("_", " ")
-    return Chart("learning", title, Quantity(name, base=None, low=None), (Series("evaluations", field),))
+    return Chart(section, title, quantity, (Series("train", field, "", factor),), note)
 
 
 def is_speed(field: str) -> bool:
@@ -149,10 +112,9 @@ def speed_unit(field: str) -> str:
     return field.removesuffix("_per_s").replace("_", " ") + "/s"
 
 
-def of_speed(field: str) -> Chart:
-    """A chart of a field such as `tokens_per_s`."""
-    unit = speed_unit(field)
-    return one("speed", f"Speed, {unit}", Quantity(unit, base=None), field)
+def figure_title(field: str) -> str:
+    """`bits per byte` of `eval_bits_per_byte`."""
+    return field.removeprefix("eval_").replace("_", " ")
 
 
 def curve_fields(records: Sequence[Record], table: str) -> list[str]:
@@ -162,8 +124,8 @@ def curve_fields(records: Sequence[Record], table: str) -> list[str]:
 
 def custom_figures(records: Sequence[Record]) -> list[str]:
     """Figures of evaluations without a fixed chart, such as `eval_mae`."""
-    own = [name for name in curve_fields(records, "evaluations") if name.startswith("eval_")]
-    return sorted(name for name in own if name != "eval_loss" and name.removeprefix("eval_") not in TOPS)
+    fixed = {"eval_loss", *(f"eval_{name}" for name in TOPS)}
+    return sorted(name for name in curve_fields(records, "evaluations") if name[:5] == "eval_" and name not in fixed)
 
 
 def has_values(record: Record, series: Series) -> bool:
@@ -191,65 +153,52 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
     """One run of `runs` as the page's script reads it."""
     bins = min(BINS, max(LEAST_BINS, ALL_BINS // runs))
     wanted = {(series.table, series.field) for chart in shown for series in chart.series}
-    steps = [f"worker_steps.{i}" for i in range(min(MOST_WORKERS, len(record.worker_steps)))]
-    named = Counter(filter(None, record.slowest)).most_common(MOST_NAMED)
+    wanted |= {("workers", f"worker_steps.{i}") for i in range(min(MOST_WORKERS, len(record.worker_steps)))}
+    tables = {name: getattr(record, name) for name in ("train", "evaluations", "shuffles", "workers")}
     return {
         "name": record.name,
         "tables": {
             **{
                 name: table_data(table, [field for field in table if (name, field) in wanted], bins)
-                for name in ("train", "evaluations", "shuffles")
-                if (table := getattr(record, name))
+                for name, table in tables.items()
             },
-            "workers": table_data(
-                record.workers, [*[f for f in record.workers if ("workers", f) in wanted], *steps], bins
-            ),
             "parts": parts_data(record, bins),
         },
         "estimated": [*ESTIMATED] if "estimated" in record.exchange_time else [],
         "isLate": "unknown" in record.exchange_time,  # an exchange counts as compute until it is known
         "workerSteps": [*map(int, record.worker_steps)],
-        "slowest": {"lines": len(record.slowest), "ranks": named},
+        "slowest": {
+            "lines": len(record.slowest),
+            "ranks": Counter(filter(None, record.slowest)).most_common(MOST_NAMED),
+        },
         "map": map_data(record, runs),
         "buckets": slowest_buckets(record),
     }
 
 
 def table_data(table: Table, names: Sequence[str], bins: int) -> dict[str, Any]:
-    """Columns `x` of all kept lines, and each series with its lines."""
-    kept = {name: choose_lines(table[name], bins) for name in names}
-    kept = {name: lines for name, lines in kept.items() if len(lines)}
+    """Columns `x` of all kept lines, and each series with its lines; of long ones the means of bins, too."""
+    kept = {name: lines for name in names if len(lines := choose_lines(table[name], bins))}
     lines = np.unique(np.concatenate([*kept.values(), np.empty(0, int)])).astype(int)
-    places = {name: np.searchsorted(lines, own) for name, own in kept.items()}
-    return {
-        "x": {x: pack_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()},
-        "y": {
-            name: {
-                "at": None if len(at) == len(lines) else pack_numbers(at),
-                "v": pack_numbers(table[name][kept[name]]),
-                **(
-                    {"mean": pack_numbers(bin_means(table[name], bins)[kept[name]])}
-                    if len(table[name]) > 2 * bins
-                    else {}
-                ),
-            }
-            for name, at in places.items()
-        },
-    }
+    series: dict[str, dict[str, Any]] = {}
+    for name, mine in kept.items():
+        at = None if len(mine) == len(lines) else pack_numbers(np.searchsorted(lines, mine))
+        series[name] = {"at": at, "v": pack_numbers(table[name][mine])}
+        if len(table[name]) > 2 * bins:
+            edges = bin_edges(len(table[name]), bins)
+            means = np.repeat(known_means(table[name], edges), np.diff([*edges, len(table[name])]))
+            series[name]["mean"] = pack_numbers(means[mine])
+    return {"x": packed_xs(table, lines), "y": series}
+
+
+def packed_xs(table: Table, lines: np.ndarray) -> dict[str, str]:
+    """The known columns of `x` of these lines."""
+    return {x: pack_numbers(table[x][lines]) for x in XS if x in table and not np.isnan(table[x][lines]).all()}
 
 
 def bin_edges(lines: int, bins: int) -> np.ndarray:
     """First lines of bins."""
     return np.linspace(0, lines, bins + 1).astype(int)[:-1]
-
-
-def bin_means(values: np.ndarray, bins: int) -> np.ndarray:
-    """f64[lines]: the mean of known values in each line's bin, or NaN."""
-    known, edges = ~np.isnan(values), bin_edges(len(values), bins)
-    sums = np.add.reduceat(np.where(known, values, 0.0), edges)
-    counts = np.add.reduceat(known.astype(float), edges)
-    means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
-    return np.repeat(means, np.diff([*edges, len(values)]))
 
 
 def choose_lines(values: np.ndarray, bins: int) -> np.ndarray:
@@ -277,11 +226,8 @@ def parts_data(record: Record, bins: int) -> dict[str, Any]:
     if len(known) < 2 or not parts:
         return {"x": {}, "y": {}}
     kept = known[np.unique(np.concatenate([choose_lines(train[part][known], bins // 4) for part in parts]))]
-    columns = {x: pack_numbers(train[x][kept]) for x in XS if not np.isnan(train[x][kept]).all()}
-    return {
-        "x": columns,
-        "y": {part: {"at": None, "v": pack_numbers(np.nan_to_num(train[part][kept]))} for part in parts},
-    }
+    y = {part: {"at": None, "v": pack_numbers(np.nan_to_num(train[part][kept]))} for part in parts}
+    return {"x": packed_xs(train, kept), "y": y}
 
 
 def map_data(record: Record, runs: int) -> dict[str, Any] | None:
@@ -294,7 +240,7 @@ def map_data(record: Record, runs: int) -> dict[str, Any] | None:
         "relative": pack_numbers(average_neighbours(relative, most).T.ravel()),
         "ranks": relative.shape[1],
         "each": record.own_ranks,
-        "ends": steps_by_worker(record)[[0, -1]].tolist(),
+        "ends": known_steps(record)[[0, -1]].tolist(),
     }
 
 
@@ -307,11 +253,9 @@ def pack_numbers(values: np.ndarray) -> str:
         letter, narrow = "u", values.astype("<u4")
     else:
         size = np.abs(values[~np.isnan(values)])
-        is_whole = (
-            len(size) > 0 and size.max() >= 1 << 24 and (size % 1 == 0).all()
-        )  # as steps are, which differ by one
-        is_exact = len(size) == 0 or (size.max() < 1e38 and not is_whole)
-        letter, narrow = ("f", values.astype("<f4")) if is_exact else ("d", values.astype("<f8"))
+        most = size.max(initial=0.0)
+        is_wide = most >= 1e38 or (most >= 1 << 24 and (size % 1 == 0).all())  # as steps are, which differ by one
+        letter, narrow = ("d", values.astype("<f8")) if is_wide else ("f", values.astype("<f4"))
     return letter + base64.b64encode(narrow.tobytes()).decode()
 
 
@@ -321,26 +265,23 @@ def pack_numbers(values: np.ndarray) -> str:
 def pictures(records: Sequence[Record], shown: Sequence[Chart]) -> dict[str, list[Panel]]:
     """Panels of all runs together, by file: learning, speed and course."""
     by_x = {f"by_{x}": panels(records, shown, "learning", x) for x in XS}
-    others = {section: panels(records, shown, section, "step") for section in ("speed", "course")}
-    return by_x | others
+    return by_x | {section: panels(records, shown, section, "step") for section in ("speed", "course")}
 
 
 def panels(records: Sequence[Record], shown: Sequence[Chart], section: str, x: str) -> list[Panel]:
     """A section's panels with data, logarithmic only if values are > 0."""
     made: list[Panel] = []
     for chart in shown:
-        lines = {
-            f"{record.name}{', ' * bool(each.label)}{each.label}": points(record, each, x)
-            for each in chart.series
-            for record in records
-        }
-        drawn = {name: line for name, line in lines.items() if line}
-        is_positive = all(value > 0 for line in drawn.values() for _, value in line)
-        if chart.section == section and drawn:
+        drawn: dict[str, Sequence[plots.Point]] = {}
+        for series in chart.series if chart.section == section else ():
+            for record in records:
+                if line := points(record, series, x):
+                    drawn[", ".join(filter(None, (record.name, series.label)))] = line
+        if drawn:
+            is_positive = all(value > 0 for line in drawn.values() for _, value in line)
             y = chart.quantity if is_positive else chart.quantity._replace(base=None)
-            made.append(
-                Lines(f"{chart.title}{': ' * bool(chart.note)}{chart.note}, by {AXES[x].name}", AXES[x], y, drawn)
-            )
+            title = f"{chart.title}{': ' * bool(chart.note)}{chart.note}, by {AXES[x].name}"
+            made.append(Lines(title, AXES[x], y, drawn))
     return made
 
 
@@ -354,7 +295,7 @@ def points(record: Record, series: Series, x: str) -> list[plots.Point]:
     return [(a, b) for a, b in zip(xs, ys, strict=True) if a == a and b == b]
 
 
-def run_label(record: Record) -> dict[str, list[Panel]]:
+def run_pictures(record: Record) -> dict[str, list[Panel]]:
     """Panels of one run, by file: anatomy of the steps, ranks, buckets."""
     return {"anatomy": areas(record), "ranks": rank_map(record), "buckets": bucket_bars(record)}
 
@@ -363,23 +304,18 @@ def areas(record: Record) -> list[Panel]:
     """Parts of a step, stacked, over the steps."""
     known = ~np.isnan(record.train["compute"])
     steps = average_neighbours(record.train["step"][known], POINTS).tolist()
-    parts = {
-        f"{'~' * (part in ESTIMATED and 'estimated' in record.exchange_time)}{part}": np.nan_to_num(
-            average_neighbours(record.train[part][known], POINTS)
-        ).tolist()
-        for part in STACKED
-        if not np.isnan(record.train[part]).all()
-    }
+    estimated = ESTIMATED if "estimated" in record.exchange_time else ()
+    parts = {}
+    for part in STACKED:
+        if not np.isnan(record.train[part]).all():
+            values = average_neighbours(record.train[part][known], POINTS)
+            parts[f"{'~' * (part in estimated)}{part}"] = np.nan_to_num(values).tolist()
     title = f"{record.name}: where a step's time goes"
     title += "; before it is known, an exchange is in compute" * ("unknown" in record.exchange_time)
-    return (
-        [Areas(title=title, x=AXES["step"], y=Quantity("time a step", "s"), at=steps, parts=parts)]
-        if len(steps) > 1
-        else []
-    )
+    return [Areas(title, AXES["step"], Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []
 
 
-def steps_by_worker(record: Record) -> np.ndarray:
+def known_steps(record: Record) -> np.ndarray:
     """Steps of the lines that have one."""
     return record.train["step"][~np.isnan(record.train["step"])]
 
@@ -387,7 +323,7 @@ def steps_by_worker(record: Record) -> np.ndarray:
 def over_median(record: Record) -> np.ndarray | None:
     """f64[columns, ranks]: each rank's own time over the ranks' median, or None."""
     own = record.own
-    if own.shape[0] < 2 or own.shape[1] < 2 or not len(steps_by_worker(record)):
+    if own.shape[0] < 2 or own.shape[1] < 2 or not len(known_steps(record)):
         return None
     median = np.median(own, axis=1, keepdims=True)
     return np.divide(own, median, out=np.ones_like(own), where=median > 0)
@@ -395,24 +331,13 @@ def over_median(record: Record) -> np.ndarray | None:
 
 def rank_map(record: Record) -> list[Panel]:
     """Map of each rank's own time over the median, by step."""
-    relative = over_median(record)
+    relative, each = over_median(record), record.own_ranks
     if relative is None:
         return []
     title = f"{record.name}: a rank's own time, over the median of ranks"
-    title += f"; the slowest of every {record.own_ranks}" * (record.own_ranks > 1)
-    ends = steps_by_worker(record)[[0, -1]].tolist()
-    value = Quantity("times the median")
-    return [
-        Map(
-            title=title,
-            x=AXES["step"],
-            y=Quantity("rank"),
-            value=value,
-            at=ends,
-            rows=relative.T.tolist(),
-            each=record.own_ranks,
-        )
-    ]
+    title += f"; the slowest of every {each}" * (each > 1)
+    ends, value = known_steps(record)[[0, -1]].tolist(), Quantity("times the median")
+    return [Map(title, AXES["step"], Quantity("rank"), value, ends, relative.T.tolist(), each)]
 
 
 def slowest_buckets(record: Record) -> list[list[Any]]:
@@ -423,9 +348,11 @@ def slowest_buckets(record: Record) -> list[list[Any]]:
 
 def bucket_bars(record: Record) -> list[Panel]:
     """Seconds that every bucket is in flight, and waited for."""
-    kinds = {"in flight": 1, "waited for": 2}
-    return [
-        Bars(f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None), shown)
-        for kind, i in kinds.items()
-        if (shown := [(row[0][:48], row[i], row[i], row[i]) for row in slowest_buckets(record) if row[i] > 0])
-    ]
+    made: list[Panel] = []
+    for column, kind in enumerate(("in flight", "waited for"), 1):
+        rows = [(row[0][:48], row[column]) for row in slowest_buckets(record) if row[column] > 0]
+        bars = [(label, seconds, seconds, seconds) for label, seconds in rows]
+        if bars:
+            title, time = f"{record.name}: buckets {kind}, on rank 0", Quantity("time a step", "s", base=None)
+            made.append(Bars(title, time, bars))
+    return made

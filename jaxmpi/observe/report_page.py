@@ -1,4 +1,4 @@
-"""The page of a report: overview, groups of runs by settings, tables.
+"""The page of a report: headlines, groups of runs by settings, tables.
 
 The page is one file that needs no network: its style, its scripts and its data are in it. `page/` holds them as files
 of their own, with uPlot, which draws the curves. The content security policy of the page lets no other script run.
@@ -7,23 +7,27 @@ of their own, with uPlot, which draws the curves. The content security policy of
 import base64
 import datetime
 import hashlib
-import html
 import json
 import math
+import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from html import escape
 from importlib import resources
+from itertools import chain
 from string import Template
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmpi.core.json_tree import flatten_json
 from jaxmpi.observe import report_charts
-from jaxmpi.observe.record_reader import Record
-from jaxmpi.observe.report_charts import custom_figures
-from jaxmpi.observe.report_facts import Headline, fact, figure_title, flat_facts, headlines, known_values
-from jaxmpi.observe.samples import as_url
+from jaxmpi.observe.record_reader import Record, Table
+from jaxmpi.observe.report_charts import custom_figures, figure_title, is_speed, speed_unit
 
+MOST_SHARES = 16  # workers whose steps are listed
+PREFIXES = ((1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"))
 MOST_PRINTED = 4  # runs whose own pictures are in the page, for print; files have those of all
 MOST_NAMED = 4  # runs in the title
 MOST_WORDS = 60  # letters of a name made of settings
@@ -57,37 +61,35 @@ def groups(records: Sequence[Record]) -> list[Group]:
     settings = [run_settings(record) for record in records]
     members: dict[str, list[int]] = {}
     for i, record in enumerate(records):
-        seed_alone = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
-        members.setdefault(seed_alone, []).append(i)
+        without_seed = json.dumps(settings[i], sort_keys=True) if record.facts else f"run {i}"
+        members.setdefault(without_seed, []).append(i)
     grouped: list[list[int]] = []
     for runs in members.values():
         seeds = {json.dumps(fact(records[i], "experiment", "seed")) for i in runs}
         grouped += [runs] if len(seeds) == len(runs) else [[i] for i in runs]
     grouped.sort()
     firsts = [settings[runs[0]] for runs in grouped]
-    paths = [
-        path for path in dict.fromkeys(k for each in firsts for k in each) if len({e.get(path) for e in firsts}) > 1
-    ]
+    odd = [path for path in dict.fromkeys(chain(*firsts)) if len({first.get(path) for first in firsts}) > 1]
     made = []
-    for runs, own in zip(grouped, firsts, strict=True):
-        words = ", ".join(
-            f"{path.removeprefix('experiment.')} {own[path].strip(chr(34))}" for path in paths if path in own
-        )
-        is_short = len(runs) > 1 and 0 < len(words) <= MOST_WORDS
-        made.append(Group(words if is_short else records[runs[0]].name, runs))
+    for runs, first in zip(grouped, firsts, strict=True):
+        words = [f"{path.removeprefix('experiment.')} {first[path].strip(chr(34))}" for path in odd if path in first]
+        name = ", ".join(words)
+        is_short = len(runs) > 1 and 0 < len(name) <= MOST_WORDS
+        made.append(Group(name if is_short else records[runs[0]].name, runs))
     return made
 
 
 def run_settings(record: Record) -> dict[str, str]:
     """Settings and program that decide on a run, without seed and place."""
     left_out = {f"experiment.{name}" for name in OF_ONE_RUN}
-    decisive = {
+    facts = {
         path: value
         for path, value in flat_facts(record).items()
         if path not in left_out and path.partition(".")[0] in DECISIVE
     }
-    # Files that differ from the commit may be a run's own output; the experiment file has a digest.
-    return {path: value.replace('+"', '"') if path == "commit" else value for path, value in decisive.items()}
+    if "commit" in facts:  # files that differ from it may be a run's own output; the experiment file has a digest
+        facts["commit"] = facts["commit"].replace('+"', '"')
+    return facts
 
 
 def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
@@ -99,14 +101,10 @@ def mean_over_seeds(records: Sequence[Record], grouped: Sequence[Group]) -> str:
         for name, shown in (tops | others | {"eval_loss": ("held-out loss", 1.0)}).items()
         if any(name in record.evaluations for record in records)
     }
-    rows = [
-        [
-            group.name,
-            str(len(group.runs)),
-            *(spread([records[i] for i in group.runs], n, f) for n, (_, f) in figures.items()),
-        ]
-        for group in grouped
-    ]
+    rows = []
+    for group in grouped:
+        runs = [records[i] for i in group.runs]
+        rows.append([group.name, str(len(runs)), *(spread(runs, name, f) for name, (_, f) in figures.items())])
     head = ["mean ± standard deviation over seeds", "runs", *(title for title, _ in figures.values())]
     return table(head, rows, "runs")
 
@@ -118,6 +116,129 @@ def spread(records: Sequence[Record], name: str, factor: float) -> str:
     if not ends:
         return missing.strip()
     return f"{statistics.mean(ends):.4g}" + (f" ± {statistics.stdev(ends):.2g}" if len(ends) > 1 else "") + missing
+
+
+# ---------------------------------------------------------------- headlines
+
+
+class Headline(NamedTuple):
+    """A fact on the first screen."""
+
+    name: str
+    value: str  # empty if unknown
+    more: str = ""  # text beside the value, about this run
+    note: str = ""  # meaning of the value, the same for all runs
+
+
+def headlines(record: Record, figures: Sequence[str]) -> list[Headline]:
+    """Facts of a run, the most important first.
+
+    Args:
+        figures: of evaluations by tasks of one's own, which any of the runs has.
+    """
+    train, steps = record.train, last_value(record.train, "step")
+    measured = " as measured" * (record.facts.get("peak") == "measured")
+    rule, strategy = fact(record, "experiment", "rule", "name"), record.facts.get("strategy", "")
+    elapsed_s = [*known_values(train, "elapsed_s"), *known_values(record.evaluations, "elapsed_s")]
+    lines = f"of {sum(record.exchange_time.values())} lines"
+    sources = [f"{source} in {count} {lines}" for source, count in record.exchange_time.items()]
+    has_exchange = bool(record.exchange_time.keys() - {"none"})
+    [(slowest, times)] = Counter(filter(None, record.slowest)).most_common(1) or [("", 0)]
+    return [
+        *best(record, "top-1", "eval_top1", 100, " %"),
+        *(each for name in figures for each in best(record, figure_title(name), name)),
+        *best(record, "held-out loss", "eval_loss"),
+        Headline("training loss", last_value(train, "loss"), note="last"),
+        Headline("time", duration(max(elapsed_s, default=math.nan)), f"{steps} steps" * bool(steps)),
+        *(Headline(speed_unit(name), median_value(train, name), note="median") for name in filter(is_speed, train)),
+        Headline("model FLOP/s", median_value(train, "model_flops_per_s"), note="median"),
+        Headline("MFU", median_value(train, "mfu", 100, " %"), note="median, of the peak" + measured),
+        Headline("workers", str(record.facts.get("workers", "")), str(record.facts.get("backend", ""))),
+        Headline("rule, strategy", ", ".join(filter(None, map(str, (rule, strategy))))),
+        Headline("goodput", last_value(train, "goodput", 100, " %"), note="of the time is compute"),
+        Headline("time of exchanges", ", ".join(sources) * has_exchange),
+        Headline("waited for most often", slowest, f"in {times} of {len(record.slowest)} lines" * bool(slowest)),
+        Headline("steps by worker", shares(record)),
+    ]
+
+
+def known_values(table: Table, name: str) -> np.ndarray:
+    """The values of a field that are known."""
+    values = table.get(name, np.empty(0))
+    return values[~np.isnan(values)]
+
+
+def last_value(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
+    """The last known value; empty if there is none."""
+    values = known_values(table, name)
+    return format_value(factor * values[-1], unit) if len(values) else ""
+
+
+def median_value(table: Table, name: str, factor: float = 1.0, unit: str = "") -> str:
+    """The median of the known values; empty if there are none."""
+    values = known_values(table, name)
+    return format_value(factor * float(np.median(values)), unit) if len(values) else ""
+
+
+def format_value(value: float, unit: str) -> str:
+    """Format a value: two decimals and the unit, or about six digits."""
+    if unit:
+        return f"{value:.2f}{unit}"
+    size = abs(value)
+    prefix = next(((limit, letter) for limit, letter in PREFIXES if limit <= size < 1000 * limit), None)
+    if prefix:
+        return f"{value / prefix[0]:.4g} {prefix[1]}"
+    return f"{value:,.0f}" if 1000 <= size < 1e6 else f"{value:.6g}"
+
+
+def best(record: Record, title: str, name: str, factor: float = 1.0, unit: str = "") -> list[Headline]:
+    """A figure's last value, with its best or, if unknown, its extremes."""
+    values = factor * known_values(record.evaluations, name)
+    if not len(values):
+        return [Headline(title, "")]
+    shown = [format_value(value, unit) for value in (values[-1], values.min(), values.max())]
+    ends = {"min": f"best {shown[1]}", "max": f"best {shown[2]}"}
+    return [Headline(title, shown[0], ends.get(better(record, name), f"from {shown[1]} to {shown[2]}"))]
+
+
+def better(record: Record, name: str) -> str:
+    """`max` or `min`, whichever is better of a figure; empty if unknown."""
+    if fact(record, "experiment", "monitor") == name:
+        return str(fact(record, "experiment", "monitor_mode"))
+    return {"eval_loss": "min", "eval_bits_per_byte": "min", "eval_top1": "max", "eval_top5": "max"}.get(name, "")
+
+
+def duration(seconds: float) -> str:
+    """A duration such as `3 min 20 s`; empty for NaN."""
+    if not math.isfinite(seconds):
+        return ""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def shares(record: Record) -> str:
+    """Steps of each asynchronous worker, and its share."""
+    each, total = record.worker_steps, sum(record.worker_steps)
+    if not total:
+        return ""
+    shown = [f"{made:.0f} ({100 * made / total:.1f} %)" for made in each[:MOST_SHARES]]
+    more = f", ... of {len(each)}: least {min(each):.0f}, most {max(each):.0f}" * (len(each) > MOST_SHARES)
+    return ", ".join(shown) + more
+
+
+def fact(record: Record, *path: str) -> Any:
+    """A fact by its path; empty if there is none."""
+    value: Any = record.facts
+    for key in path:
+        value = value.get(key, "") if isinstance(value, dict) else ""
+    return value
+
+
+def flat_facts(record: Record) -> dict[str, str]:
+    """Facts by path, as text."""
+    return {path: json.dumps(value) for path, value in flatten_json(record.facts).items() if path != "kind"}
 
 
 # ---------------------------------------------------------------- the page
@@ -143,18 +264,19 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
     }
     style, script, uplot = read_asset("report.css"), read_asset("report.js"), read_asset("uplot/uPlot.iife.min.js")
     styles = read_asset("uplot/uPlot.min.css") + style
+    scripts = " ".join(f"'sha256-{digest(text)}'" for text in (uplot, script))
     return Template(read_asset("template.html")).substitute(
-        policy=policy(styles, [uplot, script]),
+        policy=f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {scripts}; img-src data:",
         title=escape(title),
         made=f"{datetime.datetime.now():%Y-%m-%d %H:%M}",
         styles=styles,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         overview=overview(records, grouped if has_seeds else []),
         sections="".join(section(name, printed.get(name, ())) for name in SECTIONS),
-        functions=functions(records),
+        functions=profiles(records),
         samples="".join(sample_figures(record, len(records)) for record in records if record.samples),
         differences=differences(records) if len(records) > 1 else "",
-        configuration=configurations(records),
+        configuration=configuration(records),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c"),
         uplot=uplot,
         script=script,
@@ -164,12 +286,6 @@ def page(records: Sequence[Record], printed: Mapping[str, Sequence[str]]) -> str
 def read_asset(name: str) -> str:
     """A file of the page."""
     return resources.files("jaxmpi.observe").joinpath("page", name).read_text(encoding="utf-8")
-
-
-def policy(styles: str, scripts: Sequence[str]) -> str:
-    """Content security policy: these styles and scripts, embedded pictures, and nothing else."""
-    ours = " ".join(f"'sha256-{digest(script)}'" for script in scripts)
-    return f"default-src 'none'; style-src 'sha256-{digest(styles)}'; script-src {ours}; img-src data:"
 
 
 def digest(text: str) -> str:
@@ -191,15 +307,20 @@ def section(name: str, printed: Sequence[str]) -> str:
 def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     """Tiles of one run; tables of several, and of their groups."""
     figures = custom_figures(records)
-    found = [headlines(record, figures) for record in records]
+    found = [[each for each in headlines(record, figures) if each.value] for record in records]
     if len(records) == 1:
-        tiles = [tile(each) for each in found[0] if each.value]
+        tiles = []
+        for each in found[0]:
+            wide, words = " wide" * (len(each.value) > 24), each.more or each.note
+            more = f"<dd class=more>{escape(words)}</dd>" * bool(words)
+            shown = f"<dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}"
+            tiles.append(f'<div class="tile{wide}">{shown}</div>')
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    columns = {each.name: each.note for row in found for each in row if each.value}
+    columns = {each.name: each.note for row in found for each in row}
     head = ["run", *(f"{name}, {note}" if note else name for name, note in columns.items())]
     rows = []
     for record, row in zip(records, found, strict=True):
-        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row if each.value}
+        shown = {each.name: f"{each.value} ({each.more})" if each.more else each.value for each in row}
         rows.append([record.name, *(shown.get(name, "") for name in columns)])
     each_run = table(head, rows, "runs")
     if not grouped:
@@ -207,51 +328,31 @@ def overview(records: Sequence[Record], grouped: Sequence[Group]) -> str:
     return mean_over_seeds(records, grouped) + f"<details><summary>Every run</summary>{each_run}</details>"
 
 
-def tile(each: Headline) -> str:
-    """A headline as a tile."""
-    words = each.more or each.note
-    more = f"<dd class=more>{escape(words)}</dd>" if words else ""
-    wide = " wide" * (len(each.value) > 24)
-    return f'<div class="tile{wide}"><dt>{escape(each.name)}</dt><dd>{escape(each.value)}</dd>{more}</div>'
-
-
-def functions(records: Sequence[Record]) -> str:
-    """Tables of the records' profiles of function calls; empty without any."""
-    tables = [function_table(record) for record in records if record.functions]
+def profiles(records: Sequence[Record]) -> str:
+    """Tables of the records' profiles of function calls, a row each and their sum; empty without any."""
+    tables = []
+    for record in records:
+        if not record.functions:
+            continue
+        figures = [name for name in record.functions[0] if name != "function"]
+        head = [re.sub("_bytes$", ", MB", re.sub("_s$", ", s", name)) for name in figures]
+        values: list[list[Any]] = [[row.get(name, math.nan) for name in figures] for row in record.functions]
+        names = [str(row["function"]) for row in record.functions]
+        rows = [[name, *map(cell, figures, each)] for name, each in zip(names, values, strict=True)]
+        if len(rows) > 1:
+            rows.append(["all", *map(cell, figures, np.sum(values, axis=0))])
+        tables.append(table([record.name, *head], rows))
     head = '<section id="functions" class="filled printed"><h2>Calls of functions</h2>'
-    return head + "".join(tables) + "</section>" if tables else ""
-
-
-def function_table(record: Record) -> str:
-    """A row per function, and if there are several, their sum."""
-    figures = [name for name in record.functions[0] if name != "function"]
-    rows = [
-        [str(row["function"]), *(cell(name, row.get(name, math.nan)) for name in figures)] for row in record.functions
-    ]
-    sums = [cell(name, np.sum([row.get(name, math.nan) for row in record.functions])) for name in figures]
-    return table([record.name, *map(profile_column, figures)], [*rows, ["all", *sums]] if len(rows) > 1 else rows)
-
-
-def profile_column(figure: str) -> str:
-    """`shuffle, s` of `shuffle_s`, and `sent, MB` of `sent_bytes`."""
-    units = {"_s": "s", "_bytes": "MB"}
-    name, unit = next(
-        ((figure.removesuffix(end), unit) for end, unit in units.items() if figure.endswith(end)), (figure, "")
-    )
-    return f"{name}, {unit}" if unit else name
+    return f"{head}{''.join(tables)}</section>" if tables else ""
 
 
 def cell(figure: str, value: Any) -> str:
     """Seconds with three decimals, megabytes with one, whole counts; empty if unknown."""
     if math.isnan(value):
         return ""
-    return (
-        f"{value:.3f}"
-        if figure.endswith("_s")
-        else f"{value / 1e6:.1f}"
-        if figure.endswith("_bytes")
-        else f"{value:.0f}"
-    )
+    if figure.endswith("_bytes"):
+        return f"{value / 1e6:.1f}"
+    return f"{value:.3f}" if figure.endswith("_s") else f"{value:.0f}"
 
 
 def sample_figures(record: Record, runs: int) -> str:
@@ -261,7 +362,7 @@ def sample_figures(record: Record, runs: int) -> str:
         title = escape(f"{sample.name}, step {sample.step}")
         body = f"<pre>{escape(sample.text)}</pre>"
         if sample.picture:
-            body = f'<img alt="{title}" src="{as_url(sample.picture)}">'
+            body = f'<img alt="{title}" src="data:image/png;base64,{base64.b64encode(sample.picture).decode()}">'
         shown.append(f"<figure><figcaption>{title}</figcaption>{body}</figure>")
     of_run = f" of {escape(record.name)}" * (runs > 1)
     return f'<section class="samples filled printed"><h2>Samples{of_run}</h2><div>{"".join(shown)}</div></section>'
@@ -277,18 +378,15 @@ def differences(records: Sequence[Record]) -> str:
     return head + table(["", *(record.name for record in records)], odd) + "</section>"
 
 
-def configurations(records: Sequence[Record]) -> str:
-    """All facts of all runs, folded; many runs in one fold."""
-    each = "".join(configuration(record) for record in records)
-    is_long = len(records) > MOST_PRINTED
-    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if is_long else each
-
-
-def configuration(record: Record) -> str:
-    """All facts of a run, folded."""
-    rows = [[path, value] for path, value in flat_facts(record).items()]
-    title = f"{escape(record.name)}: configuration and versions"
-    return f"<details><summary>{title}</summary>{table(['setting', 'value'], rows)}</details>"
+def configuration(records: Sequence[Record]) -> str:
+    """All facts of all runs, each folded; many runs in one fold."""
+    folds = []
+    for record in records:
+        facts = table(["setting", "value"], [[path, value] for path, value in flat_facts(record).items()])
+        title = f"{escape(record.name)}: configuration and versions"
+        folds.append(f"<details><summary>{title}</summary>{facts}</details>")
+    each = "".join(folds)
+    return f"<details><summary>{len(records)} runs</summary>{each}</details>" if len(records) > MOST_PRINTED else each
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
@@ -299,8 +397,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
     return (
         f'<div class="table {kind}" tabindex=0><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def escape(text: Any) -> str:
-    """Escape a text for HTML."""
-    return html.escape(str(text))

@@ -1,6 +1,5 @@
 """Samples of a model: texts in `sample` lines, PNG files in RUN/samples."""
 
-import base64
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 from jaxmpi.core.files import read_plain, write_whole
 
 FOLDER = "samples"
@@ -27,11 +26,6 @@ class Sample(NamedTuple):
     picture: bytes = b""  # PNG
 
 
-def sample_path(step: int, name: str) -> str:
-    """`samples/digits_00000120.png`, in the run directory."""
-    return f"{FOLDER}/{name}_{step:08d}.png"
-
-
 def check_picture(value: Any) -> np.ndarray:
     """A picture as u8[height, width] or u8[height, width, 3].
 
@@ -39,12 +33,12 @@ def check_picture(value: Any) -> np.ndarray:
         UsageError: it is none.
     """
     picture = np.asarray(value)
-    is_one = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[-1] == 3)
-    check(
-        is_one and picture.dtype in (np.uint8, np.bool_) and picture.size > 0,
-        f"show: got {picture.dtype}{list(picture.shape)}; expected a text, or a picture, uint8[height, width] or "
-        "uint8[height, width, 3]: numbers in [0, 1] times 255, in rows beside each other",
-    )
+    has_shape = picture.ndim == 2 or (picture.ndim == 3 and picture.shape[-1] == 3)
+    if not has_shape or picture.dtype not in (np.uint8, np.bool_) or not picture.size:
+        raise UsageError(
+            f"show: got {picture.dtype}{list(picture.shape)}; expected a text, or a picture, uint8[height, width] or "
+            "uint8[height, width, 3]: numbers in [0, 1] times 255, in rows beside each other"
+        )
     return picture.astype(np.uint8) * (255 if picture.dtype == np.bool_ else 1)
 
 
@@ -75,8 +69,3 @@ def newest(folder: Path, rows: Iterable[dict[str, Any]]) -> list[Sample]:
                 continue
             found.append(Sample(name, row.get("step"), picture=raw))
     return found
-
-
-def as_url(picture: bytes) -> str:
-    """A picture inside a page."""
-    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"

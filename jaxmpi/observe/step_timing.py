@@ -10,10 +10,10 @@ holds as long as steps take as long as those beside the timed one: the first ste
 than all that follow. Other steps have no estimate until another one is timed.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,19 +54,12 @@ class Window(NamedTuple):
     """A process's measurements of the steps since the last window."""
 
     steps: int
-    parts: np.ndarray  # f64[LOCAL], seconds
+    parts: dict[str, float]  # seconds, by LOCAL
     exposed: np.ndarray  # f64[rows]: seconds of waits for exchanges, of each step or of a few together
     source: int  # into SOURCES
     spans: list[Span]
     durations_s: tuple[float, ...] = ()  # seconds of the last NEIGHBOURS steps on the device, exchange included
     probed_s: float = 0.0  # their median beside the last steps without exchange; 0 if there were none
-
-
-class ComputeOnlyTimes(NamedTuple):
-    """Times of steps without exchange, of one phase of a run."""
-
-    seconds: tuple[float, ...] = ()  # durations of the last SAMPLES of them
-    step_s: float = 0.0  # median duration of the steps with exchange beside them
 
 
 class StepTimer:
@@ -79,49 +72,42 @@ class StepTimer:
             to_device: copies a batch to a device with memory of its own; None if there is none.
         """
         self.has_exchange, self.to_device = workers > 1, to_device
-        self._compute_only = ComputeOnlyTimes()
-        self._durations_s: tuple[float, ...] = ()  # durations of the last steps, of earlier windows, too
+        self._compute_only_s: tuple[float, ...] = ()  # durations of the last SAMPLES steps without exchange
+        self._probed_s = 0.0  # median duration of the steps with exchange beside them
+        self._durations_s: tuple[float, ...] = ()  # of the last steps, of earlier windows, too
         self._rows: list[StepTimes] = []
-        self._noted: list[Span] = []  # spans of a long window so far
-        self._under_way: Any = None  # a result of the last step
+        self._spans: list[Span] = []  # of a long window so far
+        self._result: Any = None  # of the last step
         self._step_s: float | None = None  # last known duration of a step
         self._last_s: float | None = None  # end of the last iteration of this window or the one before
         spans.drain()
 
     def batches(self, batches: Iterable[PyTree], first_step: int) -> Iterator[PyTree]:
         """Yield the batches, and record the loop's time for each."""
-        source, step = iter(batches), first_step
-        while True:
-            row = self._begin(step)
-            is_idle = self._is_idle()
+        source = iter(batches)
+        for step in itertools.count(first_step):
+            now = time.perf_counter()
+            if self._rows and not self._rows[-1].end_s:
+                self._rows[-1].end_s = now
+            if spans.is_crowded() and len(self._spans) < MOST_SPANS:
+                self._spans += spans.drain()
+            row = StepTimes(step, now, gap_s=now - (self._last_s or now))
+            self._last_s, is_idle = None, self._is_idle()
             with spans.span("data", f"batch of step {step}"):
                 batch = next(source, None)
             if batch is None:
                 return
             row.batch_s = row.handed_s = row.start_s = time.perf_counter()
-            row.ended = (row.begin_s, row.begin_s) if is_idle else (row.begin_s, row.batch_s)
-            if not self._is_idle():
-                row.ended = LATER
+            row.ended = (row.begin_s, row.begin_s if is_idle else row.batch_s) if self._is_idle() else LATER
             self._rows.append(row)
-            step += 1
             if self.to_device is not None:
-                with spans.span("transfer", f"batch of step {row.step}"):
+                with spans.span("transfer", f"batch of step {step}"):
                     batch = self.to_device(batch)
                 row.handed_s = row.start_s = time.perf_counter()
             yield batch
 
-    def _begin(self, step: int) -> StepTimes:
-        now = time.perf_counter()
-        if self._rows and not self._rows[-1].end_s:
-            self._rows[-1].end_s = now
-        if spans.is_crowded() and len(self._noted) < MOST_SPANS:
-            self._noted += spans.drain()
-        row = StepTimes(step, now, gap_s=now - (self._last_s or now))
-        self._last_s = None
-        return row
-
     def _is_idle(self) -> bool:
-        return self._under_way is None or self._under_way.is_ready()
+        return self._result is None or self._result.is_ready()
 
     def started(self, result: Any, compiled: bool = False) -> None:
         """Note that the step has been dispatched to the device.
@@ -130,13 +116,13 @@ class StepTimer:
             result: an array that is ready when the step ends.
             compiled: the time until now went into compiling it.
         """
-        self._under_way = result
+        self._result = result
         if compiled:
             self._rows[-1].start_s = time.perf_counter()
 
     def pause(self) -> None:
         """Note that the loop has waited until the last step ended."""
-        self._under_way, self._last_s = None, time.perf_counter()
+        self._result, self._last_s = None, time.perf_counter()
         if self._rows:
             last = self._rows[-1]
             last.end_s = self._last_s
@@ -146,11 +132,11 @@ class StepTimer:
     def window(self) -> Window:
         """End a window; called in a pause."""
         rows, self._rows = self._rows, []
-        noted, self._noted = self._noted + spans.drain(), []
-        compute_only_s = median(self._compute_only.seconds) if self._compute_only.seconds else None
+        noted, self._spans = self._spans + spans.drain(), []
+        compute_only_s = median(self._compute_only_s) if self._compute_only_s else None
         window = decompose(rows, self._step_s, compute_only_s, self.has_exchange, noted)
         self._durations_s = (*self._durations_s, *window.durations_s)[-NEIGHBOURS:]
-        return window._replace(durations_s=self._durations_s, probed_s=self._compute_only.step_s)
+        return window._replace(durations_s=self._durations_s, probed_s=self._probed_s)
 
     def add_compute_only(self, seconds: Sequence[float], is_new_phase: bool) -> None:
         """Add durations of steps without exchange, which follow the last window.
@@ -159,8 +145,8 @@ class StepTimer:
             seconds: of each.
             is_new_phase: those before are of steps that took another time.
         """
-        before = () if is_new_phase else self._compute_only.seconds
-        self._compute_only = ComputeOnlyTimes((*before, *seconds)[-SAMPLES:], median(self._durations_s))
+        before = () if is_new_phase else self._compute_only_s
+        self._compute_only_s, self._probed_s = (*before, *seconds)[-SAMPLES:], median(self._durations_s)
 
     def restart(self) -> None:
         """Discard the time since the pause, which was not training."""
@@ -180,40 +166,39 @@ def decompose(
     waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
     source = 0 if not has_exchange else 3 if waits else 1 if compute_only_s is None else 2
-    each, ends = [], estimate_ends(rows, step_s)
-    pieces = [
+    ends = estimate_ends(rows, step_s)
+    busy = [
         # Its own step has ended, too, if the end of that is known to lie before the row's.
         busy_intervals(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if after_s <= row.end_s else 0.0)
         for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0][: len(ends)], strict=True)
     ]
-    durations = step_durations(rows, pieces)
-    for row, ended_s, own, device_s in zip(rows, ends, pieces, durations, strict=True):
-        idle = (ended_s, row.start_s)
-        data, transfer = (overlap_s(part, idle) for part in wait_intervals(row))
+    device_s = dict.fromkeys((row.step for row in rows), 0.0)  # of each step; they add up to busy time
+    for step, (begin, end) in itertools.chain.from_iterable(busy):
+        device_s[max(step, rows[0].step)] += max(0.0, end - begin)
+    seconds = []  # by LOCAL
+    for row, ended_s, intervals in zip(rows, ends, busy, strict=True):
+        data_s = max(0.0, row.batch_s - max(row.begin_s, ended_s))
+        transfer_s = max(0.0, row.handed_s - max(row.batch_s, ended_s))
         idle_s = max(0.0, row.start_s - ended_s)
         busy_s = row.end_s - row.begin_s - idle_s
-        mine = inside(waits, row.begin_s, row.end_s) if waits else []
-        out = (
-            min(length(mine), busy_s)
-            if source == 3
-            else max(0.0, device_s - (compute_only_s or device_s)) * (source == 2)
-        )
-        each.append((data, transfer, busy_s - out, out, 0.0, idle_s - data - transfer + row.gap_s))
-        noted += compute_spans(own, mine)
-    spent = np.array(each).reshape(-1, len(LOCAL))
-    parts = spent.sum(axis=0)
-    if travel:
-        behind = minus(clipped(travel, rows[0].begin_s, rows[-1].end_s) if rows else [], waits)
-        parts[LOCAL.index("hidden")] = length(behind)
-    exposed = fold_rows(spent[:, LOCAL.index("exposed")])
-    return Window(
-        steps=len(rows),
-        parts=parts,
-        exposed=exposed,
-        source=source,
-        spans=noted,
-        durations_s=tuple(durations[-NEIGHBOURS:]),
-    )
+        mine, exposed_s = inside(waits, row.begin_s, row.end_s), 0.0
+        if waits and has_exchange:
+            exposed_s = min(length(mine), busy_s)
+        elif compute_only_s is not None and has_exchange:
+            exposed_s = max(0.0, device_s[row.step] - compute_only_s)
+        other_s = idle_s - data_s - transfer_s + row.gap_s
+        seconds.append((data_s, transfer_s, busy_s - exposed_s, exposed_s, 0.0, other_s))
+        for step, interval in intervals:
+            noted += [Span("compute", f"step {step}", begin, end) for begin, end in minus([interval], mine)]
+    spent = np.array(seconds).reshape(-1, len(LOCAL))
+    parts = dict(zip(LOCAL, spent.sum(axis=0).tolist(), strict=True))
+    if travel and rows:
+        parts["hidden"] = length(minus(clipped(travel, rows[0].begin_s, rows[-1].end_s), waits))
+    exposed = spent[:, LOCAL.index("exposed")]
+    if len(rows) > MOST_ROWS:
+        exposed = np.add.reduceat(exposed, np.arange(0, len(rows), -(-len(rows) // MOST_ROWS)))
+    durations = tuple(device_s[row.step] for row in rows[-NEIGHBOURS:])
+    return Window(len(rows), parts, exposed, source, noted, durations)
 
 
 def estimate_ends(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
@@ -224,16 +209,6 @@ def estimate_ends(rows: Sequence[StepTimes], step_s: float | None) -> list[float
         ends.append(low if low == high else min(max(busy_from + (step_s or float("inf")), low), high))
         busy_from = row.start_s if row.ended == LATER else max(row.start_s, ends[-1])
     return ends
-
-
-def overlap_s(a: Interval, b: Interval) -> float:
-    """Seconds of the intersection of two intervals."""
-    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
-
-
-def wait_intervals(row: StepTimes) -> tuple[Interval, Interval]:
-    """Intervals in which an iteration waited for its batch, and transferred it."""
-    return (row.begin_s, row.batch_s), (row.batch_s, row.handed_s)
 
 
 def busy_intervals(row: StepTimes, idle_from_s: float, own_s: float | None) -> list[tuple[int, Interval]]:
@@ -250,35 +225,12 @@ def busy_intervals(row: StepTimes, idle_from_s: float, own_s: float | None) -> l
     return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
 
 
-def step_durations(rows: Sequence[StepTimes], pieces: Sequence[list[tuple[int, Interval]]]) -> list[float]:
-    """Device seconds of each row's step; they add up to busy time."""
-    seconds = {row.step: 0.0 for row in rows}
-    for step, (begin, end) in chain.from_iterable(pieces):
-        seconds[max(step, rows[0].step)] += max(0.0, end - begin)
-    return [seconds[row.step] for row in rows]
-
-
-def compute_spans(pieces: list[tuple[int, Interval]], waits: list[Interval]) -> list[Span]:
-    """Pieces of steps, without waits for buckets."""
-    left = [(step, at) for step, piece in pieces for at in (minus([piece], waits) if waits else [piece])]
-    return [Span("compute", f"step {step}", begin, end) for step, (begin, end) in left if begin < end]
-
-
 def median(values: Sequence[float]) -> float:
     """The median; 0 of none."""
     return float(np.median(values)) if values else 0.0
 
 
-def fold_rows(values: np.ndarray) -> np.ndarray:
-    """Sums of neighbours, so that at most MOST_ROWS are left."""
-    per = -(-len(values) // MOST_ROWS) or 1
-    return np.add.reduceat(values, np.arange(0, len(values), per)) if per > 1 else values
-
-
 # ---------------------------------------------------------------- over ranks
-
-
-Spread = tuple[float, float, float, int]  # least, median, most, the rank that has the most
 
 
 class Summary(NamedTuple):
@@ -286,22 +238,17 @@ class Summary(NamedTuple):
 
     steps: float  # under asynchronous rules the workers' mean
     source: str  # a name from SOURCES
-    table: dict[str, Spread]  # by part; those that are known
+    table: dict[str, tuple[float, float, float, int]]  # known parts: least, median, most, the rank that has the most
     means: dict[str, float]  # part: mean over ranks
     own_s: list[float]  # seconds of every rank, without waits for other ranks or their messages
     step_s: float  # mean over ranks
     spent: np.ndarray  # f64[PARTS, ranks], seconds of all steps; zeros for a worker that has left
 
 
-def by_name(window: Window) -> dict[str, float]:
-    """Seconds of a process's window by part, of LOCAL."""
-    return dict(zip(LOCAL, window.parts.tolist(), strict=True))
-
-
 def flat(window: Window) -> np.ndarray:
     """A window as f64[n]; ranks with equal steps have the same n."""
     head = [window.source, median(window.durations_s), window.probed_s]
-    return np.concatenate([window.parts, head, window.exposed])
+    return np.concatenate([[window.parts[part] for part in LOCAL], head, window.exposed])
 
 
 def summary(rows: np.ndarray, steps: int) -> Summary:
@@ -317,11 +264,9 @@ def summary(rows: np.ndarray, steps: int) -> Summary:
         source = "unknown"
         local["compute"], local["exposed"] = local["compute"] + local["exposed"], np.zeros(len(rows))
         exposed = np.zeros_like(exposed)
-    shared = exposed.min(axis=0)
-    local["sync"] = (exposed - shared).sum(axis=1)
+    local["sync"] = (exposed - exposed.min(axis=0)).sum(axis=1)
     local["exchange"] = local.pop("exposed") - local["sync"]
-    spent = np.array([local[part] for part in PARTS])
-    return over_ranks(spent, np.full(len(rows), max(steps, 1)), steps, source)
+    return over_ranks(local, np.full(len(rows), max(steps, 1)), steps, source)
 
 
 def summary_asynchronous(spent: dict[str, np.ndarray]) -> Summary:
@@ -329,35 +274,19 @@ def summary_asynchronous(spent: dict[str, np.ndarray]) -> Summary:
 
     Workers that made no step in this window count only in `own_s`, as 0, and in `spent`.
     """
-    steps = spent["steps"]
-    parts = np.array([spent.get(part, np.zeros(len(steps))) for part in PARTS])
-    return over_ranks(parts, steps, float(steps[steps > 0].mean()), "measured")
+    made = spent["steps"]
+    return over_ranks(spent | {"hidden": np.zeros(len(made))}, made, float(made[made > 0].mean()), "measured")
 
 
-def over_ranks(spent: np.ndarray, made: np.ndarray, steps: float, source: str) -> Summary:
-    """Summarise f64[PARTS, ranks] seconds in which each rank made so many steps."""
-    each = spent / np.maximum(made, 1)
-    means = dict(zip(PARTS, each[:, made > 0].mean(axis=1).tolist(), strict=True))
+def over_ranks(parts: dict[str, np.ndarray], made: np.ndarray, steps: float, source: str) -> Summary:
+    """Summarise f64[ranks] seconds of each part, in which each rank made so many steps."""
+    spent = np.array([parts[part] for part in PARTS])
+    each, ranks = spent / np.maximum(made, 1), np.flatnonzero(made > 0)
+    seen = each[:, ranks]
+    columns = seen.min(axis=1), np.median(seen, axis=1), seen.max(axis=1), ranks[seen.argmax(axis=1)]
+    table = dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))
+    if source == "unknown":
+        table = {part: row for part, row in table.items() if part not in OF_EXCHANGE}
+    means = dict(zip(PARTS, seen.mean(axis=1).tolist(), strict=True))
     step_s = sum(value for part, value in means.items() if part != "hidden")
-    table = known_parts(spreads(each, made > 0), source)
-    return Summary(steps, source, table, means, own_seconds(each).tolist(), step_s, spent)
-
-
-def known_parts(table: dict[str, Spread], source: str) -> dict[str, Spread]:
-    """The table without unknown parts, whose seconds are in `compute`."""
-    return {part: row for part, row in table.items() if source != "unknown" or part not in OF_EXCHANGE}
-
-
-def spreads(each: np.ndarray, counted: np.ndarray) -> dict[str, Spread]:
-    """Spread by part of f64[PARTS, ranks], over the counted ranks."""
-    ranks = np.flatnonzero(counted)
-    n, seen = len(ranks), each[:, ranks]
-    ordered = np.sort(seen, axis=1)
-    middle = (ordered[:, (n - 1) // 2] + ordered[:, n // 2]) / 2
-    columns = ordered[:, 0], middle, ordered[:, -1], ranks[seen.argmax(axis=1)]
-    return dict(zip(PARTS, zip(*(column.tolist() for column in columns), strict=True), strict=True))
-
-
-def own_seconds(each: np.ndarray) -> np.ndarray:
-    """Each rank's time without waits for other ranks, from f64[PARTS, ranks]."""
-    return each[OWN].sum(axis=0)
+    return Summary(steps, source, table, means, each[OWN].sum(axis=0).tolist(), step_s, spent)

@@ -60,21 +60,18 @@ class ProgressLine:
     shuffles: tuple[tuple[float, int], ...] = ()  # seconds and bytes of each shuffle of data in memory
 
     @property
-    def shuffles_text(self) -> str:
-        """Seconds and bytes of shuffles since the last line; empty if none."""
-        if not self.shuffles:
-            return ""
-        seconds, sizes = zip(*self.shuffles, strict=True)
-        count = f"{len(sizes)} shuffles" if len(sizes) > 1 else "shuffle"
-        return f"{count} {sum(seconds):.3g} s {with_prefix(sum(sizes))}B"
-
-    @property
-    def worker_steps_text(self) -> str:
-        """Steps by worker; beyond MOST_WORKERS the least, the median and the most."""
-        each = sorted(self.worker_steps)
-        if len(each) > MOST_WORKERS:
-            return f"worker steps {each[0]} to {each[-1]}, median {each[len(each) // 2]}"
-        return f"worker steps {' '.join(map(str, self.worker_steps))}" if each else ""
+    def notes(self) -> list[str]:
+        """The slowest rank; steps by worker, or their least, median and most; shuffles since the last line."""
+        notes, steps = [f"slowest {self.slowest}"] if self.slowest else [], sorted(self.worker_steps)
+        if len(steps) > MOST_WORKERS:
+            notes.append(f"worker steps {steps[0]} to {steps[-1]}, median {steps[len(steps) // 2]}")
+        elif steps:
+            notes.append(f"worker steps {' '.join(map(str, self.worker_steps))}")
+        if self.shuffles:
+            seconds, sizes = zip(*self.shuffles, strict=True)
+            count = f"{len(sizes)} shuffles" if len(sizes) > 1 else "shuffle"
+            notes.append(f"{count} {sum(seconds):.3g} s {with_prefix(sum(sizes))}B")
+        return notes
 
     @property
     def speed(self) -> str:
@@ -86,18 +83,15 @@ class ProgressLine:
     @property
     def line(self) -> str:
         """All of it in one line."""
-        parts = [text for _, text in percents(self.shares, self.estimated)]
-        return "  ".join(
-            [
-                f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {format_number(self.loss)}",
-                f"{self.speed}  {self.elapsed_s:.1f} s",
-                *([f"skipped {self.skipped}"] if self.skipped else []),
-                *([" ".join(parts)] if parts else []),
-                *([f"slowest {self.slowest}"] if self.slowest else []),
-                *([self.worker_steps_text] if self.worker_steps_text else []),
-                *([self.shuffles_text] if self.shuffles else []),
-            ]
-        )
+        parts = " ".join(text for _, text in percents(self.shares, self.estimated))
+        texts = [
+            f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {format_number(self.loss)}",
+            f"{self.speed}  {self.elapsed_s:.1f} s",
+            f"skipped {self.skipped}" if self.skipped else "",
+            parts,
+            *self.notes,
+        ]
+        return "  ".join(filter(None, texts))
 
 
 def format_number(value: float) -> str:
@@ -215,33 +209,26 @@ class Panel(Terminal):
         """
         at = phases.current()
         rows: list[RenderableType] = [self.draw(self._now)] if self._now else []
-        return Group(*rows, *([crop(str(at), self.console.width)] if at else []), *([Text()] if at or rows else []))
+        rows += [crop(str(at), self.console.width)] if at else []
+        return Group(*rows, *([Text()] if rows else []))
 
     def draw(self, now: ProgressLine) -> RenderableType:
         """Progress, curves, and the breakdown of time."""
         width = self.console.width
-        rows: list[RenderableType] = [
-            crop(
-                f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {remaining_time(self._first or now, now)}",
-                width,
-            ),
+        left = remaining_time(self._first or now, now)
+        rows: list[str | Text] = [
+            f"step {now.step}/{now.total_steps}  epoch {now.epoch:.2f}  {left}",
             bar({"done": now.step, "left": max(now.total_steps - now.step, 0)}, width, "━"),
-            crop(f"loss  {format_number(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}", width),
+            f"loss  {format_number(now.loss):<9} {sparkline(self.losses, max(4, width - 17))}",
         ]
         if self.values:
             name, text = self.figure
-            curve = sparkline(self.values, max(4, width - 12 - len(name)))
-            rows.append(crop(f"{name} {text:<9} {curve}", width))
-        rows.append(crop(f"{now.speed}  {now.elapsed_s:.0f} s", width))
+            rows.append(f"{name} {text:<9} {sparkline(self.values, max(4, width - 12 - len(name)))}")
+        rows.append(f"{now.speed}  {now.elapsed_s:.0f} s")
         if now.shares:
             rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
-        if now.slowest:
-            rows.append(crop(f"slowest {now.slowest}", width))
-        if now.worker_steps_text:
-            rows.append(crop(now.worker_steps_text, width))
-        if now.shuffles:
-            rows.append(crop(now.shuffles_text, width))
-        return Group(*rows)
+        rows += now.notes
+        return Group(*(crop(row, width) if isinstance(row, str) else row for row in rows))
 
     def close(self) -> None:
         """Stop redrawing; the last panel stays on the terminal."""

@@ -46,7 +46,7 @@ class Tracer:
         if step < self.last and not is_end:
             return ""
         offsets = clock_offsets(self.processes)
-        every = self.processes.allgather_object(parse_steps(self._kept, (self.first, self.last)))
+        every = self.processes.allgather_object(select_steps(self._kept, (self.first, self.last)))
         last = min(self.last, step)
         self._kept, self.last = [], 0
         if not any(every):
@@ -79,7 +79,7 @@ class UncoordinatedTrace:
         if step >= self.last or is_end:
             self._is_open = False
             part = self._part(worker)
-            write_whole(part, json.dumps(parse_steps(self._kept, (self.first, self.last))).encode())
+            write_whole(part, json.dumps(select_steps(self._kept, (self.first, self.last))).encode())
 
     def merge(self, workers: int) -> str:
         """Merge parts on worker 0 after the others' end; return a message.
@@ -107,8 +107,12 @@ def write_events(events: Sequence[Event], path: Path) -> None:
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
-def parse_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
-    """Spans from the first step's batch wait to the last step's end."""
+def select_steps(noted: Sequence[Span], steps: Steps) -> list[Span]:
+    """Spans from the first step's batch wait to the last step's end.
+
+    The loop is up to a step ahead of its device. So on one rank a bucket of the step before may still be under way at
+    the first batch wait, and on another none.
+    """
     numbered = [(int(m[1]), span) for span in noted if (m := re.search(r"step (\d+)$", span.name))]
     inside = [span for step, span in numbered if steps[0] <= step <= steps[1]]
     if not inside:
@@ -123,8 +127,9 @@ def merge_events(ranks: Sequence[Sequence[Span]], offsets: Sequence[float], host
     zero, events = min(begins, default=0.0), []
     for rank, (noted, offset) in enumerate(zip(ranks, offsets, strict=True)):
         tracks = track_numbers(noted)
-        events.append(name_event("process_name", rank, 0, f"rank {rank} on {hosts[rank]}"))
-        events += [name_event("thread_name", rank, number, name) for name, number in tracks.items()]
+        names = [("process_name", 0, f"rank {rank} on {hosts[rank]}")]
+        names += [("thread_name", number, name) for name, number in tracks.items()]
+        events += [{"ph": "M", "name": k, "pid": rank, "tid": i, "args": {"name": name}} for k, i, name in names]
         for span in sorted(noted, key=lambda s: s.begin_s):
             place = {"pid": rank, "tid": tracks[track_name(span)], "ts": 1e6 * (span.begin_s - offset - zero)}
             length = {"dur": 1e6 * (span.end_s - span.begin_s)}
@@ -132,32 +137,17 @@ def merge_events(ranks: Sequence[Sequence[Span]], offsets: Sequence[float], host
     return events
 
 
-def name_event(what: str, rank: int, track: int, name: str) -> Event:
-    """The event that gives a process or a track its name."""
-    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
-
-
 def track_name(span: Span) -> str:
-    """The track's name: a bucket's own while it travels."""
-    return span.name if span.track == "travel" else displayed_track(span.track)
-
-
-def displayed_track(track: str) -> str:
-    """A track's displayed name: one rank cannot separate exchange from sync."""
-    return "exchange and sync" if track == "wait" else track
+    """The track's name: a bucket's own while it travels; one rank cannot separate exchange from sync."""
+    return span.name if span.track == "travel" else "exchange and sync" if span.track == "wait" else span.track
 
 
 def track_numbers(noted: Sequence[Span]) -> dict[str, int]:
     """Tracks by name, numbered in display order."""
-    buckets = sorted({span.name for span in noted if span.track == "travel"}, key=bucket_number)
-    fixed = [displayed_track(track) for track in TRACKS if track != "travel"]
-    return {name: i for i, name in enumerate(fixed)} | {name: FIRST_BUCKET + i for i, name in enumerate(buckets)}
-
-
-def bucket_number(label: str) -> tuple[int, str]:
-    """7 of `bucket 7 of 12 (conv1/kernel)`, and the label."""
-    found = re.match(r"bucket (\d+) ", label)
-    return (int(found[1]) if found else 0), label
+    fixed = ["exchange and sync" if track == "wait" else track for track in TRACKS if track != "travel"]
+    buckets = {span.name for span in noted if span.track == "travel"}
+    by_number = sorted(buckets, key=lambda name: ([*map(int, re.findall(r"^bucket (\d+) ", name))], name))
+    return {name: i for i, name in enumerate(fixed)} | {name: i for i, name in enumerate(by_number, FIRST_BUCKET)}
 
 
 class Profiler:

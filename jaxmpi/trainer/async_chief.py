@@ -266,7 +266,6 @@ class AsyncLeader:
         done = Done(
             epoch=now.examples / examples,
             examples=int(now.examples),
-            images=int(since.examples),
             loss=since.loss / since.examples,
             gradient_norm=(since.square / max(since.steps, 1.0)) ** 0.5,
             wait_s=now.wait_s / max(alive, 1),

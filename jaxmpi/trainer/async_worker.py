@@ -22,7 +22,7 @@ from jaxmpi.core.files import HeldFolder
 from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.train_state import TrainState
 from jaxmpi.observe import trace
-from jaxmpi.observe.step_timing import Window, by_name
+from jaxmpi.observe.step_timing import Window
 from jaxmpi.rules.parameter_server import (
     END,
     FETCH,
@@ -86,9 +86,8 @@ class AsyncWorker:
 
     def count_time(self, window: Window) -> None:
         """Count where the time of steps went."""
-        part = by_name(window)
-        alike = {name: part[name] for name in ("data", "transfer", "compute", "other")}
-        self.spent = self.spent.plus(TimeSpent(window.steps, exchange=part["exposed"], **alike))
+        alike = {name: window.parts[name] for name in ("data", "transfer", "compute", "other")}
+        self.spent = self.spent.plus(TimeSpent(window.steps, exchange=window.parts["exposed"], **alike))
 
     def wait_for_start(self) -> None:
         """Report ready before the first step, and wait for all live workers."""

@@ -39,8 +39,7 @@ class Done(NamedTuple):
 
     epoch: float
     examples: int  # so far
-    images: int  # since the last line, as all that follows but the last two
-    loss: float  # mean over examples
+    loss: float  # mean over examples since the last line
     gradient_norm: float  # root of the mean square over the steps that workers made
     wait_s: float  # for batches so far, mean over workers
     skipped: int  # corrupt examples so far
@@ -125,7 +124,6 @@ class ProgressLog:
         done = Done(
             epoch=plan.epoch(step),
             examples=plan.examples(step),
-            images=plan.examples(step) - plan.examples(step - window.steps),
             loss=float(loss / count) if count else float("nan"),
             gradient_norm=(squares / max(made, 1.0)) ** 0.5,
             wait_s=float(wait_s) / self.workers.size,
@@ -153,10 +151,10 @@ class ProgressLog:
 
     def _work(self) -> Work | None:
         """Model FLOPs of all workers' step, if one worker's are known."""
-        if self.flops.of_worker is None:
+        if self.flops.per_worker is None:
             return None
         batch = self.plan.clock.effective_batch
-        return Work(self.flops.of_worker * batch / self.plan.feed.samplers[0].local_batch, batch, self.peak)
+        return Work(self.flops.per_worker * batch / self.plan.feed.samplers[0].local_batch, batch, self.peak)
 
     def _noise(self, local: float, mean: float, count: float) -> dict[str, float]:
         """Fields of the record on gradient noise, if it was measured."""

@@ -61,7 +61,7 @@ def of_gradients(model: Model, batch: int, micro_batch: int = 0, label: tuple[in
             *shapes, examples, KEY, jnp.zeros((), jnp.int32)
         ).jaxpr
     )
-    return flops.of_worker
+    return flops.per_worker
 
 
 def dense(widths: tuple[int, ...]) -> Model:
@@ -200,7 +200,7 @@ def test_every_form_of_the_step_counts_the_same_for_one_batch(tmp_path):
         [state] = build.initial_states(job, functions.rule).values()
         with job.plan.feed.pool:
             functions.train_step(jax.tree.map(jnp.array, state), next(job.plan.feed.batches()))
-        assert functions.flops.of_worker == 16 * each, changed
+        assert functions.flops.per_worker == 16 * each, changed
     config = dataclasses.replace(
         experiment, train_for="8st", log_every=4, quiet=True, run_dir=str(tmp_path / "run"), compute_dtype="bfloat16"
     )

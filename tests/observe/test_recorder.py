@@ -20,7 +20,7 @@ from jaxmpi.core.files import write_whole
 from jaxmpi.data.sources.arrays import FieldSource
 from jaxmpi.experiments.digits import experiment as digits
 from jaxmpi.models.gpt import gpt_tiny
-from jaxmpi.observe import record_reader, report_charts, report_facts
+from jaxmpi.observe import record_reader, report_charts, report_page
 from jaxmpi.observe.flops import Peak, Work
 from jaxmpi.observe.plots import Areas
 from jaxmpi.observe.record_format import PARTS, SOURCES
@@ -59,32 +59,20 @@ def recorder(folder, **kwargs) -> tuple[Recorder, io.StringIO]:
     return Recorder(folder, terminal=Plain(out, line_s=0.0), **kwargs), out
 
 
-def test_train_lines(tmp_path):
+def test_lines_have_what_the_terminal_shows(tmp_path):
     record, out = recorder(tmp_path)
     record.train(**TRAIN)
     [row] = rows(tmp_path)  # on disk at once
     names = ["kind", "step", "epoch", "examples", "elapsed_s", "loss", "images_per_s", "lr", "wait_s", "skipped"]
     assert list(row) == [*names, "gradient_norm"]
     assert (row["kind"], row["step"], row["loss"]) == ("train", 3, 1.23457)
-    assert "step 3/10  epoch 0.30  loss 1.2346" in out.getvalue()
-    record.close()
-
-
-def test_evaluation_lines(tmp_path):
-    record, out = recorder(tmp_path)
     record.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=3 / 7, eval_top5=1.0)
-    [row] = rows(tmp_path)
-    names = ["kind", "step", "epoch", "examples", "elapsed_s", "eval_count", "eval_loss", "eval_top1", "eval_top5"]
-    assert list(row) == names
-    assert "evaluation on 7: loss 0.5000  top-1 42.86 %  top-5 100.00 %" in out.getvalue()
-    record.close()
-
-
-def test_an_evaluation_of_nothing_says_so(tmp_path):
-    record, out = recorder(tmp_path)
     record.evaluation(step=1, epoch=1.0, examples=1, eval_count=0)
-    assert "evaluation on 0: no examples" in out.getvalue()
-    assert "eval_loss" not in rows(tmp_path)[0]
+    _, evaluated, nothing = rows(tmp_path)
+    assert [*evaluated][5:] == ["eval_count", "eval_loss", "eval_top1", "eval_top5"]
+    assert "eval_loss" not in nothing
+    for shown in ("loss 1.2346", "loss 0.5000  top-1 42.86 %  top-5 100.00 %", "evaluation on 0: no examples"):
+        assert shown in out.getvalue()
     record.close()
 
 
@@ -107,7 +95,7 @@ def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_
         folder.mkdir()
         record, out = recorder(folder, unit=unit)
         for k in (1, 2, 3):
-            record.train(**{**TRAIN, "examples": k * 5120}, anatomy=seen(), images=5120)
+            record.train(**{**TRAIN, "examples": k * 5120}, anatomy=seen())
         record.close()
         *_, row = rows(folder)
         assert "images" not in out.getvalue()
@@ -116,7 +104,7 @@ def test_the_speed_of_text_is_in_tokens_and_bytes_and_that_of_other_examples_in_
         if unit.bytes_each:
             assert row["bytes_per_s"] == pytest.approx(20 / 8 * row["tokens_per_s"], rel=1e-5)
         drawn = record_reader.read(folder)
-        [told] = [each.value for each in report_facts.headlines(drawn, []) if each.name == shown]
+        [told] = [each.value for each in report_page.headlines(drawn, []) if each.name == shown]
         assert re.match(r"\d", told)
         assert speeds_drawn(folder)[0] == f"Speed, {shown}"
 
@@ -131,12 +119,11 @@ def test_the_unit_of_speed_suits_the_task_and_the_data(tmp_path):
         (tmp_path / split).mkdir()
         (tmp_path / split / "a.txt").write_text("x" * 100)
     numbers, tokens = np.zeros((4, 3), np.float32), np.zeros((4, 16), np.int32)
-    of_numbers = FieldSource({"x": numbers, "y": numbers})
     cases = [
         (digits, {}, Unit("images")),
         (gpt_tiny(), {"data": arrays(data.ArraySource(tokens, tokens))}, Unit("tokens", 16)),
         (gpt_tiny(), {"data": Data("text", dir=str(tmp_path), window=16)}, Unit("tokens", 16, 16)),
-        (None, {"data": arrays(of_numbers), "task": LINE}, Unit("examples")),
+        (None, {"data": arrays(FieldSource({"x": numbers, "y": numbers})), "task": LINE}, Unit("examples")),
     ]
     for model, changed, expected in cases:
         base = model if isinstance(model, Experiment) else Experiment(model=model)
@@ -182,16 +169,8 @@ def test_other_ranks_write_and_say_nothing(tmp_path, monkeypatch):
 
 
 VALUES = [
-    (1.23456789, 1.23457),
-    (123456789.0, 123457000.0),
-    (math.nan, None),
-    (math.inf, None),
-    (-math.inf, None),
-    (np.float64(0.1), 0.1),
-    (3, 3),
-    ("x", "x"),
-    (None, None),
-    (True, True),
+    *((1.23456789, 1.23457), (123456789.0, 123457000.0), (math.nan, None), (-math.inf, None)),
+    *((np.float64(0.1), 0.1), (3, 3), ("x", "x"), (None, None), (True, True)),
 ]
 
 
@@ -221,10 +200,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
-    with pytest.raises(TrainingError, match=r"config\.json' cannot be written: no space left; .*--resume --run-dir"):
+    with pytest.raises(TrainingError, match="--resume --run-dir"):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
-    assert sorted(os.listdir(tmp_path)) == ["config.json"]
+    assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_a_resumed_record_drops_what_is_done_again_and_a_torn_line(tmp_path):
@@ -276,16 +255,14 @@ def test_a_full_disk_ends_a_run_with_the_file_and_the_way_out(case, tmp_path):
         ended = train(1, *line, *flags, env=env | {"FILL_AT": at})
         assert ended.code == 1, ended.out
         assert "Traceback" not in ended.out
-        sentence = f"error: '{folder / name}' cannot be written: No space left on device; "
         assert ended.out.count("cannot be written") == 1
-        assert sentence in ended.out
-        assert f"Make room, then go on with --resume --run-dir {folder}\n" in ended.out
+        assert f"error: '{folder / name}' cannot be written: No space left on device; " in ended.out
+        assert f"--resume --run-dir {folder}\n" in ended.out
         assert not list(folder.glob("*.tmp"))
         (disk / "fill").unlink()
         again = train(1, *line, "--resume", env=env)
         assert again.code == 0, again.out
-        steps = [row["step"] for row in rows(folder) if row["kind"] == "train"]
-        assert steps == [*range(1, 21)]
+        assert [row["step"] for row in rows(folder) if row["kind"] == "train"] == [*range(1, 21)]
 
 
 # ---------------------------------------------------------------- anatomy in the record
@@ -306,7 +283,7 @@ def seen(ranks: int = 4, steps: int = 10, slow: int = 2) -> Summary:
 def test_a_window_names_its_worst_rank(tmp_path):
     record, out = recorder(tmp_path, hosts=["a", "a", "node07", "b"])
     noted = [Span("travel", "bucket 1 of 1 (w)", 0.0, 2.0), Span("wait", "bucket 1 of 1 (w)", 1.0, 2.0)]
-    record.train(**TRAIN, gradient_norm=2.5, anatomy=seen(), images=96, noted=noted)
+    record.train(**TRAIN, gradient_norm=2.5, anatomy=seen(), noted=noted)
     record.evaluation(step=3, epoch=1.0, examples=96, eval_count=7, eval_loss=0.5, eval_top1=0.5, eval_top5=1.0)
     record.close()
     train, _, exchange = rows(tmp_path)
@@ -324,7 +301,7 @@ def test_a_window_names_its_worst_rank(tmp_path):
 
 def test_ranks_that_are_alike_have_no_slowest(tmp_path):
     record, out = recorder(tmp_path, hosts=["a"] * 4)
-    record.train(**TRAIN, anatomy=seen()._replace(own_s=[1.0, 1.01, 1.05, 1.0]), images=96)
+    record.train(**TRAIN, anatomy=seen()._replace(own_s=[1.0, 1.01, 1.05, 1.0]))
     assert "slowest" not in out.getvalue()
     assert rows(tmp_path)[-1]["slowest"] == ""
     record.close()
@@ -339,7 +316,7 @@ def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
         if source == "estimated":
             rows_of_ranks[:, HEAD:], rows_of_ranks[:, LOCAL.index("exposed")] = 0.5, 5.0
         rows_of_ranks[:, len(LOCAL)] = SOURCES.index(source)
-        record.train(**{**TRAIN, "examples": (k + 1) * 5120}, anatomy=summary(rows_of_ranks, 10), images=5120)
+        record.train(**{**TRAIN, "examples": (k + 1) * 5120}, anatomy=summary(rows_of_ranks, 10))
     record.close()
     _, unknown, mixed, estimated = [row for row in rows(tmp_path) if row["kind"] == "train"]
     assert not {"exchange", "sync", "hidden"} & unknown["anatomy"].keys()
@@ -351,7 +328,7 @@ def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
     assert isinstance(picture, Areas)
     assert picture.parts["~exchange"] == [0.0, 0.5, 0.5]
     assert "before it is known, an exchange is in compute" in picture.title
-    [told] = [each.value for each in report_facts.headlines(drawn, []) if each.name == "time of exchanges"]
+    [told] = [each.value for each in report_page.headlines(drawn, []) if each.name == "time of exchanges"]
     assert told == "unknown in 1 of 3 lines, estimated in 2 of 3 lines"
 
 
@@ -362,7 +339,7 @@ def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_pat
     spent |= {"sync": np.array([2.0, 4.0, 0.0])}
     record, _ = recorder(tmp_path)
     record._begin -= 100.0
-    record.train(**TRAIN, anatomy=summary_asynchronous(spent), images=96)
+    record.train(**TRAIN, anatomy=summary_asynchronous(spent))
     assert rows(tmp_path)[0]["goodput"] == pytest.approx(14.0 / 3 / 100.0, rel=1e-2)
     record.close()
 
@@ -388,29 +365,7 @@ def test_a_wall_clock_that_jumps_moves_no_time(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- sinks
 
 
-def test_every_line_goes_to_every_sink_and_one_that_fails_gets_no_more(tmp_path, capsys):
-    lines: list[dict] = []
-
-    def bad(row: dict) -> None:
-        raise OSError("the disk is full")
-
-    record, _ = recorder(tmp_path, sinks=[bad, lines.append])
-    record.write("run", workers=2)
-    record.train(**TRAIN)
-    record.close()
-    assert lines == rows(tmp_path)
-    assert capsys.readouterr().err == (
-        "jaxmpi: sink bad failed at a line of kind run and gets no more lines; the run goes on, and its record "
-        "has all of them: OSError: the disk is full\n"
-    )
-
-
-def test_a_sink_that_leaves_or_cannot_be_closed_ends_no_run(tmp_path, capsys):
-    class Odd:
-        def __call__(self, row: dict) -> None:
-            if row["kind"] == "train":
-                sys.exit(3)
-
+def test_every_line_goes_to_every_sink_and_one_that_fails_ends_no_run(tmp_path, capsys):
     class Leaky(list):
         def __call__(self, row: dict) -> None:
             self.append(row)
@@ -418,15 +373,21 @@ def test_a_sink_that_leaves_or_cannot_be_closed_ends_no_run(tmp_path, capsys):
         def close(self) -> None:
             raise OSError("gone")
 
+    def full(row: dict) -> None:
+        raise OSError("the disk is full")
+
+    def leaving(row: dict) -> None:
+        sys.exit(3)
+
     leaky = Leaky()
-    record, _ = recorder(tmp_path, sinks=[Odd(), leaky])
-    record.train(**TRAIN)
+    record, _ = recorder(tmp_path, sinks=[full, leaving, leaky])
     record.write("run", workers=2)
+    record.train(**TRAIN)
     record.close()
     assert leaky == rows(tmp_path)
     said = capsys.readouterr().err
-    assert "sink Odd failed at a line of kind train and gets no more lines; the run goes on" in said
-    assert "sink Leaky failed while it was closed, and may lack its last lines" in said
+    assert all(said.count(f"jaxmpi: sink {name} failed") == 1 for name in ("full", "leaving", "Leaky"))
+    assert "OSError: the disk is full" in said
 
 
 def test_tensorboard_gets_the_numbers(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.observe import plots, record_reader, report, report_charts, report_facts, report_page
+from jaxmpi.observe import plots, record_reader, report, report_charts, report_page
 from jaxmpi.observe.record_format import FORMAT
 from jaxmpi.observe.record_reader import MOST_LINES, average_neighbours, read
 from jaxmpi.observe.recorder import Recorder
@@ -43,7 +43,7 @@ def write_run(folder: Path, lines: int = 30, lr: float = 0.1, ranks: int = 4) ->
         place = {"step": 10 * i + 1, "total_steps": 10 * lines, "epoch": i / 10, "examples": 640 * (i + 1)}
         losses = {"loss": 2.0 / (i + 1), "lr": lr, "wait_s": 0.0, "skipped": 0, "gradient_norm": 1.0 / (i + 1)}
         noted = [Span("travel", f"bucket {b} of 3 (w<{b}>)", 0.0, 0.01 * b) for b in (1, 2, 3)]
-        record.train(**place, **losses, anatomy=summary(rows, 10), images=640, noted=noted)
+        record.train(**place, **losses, anatomy=summary(rows, 10), noted=noted)
         if i % 10 == 9:
             top = {"eval_loss": 1.0, "eval_top1": 0.5 + i / 100, "eval_top5": 0.9}
             record.evaluation(step=10 * i + 1, epoch=i / 10, examples=640 * (i + 1), eval_count=360, **top)
@@ -131,8 +131,7 @@ def test_the_page_has_all_sections_and_needs_nothing_else(two_runs):
 
 
 def test_differences_are_those_settings_only(two_runs):
-    _, text = two_runs
-    table = text.split('<section id="differences">')[1].split("</table>")[0]
+    table = two_runs[1].split('<section id="differences">')[1].split("</table>")[0]
     assert table.count("<tr>") == 2  # the head, and one row
     assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in table
 
@@ -145,16 +144,6 @@ def test_one_run_has_no_differences(tmp_path, capsys):
 
 
 # ---------------------------------------------------------------- records that are not as they should be
-
-
-def test_a_half_written_last_line_is_left_out_silently(tmp_path):
-    run = write_run(tmp_path / "run", lines=5)
-    whole = read(run)
-    with (run / "record.jsonl").open("a") as file:
-        file.write('{"kind": "train", "step": 999, "lo')
-    again = read(run)
-    assert again.train["step"].tolist() == whole.train["step"].tolist()
-    assert again.notes == []
 
 
 def test_a_record_that_is_being_written_is_read_to_its_last_whole_line(tmp_path):
@@ -192,14 +181,6 @@ def test_a_record_from_before_the_anatomy(tmp_path):
     assert (tmp_path / "out" / "by_step.png").exists()
 
 
-def test_text_of_a_record_that_has_no_tokens_is_shown_in_bytes(tmp_path):
-    lines = [{"kind": "train", "step": step, "loss": 1.0, "bytes_per_s": 100.0 * step} for step in (1, 2, 3)]
-    (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    old = read(tmp_path)
-    assert [chart.title for chart in report_charts.charts([old]) if chart.section == "speed"] == ["Speed, bytes/s"]
-    assert ("bytes/s", "200") in [(each.name, each.value) for each in report_facts.headlines(old, [])]
-
-
 def test_a_record_of_a_later_version(tmp_path):
     run = write_run(tmp_path / "run", lines=5)
     text = (run / "record.jsonl").read_text().replace(f'"format": {FORMAT}', '"format": 99')
@@ -222,7 +203,7 @@ def test_a_line_with_values_of_another_kind_is_read_for_what_it_has(kind, tmp_pa
             (tmp_path / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
             found = read(tmp_path)
             shown = report_charts.charts([found])
-            panels = [*report_charts.pictures([found], shown).values(), *report_charts.run_label(found).values()]
+            panels = [*report_charts.pictures([found], shown).values(), *report_charts.run_pictures(found).values()]
             assert all(isinstance(panel.title, str) for each in panels for panel in each)
             assert report_page.page([found], {}).startswith("<!doctype html>")
 
@@ -233,7 +214,7 @@ def test_who_was_waited_for_most_often_is_named(tmp_path):
     for i, row in enumerate(row for row in rows if row["kind"] == "train"):
         row["slowest"] = ("rank 2 on node07", "", "rank 2 on node07", "rank 1 on node07")[i % 4]
     (run / "record.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [told] = [each for each in report_facts.headlines(read(run), []) if each.name == "waited for most often"]
+    [told] = [each for each in report_page.headlines(read(run), []) if each.name == "waited for most often"]
     assert (told.value, told.more) == ("rank 2 on node07", "in 4 of 8 lines")  # without the first, which compiled
     ranks = report_charts.run_data(read(run), 1, [])["slowest"]["ranks"]
     assert ranks == [("rank 2 on node07", 4), ("rank 1 on node07", 2)]
@@ -252,55 +233,18 @@ def test_a_run_that_has_only_begun(tmp_path):
     assert "no step yet" in report.write([tmp_path], tmp_path / "out").read_text()
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b'{"kind": "ru'])
-def test_an_empty_record(tmp_path, content):
-    (tmp_path / "record.jsonl").write_bytes(content)
-    with pytest.raises(UsageError, match="holds no line yet; wait for the first step"):
+@pytest.mark.parametrize("content", [None, b"", b"\n", b'{"kind": "ru'])
+def test_no_record_and_an_empty_one_are_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / "record.jsonl").write_bytes(content)
+    with pytest.raises(UsageError, match="No such file" if content is None else "holds no line yet"):
         read(tmp_path)
 
 
-def test_no_record_and_no_permission(tmp_path):
-    with pytest.raises(UsageError, match="No such file or directory; expected the record of a run, no link"):
-        read(tmp_path)
-    run = write_run(tmp_path / "run", lines=3)
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"nothing can be written to .*; use --out FOLDER"):
-        report.write([run], tmp_path / "file" / "out")
-
-
-AS_NOBODY = """
-import os, sys
-from pathlib import Path
-from jaxmpi.observe import record_reader, report
-from jaxmpi.core.errors import UsageError
-closed, fixed, out = map(Path, sys.argv[1:])
-print(report.write([fixed], out))
-os.setgid(65534); os.setuid(65534)  # after all imports: nobody may not read this Python either
-for call in (lambda: record_reader.read(closed), lambda: report.write([fixed], fixed / "report")):
-    try:
-        call()
-    except UsageError as error:
-        print(error)
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody without permission")
-def test_a_run_directory_without_permission_and_a_machine_without_display(tmp_path):
-    closed, fixed = write_run(tmp_path / "closed", lines=3), write_run(tmp_path / "fixed", lines=3)
-    for folder in [tmp_path, *tmp_path.parents[:3]]:
-        folder.chmod(0o755)
-    closed.chmod(0o700)
-    line = [sys.executable, "-c", AS_NOBODY, str(closed), str(fixed), str(tmp_path / "out")]
-    env = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
-    env |= {"HOME": "/tmp", "MPLCONFIGDIR": "/tmp", "MPLBACKEND": "TkAgg"}  # which would want one
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=100, env=env)
-    assert ended.returncode == 0, ended.stderr
-    page, first, second = ended.stdout.splitlines()
-    assert page == str(tmp_path / "out" / "index.html")
-    assert (tmp_path / "out" / "by_step.png").stat().st_size > 1000
-    assert "Permission denied; expected the record of a run" in first
-    assert "Permission denied; use --out FOLDER" in second
+    with pytest.raises(UsageError, match="use --out"):
+        report.write([write_run(tmp_path / "run", lines=3)], tmp_path / "file" / "out")
 
 
 def test_what_a_resumed_run_compiled_is_left_out(tmp_path):
@@ -509,9 +453,7 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
         (1, {"commit": "a1b2+"}, [[0, 1]]),
         (0, {}, [[0], [1]]),
         (1, {"commit": "c3d4"}, [[0], [1]]),
-        (1, {"experiment_file": "e5"}, [[0], [1]]),
         (1, {"versions": {"jax": "0.9"}}, [[0], [1]]),
-        (1, {"backend": "gpu"}, [[0], [1]]),
         (1, {"effective_batch": 128}, [[0], [1]]),
     ],
 )
@@ -552,5 +494,5 @@ def test_a_study_is_a_page_of_its_cells(tmp_path, capsys):
 
 def test_a_file_that_is_no_study_is_refused(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"kind": "run"}\n')
-    with pytest.raises(UsageError, match=r"holds no line of a study; name a file of scripts/study\.py"):
+    with pytest.raises(UsageError, match="holds no line of a study"):
         report.write([tmp_path / "other.jsonl"], tmp_path / "out")

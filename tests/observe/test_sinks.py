@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError
 from jaxmpi.observe.recorder import Recorder
 from jaxmpi.observe.sinks import base
@@ -40,15 +39,11 @@ def record(folder, sinks=()) -> Recorder:
 
 
 def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypatch):
-    with pytest.raises(UsageError, match=r"unknown sink 'wandbb'; did you mean 'wandb'\? there are: csv, mlflow, "):
+    with pytest.raises(UsageError, match="did you mean 'wandb'"):
         check_sinks(("csv", "wandbb"))
     monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", "no_such_package", "no-such-package"))
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=r"mine.*no_such_package.*no-such-package"):
         check_sinks(("mine",))
-    assert str(refused.value) == (
-        "sinks: got 'mine'; expected the package no_such_package, which is not installed: "
-        f"{installing('no-such-package')}, or leave mine out"
-    )
 
 
 def test_a_folder_of_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):
@@ -263,9 +258,7 @@ def test_csv_has_the_lines_of_the_record_and_no_others(tmp_path):
 def test_lines_of_ones_own_take_no_kind_of_the_trainer_and_no_path(tmp_path):
     made = record(tmp_path, ("csv",))
     for kind in ("train", "a/b", "..", ""):
-        with pytest.raises(
-            UsageError, match=r"write: got kind '.*'; expected letters, digits, _ and -, and none of run,"
-        ):
+        with pytest.raises(UsageError, match="write: got kind"):
             made.note(kind, step=6, value=1.0)
     made.note("of-mine", step=6, value=1.0, anatomy={"compute": "a text"})
     made.close()

@@ -193,21 +193,15 @@ def seen_columns(line: list[str], columns: int) -> int:
 
 KEPT_GOING = """
 import sys
-from jaxmpi.launch.supervisor import SupervisedJob
-from jaxmpi.launch.supervisor import supervise
+from jaxmpi.launch.supervisor import SupervisedJob, supervise
 sys.exit(supervise(SupervisedJob(1, 1, 0, (), ()), lambda *_: sys.argv[1:], lambda host: True))
 """
-ABOVE = {
-    "alone": [],
-    "mpirun": mpirun_line(1),
-    "jaxmpi train": [sys.executable, "-c", KEPT_GOING, *mpirun_line(1)],
-}
+ABOVE = {"alone": [], "mpirun": mpirun_line(1), "train": [sys.executable, "-c", KEPT_GOING, *mpirun_line(1)]}
 
 
 @pytest.mark.parametrize("launcher", ABOVE.values(), ids=ABOVE)
 def test_a_terminal_behind_the_launcher_is_found(launcher, no_launcher):
-    line = [*launcher, sys.executable, "-c", ASK]
-    assert seen_columns(line, 47) == 47
+    assert seen_columns([*launcher, sys.executable, "-c", ASK], 47) == 47
 
 
 def test_a_pipe_behind_the_launcher_is_one(no_launcher):

@@ -156,7 +156,7 @@ def test_the_gradient_norm_is_the_mean_over_those_steps_of_workers_that_it_count
         )
         steps = [Metrics(jnp.float32(1), jnp.float32(4), squares=jnp.float32(square)) for square in (4, 4, 19)]
         sums = np.sum([log.sums(step, metrics) for step, metrics in enumerate(steps, 1)], axis=0)
-        log.line(3, sums, Window(1, np.zeros(len(LOCAL)), np.zeros(1), 0, []))
+        log.line(3, sums, Window(1, dict.fromkeys(LOCAL, 0.0), np.zeros(1), 0, []))
     (line,) = (json.loads(text) for text in (tmp_path / "record.jsonl").read_text().splitlines())
     assert line["gradient_norm"] == 3.0
 

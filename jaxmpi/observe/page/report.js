@@ -6,37 +6,15 @@
   root.classList.add("js");
 
   const HUES = {
-    light: [
-      "#1d5fd1",
-      "#d9580d",
-      "#0a8a5f",
-      "#b3209e",
-      "#cc2222",
-      "#0c7f99",
-      "#7040d8",
-      "#8a6100",
-      "#56616e",
-      "#5a8208",
-    ],
-    dark: [
-      "#6aa8ff",
-      "#ff9a4d",
-      "#3fd6a0",
-      "#ee86e0",
-      "#ff7b7b",
-      "#3ccbe6",
-      "#b39bff",
-      "#e6be3c",
-      "#a9b4c0",
-      "#a8d84a",
-    ],
+    light: "#1d5fd1 #d9580d #0a8a5f #b3209e #cc2222 #0c7f99 #7040d8 #8a6100 #56616e #5a8208".split(" "),
+    dark: "#6aa8ff #ff9a4d #3fd6a0 #ee86e0 #ff7b7b #3ccbe6 #b39bff #e6be3c #a9b4c0 #a8d84a".split(" "),
   };
   const PART_HUES = { data: 7, transfer: 5, compute: 0, exchange: 1, sync: 4, other: 8 };
   const DASHES = [[], [9, 4], [2, 3], [9, 3, 2, 3]]; // of every further ten lines
   const XS = { step: "step", epoch: "epoch", elapsed_s: "time" };
   const X_NAMES = { step: "Step", epoch: "Epoch", elapsed_s: "Seconds" };
-  const HEIGHT = 260,
-    TALL = 460;
+  const [HEIGHT, TALL] = [260, 460];
+  const FONT = "12px system-ui, sans-serif";
   const MOST_IN_TIP = 14;
   const FAR = 24; // pixels beyond the end of a line at which it still has a value under the cursor
   const MARKED = 60; // points of a line that are drawn
@@ -52,47 +30,43 @@
     return new { u: Uint32Array, f: Float32Array, d: Float64Array }[text[0]](bytes.buffer);
   };
 
-  /** Six significant digits, which a record has. */
+  /** Six significant digits, which a record has: not 0.10000000149, the float32 next to 0.1. */
   const tidy = (value) => Number(value.toPrecision(6));
-
-  /** Values as the record has them: not 0.10000000149, the float32 next to 0.1. */
   const tidied = (values) => (values instanceof Float32Array ? Float64Array.from(values, tidy) : values);
+  const mapValues = (object, change) => Object.fromEntries(Object.entries(object).map(([k, v]) => [k, change(v)]));
 
-  const unpack = (table) => ({
-    x: Object.fromEntries(Object.entries(table.x).map(([name, text]) => [name, numbers(text)])),
-    y: Object.fromEntries(
-      Object.entries(table.y).map(([name, { at, v, mean }]) => [
-        name,
-        { at: at && numbers(at), v: tidied(numbers(v)), mean: mean && tidied(numbers(mean)) },
-      ]),
-    ),
-  });
-
-  for (const run of report.runs) for (const name in run.tables) run.tables[name] = unpack(run.tables[name]);
+  for (const run of report.runs)
+    run.tables = mapValues(run.tables, ({ x, y }) => ({
+      x: mapValues(x, numbers),
+      y: mapValues(y, ({ at, v, mean }) => ({
+        at: at && numbers(at),
+        v: tidied(numbers(v)),
+        mean: mean && tidied(numbers(mean)),
+      })),
+    }));
 
   /**
    * A series by ascending x, null where a line of the record has no value; empty if it is not there. In a long record
    * `y` has the extremes of stretches, and `mean` their means.
    */
   const seriesOf = (run, table, field, x, factor = 1) => {
-    const xs = run.tables[table]?.x[x],
-      own = run.tables[table]?.y[field];
-    if (!xs || !own) return { x: [], y: [], mean: [] };
+    const xs = run.tables[table]?.x[x];
+    const series = run.tables[table]?.y[field];
+    if (!xs || !series) return { x: [], y: [], mean: [] };
     const scaled = (value) => (Number.isNaN(value) ? null : tidy(factor * value));
-    let points = [];
-    own.v.forEach((value, i) => {
-      const at = xs[own.at ? own.at[i] : i];
-      if (!Number.isNaN(at)) points.push([at, scaled(value), scaled((own.mean ?? own.v)[i])]);
+    const points = [];
+    series.v.forEach((value, i) => {
+      const at = xs[series.at ? series.at[i] : i];
+      if (!Number.isNaN(at)) points.push([at, scaled(value), scaled((series.mean ?? series.v)[i])]);
     });
-    if (points.some(([at], i) => i && at < points[i - 1][0])) points.sort((a, b) => a[0] - b[0]);
+    points.sort((a, b) => a[0] - b[0]);
     const [columnX, y, mean] = [0, 1, 2].map((i) => points.map((point) => point[i]));
     return { x: columnX, y, mean };
   };
 
   /** Moving average as TensorBoard has it, which is not drawn towards zero at its start. */
   const smoothed = (ys, weight) => {
-    let sum = 0,
-      total = 0;
+    let [sum, total] = [0, 0];
     return ys.map((y) => {
       if (y === null) return null;
       sum = weight * sum + (1 - weight) * y;
@@ -101,16 +75,16 @@
     });
   };
 
+  /** The value of a series at an x, between two points of it on the line through them. */
   const valueAt = (series, x, field) => {
-    let low = 0,
-      high = series.x.length - 1;
+    let [low, high] = [0, series.x.length - 1];
     while (high - low > 1) {
       const middle = (low + high) >> 1;
       if (series.x[middle] <= x) low = middle;
       else high = middle;
     }
-    const [a, b] = [series[field][low], series[field][high]],
-      width = series.x[high] - series.x[low];
+    const [a, b] = [series[field][low], series[field][high]];
+    const width = series.x[high] - series.x[low];
     if (series.x[low] === x || !width) return a;
     if (series.x[high] === x) return b;
     return a === null || b === null ? null : a + ((b - a) * (x - series.x[low])) / width;
@@ -121,12 +95,11 @@
     const known = all.filter((series) => series.x.length);
     const begin = Math.max(...known.map((series) => series.x[0]));
     const xs = [...new Set(known.flatMap((series) => series.x))].filter((x) => x >= begin).sort((a, b) => a - b);
-    const made = { x: [], y: [], low: [], high: [], runs: [], all: all.length };
+    const made = { x: xs, y: [], low: [], high: [], runs: [], all: all.length };
     for (const x of xs) {
-      const there = known.filter((series) => x <= series.x[series.x.length - 1]);
+      const there = known.filter((series) => x <= series.x.at(-1));
       const [values, means] = ["y", "mean"].map((field) => there.map((series) => valueAt(series, x, field)));
       const isKnown = [...values, ...means].every((value) => value !== null);
-      made.x.push(x);
       made.runs.push(there.length);
       made.y.push(isKnown ? means.reduce((a, b) => a + b) / means.length : null);
       made.low.push(isKnown ? Math.min(...values) : null);
@@ -138,49 +111,29 @@
 
   // ---------------------------------------------------------------- words
 
-  const prefixed = (value, unit = "") => {
+  /** A value with a prefix and its unit; six digits as in the record, four on an axis. */
+  const prefixed = (value, unit = "", digits = 6) => {
     const size = Math.abs(value);
-    if (size >= 1e15 || (size && size < 1e-4 && unit !== "s"))
-      return value.toExponential(3).replace(/\.?0+e/, "e") + (unit && ` ${unit}`);
-    for (const [limit, letter] of [
-      [1e12, "T"],
-      [1e9, "G"],
-      [1e6, "M"],
-    ])
-      if (size >= limit) return `${tidy(value / limit)} ${letter}${unit}`;
-    if (unit === "s" && size && size < 1) return size < 1e-3 ? `${tidy(value * 1e6)} µs` : `${tidy(value * 1e3)} ms`;
-    return tidy(value) + (unit && ` ${unit}`);
+    const short = (v) => Number(v.toPrecision(digits));
+    if (unit === "s" && size && size < 1) return size < 1e-3 ? `${short(value * 1e6)} µs` : `${short(value * 1e3)} ms`;
+    if (size >= 1e15 || (size && size < 1e-4))
+      return value.toExponential(digits / 2).replace(/\.?0+e/, "e").replace("e+", "e") + (unit && ` ${unit}`);
+    const [letter, factor] = Object.entries({ T: 1e12, G: 1e9, M: 1e6 }).find((each) => size >= each[1]) ?? ["", 1];
+    return `${short(value / factor)} ${letter}${unit}`.trim();
   };
 
-  const tick = (value, unit = "") => {
-    const size = Math.abs(value),
-      short = (v) => String(Number(v.toPrecision(4)));
-    if (unit === "s" && size && size < 1) return size < 1e-3 ? `${short(value * 1e6)} µs` : `${short(value * 1e3)} ms`;
-    const suffix = unit && (unit === "%" ? " %" : ` ${unit}`);
-    if (size && (size < 1e-3 || size >= 1e15))
-      return value.toExponential(1).replace(".0e", "e").replace("e+", "e") + suffix;
-    for (const [limit, letter] of [
-      [1e12, "T"],
-      [1e9, "G"],
-      [1e6, "M"],
-      [1e4, "k"],
-    ])
-      if (size >= limit) return short(value / (letter === "k" ? 1e3 : limit)) + letter + suffix;
-    return short(value) + suffix;
-  };
+  const tick = (value, unit) => prefixed(value, unit, 4);
 
   const clock = (seconds) => {
     if (seconds < 60) return `${tidy(seconds)} s`;
-    const h = Math.floor(seconds / 3600),
-      m = Math.floor(seconds / 60) % 60,
-      s = tidy(seconds % 60);
+    const [h, m, s] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, tidy(seconds % 60)];
     return h ? `${h} h${m ? ` ${m} min` : ""}` : `${m} min${s ? ` ${Math.round(s)} s` : ""}`;
   };
 
   /** `15 s`, or `1:15` in minutes, or `2:30 h`, whichever fits the last one. */
   const clockTicks = (all) => {
-    const last = all.at(-1) ?? 0,
-      two = (value) => String(Math.floor(value)).padStart(2, "0");
+    const last = all.at(-1) ?? 0;
+    const two = (value) => String(Math.floor(value)).padStart(2, "0");
     if (last < 120) return all.map((t) => `${tidy(t)} s`);
     if (last < 7200) return all.map((t) => `${Math.floor(t / 60)}:${two(t % 60)}`);
     return all.map((t) => `${Math.floor(t / 3600)}:${two((t % 3600) / 60)} h`);
@@ -190,19 +143,16 @@
 
   // ---------------------------------------------------------------- state and elements
 
-  const has = (x) => report.runs.some((run) => Object.values(run.tables).some((table) => table.x[x]));
-  const stored = (name, fallback) => {
+  const some = (test) => report.runs.some(test);
+  const has = (x) => some((run) => Object.values(run.tables).some((table) => table.x[x]));
+
+  /** The theme that the reader chose before; a browser may keep nothing of a page that is a file. */
+  const storedTheme = (chosen) => {
     try {
-      return localStorage.getItem(`jaxmpi-report-${name}`) ?? fallback;
+      if (chosen) localStorage.setItem("jaxmpi-report-theme", chosen);
+      return localStorage.getItem("jaxmpi-report-theme") ?? "auto";
     } catch {
-      return fallback;
-    }
-  };
-  const store = (name, value) => {
-    try {
-      localStorage.setItem(`jaxmpi-report-${name}`, value);
-    } catch {
-      /* a page of its own */
+      return chosen ?? "auto";
     }
   };
 
@@ -212,7 +162,7 @@
     smoothing: 0,
     hidden: new Set(), // names of runs or groups
     run: 0, // of the figures of one run
-    theme: stored("theme", "auto"),
+    theme: storedTheme(),
   };
 
   const make = (tag, properties = {}, ...children) => {
@@ -224,14 +174,30 @@
     return made;
   };
 
+  const button = (act, properties, ...children) => {
+    const made = make("button", { type: "button", ...properties }, ...children);
+    made.addEventListener("click", act);
+    return made;
+  };
+
+  const press = (element, isPressed) => element.setAttribute("aria-pressed", String(Boolean(isPressed)));
+
+  /** A button that hides or shows what has this name. */
+  const hider = (hidden, name, act, ...children) => {
+    const flip = () => {
+      if (!hidden.delete(name)) hidden.add(name);
+      press(made, !hidden.has(name));
+      act();
+    };
+    const made = button(flip, { "aria-pressed": String(!hidden.has(name)) }, ...children);
+    return made;
+  };
+
   const isDark = () =>
     state.theme === "dark" || (state.theme === "auto" && matchMedia("(prefers-color-scheme: dark)").matches);
   const hue = (i) => HUES[isDark() ? "dark" : "light"][i % 10];
-  const faded = (colour, share) =>
-    colour +
-    Math.round(255 * share)
-      .toString(16)
-      .padStart(2, "0");
+  const dashOf = (i) => DASHES[Math.floor(i / 10) % DASHES.length];
+  const faded = (colour, share) => colour + Math.round(255 * share).toString(16).padStart(2, "0");
   const probe = document.body.appendChild(make("i", { hidden: true }));
   const themed = (name) => {
     probe.style.color = `var(--${name})`;
@@ -240,13 +206,11 @@
 
   /** A run, or a group of runs with different seeds, that is one line in a chart. */
   const entities = () =>
-    state.isMean
-      ? report.groups.map((group, i) => ({
-          name: group.runs.length > 1 ? `${group.name} (${group.runs.length} seeds)` : group.name,
-          runs: group.runs,
-          i,
-        }))
-      : report.runs.map((run, i) => ({ name: run.name, runs: [i], i }));
+    (state.isMean ? report.groups : report.runs).map(({ name, runs = [] }, i) => ({
+      name: runs.length > 1 ? `${name} (${runs.length} seeds)` : name,
+      runs: state.isMean ? runs : [i],
+      i,
+    }));
 
   const swatch = (colour, kind = "") => {
     const made = make("i", { className: `swatch ${kind}`, "aria-hidden": "true" });
@@ -262,54 +226,43 @@
 
   /** A card: head with its title and buttons, key, plot; `draw` is called when it is seen and when anything changes. */
   class Card {
-    constructor(section, title, { isPlot = true, ofOneRun = false } = {}) {
+    constructor(section, title, { isPlot = true, isOfOneRun = false } = {}) {
       this.title = title;
       this.head = make("div", { className: "head" }, make("h3", {}, title));
       this.key = make("div", { className: "key" });
       this.plot = make("div", { className: "plot" });
       this.tip = make("div", { className: "tip", hidden: true, role: "status" });
-      this.element = make(
-        "article",
-        { className: "card", "aria-label": title },
-        this.head,
-        this.key,
-        this.plot,
-        this.tip,
-      );
+      const inside = [this.head, this.key, this.plot, this.tip];
+      this.element = make("article", { className: "card", "aria-label": title }, ...inside);
       section.querySelector(".charts").append(this.element);
       section.classList.add("filled");
       this.isStale = true;
-      if (ofOneRun && report.runs.length > 1) this.addPicker();
+      if (isOfOneRun && report.runs.length > 1) this.addPicker();
       if (isPlot) {
-        this.peaks = this.button(
-          "Peaks",
-          () => {
-            this.hasPeaks = !this.hasPeaks;
-            this.refresh();
-          },
-          { "aria-label": `Peaks of ${title} within the axis` },
-        );
-        this.peaks.hidden = true;
-        this.reset = this.button("Reset zoom", () => this.zoomOut());
-        this.reset.hidden = true;
+        this.peaks = this.addSwitch("Peaks", "hasPeaks", `Peaks of ${title} within the axis`);
+        this.reset = button(() => this.zoomOut(), {}, "Reset zoom");
+        this.head.append(this.reset);
+        this.peaks.hidden = this.reset.hidden = true;
       }
       cards.push(this);
       seen.observe(this.element);
     }
 
-    button(label, act, properties = {}) {
-      const made = make("button", { type: "button", ...properties }, label);
-      made.addEventListener("click", act);
+    /** A button that turns a field of the card on or off. */
+    addSwitch(label, field, description) {
+      const flip = () => {
+        this[field] = !this[field];
+        press(made, this[field]);
+        this.refresh();
+      };
+      const made = button(flip, { "aria-label": description, "aria-pressed": String(Boolean(this[field])) }, label);
       this.head.append(made);
       return made;
     }
 
     addPicker() {
-      this.picker = make(
-        "select",
-        { "aria-label": `Run of ${this.title}` },
-        ...report.runs.map((run, i) => make("option", { value: i }, run.name)),
-      );
+      const options = report.runs.map((run, i) => make("option", { value: i }, run.name));
+      this.picker = make("select", { "aria-label": `Run of ${this.title}` }, ...options);
       this.picker.addEventListener("change", () => {
         state.run = Number(this.picker.value);
         redraw((card) => card.picker);
@@ -318,23 +271,20 @@
     }
 
     addLarge() {
-      const large = this.button(
-        "Large",
+      const large = button(
         () => {
-          const isWide = this.element.classList.toggle("wide");
-          large.setAttribute("aria-pressed", String(isWide));
+          press(large, this.element.classList.toggle("wide"));
           this.chart?.setSize(this.size());
         },
-        { "aria-pressed": "false" },
+        { className: "large", "aria-pressed": "false" },
+        "Large",
       );
-      large.classList.add("large");
+      this.head.append(large);
     }
 
     size() {
-      return {
-        width: Math.max(this.plot.clientWidth, 120),
-        height: this.element.classList.contains("wide") ? TALL : HEIGHT,
-      };
+      const isWide = this.element.classList.contains("wide");
+      return { width: Math.max(this.plot.clientWidth, 120), height: isWide ? TALL : HEIGHT };
     }
 
     refresh() {
@@ -351,82 +301,99 @@
 
     /** The upper end of the axis, below lone peaks unless they are asked for. */
     cut(high, values) {
-      const cut = withoutPeaks(values);
-      this.peaks.hidden &&= cut === null;
-      this.peaks.setAttribute("aria-pressed", String(Boolean(this.hasPeaks)));
-      return cut === null || this.hasPeaks ? high : Math.min(high, cut);
+      const sorted = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
+      const usual = sorted[Math.floor(sorted.length * 0.98)];
+      const hasLone = sorted.length > 50 && usual > 0 && sorted.at(-1) > 3 * usual;
+      this.peaks.hidden &&= !hasLone;
+      return hasLone && !this.hasPeaks ? Math.min(high, 1.3 * usual) : high;
+    }
+
+    /** Nothing to draw but a sentence. */
+    clear(text) {
+      this.chart?.destroy();
+      this.chart = null;
+      this.plot.replaceChildren(make("p", { className: "made" }, text));
     }
 
     /** Put a uPlot chart in the place of the one before, zoomed as that was. */
-    show(options, data, label) {
-      const { min, max } = this.chart?.scales.x ?? {},
-        isZoomed = this.chart && !this.reset.hidden && this.shownX === state.x;
+    show({ axes, series, bands, cursor, scales }, data, label) {
+      const { min, max } = this.chart?.scales.x ?? {};
+      const isZoomed = this.chart && !this.reset.hidden && this.shownX === state.x;
       this.shownX = state.x;
       this.chart?.destroy();
       this.plot.textContent = "";
-      this.tip.hidden = true;
-      this.reset.hidden = this.peaks.hidden = true;
-      this.plot.setAttribute("tabindex", "0");
-      this.plot.setAttribute("role", "img");
-      this.plot.setAttribute("aria-label", label);
-      this.chart = new uPlot({ ...this.size(), legend: { show: false }, ...options }, data, this.plot);
+      this.tip.hidden = this.reset.hidden = this.peaks.hidden = true;
+      for (const [name, value] of Object.entries({ tabindex: "0", role: "img", "aria-label": label }))
+        this.plot.setAttribute(name, value);
+      const noteZoom = (u, scale) => {
+        const xs = u.data[0];
+        if (scale === "x" && xs.length)
+          this.reset.hidden = u.scales.x.min <= xs[0] && u.scales.x.max >= xs[xs.length - 1];
+      };
+      const hooks = { setScale: [noteZoom], setCursor: [(u) => this.moved(u)] };
+      const options = { ...this.size(), legend: { show: false }, axes, series, bands, scales, hooks };
+      this.chart = new uPlot({ ...options, cursor: { ...CURSOR, ...cursor } }, data, this.plot);
       this.width = this.plot.clientWidth;
       if (isZoomed) this.chart.setScale("x", { min, max });
-      this.chart.over.addEventListener("mouseleave", () => {
-        this.tip.hidden = true;
-      });
+      this.plot.onblur = () => (this.tip.hidden = true);
+      this.chart.over.addEventListener("mouseleave", this.plot.onblur);
       this.chart.over.addEventListener("dblclick", () => this.zoomOut());
       this.plot.onkeydown = (event) => this.pressed(event);
-      this.plot.onblur = () => {
-        this.tip.hidden = true;
-      };
     }
 
     /** Arrows move the cursor, + and - zoom, Escape shows all. */
     pressed(event) {
       if (!this.chart) return;
-      const u = this.chart,
-        xs = u.data[0],
-        { min, max } = u.scales.x;
+      const u = this.chart;
+      const xs = u.data[0];
+      const { min, max } = u.scales.x;
       const inside = [xs.findIndex((x) => x >= min), xs.findLastIndex((x) => x <= max)];
-      const at = u.cursor.idx ?? inside[0],
-        far = event.shiftKey ? Math.ceil(xs.length / 20) : 1;
+      const at = u.cursor.idx ?? inside[0];
+      const far = event.shiftKey ? Math.ceil(xs.length / 20) : 1;
       const to = { ArrowLeft: at - far, ArrowRight: at + far, Home: inside[0], End: inside[1] }[event.key];
       if (to !== undefined) {
         const x = xs[Math.min(Math.max(to, inside[0]), inside[1])];
         u.setCursor({ left: u.valToPos(x, "x"), top: u.over.clientHeight / 2 });
       } else if (event.key === "+" || event.key === "-") {
-        const middle = at === null ? (min + max) / 2 : xs[at],
-          half = ((max - min) / 2) * (event.key === "+" ? 0.5 : 2);
+        const middle = at === null ? (min + max) / 2 : xs[at];
+        const half = ((max - min) / 2) * (event.key === "+" ? 0.5 : 2);
         u.setScale("x", { min: Math.max(middle - half, xs[0]), max: Math.min(middle + half, xs[xs.length - 1]) });
       } else if (event.key === "Escape") this.zoomOut();
       else return;
       event.preventDefault();
     }
 
-    /** Show lines of text beside the cursor. */
+    /** Values under the cursor, if this is the chart that the reader points to. */
+    moved(u) {
+      const { left, top, idx } = u.cursor;
+      const isMine = u.over.matches(":hover") || document.activeElement === this.plot;
+      const isThere = isMine && left >= 0 && idx !== null && idx !== undefined;
+      const { head, rows } = isThere ? this.valuesAt(u, idx) : { rows: [] };
+      this.showTip(head, rows, left, top);
+    }
+
+    /** Show lines of text beside the cursor; none without lines. */
     showTip(head, rows, left, top) {
-      this.tip.replaceChildren(
-        make("b", {}, head),
-        ...rows.map((row) =>
-          make(
-            "div",
-            { className: row.isNear ? "near" : "" },
-            swatch(row.colour, row.kind),
-            make("span", { className: "name" }, row.name),
-            make("span", { className: "value" }, row.value),
-            ...(row.extra ? [make("span", { className: "extra" }, row.extra)] : []),
-          ),
-        ),
-      );
       this.tip.hidden = !rows.length;
-      const card = this.element.getBoundingClientRect(),
-        plot = (this.chart?.over ?? this.plot.firstChild).getBoundingClientRect();
-      const x = plot.left - card.left + left,
-        room = this.element.clientWidth - this.tip.offsetWidth - 4;
-      const isLeft = x + 16 > room;
-      this.tip.style.left = `${Math.max(4, Math.min(isLeft ? x - 16 - this.tip.offsetWidth : x + 16, room))}px`;
-      this.tip.style.top = `${plot.top - card.top + Math.max(0, Math.min(top - 12, plot.height - this.tip.offsetHeight))}px`;
+      if (!rows.length) return;
+      const line = (row) =>
+        make(
+          "div",
+          { className: row.isNear ? "near" : "" },
+          swatch(row.colour, row.kind),
+          make("span", { className: "name" }, row.name),
+          make("span", { className: "value" }, row.value),
+          ...(row.extra ? [make("span", { className: "extra" }, row.extra)] : []),
+        );
+      this.tip.replaceChildren(make("b", {}, head), ...rows.map(line));
+      const card = this.element.getBoundingClientRect();
+      const plot = (this.chart?.over ?? this.plot.firstChild).getBoundingClientRect();
+      const { offsetWidth: width, offsetHeight: height } = this.tip;
+      const x = plot.left - card.left + left;
+      const room = this.element.clientWidth - width - 4;
+      const beside = x + 16 > room ? x - 16 - width : x + 16;
+      this.tip.style.left = `${Math.max(4, Math.min(beside, room))}px`;
+      this.tip.style.top = `${plot.top - card.top + Math.max(0, Math.min(top - 12, plot.height - height))}px`;
     }
   }
 
@@ -441,37 +408,29 @@
     { rootMargin: "300px" },
   );
 
-  const redraw = (which = () => true) => {
-    for (const card of cards) if (which(card)) card.refresh();
-  };
+  const redraw = (which = () => true) => cards.filter(which).forEach((card) => card.refresh());
 
-  const xAxis = () => ({
-    stroke: themed("soft"),
-    grid: { stroke: themed("grid"), width: 1 },
-    ticks: { stroke: themed("line"), width: 1, size: 5 },
-    font: "12px system-ui, sans-serif",
-    size: 34,
-    space: 56,
-    ...(state.x === "elapsed_s"
-      ? { incrs: TIME_STEPS, values: (u, splits) => clockTicks(splits) }
-      : { values: (u, splits) => splits.map((x) => tick(x)) }),
-    ...(state.x === "step"
-      ? {
-          incrs: [
-            1,
-            2,
-            5,
-            ...[1, 2, 3, 4, 5, 6, 7, 8, 9].flatMap((k) => [10 ** k, 2 * 10 ** k, 2.5 * 10 ** k, 5 * 10 ** k]),
-          ],
-        }
-      : {}),
-  });
+  const xAxis = () => {
+    const axis = {
+      stroke: themed("soft"),
+      grid: { stroke: themed("grid"), width: 1 },
+      ticks: { stroke: themed("line"), width: 1, size: 5 },
+      font: FONT,
+      size: 34,
+      space: 56,
+      values: (u, splits) => (state.x === "elapsed_s" ? clockTicks(splits) : splits.map((x) => tick(x))),
+    };
+    if (state.x === "elapsed_s") axis.incrs = TIME_STEPS;
+    const powers = [1, 2, 3, 4, 5, 6, 7, 8, 9].map((k) => 10 ** k);
+    if (state.x === "step") axis.incrs = [1, 2, 5, ...powers.flatMap((power) => [1, 2, 2.5, 5].map((k) => k * power))];
+    return axis;
+  };
 
   const yAxis = (unit, isLog = false) => ({
     stroke: themed("soft"),
     grid: { stroke: themed("grid"), width: 1 },
     ticks: { show: false },
-    font: "12px system-ui, sans-serif",
+    font: FONT,
     size: (u, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
     values: (u, splits) => (isLog ? logWords(u, splits, unit) : splits.map((y) => tick(y, unit))),
     space: 34,
@@ -482,15 +441,14 @@
   const logSplits = (u, axis, min, max) => {
     const made = [];
     for (let power = Math.floor(Math.log10(min)); power <= Math.log10(max); power++)
-      for (let k = 1; k < 10; k++)
-        if (k * 10 ** power >= min && k * 10 ** power <= max) made.push(Number((k * 10 ** power).toPrecision(1)));
-    return made;
+      for (let k = 1; k < 10; k++) made.push(Number((k * 10 ** power).toPrecision(1)));
+    return made.filter((y) => y >= min && y <= max);
   };
 
   const logWords = (u, splits, unit) => {
-    const { min, max } = u.scales.y,
-      decades = Math.log10(max / min),
-      room = (u.height - 40) / 22;
+    const { min, max } = u.scales.y;
+    const decades = Math.log10(max / min);
+    const room = (u.height - 40) / 22;
     const digits = decades > room / 2.5 ? "1" : decades > room / 6 ? "125" : decades > 0.6 ? "1235" : "123456789";
     const every = Math.ceil(decades / room);
     return splits.map((y) => {
@@ -510,21 +468,6 @@
     },
   };
 
-  /** Upper end of an axis that leaves lone peaks out; null if there are none. */
-  const withoutPeaks = (values) => {
-    const sorted = values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
-    const usual = sorted[Math.floor(sorted.length * 0.98)],
-      most = sorted[sorted.length - 1];
-    return sorted.length > 50 && usual > 0 && most > 3 * usual ? 1.3 * usual : null;
-  };
-
-  /** Note that the reader has zoomed in. */
-  const noteZoom = (card) => (u, scale) => {
-    const xs = u.data[0];
-    if (scale === "x" && card.reset && xs.length)
-      card.reset.hidden = u.scales.x.min <= xs[0] && u.scales.x.max >= xs[xs.length - 1];
-  };
-
   // ---------------------------------------------------------------- curves of all runs
 
   class Curves extends Card {
@@ -533,16 +476,8 @@
       this.description = chart;
       this.hiddenLabels = new Set();
       this.isLog = chart.isLog && this.spansDecade();
-      this.log = this.button(
-        "Log",
-        () => {
-          this.isLog = !this.isLog;
-          this.refresh();
-        },
-        { "aria-label": `Logarithmic axis of ${chart.title}` },
-      );
+      this.addSwitch("Log", "isLog", `Logarithmic axis of ${chart.title}`);
       this.addLarge();
-      if (chart.note) this.note = words(chart.note);
     }
 
     spansDecade() {
@@ -550,37 +485,20 @@
       for (const run of report.runs)
         for (const { table, field } of this.description.series)
           for (const value of run.tables[table]?.y[field]?.v ?? [])
-            if (!Number.isNaN(value)) {
-              low = Math.min(low, value);
-              high = Math.max(high, value);
-            }
+            if (!Number.isNaN(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
       return low > 0 && high >= 10 * low;
     }
 
     /** The series of a chart that has several, to hide and show. */
     drawKey() {
       const all = this.description.series.filter(
-        (series) => series.label && report.runs.some((run) => run.tables[series.table]?.y[series.field]),
+        ({ label, table, field }) => label && some((run) => run.tables[table]?.y[field]),
       );
-      this.key.replaceChildren(
-        ...(all.length < 2
-          ? []
-          : all.map((series) => {
-              const entry = make(
-                "button",
-                { type: "button", "aria-pressed": String(!this.hiddenLabels.has(series.label)) },
-                this.swatchOf(series),
-                series.label,
-              );
-              entry.addEventListener("click", () => {
-                if (!this.hiddenLabels.delete(series.label)) this.hiddenLabels.add(series.label);
-                entry.setAttribute("aria-pressed", String(!this.hiddenLabels.has(series.label)));
-                this.hide();
-              });
-              return entry;
-            })),
-        ...(this.note ? [this.note] : []),
+      const entries = all.map((series) =>
+        hider(this.hiddenLabels, series.label, () => this.hide(), this.swatchOf(series), series.label),
       );
+      const { note } = this.description;
+      this.key.replaceChildren(...(all.length > 1 ? entries : []), ...(note ? [words(note)] : []));
     }
 
     swatchOf(series) {
@@ -591,94 +509,64 @@
     lines() {
       const made = [];
       for (const entity of entities())
-        for (const [place, series] of this.description.series.entries()) {
-          const own = entity.runs.map((i) =>
-            seriesOf(report.runs[i], series.table, series.field, state.x, series.factor),
-          );
-          const data = own.length > 1 ? overRuns(own) : own[0];
-          if (!data.x.length) continue;
-          const isEval = series.table === "evaluations";
-          const dash = place ? [5, 4] : DASHES[Math.floor(entity.i / 10) % DASHES.length];
-          const isSmooth = state.smoothing > 0 && series.table === "train";
+        for (const [i, series] of this.description.series.entries()) {
+          const { table, field, factor, label } = series;
+          const runs = entity.runs.map((k) => seriesOf(report.runs[k], table, field, state.x, factor));
+          const data = runs.length > 1 ? overRuns(runs) : runs[0];
           made.push({
             entity,
             series,
             data,
             colour: hue(entity.i),
-            dash,
-            isEval,
-            name: series.label && this.description.series.length > 1 ? `${entity.name}, ${series.label}` : entity.name,
-            smooth: isSmooth ? smoothed(data.mean, state.smoothing) : null,
+            dash: i ? [5, 4] : dashOf(entity.i),
+            name: label && this.description.series.length > 1 ? `${entity.name}, ${label}` : entity.name,
+            smooth: state.smoothing > 0 && table === "train" ? smoothed(data.mean, state.smoothing) : null,
           });
         }
       return made;
     }
 
     draw() {
-      this.drawn = this.lines();
+      const drawn = this.lines().filter((line) => line.data.x.length);
       this.drawKey();
-      this.log.setAttribute("aria-pressed", String(this.isLog));
-      if (!this.drawn.length) {
-        this.chart?.destroy();
-        this.chart = null;
-        this.plot.replaceChildren(make("p", { className: "made" }, `No values by ${XS[state.x]}.`));
-        return;
-      }
-      const fit = (ys) => (this.isLog ? ys.map((y) => (y > 0 ? y : null)) : ys);
-      const tables = [],
-        series = [{}],
-        bands = [];
+      if (!drawn.length) return this.clear(`No values by ${XS[state.x]}.`);
+      const [tables, series, bands] = [[], [{}], []];
       this.columns = []; // of uPlot's series: [line, role]
       const add = (line, role, ys, options) => {
-        tables.push([line.data.x, fit(ys)]);
+        tables.push([line.data.x, this.isLog ? ys.map((y) => (y > 0 ? y : null)) : ys]);
         series.push({ label: line.name, scale: "y", points: { show: false }, ...options });
         this.columns.push([line, role]);
       };
-      for (const line of this.drawn) {
-        const width = report.runs.length > 20 ? 1.2 : 1.8,
-          { colour, dash } = line;
-        const isMarked = (line.isEval && line.data.x.length <= MARKED) || line.data.x.length < 3;
+      const width = report.runs.length > 20 ? 1.2 : 1.8;
+      for (const line of drawn) {
+        const { colour, dash, data, smooth } = line;
+        const isEval = line.series.table === "evaluations";
+        const isMarked = (isEval && data.x.length <= MARKED) || data.x.length < 3;
         const points = { show: isMarked, size: 5, fill: colour, stroke: colour };
-        if (line.data.low) {
-          add(line, "high", line.data.high, { stroke: null, width: 0 });
-          add(line, "low", line.data.low, { stroke: null, width: 0 });
+        if (data.low) {
+          add(line, "high", data.high, { stroke: null, width: 0 });
+          add(line, "low", data.low, { stroke: null, width: 0 });
           bands.push({ series: [series.length - 2, series.length - 1], fill: faded(colour, 0.2) });
         }
-        if (line.smooth) add(line, "smooth", line.smooth, { stroke: colour, width: width + 0.3 });
-        add(line, "value", line.data.y, {
-          stroke: line.smooth ? faded(colour, 0.3) : colour,
-          width: line.smooth ? 1 : width,
-          dash,
-          points,
-        });
+        if (smooth) add(line, "smooth", smooth, { stroke: colour, width: width + 0.3 });
+        const look = smooth ? { stroke: faded(colour, 0.3), width: 1 } : { stroke: colour, width };
+        add(line, "value", data.y, { ...look, dash, points });
       }
-      const label = `${this.title} by ${XS[state.x]}. ${this.drawn
-        .slice(0, 8)
-        .map((line) => `${line.name}: last ${this.shown(line.data.y.findLast((y) => y !== null))}`)
-        .join("; ")}`;
+      const last = ({ name, data }) => `${name}: last ${this.shown(data.y.findLast((y) => y !== null))}`;
+      const wide = (u, min, max) => (max - min <= 1e-9 * Math.abs(max) ? [min - 0.5, max + 0.5] : [min, max]);
+      const y = this.isLog
+        ? { distr: 3, range: (u, min, max) => (min > 0 ? [min / 1.12, max * 1.12] : [0.1, 1]) }
+        : { range: (u, min, max) => this.range(u, min, max) };
       this.show(
         {
-          cursor: {
-            ...CURSOR,
-            points: { size: 7 },
-            dataIdx: (u, i, at) => this.nearest(u, i, at),
-          },
-          scales: {
-            x: {
-              time: false,
-              range: (u, min, max) => (max - min <= 1e-9 * Math.abs(max) ? [min - 0.5, max + 0.5] : [min, max]),
-            },
-            y: this.isLog
-              ? { distr: 3, range: (u, min, max) => (min > 0 ? [min / 1.12, max * 1.12] : [0.1, 1]) }
-              : { range: (u, min, max) => this.range(u, min, max) },
-          },
+          cursor: { points: { size: 7 }, dataIdx: (u, i, at) => this.nearest(u, i, at) },
+          scales: { x: { time: false, range: wide }, y },
           axes: [xAxis(), yAxis(this.description.unit, this.isLog)],
           series,
           bands,
-          hooks: { setCursor: [(u) => this.moved(u)], setScale: [noteZoom(this)] },
         },
         uPlot.join(tables),
-        label,
+        `${this.title} by ${XS[state.x]}. ${drawn.slice(0, 8).map(last).join("; ")}`,
       );
       this.hide();
     }
@@ -687,44 +575,35 @@
     range(u, min, max) {
       if (min === null) return [0, 1];
       const isFlat = max - min <= 1e-6 * Math.abs(max); // no ticks would differ
-      const pad = isFlat ? Math.abs(max) * 0.1 || 1 : (max - min) * 0.06,
-        [first, last] = u.series[0].idxs ?? [0, 0];
+      const pad = isFlat ? Math.abs(max) * 0.1 || 1 : (max - min) * 0.06;
       const low = min >= 0 && (min < 0.4 * max || min < pad) ? 0 : min - pad;
       if (this.description.section !== "speed") return [low, max + pad];
-      const shown = u.data
-        .slice(1)
-        .filter((_, i) => u.series[i + 1].show)
-        .flatMap((ys) => Array.prototype.slice.call(ys, first, last + 1));
-      return [low, this.cut(max + pad, shown)];
+      const [first, last] = u.series[0].idxs ?? [0, 0];
+      const shown = u.data.slice(1).filter((_, i) => u.series[i + 1].show);
+      return [low, this.cut(max + pad, shown.flatMap((ys) => Array.prototype.slice.call(ys, first, last + 1)))];
     }
 
     hide() {
-      if (!this.chart) return;
-      this.chart.batch(() =>
-        this.columns.forEach(([line, role], i) => {
-          const isShown = !state.hidden.has(line.entity.name) && !this.hiddenLabels.has(line.series.label);
-          if (this.chart.series[i + 1].show !== isShown) this.chart.setSeries(i + 1, { show: isShown });
+      this.chart?.batch(() =>
+        this.columns.forEach(([line], i) => {
+          const show = !state.hidden.has(line.entity.name) && !this.hiddenLabels.has(line.series.label);
+          if (this.chart.series[i + 1].show !== show) this.chart.setSeries(i + 1, { show });
         }),
       );
     }
 
-    shown(value) {
-      return value === null || value === undefined ? "unknown" : prefixed(value, this.description.unit);
-    }
-
-    short(value) {
-      return typeof value === "number" ? this.shown(Number(value.toPrecision(4))) : this.shown(value);
+    shown(value, digits = 6) {
+      return typeof value === "number" ? prefixed(value, this.description.unit, digits) : "unknown";
     }
 
     /** The line's own point that is nearest to the cursor; none far beyond its ends. */
     nearest(u, i, at) {
       if (!i) return at;
-      const ys = u.data[i],
-        known = (k) => ys[k] !== null && ys[k] !== undefined;
-      let left = at,
-        right = at;
-      while (left >= 0 && !known(left)) left--;
-      while (right < ys.length && !known(right)) right++;
+      const ys = u.data[i];
+      const isKnown = (k) => ys[k] !== null && ys[k] !== undefined;
+      let [left, right] = [at, at];
+      while (left >= 0 && !isKnown(left)) left--;
+      while (right < ys.length && !isKnown(right)) right++;
       const [hasLeft, hasRight] = [left >= 0, right < ys.length];
       if (!hasLeft && !hasRight) return null;
       const apart = (k) => Math.abs(u.valToPos(u.data[0][k], "x") - u.cursor.left);
@@ -732,49 +611,35 @@
       return (hasLeft && hasRight) || apart(best) <= FAR ? best : null;
     }
 
-    moved(u) {
-      const { left, top, idxs, idx } = u.cursor;
-      const isMine = u.over.matches(":hover") || document.activeElement === this.plot;
-      if (left === undefined || left < 0 || idx === null || idx === undefined || !isMine) {
-        this.tip.hidden = true;
-        return;
-      }
+    valuesAt(u, idx) {
+      const head = u.data[0][idx];
       let rows = [];
       this.columns.forEach(([line, role], i) => {
-        const k = idxs[i + 1];
+        const k = u.cursor.idxs[i + 1];
         if (role !== "value" || !u.series[i + 1].show || k === null || k === undefined) return;
-        const y = u.data[i + 1][k],
-          x = u.data[0][k];
-        const find = (other) => u.data[this.columns.findIndex(([l, r]) => l === line && r === other) + 1]?.[k];
+        const [x, y] = [u.data[0][k], u.data[i + 1][k]];
+        const find = (other) => {
+          const column = this.columns.findIndex(([l, r]) => l === line && r === other) + 1;
+          return this.shown(u.data[column]?.[k], 4);
+        };
         const runs = line.data.runs?.[line.data.x.indexOf(x)];
         const fewer = runs < line.data.all ? `, ${runs} of ${line.data.all} seeds` : "";
-        const extra = line.data.low
-          ? `(${this.short(find("low"))} to ${this.short(find("high"))}${fewer})`
-          : line.smooth
-            ? `(smooth ${this.short(find("smooth"))})`
-            : "";
+        let extra = line.smooth ? `(smooth ${find("smooth")})` : "";
+        if (line.data.low) extra = `(${find("low")} to ${find("high")}${fewer})`;
+        if (x !== head) extra += ` at ${place(x)}`;
         rows.push({
           name: line.name,
-          value: line.data.low ? this.short(y) : this.shown(y),
+          value: this.shown(y, line.data.low ? 4 : 6),
           extra,
-          x,
           colour: line.colour,
           kind: line.dash.length ? "dashed" : "",
-          away: Math.abs(u.valToPos(y, "y") - top),
+          away: Math.abs(u.valToPos(y, "y") - u.cursor.top),
         });
       });
-      if (!rows.length) {
-        this.tip.hidden = true;
-        return;
-      }
       const nearest = Math.min(...rows.map((row) => row.away));
-      const head = u.data[0][idx];
       if (rows.length > MOST_IN_TIP) rows = rows.toSorted((a, b) => a.away - b.away).slice(0, MOST_IN_TIP);
-      rows.forEach((row) => {
-        row.isNear = row.away === nearest && rows.length > 1;
-        if (row.x !== head) row.extra += ` at ${place(row.x)}`;
-      });
-      this.showTip(place(head), rows, left, top);
+      for (const row of rows) row.isNear = row.away === nearest && rows.length > 1;
+      return { head: place(head), rows };
     }
   }
 
@@ -782,119 +647,63 @@
 
   class Parts extends Card {
     constructor(section) {
-      super(section, "Parts of a step", { ofOneRun: true });
+      super(section, "Parts of a step", { isOfOneRun: true });
       this.hiddenParts = new Set();
-      this.isShare = false;
-      this.share = this.button(
-        "Share",
-        () => {
-          this.isShare = !this.isShare;
-          this.refresh();
-        },
-        { "aria-label": "Parts as shares of a step" },
-      );
+      this.addSwitch("Share", "isShare", "Parts as shares of a step");
       this.addLarge();
     }
 
-    within(u) {
-      const [first, last] = u.series[0].idxs ?? [0, 0];
-      return [first, last + 1];
-    }
-
     draw() {
-      const run = report.runs[state.run],
-        names = Object.keys(PART_HUES).filter((part) => run.tables.parts.y[part]);
-      const nameOf = (part) => (run.estimated.includes(part) ? "~" : "") + part;
-      this.share.setAttribute("aria-pressed", String(this.isShare));
-      this.key.replaceChildren(
-        ...names.map((part) => {
-          const entry = make(
-            "button",
-            { type: "button", "aria-pressed": String(!this.hiddenParts.has(part)) },
-            swatch(hue(PART_HUES[part]), "filled"),
-            nameOf(part),
-          );
-          entry.addEventListener("click", () => {
-            if (!this.hiddenParts.delete(part)) this.hiddenParts.add(part);
-            this.draw();
-          });
-          return entry;
-        }),
-        ...(run.isLate ? [words("before it is known, an exchange is in compute")] : []),
+      const run = report.runs[state.run];
+      const names = Object.keys(PART_HUES).filter((part) => run.tables.parts.y[part]);
+      const title = (part) => (run.estimated.includes(part) ? "~" : "") + part;
+      const entries = names.map((part) =>
+        hider(this.hiddenParts, part, () => this.draw(), swatch(hue(PART_HUES[part]), "filled"), title(part)),
       );
+      const note = run.isLate ? [words("before it is known, an exchange is in compute")] : [];
+      this.key.replaceChildren(...entries, ...note);
       const shown = names.filter((part) => !this.hiddenParts.has(part));
-      const columns = shown.map((part) => seriesOf(run, "parts", part, state.x));
-      if (!columns.length || !columns[0].x.length) {
-        this.chart?.destroy();
-        this.chart = null;
-        this.plot.replaceChildren(make("p", { className: "made" }, "No parts of a step."));
-        return;
-      }
-      const total = columns[0].x.map((_, k) => columns.reduce((sum, column) => sum + column.y[k], 0));
-      const size = (value, k) => (this.isShare ? (100 * value) / (total[k] || 1) : value);
-      const sums = columns.map((_, i) =>
-        columns[0].x.map((_, k) =>
-          size(
-            columns.slice(0, i + 1).reduce((sum, column) => sum + column.y[k], 0),
-            k,
-          ),
-        ),
+      this.columns = shown.map((part) => ({
+        ...seriesOf(run, "parts", part, state.x),
+        title: title(part),
+        colour: hue(PART_HUES[part]),
+      }));
+      if (!this.columns.length || !this.columns[0].x.length) return this.clear("No parts of a step.");
+      const xs = this.columns[0].x;
+      const stacked = (count) => xs.map((_, k) => this.columns.slice(0, count).reduce((sum, { y }) => sum + y[k], 0));
+      this.total = stacked(shown.length);
+      const sums = this.columns.map((_, i) =>
+        stacked(i + 1).map((sum, k) => (this.isShare ? (100 * sum) / (this.total[k] || 1) : sum)),
       );
-      const unit = this.isShare ? "%" : "s";
+      const fills = this.columns.map(({ colour }) => ({ fill: faded(colour, 0.55) }));
+      const high = (u, max) => {
+        const [first, last] = u.series[0].idxs ?? [0, 0];
+        return this.isShare ? 100 : this.cut((max || 1) * 1.04, this.total.slice(first, last + 1));
+      };
+      const last = ({ title, y }) => `${title} ${prefixed(y.at(-1), "s")}`;
+      const line = { width: 1, points: { show: false } };
       this.show(
         {
-          cursor: { ...CURSOR, points: { show: false } },
-          scales: {
-            x: { time: false },
-            y: {
-              range: (u, min, max) => [
-                0,
-                this.isShare ? 100 : this.cut((max || 1) * 1.04, total.slice(...this.within(u))),
-              ],
-            },
-          },
-          axes: [xAxis(), yAxis(unit)],
-          series: [
-            {},
-            ...shown.map((part, i) => ({
-              label: part,
-              stroke: hue(PART_HUES[part]),
-              width: 1,
-              points: { show: false },
-              ...(i ? {} : { fill: faded(hue(PART_HUES[part]), 0.55) }),
-            })),
-          ],
-          bands: shown.slice(1).map((part, i) => ({ series: [i + 2, i + 1], fill: faded(hue(PART_HUES[part]), 0.55) })),
-          hooks: {
-            setScale: [noteZoom(this)],
-            setCursor: [
-              (u) => {
-                const k = u.cursor.idx,
-                  isMine = u.over.matches(":hover") || document.activeElement === this.plot;
-                if (k === null || k === undefined || u.cursor.left < 0 || !isMine) {
-                  this.tip.hidden = true;
-                  return;
-                }
-                const rows = shown.map((part, i) => ({
-                  name: nameOf(part),
-                  colour: hue(PART_HUES[part]),
-                  kind: "filled",
-                  value: prefixed(columns[i].y[k], "s"),
-                  extra: `${((100 * columns[i].y[k]) / (total[k] || 1)).toFixed(1)} %`,
-                }));
-                this.showTip(
-                  `${place(u.data[0][k])}: ${prefixed(total[k], "s")}`,
-                  rows.reverse(),
-                  u.cursor.left,
-                  u.cursor.top,
-                );
-              },
-            ],
-          },
+          cursor: { points: { show: false } },
+          scales: { x: { time: false }, y: { range: (u, min, max) => [0, high(u, max)] } },
+          axes: [xAxis(), yAxis(this.isShare ? "%" : "s")],
+          series: [{}, ...this.columns.map(({ colour }, i) => ({ ...line, stroke: colour, ...(i ? {} : fills[0]) }))],
+          bands: fills.slice(1).map((fill, i) => ({ series: [i + 2, i + 1], ...fill })),
         },
-        [columns[0].x, ...sums],
-        `Parts of a step of ${run.name}. Last: ${shown.map((part, i) => `${nameOf(part)} ${prefixed(columns[i].y.at(-1), "s")}`).join(", ")}`,
+        [xs, ...sums],
+        `Parts of a step of ${run.name}. Last: ${this.columns.map(last).join(", ")}`,
       );
+    }
+
+    valuesAt(u, k) {
+      const rows = this.columns.map(({ title, colour, y }) => ({
+        name: title,
+        colour,
+        kind: "filled",
+        value: prefixed(y[k], "s"),
+        extra: `${((100 * y[k]) / (this.total[k] || 1)).toFixed(1)} %`,
+      }));
+      return { head: `${place(u.data[0][k])}: ${prefixed(this.total[k], "s")}`, rows: rows.reverse() };
     }
   }
 
@@ -902,157 +711,109 @@
 
   class RankMap extends Card {
     constructor(section) {
-      super(section, "A rank's own time, over the median of ranks", { isPlot: false, ofOneRun: true });
+      super(section, "A rank's own time, over the median of ranks", { isPlot: false, isOfOneRun: true });
       this.canvas = make("canvas", { role: "img" });
       this.plot.append(this.canvas);
-      this.canvas.addEventListener("mousemove", (event) => this.moved(event));
-      this.canvas.addEventListener("mouseleave", () => {
-        this.tip.hidden = true;
-      });
+      this.canvas.addEventListener("mousemove", (event) => this.pointed(event));
+      this.canvas.addEventListener("mouseleave", () => (this.tip.hidden = true));
     }
 
     draw() {
-      const run = report.runs[state.run],
-        map = run.map;
+      const { map, name } = report.runs[state.run];
       this.element.hidden = !map;
       if (!map) return;
-      const values = numbers(map.relative),
-        columns = values.length / map.ranks,
-        { width, height } = this.size();
-      const left = 44,
-        bottom = 26,
-        inner = [width - left - 4, height - bottom],
-        ratio = devicePixelRatio || 1;
+      const values = numbers(map.relative);
+      const columns = values.length / map.ranks;
+      const { width, height } = this.size();
+      const [left, bottom, ratio] = [44, 26, devicePixelRatio || 1];
+      const inner = [width - left - 4, height - bottom];
       Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
       Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
-      const pen = this.canvas.getContext("2d"),
-        most = Math.max(1.1, ...values.filter((v) => v === v));
-      pen.scale(ratio, ratio);
+      const pen = this.canvas.getContext("2d");
+      const most = Math.max(1.1, ...values.filter((value) => !Number.isNaN(value)));
       const [slow, fast] = [themed("slow"), themed("fast")];
       const cell = [inner[0] / columns, inner[1] / map.ranks];
+      const gap = cell[1] > 6 ? 1 : 0;
+      pen.scale(ratio, ratio);
       pen.fillStyle = themed("grid");
       pen.fillRect(left, 0, ...inner);
       values.forEach((value, i) => {
-        const row = Math.floor(i / columns),
-          column = i % columns;
-        if (!(value === value) || value === 1) return;
+        if (Number.isNaN(value) || value === 1) return;
         pen.fillStyle = value > 1 ? slow : fast;
         pen.globalAlpha = Math.min(1, value > 1 ? (value - 1) / (Math.min(most, 2) - 1) : (1 - value) / 0.5);
-        pen.fillRect(
-          left + column * cell[0],
-          row * cell[1],
-          cell[0] + 0.5,
-          Math.max(cell[1] - (cell[1] > 6 ? 1 : 0), 0.5),
-        );
+        const corner = [left + (i % columns) * cell[0], Math.floor(i / columns) * cell[1]];
+        pen.fillRect(...corner, cell[0] + 0.5, Math.max(cell[1] - gap, 0.5));
       });
-      pen.globalAlpha = 1;
-      pen.fillStyle = themed("soft");
-      pen.font = "12px system-ui, sans-serif";
-      pen.textBaseline = "middle";
-      pen.textAlign = "right";
+      const write = (text, align, x, y) => {
+        pen.textAlign = align;
+        pen.fillText(text, x, y);
+      };
+      Object.assign(pen, { globalAlpha: 1, fillStyle: themed("soft"), font: FONT, textBaseline: "middle" });
       const every = Math.ceil(map.ranks / Math.max(1, Math.floor(inner[1] / 18)));
-      for (let row = 0; row < map.ranks; row += every) pen.fillText(row * map.each, left - 6, (row + 0.5) * cell[1]);
-      pen.textBaseline = "alphabetic";
-      pen.textAlign = "left";
-      pen.fillText(`step ${tidy(map.ends[0])}`, left, height - 8);
-      pen.textAlign = "right";
-      pen.fillText(`step ${tidy(map.ends[1])}`, width - 4, height - 8);
-      this.key.replaceChildren(
-        swatch(fast, "filled"),
-        words("faster"),
-        swatch(slow, "filled"),
-        make(
-          "span",
-          { className: "words" },
-          `slower, up to ${most.toFixed(2)} times the median${map.each > 1 ? `; the slowest of every ${map.each} ranks` : ""}`,
-        ),
-      );
-      this.canvas.setAttribute(
-        "aria-label",
-        `Map of ${map.ranks * map.each} ranks of ${run.name}; the slowest takes ${most.toFixed(2)} times the median`,
-      );
+      for (let row = 0; row < map.ranks; row += every) write(row * map.each, "right", left - 6, (row + 0.5) * cell[1]);
+      write(`step ${tidy(map.ends[0])}`, "left", left, height - 12);
+      write(`step ${tidy(map.ends[1])}`, "right", width - 4, height - 12);
+      const group = map.each > 1 ? `; the slowest of every ${map.each} ranks` : "";
+      const slower = words(`slower, up to ${most.toFixed(2)} times the median${group}`);
+      this.key.replaceChildren(swatch(fast, "filled"), words("faster"), swatch(slow, "filled"), slower);
+      const times = `the slowest takes ${most.toFixed(2)} times the median`;
+      this.canvas.setAttribute("aria-label", `Map of ${map.ranks * map.each} ranks of ${name}; ${times}`);
       this.grid = { values, columns, left, cell, map };
     }
 
-    moved(event) {
+    pointed({ offsetX, offsetY }) {
       const { values, columns, left, cell, map } = this.grid;
-      const column = Math.floor((event.offsetX - left) / cell[0]),
-        row = Math.floor(event.offsetY / cell[1]);
+      const [column, row] = [Math.floor((offsetX - left) / cell[0]), Math.floor(offsetY / cell[1])];
+      if (column < 0 || column >= columns || row >= map.ranks) return this.showTip("", []);
       const value = values[row * columns + column];
-      if (column < 0 || column >= columns || row >= map.ranks || value === undefined) {
-        this.tip.hidden = true;
-        return;
-      }
       const step = Math.round(map.ends[0] + ((map.ends[1] - map.ends[0]) * (column + 0.5)) / columns);
-      const who =
-        map.each > 1 ? `slowest of ranks ${row * map.each} to ${row * map.each + map.each - 1}` : `rank ${row}`;
-      this.showTip(
-        `about step ${step}`,
-        [
-          {
-            name: who,
-            value: value === value ? `${tidy(Number(value.toPrecision(3)))} × median` : "unknown",
-            colour: themed(value > 1 ? "slow" : "fast"),
-            kind: "filled",
-          },
-        ],
-        event.offsetX,
-        event.offsetY,
-      );
+      const ranks = `slowest of ranks ${row * map.each} to ${row * map.each + map.each - 1}`;
+      const line = {
+        name: map.each > 1 ? ranks : `rank ${row}`,
+        value: Number.isNaN(value) ? "unknown" : `${Number(value.toPrecision(3))} × median`,
+        colour: themed(value > 1 ? "slow" : "fast"),
+        kind: "filled",
+      };
+      this.showTip(`about step ${step}`, [line], offsetX, offsetY);
     }
   }
 
   /** Named bars of a run. */
   class BarList extends Card {
     constructor(section, title, rowsOf, keyOf) {
-      super(section, title, { isPlot: false, ofOneRun: true });
+      super(section, title, { isPlot: false, isOfOneRun: true });
       this.element.classList.add("bars");
-      this.rowsOf = rowsOf;
-      this.keyOf = keyOf;
+      this.plot.setAttribute("tabindex", "0"); // it scrolls
+      Object.assign(this, { rowsOf, keyOf });
     }
 
     draw() {
-      const run = report.runs[state.run],
-        rows = this.rowsOf(run),
-        most = Math.max(...rows.flatMap((row) => row.values), 1e-300);
+      const run = report.runs[state.run];
+      const rows = this.rowsOf(run);
+      const most = Math.max(...rows.flatMap((row) => row.values), 1e-300);
+      const drawn = rows.map(({ name, values, shown }) => {
+        const bars = values.map(() => make("i"));
+        bars.forEach((bar, i) => (bar.style.width = `${(100 * values[i]) / most}%`));
+        const columns = { name: [name], track: bars, value: [shown] };
+        const cells = Object.entries(columns).map(([className, inside]) => make("span", { className }, ...inside));
+        return make("div", { className: "bar", title: name }, ...cells);
+      });
       this.element.hidden = !rows.length;
       this.key.replaceChildren(...this.keyOf(run));
-      this.plot.setAttribute("tabindex", "0"); // it scrolls
-      this.plot.replaceChildren(
-        ...rows.map((row) => {
-          const bars = row.values.map((value) => {
-            const bar = make("i");
-            bar.style.width = `${(100 * value) / most}%`;
-            return bar;
-          });
-          return make(
-            "div",
-            { className: "bar", title: row.name },
-            make("span", { className: "name" }, row.name),
-            make("span", { className: "track" }, ...bars),
-            make("span", { className: "value" }, row.shown),
-          );
-        }),
-      );
+      this.plot.replaceChildren(...drawn);
     }
   }
 
   /** Steps of asynchronous workers over time. */
   class WorkerSteps extends Curves {
     constructor(section) {
-      const most = Math.max(...report.runs.map((run) => run.workerSteps.length));
-      super(section, {
-        title: "Steps by worker",
-        unit: "",
-        isLog: false,
-        name: "steps",
-        series: [...Array(Math.min(most, 64)).keys()].map((i) => ({
-          table: "workers",
-          field: `worker_steps.${i}`,
-          label: `worker ${i}`,
-          factor: 1,
-        })),
-      });
+      const most = Math.min(64, Math.max(...report.runs.map((run) => run.workerSteps.length)));
+      const series = [...Array(most).keys()].map((i) => ({
+        table: "workers",
+        field: `worker_steps.${i}`,
+        label: `worker ${i}`,
+      }));
+      super(section, { title: "Steps by worker", unit: "", isLog: false, series });
       if (report.runs.length > 1) this.addPicker();
     }
 
@@ -1061,32 +822,27 @@
     }
 
     lines() {
-      const run = report.runs[state.run],
-        entity = { name: run.name, i: 0 };
-      return this.description.series
-        .map((series, i) => ({
-          entity: { ...entity, name: `\u0000${i}` },
-          series,
-          data: seriesOf(run, "workers", series.field, state.x),
-          colour: hue(i),
-          dash: DASHES[Math.floor(i / 10) % DASHES.length],
-          isEval: false,
-          name: series.label,
-          smooth: null,
-        }))
-        .filter((line) => line.data.x.length);
+      return this.description.series.map((series, i) => ({
+        entity: { name: `\u0000${i}` }, // which no run is called: the names of runs hide none of these
+        series,
+        data: seriesOf(report.runs[state.run], "workers", series.field, state.x),
+        colour: hue(i),
+        dash: dashOf(i),
+        name: series.label,
+        smooth: null,
+      }));
     }
   }
 
   // ---------------------------------------------------------------- the toolbar
 
-  const segments = (title, options, chosen, act) => {
+  const choice = (title, options, chosen, act) => {
     const buttons = Object.entries(options).map(([value, name]) => {
-      const made = make("button", { type: "button", role: "radio", "aria-checked": String(value === chosen) }, name);
-      made.addEventListener("click", () => {
+      const choose = () => {
         buttons.forEach((other) => other.setAttribute("aria-checked", String(other === made)));
         act(value);
-      });
+      };
+      const made = button(choose, { role: "radio", "aria-checked": String(value === chosen) }, name);
       return made;
     });
     const group = make("div", { className: "segments", role: "radiogroup", "aria-label": title }, ...buttons);
@@ -1101,42 +857,26 @@
 
   const drawLegend = () => {
     const all = entities();
+    const hide = () => {
+      chips.forEach((chip, i) => press(chip, !state.hidden.has(all[i].name)));
+      for (const card of cards) if (card instanceof Curves) card.hide();
+    };
+    const chips = all.map(({ name, i }) => {
+      const click = ({ detail }) => {
+        if (detail === 2) state.hidden = new Set(all.map((each) => each.name).filter((other) => other !== name));
+        else if (!state.hidden.delete(name)) state.hidden.add(name);
+        hide();
+      };
+      const properties = { className: "run", title: `${name}: click hides or shows it, double click shows it alone` };
+      return button(click, properties, swatch(hue(i), dashOf(i).length ? "dashed" : ""), make("span", {}, name));
+    });
+    const showAll = () => {
+      state.hidden.clear();
+      hide();
+    };
     legend.hidden = all.length < 2;
-    legend.replaceChildren(
-      ...all.map((entity) => {
-        const isDashed = Math.floor(entity.i / 10) % DASHES.length > 0;
-        const chip = make(
-          "button",
-          {
-            type: "button",
-            className: "run",
-            title: `${entity.name}: click hides or shows it, double click shows it alone`,
-            "aria-pressed": String(!state.hidden.has(entity.name)),
-          },
-          swatch(hue(entity.i), isDashed ? "dashed" : ""),
-          make("span", {}, entity.name),
-        );
-        chip.addEventListener("click", (event) => {
-          const isAlone = event.detail === 2;
-          if (isAlone) state.hidden = new Set(all.map((each) => each.name).filter((name) => name !== entity.name));
-          else if (!state.hidden.delete(entity.name)) state.hidden.add(entity.name);
-          [...legend.querySelectorAll(".run")].forEach((each, i) =>
-            each.setAttribute("aria-pressed", String(!state.hidden.has(all[i].name))),
-          );
-          for (const card of cards) if (card instanceof Curves) card.hide();
-        });
-        return chip;
-      }),
-    );
-    if (all.length > 2) {
-      const every = make("button", { type: "button", className: "all" }, "All");
-      every.addEventListener("click", () => {
-        state.hidden.clear();
-        drawLegend();
-        for (const card of cards) if (card instanceof Curves) card.hide();
-      });
-      legend.append(every);
-    }
+    legend.replaceChildren(...chips, ...(all.length > 2 ? [button(showAll, { className: "all" }, "All")] : []));
+    hide();
   };
 
   const applyTheme = () => {
@@ -1149,98 +889,74 @@
   const drawToolbar = () => {
     const bar = document.getElementById("toolbar");
     const xs = Object.fromEntries(Object.entries(X_NAMES).filter(([x]) => has(x)));
-    bar.append(
-      segments("x axis", xs, state.x, (x) => {
-        state.x = x;
-        redraw();
-      }),
-    );
-    if (report.groups.length)
-      bar.append(
-        segments("Seeds", { mean: "Mean and band", each: "Every run" }, "mean", (value) => {
-          state.isMean = value === "mean";
-          state.hidden.clear();
-          drawLegend();
-          redraw();
-        }),
-      );
-    const amount = make("input", {
-      type: "range",
-      min: 0,
-      max: 0.99,
-      step: 0.01,
-      value: 0,
-      "aria-label": "Smoothing of training curves",
-    });
+    const chooseX = (x) => {
+      state.x = x;
+      redraw();
+    };
+    const chooseSeeds = (value) => {
+      state.isMean = value === "mean";
+      state.hidden.clear();
+      drawLegend();
+      redraw();
+    };
+    const chooseTheme = (theme) => {
+      state.theme = theme;
+      storedTheme(theme);
+      applyTheme();
+    };
+    const range = { type: "range", min: 0, max: 0.99, step: 0.01, value: 0 };
+    const amount = make("input", { ...range, "aria-label": "Smoothing of training curves" });
     const shown = make("output", {}, "0");
     amount.addEventListener("input", () => {
       state.smoothing = Number(amount.value);
       shown.textContent = amount.value;
       redraw((card) => card instanceof Curves);
     });
-    if (report.runs.some((run) => run.tables.train?.y.loss))
+    bar.append(choice("x axis", xs, state.x, chooseX));
+    if (report.groups.length)
+      bar.append(choice("Seeds", { mean: "Mean and band", each: "Every run" }, "mean", chooseSeeds));
+    if (some((run) => run.tables.train?.y.loss))
       bar.append(make("label", { className: "choice" }, make("span", {}, "Smoothing"), amount, shown));
-    bar.append(
-      segments("Theme", { auto: "Auto", light: "Light", dark: "Dark" }, state.theme, (theme) => {
-        state.theme = theme;
-        store("theme", theme);
-        applyTheme();
-      }),
-    );
-    bar.append(legend);
+    bar.append(choice("Theme", { auto: "Auto", light: "Light", dark: "Dark" }, state.theme, chooseTheme), legend);
     bar.hidden = false;
   };
 
   // ---------------------------------------------------------------- the page
 
-  const sectionOf = (name) => document.getElementById(name);
-  const some = (test) => report.runs.some(test);
-
-  for (const section of Object.keys(report.sections)) {
-    for (const chart of report.charts.filter((each) => each.section === section)) {
-      new Curves(sectionOf(section), chart);
-      const isFirst = chart === report.charts.find((each) => each.section === "speed");
-      if (isFirst && some((run) => run.tables.parts.y.compute)) new Parts(sectionOf("speed"));
-    }
-    if (
-      section === "speed" &&
-      !report.charts.some((each) => each.section === "speed") &&
-      some((run) => run.tables.parts.y.compute)
-    )
-      new Parts(sectionOf("speed"));
-    if (section !== "ranks") continue;
-    if (some((run) => run.slowest.ranks.length))
-      new BarList(
-        sectionOf("ranks"),
-        "Ranks that others waited for",
-        (run) => run.slowest.ranks.map(([name, times]) => ({ name, values: [times], shown: `${times} lines` })),
-        (run) => [words(`the slowest rank, if 10 % above the median, in ${run.slowest.lines} lines`)],
-      );
-    if (some((run) => run.map)) new RankMap(sectionOf("ranks"));
-    if (some((run) => run.buckets.length))
-      new BarList(
-        sectionOf("ranks"),
-        "Exchange by bucket, on rank 0",
-        (run) =>
-          run.buckets.map(([name, busy, waited]) => ({
-            name,
-            values: [busy, waited],
-            shown: prefixed(Math.max(busy, waited), "s"),
-          })),
-        () => [
-          swatch("var(--accent)", "filled"),
-          words("time a step in flight"),
-          swatch("var(--slow)", "filled"),
-          words("time that a rank waits for it"),
-        ],
-      );
-    if (some((run) => run.workerSteps.length > 1)) new WorkerSteps(sectionOf("ranks"));
+  for (const name of Object.keys(report.sections)) {
+    const section = document.getElementById(name);
+    const makers = report.charts
+      .filter((chart) => chart.section === name)
+      .map((chart) => () => new Curves(section, chart));
+    if (name === "speed" && some((run) => run.tables.parts.y.compute)) makers.splice(1, 0, () => new Parts(section));
+    makers.forEach((maker) => maker());
   }
+  const ranks = document.getElementById("ranks");
+  if (some((run) => run.slowest.ranks.length))
+    new BarList(
+      ranks,
+      "Ranks that others waited for",
+      (run) => run.slowest.ranks.map(([name, times]) => ({ name, values: [times], shown: `${times} lines` })),
+      (run) => [words(`the slowest rank, if 10 % above the median, in ${run.slowest.lines} lines`)],
+    );
+  if (some((run) => run.map)) new RankMap(ranks);
+  if (some((run) => run.buckets.length))
+    new BarList(
+      ranks,
+      "Exchange by bucket, on rank 0",
+      (run) => run.buckets.map(([name, ...values]) => ({ name, values, shown: prefixed(Math.max(...values), "s") })),
+      () => [
+        swatch("var(--accent)", "filled"),
+        words("time a step in flight"),
+        swatch("var(--slow)", "filled"),
+        words("time that a rank waits for it"),
+      ],
+    );
+  if (some((run) => run.workerSteps.length > 1)) new WorkerSteps(ranks);
 
   drawToolbar();
   applyTheme();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
-  let width = innerWidth;
   const resized = new ResizeObserver((entries) => {
     for (const entry of entries) {
       const card = cards.find((each) => each.plot === entry.target);

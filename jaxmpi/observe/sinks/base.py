@@ -32,18 +32,14 @@ MOST_IDS_BYTES = 1 << 16
 
 def numbers(row: Row) -> dict[str, Any]:
     """Numbers of a line as `train/loss`, medians of parts as `train/anatomy/compute`."""
-    kind = row["kind"]
-    found = {f"{kind}/{k}": v for k, v in row.items() if k not in ("kind", "step") and isinstance(v, (int, float))}
-    return found | {f"{kind}/{name}": median for name, median in medians(row).items() if median is not None}
+    found = {name: v for name, v in row.items() if name not in ("kind", "step") and isinstance(v, (int, float))}
+    return {f"{row['kind']}/{name}": v for name, v in (found | medians(row)).items() if v is not None}
 
 
 def medians(row: Row) -> dict[str, Any]:
     """Medians over ranks, as `anatomy/compute`, of the trainer's own lines only."""
-    parts = row.get("anatomy", {}) if row["kind"] in ("train", "window") else {}
+    parts = row.get("anatomy", {}) if row["kind"] == "train" else {}
     return {f"anatomy/{part}": spread[1] for part, spread in parts.items()}
-
-
-# ---------------------------------------------------------------- the identity of a run
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:
@@ -64,9 +60,6 @@ def write_state(run_dir: Path, name: str, identity: Any) -> None:
     """Write this run's identity at a service, for a resumed run."""
     with _keeping:
         write_whole(run_dir / IDS, (json.dumps(read_state(run_dir) | {name: identity}, indent=2) + "\n").encode())
-
-
-# ---------------------------------------------------------------- lines on their way
 
 
 class Background:
@@ -91,7 +84,8 @@ class Background:
             TimeoutError: the sink is MOST_WAITING lines behind.
             Exception: what the sink has raised.
         """
-        self._check()
+        if self._error:
+            raise self._error
         try:
             self._rows.put_nowait(row)
         except queue.Full as error:
@@ -114,27 +108,21 @@ class Background:
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
             raise TimeoutError(f"{self._rows.qsize()} lines or its end wait after {CLOSE_S:.0f} s")
-        self._check()
-
-    def _check(self) -> None:
         if self._error:
             raise self._error
 
     def _run(self) -> None:
         try:
             with name_threads(self.__name__):
-                sink = self._open()
-                while not self._is_closing.wait(GATHER_S):
-                    self._write(sink)
-                self._write(sink)
+                sink, is_closing = self._open(), False
+                while not is_closing:
+                    is_closing = self._is_closing.wait(GATHER_S)
+                    while not self._rows.empty():
+                        sink(self._rows.get_nowait())
+                    getattr(sink, "flush", lambda: None)()
                 end(sink, self._has_failed)
         except (Exception, SystemExit) as error:  # other people's code, as in `send`
             self._error = error
-
-    def _write(self, sink: Sink) -> None:
-        while not self._rows.empty():
-            sink(self._rows.get_nowait())
-        getattr(sink, "flush", lambda: None)()
 
 
 def send(sinks: list[Sink], row: Row) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmpi.core.env import installing
-from jaxmpi.core.errors import check, lookup
+from jaxmpi.core.errors import UsageError, lookup
 from jaxmpi.observe.sinks.base import Background, Sink, name_threads, say_failed
 from jaxmpi.observe.sinks.files import Csv, TensorBoard
 from jaxmpi.observe.sinks.services import Mlflow, Wandb
@@ -29,18 +29,10 @@ SINKS: dict[str, SinkSpec] = {
         Mlflow, "a run of MLflow, by MLFLOW_TRACKING_URI", "mlflow", "jaxmpi[mlflow]", in_background=True
     ),
     "tensorboard": SinkSpec(
-        TensorBoard,
-        "events in tensorboard/",
-        "tensorboardX",
-        "jaxmpi[tensorboard]",
-        in_background=True,
+        TensorBoard, "events in tensorboard/", "tensorboardX", "jaxmpi[tensorboard]", in_background=True
     ),
     "wandb": SinkSpec(
-        Wandb,
-        "a run of Weights & Biases, offline without an API key",
-        "wandb",
-        "jaxmpi[wandb]",
-        in_background=True,
+        Wandb, "a run of Weights & Biases, offline without an API key", "wandb", "jaxmpi[wandb]", in_background=True
     ),
 }
 
@@ -52,34 +44,30 @@ def check_sinks(asked: Sequence[str | Sink]) -> None:
         UsageError: one has not: got, expected, way out.
     """
     for name in asked:
-        if isinstance(name, str):
-            spec = lookup(SINKS, name, "sink")
-            check(
-                not spec.package or is_installed(spec.package),
+        if not isinstance(name, str):
+            continue
+        spec = lookup(SINKS, name, "sink")
+        found = importlib.util.find_spec(spec.package) if spec.package else None
+        if spec.package and (found is None or found.origin is None):  # a folder such as `./wandb` has no origin
+            raise UsageError(
                 f"sinks: got {name!r}; expected the package {spec.package}, which is not installed: "
-                f"{installing(spec.install)}, or leave {name} out",
+                f"{installing(spec.install)}, or leave {name} out"
             )
-
-
-def is_installed(package: str) -> bool:
-    """Return True for a package, but not a folder such as `./wandb`."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 def open_sinks(asked: Sequence[str | Sink], run_dir: Path) -> list[Sink]:
     """Open the sinks of a run; report and skip any that fails."""
     opened: list[Sink] = []
-    for given in asked:
-        sink = given
-        if isinstance(given, str):
-            spec = SINKS[given]
-            try:
-                with name_threads(given):
-                    sink = Background(given, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
-            except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
-                say_failed(given, "could not be opened and gets no lines", error)
-                continue
-        assert callable(sink)
-        opened.append(sink)
+    for sink in asked:
+        if not isinstance(sink, str):
+            opened.append(sink)
+            continue
+        spec = SINKS[sink]
+        try:
+            with name_threads(sink):
+                opened.append(
+                    Background(sink, partial(spec.open, run_dir)) if spec.in_background else spec.open(run_dir)
+                )
+        except (Exception, SystemExit) as error:  # other people's code: the run is worth more than a sink
+            say_failed(sink, "could not be opened and gets no lines", error)
     return opened

@@ -62,26 +62,22 @@ class Wandb:
     def __call__(self, row: Row) -> None:
         """Log the numbers of a line by its step, and samples."""
         if row["kind"] == "run":
-            self.run.config.update(
-                {name: value for name, value in row.items() if name != "kind"}, allow_val_change=True
-            )
+            facts = {name: value for name, value in row.items() if name != "kind"}
+            self.run.config.update(facts, allow_val_change=True)
         elif row["kind"] == "sample":
             shown = self._text(row["text"]) if "text" in row else self._picture(str(self.run_dir / row["file"]))
             self.run.log({"step": row["step"], f"sample/{row['name']}": shown})
         elif "step" in row:
             self.run.log({"step": row["step"], **numbers(row)})
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Send what is left."""
-        self._finish(0)
+        self.run.finish(exit_code=exit_code)
+        self.is_finished = True
 
     def fail(self) -> None:
         """Send what is left, and mark the run as failed."""
-        self._finish(1)
-
-    def _finish(self, code: int) -> None:
-        self.run.finish(exit_code=code)
-        self.is_finished = True
+        self.close(exit_code=1)
 
     def _leave(self, service: Any) -> None:
         """At exit, end a service whose own hook would wait without limit."""
@@ -117,7 +113,11 @@ class Mlflow:
     def __call__(self, row: Row) -> None:
         """Take a line's numbers, the configuration as parameters, samples as artifacts."""
         if row["kind"] == "run":
-            self._configure({name: value for name, value in row.items() if name != "kind"})
+            known = self.client.get_run(self.run_id).data.params  # MLflow changes none
+            named = {allowed_key(path): str(value) for path, value in flatten_json(row).items() if path != "kind"}
+            new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
+            for begin in range(0, len(new), 100):
+                self.client.log_batch(self.run_id, params=new[begin : begin + 100])
         elif row["kind"] == "sample" and "text" in row:
             self.client.log_text(self.run_id, row["text"], f"samples/{row['name']}_{row['step']:08d}.txt")
         elif row["kind"] == "sample":
@@ -128,31 +128,20 @@ class Mlflow:
                 self.metric(allowed_key(name), value, now_ms, row["step"]) for name, value in numbers(row).items()
             ]
 
-    def _configure(self, facts: Row) -> None:
-        """Log parameters that the run does not have: MLflow changes none."""
-        known = self.client.get_run(self.run_id).data.params
-        named = {allowed_key(path): str(value) for path, value in flatten_json(facts).items()}
-        new = [self.param(name, text[:MOST_TEXT]) for name, text in named.items() if name not in known]
-        for begin in range(0, len(new), 100):
-            self.client.log_batch(self.run_id, params=new[begin : begin + 100])
-
     def flush(self) -> None:
         """Write several lines' numbers at once, in a tenth of the time."""
         for begin in range(0, len(self._metrics), MOST_METRICS):
             self.client.log_batch(self.run_id, metrics=self._metrics[begin : begin + MOST_METRICS])
         self._metrics = []
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         """Mark the run as finished."""
-        self._terminate("FINISHED")
+        self.flush()
+        self.client.set_terminated(self.run_id, status)
 
     def fail(self) -> None:
         """Mark the run as failed."""
-        self._terminate("FAILED")
-
-    def _terminate(self, status: str) -> None:
-        self.flush()
-        self.client.set_terminated(self.run_id, status)
+        self.close(status="FAILED")
 
 
 def allowed_key(name: str) -> str:
