@@ -1,11 +1,10 @@
 """Data: sources of examples, their order, and batches made ahead.
 
 In reading order: `sources`; `sampler`, which examples a worker reads at a step; `decode`, images to pixels; `augment`,
-an image's way into a batch; `example`, one row of a batch; `ring_buffer`, memory that a worker shares with its loaders;
-`loader_worker`, a loader; `loader_pool`, those of a worker; `batch_loader`, batches in exact order; `thread_map`, a
-function over items by threads; `packing` of a source into few files; `group_order`, who in a group of workers with the
-data in memory holds which record; `memory_room`, the memory that is needed and left; `memory_source`, records in
-memory; `command`, `jaxmpi data`.
+an image's way into a batch; `example`, one row of a batch; `loader_worker`, a loader, and memory that it shares with
+its worker; `loader_pool`, the loaders of a worker; `batch_loader`, batches in exact order; `thread_map`, a function
+over items by threads; `packing` of a source into few files; `group_order`, who in a group of workers with the data in
+memory holds which record; `memory_source`, records in memory; `command`, `jaxmpi data`.
 
 Then what no loader process imports, since it imports JAX or MPI: `feed`, batches for the devices; `shuffle` of data
 in memory between workers, which reads their memory by `peer_memory`; `in_memory`, the same for a loop of one's own;

@@ -16,7 +16,7 @@ from jaxmpi.core.errors import check
 from jaxmpi.data import decode
 from jaxmpi.data.sampler import random_bits
 from jaxmpi.data.sources.base import to_array
-from jaxmpi.data.sources.npy import Expected, load_array
+from jaxmpi.data.sources.numpy_files import Expected, load_array
 
 STREAM = 4  # number of the stream of random bits for `data.augment`; no other part draws from it
 TRIES = 10  # windows of random area and aspect before the largest one is taken
@@ -58,26 +58,32 @@ class Augment:
             UsageError: the image is smaller than the crop or the mean image, or too large once resized;
                 `where` names it.
         """
-        mean = None
+        config, mean = self.config, None
         if image.dtype == np.uint8:
-            image = decode.with_channels(image, self.config.channels, where)
-        if self._scales_crops:
-            return self._scaled_crop(image, epoch, index, where)
+            image = decode.with_channels(image, config.channels, where)
+        if self.train and config.crop_area:
+            check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
+            (top, left, height, width), is_mirrored = self._scaled_choices(image.shape[:2], epoch, index)
+            scaled = decode.stretched(image[top : top + height, left : left + width], config.crop)
+            return decode.mirrored(scaled) if is_mirrored else scaled
         if image.dtype == np.uint8:
-            image, mean = self._mean(self._sized(image, where), where)
-        row, column, mirrored = self._choices(epoch, index, image, where)
-        image = _window(image, row, column, self.config.crop)
+            image = decode.resized(image, config.resize, where) if config.resize else image
+            if (mean := self.mean_image) is not None:
+                image = _centre(image, mean, where)
+        top, left, is_mirrored = self._choices(epoch, index, image, where)
+        if config.crop:
+            window = np.s_[top : top + config.crop, left : left + config.crop]
+            image, mean = image[window], None if mean is None else mean[window]
         if mean is not None:
-            mean = _window(mean, row, column, self.config.crop)
-            std = np.asarray(self.config.std or 1, np.float32)
+            std = np.asarray(config.std or 1, np.float32)
             image = (image.astype(np.float32) - mean) / np.float32(255) / std
-        return decode.mirrored(image) if mirrored else image
+        return decode.mirrored(image) if is_mirrored else image
 
     def encoded(self, blob: Any, epoch: int, index: int, where: str) -> np.ndarray:
         """Prepare a compressed image, decoded no larger than its crop needs; `CorruptExample` if it cannot be."""
         config = self.config
         with decode.corrupt_if_it_fails(blob, where, index):
-            if self._scales_crops:
+            if self.train and config.crop_area:
                 picture = decode.opened(blob, config.channels)
                 window, is_mirrored = self._scaled_choices((picture.height, picture.width), epoch, index)
                 crop = decode.window(picture, *window, config.crop)
@@ -110,27 +116,6 @@ class Augment:
             "(image, label): leave them out, and prepare examples in the source",
         )
 
-    @property
-    def _scales_crops(self) -> bool:
-        return self.train and bool(self.config.crop_area)
-
-    def _sized(self, image: np.ndarray, where: str) -> np.ndarray:
-        return decode.resized(image, self.config.resize, where) if self.config.resize else image
-
-    def _mean(self, image: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the image's centre, of the mean image's size, and the mean."""
-        mean = self.mean_image
-        if mean is None:
-            return image, None
-        margins = [got - want for got, want in zip(image.shape[:2], mean.shape[:2], strict=True)]
-        check(
-            min(margins) >= 0,
-            f"{where}: got an image of {_size(image)} px; expected at least the {_size(mean)} px "
-            "of data.mean_image; set data.resize",
-        )
-        top, left = margins[0] // 2, margins[1] // 2
-        return image[top : top + mean.shape[0], left : left + mean.shape[1]], mean
-
     def _choices(self, epoch: int, index: int, image: np.ndarray, where: str) -> tuple[int, int, bool]:
         """Row and column of the window, and True to mirror it."""
         config = self.config
@@ -147,16 +132,6 @@ class Augment:
             return high // 2, wide // 2, False
         bits = random_bits(3, self.seed, epoch, stream=1, index=index).tolist()
         return bits[0] % (high + 1), bits[1] % (wide + 1), config.mirror and bits[2] % 2 == 1
-
-    def _scaled_crop(self, image: np.ndarray, epoch: int, index: int, where: str) -> np.ndarray:
-        """A window of random area and aspect, scaled to crop x crop.
-
-        With `data.mirror` it is mirrored half of the time.
-        """
-        check(image.ndim == 3, f"{where}: got shape {image.shape}; a crop needs 3 axes")
-        (top, left, height, width), is_mirrored = self._scaled_choices(image.shape[:2], epoch, index)
-        scaled = decode.stretched(image[top : top + height, left : left + width], self.config.crop)
-        return decode.mirrored(scaled) if is_mirrored else scaled
 
     def _scaled_choices(self, size: tuple[int, int], epoch: int, index: int) -> tuple[tuple[int, int, int, int], bool]:
         """The window in `size` = (height, width), and True to mirror it."""
@@ -181,24 +156,29 @@ def random_window(
             if none does, the largest in the centre whose aspect is allowed.
     """
     high, wide = size
-    for of_area, of_aspect, of_top, of_left in shares:
-        px = high * wide * (area[0] + of_area * (area[1] - area[0]))
-        ratio = aspect[0] * (aspect[1] / aspect[0]) ** of_aspect
+    for area_share, aspect_share, top_share, left_share in shares:
+        px = high * wide * (area[0] + area_share * (area[1] - area[0]))
+        ratio = aspect[0] * (aspect[1] / aspect[0]) ** aspect_share
         height, width = max(round((px / ratio) ** 0.5), 1), max(round((px * ratio) ** 0.5), 1)
         if height <= high and width <= wide:
-            return _place(of_top, high - height), _place(of_left, wide - width), height, width
+            return _place(top_share, high - height), _place(left_share, wide - width), height, width
     ratio = min(max(wide / high, aspect[0]), aspect[1])
     height, width = min(high, round(wide / ratio)), min(wide, round(high * ratio))
     return (high - height) // 2, (wide - width) // 2, height, width
 
 
 def _place(share: float, spare: int) -> int:
-    """Map a share in [0, 1] evenly to places 0 to `spare`."""
-    return min(int(share * (spare + 1)), spare)
+    return min(int(share * (spare + 1)), spare)  # evenly from 0 to `spare`, also of a share of 1
 
 
-def _window(image: np.ndarray, row: int, column: int, px: int) -> np.ndarray:
-    return image[row : row + px, column : column + px] if px else image
+def _centre(image: np.ndarray, mean: np.ndarray, where: str) -> np.ndarray:
+    top, left = (got - want for got, want in zip(image.shape[:2], mean.shape[:2], strict=True))
+    check(
+        min(top, left) >= 0,
+        f"{where}: got an image of {_size(image)} px; expected at least the {_size(mean)} px "
+        "of data.mean_image; set data.resize",
+    )
+    return image[top // 2 : top // 2 + mean.shape[0], left // 2 : left // 2 + mean.shape[1]]
 
 
 def _size(image: np.ndarray) -> str:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -23,8 +22,7 @@ from jaxmpi.data.augment import Augment, load_mean_image
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
-from jaxmpi.data.loader_worker import LoaderAnswer, RowFailure
-from jaxmpi.data.ring_buffer import Field, Ring, RingLayout
+from jaxmpi.data.loader_worker import LoaderAnswer, Ring, RowFailure
 from jaxmpi.data.sampler import Sampler, Share
 from jaxmpi.data.sources.base import Source
 
@@ -60,8 +58,6 @@ class Batch(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A batch that is being made in a slot, and its tickets."""
-
     step: int
     share: Share
     slot: int
@@ -107,7 +103,7 @@ class Loader:
         stop_step: end, exclusive. None goes on for ever in training; one epoch in an evaluation.
         pool: who makes the batches; None starts one of `data.loaders` for this loader alone.
         classes: that labels may name if the source does not say; 0: any number.
-        labels: a key of `example.LABELS`.
+        labels: as of `example.ExampleReader`.
 
     Attributes:
         wait_s: seconds the consumer has waited for batches, in all.
@@ -148,15 +144,15 @@ class Loader:
         self._free: collections.deque[int] = collections.deque()  # slots
         self._filler: Example | None = None
         pool_or_own = pool or LoaderPool(kind_for(config, source), config.loaders, config.stall_timeout_s)
-        self._hold = _Resources(pool_or_own, owns_pool=pool is None)
-        self._end = weakref.finalize(self, self._hold.release)
+        self._resources = _Resources(pool_or_own, owns_pool=pool is None)
+        self._end = weakref.finalize(self, self._resources.release)
         self.wait_s, self.skipped = 0.0, 0
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        if self._hold.closed:
+        if self._resources.closed:
             raise StopIteration
         try:
             begin = time.perf_counter()
@@ -176,39 +172,36 @@ class Loader:
 
     def ready(self) -> bool:
         """Return True if `next` would give a batch without waiting."""
-        return bool(self._ahead) and all(self._hold.pool.has(ticket) for ticket in self._ahead[0].tickets)
+        return bool(self._ahead) and all(self._resources.pool.has(ticket) for ticket in self._ahead[0].tickets)
 
     def _request(self) -> None:
-        """Have the pool make as many batches as there is room for."""
+        resources = self._resources
         while self._stop is None or self._next < self._stop:
-            ring = self._hold.ring or self._open()
+            if resources.ring is None:
+                self._open_ring()
             if not self._free or len(self._ahead) > self._prefetch:
                 return
             share, slot = self._sampler.indices(self._next), self._free.popleft()
-            tickets = self._hold.pool.make(self._hold.job, slot, self._next, share.epoch, share.indices)
+            tickets = resources.pool.make(resources.job, slot, self._next, share.epoch, share.indices)
             self._ahead.append(_Pending(self._next, share, slot, tickets))
             self._next += 1
-            assert ring.layout.batch >= len(share.indices)
 
-    def _open(self) -> Ring:
-        """The ring, laid out for rows such as the first."""
-        hold = self._hold
-        hold.job = hold.pool.open(self._reader)
+    def _open_ring(self) -> None:
+        resources, slots = self._resources, self._prefetch + 2
+        resources.job = resources.pool.open(self._reader)
         share = self._sampler.indices(self._next)
         row = self._first_row(share.epoch, share.indices) or self._good_row()
         kinds = {name: "f4" if value.dtype.kind == "f" else value.dtype.str for name, value in row.items()}
-        fields = tuple(Field(name, value.shape, kinds[name]) for name, value in row.items())
-        slots, batch = self._prefetch + 2, self._sampler.local_batch
-        hold.ring = Ring(RingLayout(slots, batch, fields))
-        hold.pool.attach(hold.job, hold.ring)
+        fields = {name: (value.shape, kinds[name]) for name, value in row.items()}
+        resources.ring = Ring(slots, self._sampler.local_batch, fields)
+        resources.pool.attach(resources.job, resources.ring)
         self._free.extend(range(slots))
-        return hold.ring
 
     def _answer(self, ticket: int) -> LoaderAnswer:
-        return self._hold.pool.answer(ticket, lambda: self._hold.closed)
+        return self._resources.pool.answer(ticket, lambda: self._resources.closed)
 
     def _first_row(self, epoch: int, indices: Sequence[int] | np.ndarray) -> Example | None:
-        answer = self._answer(self._hold.pool.sample(self._hold.job, epoch, indices))
+        answer = self._answer(self._resources.pool.sample(self._resources.job, epoch, indices))
         self._find_corrupt(answer.failures)
         return answer.row
 
@@ -219,9 +212,9 @@ class Loader:
         pixels.
         """
         if self._filler is None:
-            row = self._first_row(0, range(len(self._reader.source)))
+            source = self._reader.source
+            row = self._first_row(0, range(len(source)))
             if row is None:
-                source = self._reader.source
                 raise UsageError(f"{source.name}: not one of {len(source)} examples is good")
             self._filler = {name: value.copy() for name, value in row.items()}  # a view would keep a part of a data set
         return self._filler
@@ -240,10 +233,10 @@ class Loader:
 
         Corrupt rows, and rows behind the share up to the local batch, are fillers of weight 0.
         """
-        ring, share = self._hold.ring, pending.share
+        ring, share = self._resources.ring, pending.share
         if ring is None:
             raise CancelledError
-        is_real = np.arange(ring.layout.batch) < len(share.indices)
+        is_real = np.arange(ring.batch) < len(share.indices)
         is_real[corrupt] = False
         rows = ring.rows(pending.slot)
         empty, good = np.flatnonzero(~is_real), np.flatnonzero(is_real)
@@ -255,25 +248,21 @@ class Loader:
             for name, value in self._good_row().items():
                 rows[name][empty] = value
         weight = self._sampler.size / share.count if self._reader.augment.train else 1.0
-        lent = ring.layout.largest
-        copies = {name: values.copy() for name, values in rows.items() if name != lent}
-        return Batch(  # copies first: lending may have the slot filled again
-            fields={**copies, lent: self._lend(pending, ring)},
+        copies = {name: values.copy() for name, values in rows.items() if name != ring.largest}
+        self._ahead.popleft()
+        if not self._free and not self._ahead:  # a caller that keeps all slots gets copies, else nothing would go on
+            largest = rows[ring.largest].copy()
+            self._free.append(pending.slot)
+        else:
+            largest = ring.lend(pending.slot, self._free.append)
+        self._request()  # not before all is copied: it may have the slot filled again
+        return Batch(
+            fields={**copies, ring.largest: largest},
             weight=is_real.astype(np.float32) * np.float32(weight),
             epoch=share.epoch,
             step=pending.step,
             count=share.count,
         )
-
-    def _lend(self, pending: _Pending, ring: Ring) -> np.ndarray:
-        self._ahead.popleft()
-        if not self._free and not self._ahead:  # a caller that keeps all slots gets copies, else nothing would go on
-            self._free.append(pending.slot)
-            lent = ring.rows(pending.slot)[ring.layout.largest].copy()
-        else:
-            lent = ring.lend(pending.slot, self._free.append)
-        self._request()
-        return lent
 
     def close(self) -> None:
         """Give back what is held; a waiting `next` raises `CancelledError`."""
@@ -283,10 +272,5 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -20,61 +20,6 @@ from jaxmpi.data.sources.registry import SOURCES, open_source
 from jaxmpi.data.sources.text import write_words
 
 SHOWN = 20  # damaged records that are named
-
-
-@contextlib.contextmanager
-def bar(text: str, total: int) -> Iterator[Progress]:
-    """A progress bar on the terminal."""
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(text, total=total)
-        yield lambda n: shown.advance(task, n)
-
-
-def _threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
-
-
-def pack_parser() -> argparse.ArgumentParser:
-    """Parser of `jaxmpi data pack`."""
-    parser = argparse.ArgumentParser(
-        "jaxmpi data pack",
-        description="Pack SRC into DST/<split>/; run again to go on.",
-        epilog="example: jaxmpi data pack /data/imagenet /data/packed --resize 256",
-    )
-    parser.add_argument(
-        "src", metavar="SRC", help=f"folder of the source; or {', '.join(NEED_NO_FOLDER)}, which need none"
-    )
-    parser.add_argument("dst", metavar="DST", type=Path, help="folder for the packed splits")
-    parser.add_argument("--source", help=f"what SRC holds: {', '.join(SOURCES)} (default: imagefolder)")
-    parser.add_argument("--name", default="", help="tfds: data set, such as imagenet2012")
-    parser.add_argument(
-        "--columns", nargs=2, default=(), metavar=("IMAGE", "LABEL"), help="of tables: names of the two"
-    )
-    parser.add_argument("--train-split", default="train", help="its name in SRC (default: train)")
-    parser.add_argument("--validation-split", default="validation", help="its name in SRC; '' for none")
-    parser.add_argument(
-        "--resize", type=int, default=PackingOptions.resize, help="px: shorter side; 0 keeps size and bytes"
-    )
-    parser.add_argument(
-        "--quality", type=int, default=PackingOptions.quality, help="JPEG 1 to 100 (default: 90); 0: PNG"
-    )
-    parser.add_argument("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
-    parser.add_argument("--on-error", default=PackingOptions.on_error, help="stop | skip: what a corrupt image does")
-    parser.add_argument(
-        "--verify",
-        default=PackingOptions.verify,
-        help="decode | header: of images that keep their bytes (default: decode)",
-    )
-    _threads(parser)
-    return parser
-
-
 NEED_NO_FOLDER = ("digits", "animals", "synthetic")
 # Names of options in messages of sources: those in `jaxmpi data pack`.
 FLAGS = {
@@ -91,21 +36,49 @@ FLAGS = {
 
 
 @contextlib.contextmanager
-def flags_of_pack() -> Iterator[None]:
-    """Have errors of sources name this command's options, not the trainer's."""
-    try:
-        yield
-    except (CorruptExample, UsageError) as error:
-        text = str(error)
-        for trainer, mine in FLAGS.items():
-            text = text.replace(trainer, mine)
-        raise UsageError(text) from error
+def _progress_bar(text: str, total: int) -> Iterator[Progress]:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(text, total=total)
+        yield lambda n: shown.advance(task, n)
+
+
+def _parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
+    line = f"jaxmpi data {name}"
+    return argparse.ArgumentParser(line, description=description, epilog=f"example: {line} {example}")
+
+
+def _add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
 
 
 def pack_main(argv: list[str]) -> None:
     """`jaxmpi data pack SRC DST`."""
-    options = pack_parser().parse_args(argv)
+    parser = _parser(
+        "pack", "Pack SRC into DST/<split>/; run again to go on.", "/data/imagenet /data/packed --resize 256"
+    )
+    add, default = parser.add_argument, PackingOptions()
+    add("src", metavar="SRC", help=f"folder of the source; or {', '.join(NEED_NO_FOLDER)}, which need none")
+    add("dst", metavar="DST", type=Path, help="folder for the packed splits")
+    add("--source", help=f"what SRC holds: {', '.join(SOURCES)} (default: imagefolder)")
+    add("--name", default="", help="tfds: data set, such as imagenet2012")
+    add("--columns", nargs=2, default=(), metavar=("IMAGE", "LABEL"), help="of tables: names of the two")
+    add("--train-split", default="train", help="its name in SRC (default: train)")
+    add("--validation-split", default="validation", help="its name in SRC; '' for none")
+    add("--resize", type=int, default=default.resize, help="px: shorter side; 0 keeps size and bytes")
+    add("--quality", type=int, default=default.quality, help="JPEG 1 to 100 (default: 90); 0: PNG")
+    add("--shard-mb", type=float, default=1024, help="at which a shard ends (default: 1024)")
+    add("--on-error", default=default.on_error, help="stop | skip: what a corrupt image does")
+    add("--verify", default=default.verify, help="decode | header: of images that keep their bytes (default: decode)")
+    _add_threads(parser)
+    options = parser.parse_args(argv)
     check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
+    check(0 < options.shard_mb < math.inf, f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
     needs_none = options.source is None and options.src in NEED_NO_FOLDER
     data = Data(
         source=options.src if needs_none else options.source or "imagefolder",
@@ -115,44 +88,39 @@ def pack_main(argv: list[str]) -> None:
         train_split=options.train_split,
         validation_split=options.validation_split,
     )
-    check(0 < options.shard_mb < math.inf, f"--shard-mb: got {options.shard_mb}; expected MiB > 0")
-    shard_bytes = max(int(options.shard_mb * 2**20), 1)
-    chosen = PackingOptions(
+    packing = PackingOptions(
         resize=options.resize,
         quality=options.quality,
-        shard_bytes=shard_bytes,
+        shard_bytes=max(int(options.shard_mb * 2**20), 1),
         on_error=options.on_error,
         verify=options.verify,
     )
     for split in ("train", "validation") if options.validation_split else ("train",):
-        with flags_of_pack():
+        folder = options.dst / split
+        try:
             source = open_source(data, split)
-            with bar(split, len(source)) as progress:
-                done = pack(source, options.dst / split, chosen, options.threads, progress)
-        print(f"{options.dst / split}: {done.records} records, {done.size_bytes / 1e6:,.1f} MB, skipped {done.skipped}")
-
-
-def check_parser() -> argparse.ArgumentParser:
-    """Parser of `jaxmpi data check`."""
-    parser = argparse.ArgumentParser(
-        "jaxmpi data check",
-        description="Verify every record of a packed data set.",
-        epilog="example: jaxmpi data check /data/packed --decode",
-    )
-    parser.add_argument("dst", metavar="DST", type=Path, help="what jaxmpi data pack has made")
-    parser.add_argument("--decode", action="store_true", help="decode the images too")
-    _threads(parser)
-    return parser
+            with _progress_bar(split, len(source)) as progress:
+                done = pack(source, folder, packing, options.threads, progress)
+        except (CorruptExample, UsageError) as error:
+            text = str(error)
+            for trainer_flag, flag in FLAGS.items():
+                text = text.replace(trainer_flag, flag)
+            raise UsageError(text) from error
+        print(f"{folder}: {done.records} records, {done.size_bytes / 1e6:,.1f} MB, skipped {done.skipped}")
 
 
 def check_main(argv: list[str]) -> None:
     """`jaxmpi data check DST`; exit code 1 if a record is damaged."""
-    options = check_parser().parse_args(argv)
+    parser = _parser("check", "Verify every record of a packed data set.", "/data/packed --decode")
+    parser.add_argument("dst", metavar="DST", type=Path, help="what jaxmpi data pack has made")
+    parser.add_argument("--decode", action="store_true", help="decode the images too")
+    _add_threads(parser)
+    options = parser.parse_args(argv)
     check(options.threads >= 1, f"--threads: got {options.threads}; expected >= 1")
     is_whole = True
     for folder in splits_in(options.dst):
-        packed = PackedSource(str(folder), channels=3, resize=0)
-        with bar(folder.name, len(packed)) as progress:
+        packed = PackedSource(folder)
+        with _progress_bar(folder.name, len(packed)) as progress:
             wrong = damaged(packed, options.threads, progress, options.decode)
         print("".join(f"{text}\n" for text in wrong[:SHOWN]), end="")
         print(f"{folder}: {len(wrong)} of {len(packed)} records are damaged" if wrong else f"{folder}: all is well")
@@ -161,30 +129,20 @@ def check_main(argv: list[str]) -> None:
         sys.exit(1)
 
 
-def words_parser() -> argparse.ArgumentParser:
-    """Parser of `jaxmpi data words`."""
-    parser = argparse.ArgumentParser(
-        "jaxmpi data words",
-        description="Write the most frequent words of a training text to FILE, for --data.tokenizer FILE.",
-        epilog="example: jaxmpi data words stdlib words.json --words 8000",
-    )
+def words_main(argv: list[str]) -> None:
+    """`jaxmpi data words SRC FILE`."""
+    what = "Write the most frequent words of a training text to FILE, for --data.tokenizer FILE."
+    parser = _parser("words", what, "stdlib words.json --words 8000")
     parser.add_argument("src", metavar="SRC", help="folder with train/ and validation/, or stdlib, which needs none")
     parser.add_argument("file", metavar="FILE", type=Path, help="JSON of the library tokenizers")
     parser.add_argument("--words", type=int, default=72_000, help="the most that it has (default: 72000)")
-    return parser
-
-
-def words_main(argv: list[str]) -> None:
-    """`jaxmpi data words SRC FILE`."""
-    options = words_parser().parse_args(argv)
+    options = parser.parse_args(argv)
     data = Data("stdlib") if options.src == "stdlib" else Data("text", dir=options.src)
     done = write_words(data, options.file, options.words)
     print(f"{options.file}: {done.words:,} words; {100 * done.known:.1f} % of the held-out ones are among them")
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {"pack": pack_main, "check": check_main, "words": words_main}
-
-
 USAGE = """usage: jaxmpi data pack SRC DST [options]
        jaxmpi data check DST [options]
        jaxmpi data words SRC FILE [options]

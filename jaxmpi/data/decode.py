@@ -51,8 +51,7 @@ def corrupt_if_it_fails(blob: Any, where: str, index: int) -> Iterator[None]:
     except (MemoryError, ImportError):  # the machine's fault, and the installation's: no example is corrupt for them
         raise
     except Exception as error:
-        said = OBJECT.sub("", f"{type(error).__name__}: {error}")
-        reason = said if len(blob) else "the file is empty"
+        reason = OBJECT.sub("", f"{type(error).__name__}: {error}") if len(blob) else "the file is empty"
         raise CorruptExample(where, index, reason) from error
 
 
@@ -96,16 +95,13 @@ def _check_scans(blob: memoryview) -> None:
 
     Any other JPEG has bits for each block in each scan, so a small file is fast.
     """
-    if blob[:2] == b"\xff\xd8" and not _is_sequential(blob):
-        scans = bytes(blob).count(b"\xff\xda")
-        check(scans <= MAX_SCANS, f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
-
-
-def _is_sequential(blob: memoryview) -> bool:
     at = 2
     while at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in _SKIPPED:
         at += 2 + int.from_bytes(blob[at + 2 : at + 4], "big")
-    return at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in (0xC0, 0xC1)
+    is_sequential = at + 4 <= len(blob) and blob[at] == 0xFF and blob[at + 1] in (0xC0, 0xC1)
+    if blob[:2] == b"\xff\xd8" and not is_sequential:
+        scans = bytes(blob).count(b"\xff\xda")
+        check(scans <= MAX_SCANS, f"got a JPEG of {scans} scans; expected at most {MAX_SCANS}")
 
 
 def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True) -> np.ndarray:
@@ -131,7 +127,12 @@ def _by_pillow(blob: Any, channels: int) -> np.ndarray:
 
     with Image.open(io.BytesIO(blob)) as image:
         _check_kind(image)
-        pixels = np.array(_convert(image, MODES[channels]))
+        if _is_16_bit(image):  # Pillow's own conversion clips at 255
+            bits = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16  # BitsPerSample, which may be 12
+            image = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
+        if image.mode == "P":  # a palette may hold colours with alpha
+            image = image.convert("RGBA")
+        pixels = np.array(image.convert(MODES[channels]))
     return pixels if pixels.ndim == 3 else pixels[..., None]
 
 
@@ -146,17 +147,6 @@ def _check_kind(image: Any) -> None:
 
 def _is_16_bit(image: Any) -> bool:
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
-
-
-def _convert(image: Any, mode: str) -> Any:
-    from PIL import Image
-
-    if _is_16_bit(image):  # Pillow's own conversion clips at 255
-        bits = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16  # BitsPerSample, which may be 12
-        image = Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
-    if image.mode == "P":  # a palette may hold colours with alpha
-        image = image.convert("RGBA")
-    return image.convert(mode)
 
 
 def decoded(blob: Any, channels: int, resize: int) -> np.ndarray:
@@ -189,34 +179,29 @@ def _without_rows_below(picture: Picture, bottom: int) -> Picture:
         return picture
     blob, channels = picture.jpeg
     blob = bytes(blob)
-    found = _frame(blob) if blob.endswith(b"\xff\xd9") else None
-    rows = -(-bottom // found.block) * found.block if found else picture.height
-    if found is None or rows >= picture.height:
+    frame = _frame(blob) if blob.endswith(b"\xff\xd9") else None
+    if frame is None:
         return picture
-    before, after = memoryview(blob)[: found.place], memoryview(blob)[found.place + 2 :]
-    cut = b"".join((before, rows.to_bytes(2, "big"), after))
-    return Picture(rows, picture.width, functools.partial(_jpeg, cut, channels, strict=False))
-
-
-class _Frame(NamedTuple):
-    """Layout of a JPEG file's rows."""
-
-    place: int  # offset of the height, which has two bytes
-    block: int  # px: rows that are coded together
+    at, block = frame
+    rows = -(-bottom // block) * block
+    if rows >= picture.height:
+        return picture
+    shortened = b"".join((memoryview(blob)[:at], rows.to_bytes(2, "big"), memoryview(blob)[at + 2 :]))
+    return Picture(rows, picture.width, functools.partial(_jpeg, shortened, channels, strict=False))
 
 
 _SKIPPED = frozenset([0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)])  # tables, application's own, comments
 
 
-def _frame(blob: bytes) -> _Frame | None:
-    """Layout of a JPEG of one scan (ITU-T T.81, B.2), or None of another."""
+def _frame(blob: bytes) -> tuple[int, int] | None:
+    """Offset of the height's two bytes, and rows that are coded together, of a JPEG of one scan (ITU-T T.81, B.2)."""
     at, frame, components = 2, None, 0
     while at + 10 < len(blob) and blob[at] == 0xFF:
         marker, size = blob[at + 1], int.from_bytes(blob[at + 2 : at + 4], "big")
         if marker in (0xC0, 0xC1):  # baseline and extended sequential
             components = blob[at + 9]
             sampling = blob[at + 11 : at + 11 + 3 * components : 3]
-            frame = _Frame(at + 5, 8 * max((factor & 15 for factor in sampling), default=1))
+            frame = at + 5, 8 * max((factor & 15 for factor in sampling), default=1)
         elif marker == 0xDA:  # the scan follows
             return frame if frame and blob[at + 4] == components else None
         elif marker not in _SKIPPED:
@@ -228,7 +213,7 @@ def _frame(blob: bytes) -> _Frame | None:
 def resized(image: np.ndarray, px: int, where: str = "image") -> np.ndarray:
     """u8 or f32[height, width, channels], its shorter side `px` long, aspect kept; refused if it would be too large."""
     height, width, _ = image.shape
-    return _scaled(image, _shorter_side(height, width, px, where) if min(height, width) != px else (height, width))
+    return image if min(height, width) == px else _scaled(image, _shorter_side(height, width, px, where))
 
 
 def stretched(image: np.ndarray, px: int) -> np.ndarray:
@@ -242,8 +227,7 @@ def _scaled(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         return image
     cv2 = _opencv()
     shrinks = max(have / want for have, want in zip(image.shape, size, strict=False))
-    how = cv2.INTER_AREA if shrinks >= 2 else cv2.INTER_LINEAR
-    scaled = cv2.resize(image, size[::-1], interpolation=how)
+    scaled = cv2.resize(image, size[::-1], interpolation=cv2.INTER_AREA if shrinks >= 2 else cv2.INTER_LINEAR)
     return scaled if scaled.ndim == 3 else scaled[..., None]
 
 

@@ -8,7 +8,7 @@ whole numbers that do not fit are refused.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,21 +20,7 @@ from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, to_array, where
 
 MOST_CLASSES = 2**31 - 1  # labels are i32
-LABELS = {
-    "classes": "numbers of classes, or of any number if that is not known",
-    "classes or none": "the same, or -1: not counted",
-    "numbers": "any",
-}
-
-
 Example = dict[str, np.ndarray]  # one example as a batch holds it: `image` and `label`, or the fields of a dict
-
-
-class LabeledImage(NamedTuple):
-    """A prepared image, and its label as the source gives it."""
-
-    image: np.ndarray
-    label: object
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,9 @@ class ExampleReader:
     augment: Augment
     skip: bool  # True if a run goes on without corrupt examples
     classes: int = 0  # that labels may name if the source does not say; 0: any number
-    labels: str = "classes"  # a key of LABELS
+    # classes: numbers of classes, or of any number if that is not known; "classes or none": the same, or -1, which is
+    # not counted; numbers: any.
+    labels: str = "classes"
 
     def number(self, epoch: int, index: int) -> int:
         """Number by which the source knows an example."""
@@ -61,12 +49,13 @@ class ExampleReader:
         """
         name = where(self.source, self.number(epoch, index))
         try:
-            read = self._read(epoch, index, name)
-            if isinstance(read, dict):
-                read = self.augment.by_user(read, epoch, index, name)
-                return {field: plain(value, f"{name}: {field}") for field, value in read.items()}
-            example = {"image": read.image, "label": to_array(read.label, f"{name}: label")}
-            image, label = self.augment.by_user(example, epoch, index, name).values()
+            example = self._read(epoch, index, name)
+            if isinstance(example, dict):
+                example = self.augment.by_user(example, epoch, index, name)
+                return {field: plain(value, f"{name}: {field}") for field, value in example.items()}
+            image, label = example
+            pair = {"image": image, "label": to_array(label, f"{name}: label")}
+            image, label = self.augment.by_user(pair, epoch, index, name).values()
             if image.dtype.itemsize > 4:
                 image = plain(image, f"{name}: image")
             return {"image": image, "label": self._checked(label, name)}
@@ -78,17 +67,17 @@ class ExampleReader:
             error.add_note(f"while loading {name} (example {index}, epoch {epoch})")
             raise
 
-    def _read(self, epoch: int, index: int, name: str) -> LabeledImage | Example:
-        encoded = getattr(self.source, "encoded", None)
+    def _read(self, epoch: int, index: int, name: str) -> tuple[np.ndarray, Any] | Example:
+        number, encoded = self.number(epoch, index), getattr(self.source, "encoded", None)
         if encoded is not None:
-            blob, label = encoded(self.number(epoch, index))
-            return LabeledImage(self.augment.encoded(blob, epoch, index, name), label)
-        example = self.source[self.number(epoch, index)]
+            blob, label = encoded(number)
+            return self.augment.encoded(blob, epoch, index, name), label
+        example = self.source[number]
         if isinstance(example, dict):
             self.augment.check_unused(name)
             return flat(example, name)
         image, label = example
-        return LabeledImage(self.augment(to_array(image, name), epoch, index, name), label)
+        return self.augment(to_array(image, name), epoch, index, name), label
 
     def _checked(self, label: np.ndarray, name: str) -> np.ndarray:
         if self.labels == "numbers":
@@ -103,11 +92,7 @@ class ExampleReader:
 
 
 def flat(example: dict[str, Any], name: str) -> Example:
-    """Flatten a dict: inner dicts to `outer/inner`, tuples to `outer/[0]`.
-
-    Raises:
-        UsageError: a name that is no text or has a stroke in it, or that the trainer keeps to itself.
-    """
+    """Flatten a dict: inner dicts to `outer/inner`, tuples to `outer/[0]`."""
     fields: Example = {}
     for key, value in example.items():
         is_name = isinstance(key, str) and "/" not in key and key not in ("", "weight")

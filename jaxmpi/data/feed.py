@@ -48,6 +48,8 @@ NOT_MIXED = (
     "jaxmpi: {}: neighbours have the same label, so whole files would make batches of few classes: examples are taken "
     "one by one, which opens a file for each; write_batch_files mixes them (data.shuffle_by)"
 )
+NO_FILES = "data.shuffle_by: got {asked}; {source} has no files of several examples: use auto or examples"
+NO_SPANS = "data.shuffle_by: got files-mixed; {source} does not read its files in one go: use auto or files"
 
 
 @dataclass
@@ -64,10 +66,16 @@ class DeviceFeed:
     wait_s: float = 0.0  # seconds that batches have been waited for so far
     memory: MemoryShuffle | None = None  # keeps the source's records in memory
     classes: int = 0  # that labels may name if the source does not say; 0: any number
-    labels: str = "classes"  # a key of example.LABELS
+    labels: str = "classes"  # as of example.ExampleReader
     model: Any = None  # a Model, which the source's classes fit; None: the task is the user's own
     weigh: Callable[[train_state.Batch], Any] | None = None  # an example's weight in the loss; None: 1
     control: Processes | None = None  # over which weights are summed
+
+    def __post_init__(self) -> None:
+        # Of text: mean bytes and tokens that an example predicts; 0 without text.
+        self.bytes_each: float = getattr(self.source, "bytes_each", 0)
+        self.tokens_each: float = getattr(self.source, "tokens_each", 0)
+        self.tokens_per_byte = self.tokens_each / self.bytes_each if self.bytes_each else 1.0
 
     def facts(self) -> dict[str, Any]:
         """Facts of the data that must be equal on all ranks."""
@@ -128,21 +136,6 @@ class DeviceFeed:
             states = [positions[sampler.rank % len(positions)] for sampler in self.samplers] if step else ()
             self.source.begin(step, states)
 
-    @property
-    def bytes_each(self) -> float:
-        """Mean bytes of text that an example predicts; 0 without text."""
-        return getattr(self.source, "bytes_each", 0)
-
-    @property
-    def tokens_each(self) -> float:
-        """Mean tokens of text that an example predicts; 0 without text."""
-        return getattr(self.source, "tokens_each", 0)
-
-    @property
-    def tokens_per_byte(self) -> float:
-        """Mean tokens of a byte of text; 1 without text."""
-        return self.tokens_each / self.bytes_each if self.bytes_each else 1.0
-
     def batches(self, start: int = 0, stop: int | None = None) -> Generator[train_state.Batch, None, None]:
         """Yield batches on this process's devices.
 
@@ -153,14 +146,14 @@ class DeviceFeed:
             self.memory.begin(start, stop)
         source = self.source
         if isinstance(source, StreamSource):
-            source = source if self.train else source.with_own_readers()  # an evaluation may begin within another
+            source = source if self.train else source.with_new_readers()  # an evaluation may begin within another
             source.begin(start)
         loaders = [
             Loader(source, sampler, self.data, self.train, start, stop, self.pool, self.classes, self.labels)
             for sampler in self.samplers
         ]
         skipped, wait_s = self.skipped, self.wait_s
-        # And the step, skipped examples so far, and the examples' weights if they differ.
+        # Batches with their step, the skipped examples so far, and the examples' weights if they differ.
         ahead: collections.deque[tuple[train_state.Batch, int, int, list[np.ndarray]]] = collections.deque()
 
         def put_next() -> bool:
@@ -185,17 +178,13 @@ class DeviceFeed:
                 self.skipped = skipped + skipped_here
                 self.wait_s = wait_s + sum(loader.wait_s for loader in loaders)
                 yield self._scale(batch, weights) if weights else batch
-                del batch  # its memory is to be free before the next one is asked for
+                del batch  # its memory is to be free before the next one is requested
         finally:
             for loader in loaders:
                 loader.close()
 
     def _weights(self, batch: Batch) -> np.ndarray:
-        """f64[local batch]: weights of examples in the loss; 0 for fillers.
-
-        Raises:
-            UsageError: not one finite number >= 0 an example.
-        """
+        """f64[local batch]: weights of examples in the loss; 0 for fillers."""
         assert self.weigh is not None
         weights = np.asarray(self.weigh({**nested(batch.fields), "weight": batch.weight}), np.float64)
         is_well = weights.shape == batch.weight.shape and bool((np.isfinite(weights) & (weights >= 0)).all())
@@ -219,7 +208,6 @@ def _put_on_devices(arrays: Sequence[Any], mesh: Mesh | None) -> Any:
     if mesh is None:
         return jax.device_put(arrays[0])
     along = NamedSharding(mesh, PartitionSpec(topology.AXIS))
-
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
     def join(*parts: np.ndarray) -> jax.Array:
@@ -264,8 +252,8 @@ def open_feed(
         memory, samplers = keep(source, data, seed, effective_batch, is_train, workers, multiple)
         source = memory.source
     elif isinstance(source, StreamSource):
-        asked = data.shuffle_by
-        check(not asked.startswith("files"), f"data.shuffle_by: got {asked}; {source.name} is a stream: leave it out")
+        is_whole = data.shuffle_by.startswith("files")
+        check(not is_whole, f"data.shuffle_by: got {data.shuffle_by}; {source.name} is a stream: leave it out")
         make = partial(StreamSampler, len(source), effective_batch, size=size, seed=seed, multiple=multiple)
         streams = enumerate(workers.mine)
         samplers = tuple(make(rank=rank, place=place, lengths=source.lengths) for place, rank in streams)
@@ -295,16 +283,32 @@ def open_feed(
 
 def _choose_sampler(source: Source, data: Data, is_train: bool, workers: Workers) -> tuple[Source, Callable[..., Any]]:
     """The source to read, which gives examples or whole files, and the sampler of that order."""
-    ends = file_ends(source, data)
-    if is_train and ends and data.shuffle_by == "auto" and not is_mixed(source):
-        ends = None
+    shuffle_by, ends = data.shuffle_by, getattr(source, "file_ends", None)
+    span_ends = getattr(source, "span_ends", None)
+    check(ends is not None or not shuffle_by.startswith("files"), NO_FILES.format(asked=shuffle_by, source=source.name))
+    check(span_ends is not None or shuffle_by != "files-mixed", NO_SPANS.format(source=source.name))
+    if not ends or shuffle_by == "examples":
+        return source, Sampler
+    if is_train and shuffle_by == "auto" and not _is_mixed(source):
         if workers.processes.rank == 0:
             print(NOT_MIXED.format(source.name), file=sys.stderr)
-    if not ends:
         return source, Sampler
-    whole_files = getattr(source, "whole_files", None)
-    sampler = partial(FileSampler, file_ends=ends, mixed=bool(whole_files) and data.shuffle_by != "files")
-    return whole_files() if whole_files else source, sampler
+    if span_ends is None:
+        return source, partial(FileSampler, file_ends=ends)
+    sampler = partial(FileSampler, file_ends=ends if shuffle_by == "files" else span_ends, mixed=shuffle_by != "files")
+    return source.whole_files(), sampler  # pyright: ignore[reportAttributeAccessIssue] - there with span_ends
+
+
+def _is_mixed(source: Source) -> bool:
+    """Return True if neighbours' labels differ at least half as often as in a random order, or are not known.
+
+    If files are not mixed, such as files sorted by class, a batch of whole files would have few classes.
+    """
+    labels = getattr(source, "labels", None)
+    if labels is None or len(labels) < 2:
+        return True
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(np.mean(labels[1:] != labels[:-1])) >= 0.5 * (1 - float(np.sum(shares**2)))
 
 
 def _open_streams(source: StreamSource, is_train: bool, effective_batch: int, data: Data, workers: Workers) -> None:
@@ -331,11 +335,6 @@ def _open_streams(source: StreamSource, is_train: bool, effective_batch: int, da
 
 
 def _fit(model: Model, source: Source, is_train: bool) -> Model:
-    """The model, or in training one made again for the source's classes.
-
-    Raises:
-        UsageError: the classes are not the model's, and it does not know how to be made with others.
-    """
     is_counted = getattr(source, "is_counted", False)  # by what labels there are; the highest may be missing
     spare = bool(model.label_shape) and source.classes <= model.classes  # a model may know more tokens than occur
     if source.classes in (None, 0, model.classes) or (is_counted and source.classes < model.classes) or spare:
@@ -347,37 +346,6 @@ def _fit(model: Model, source: Source, is_train: bool) -> Model:
         f"build the model with classes={source.classes}",
     )
     return made
-
-
-NO_FILES = "data.shuffle_by: got {asked}; {source} has no files of several examples: use auto or examples"
-NO_SPANS = "data.shuffle_by: got files-mixed; {source} does not read its files in one go: use auto or files"
-
-
-def file_ends(source: Source, data: Data) -> tuple[int, ...] | None:
-    """Index behind each file or span read whole; None for single examples.
-
-    Raises:
-        UsageError: `data.shuffle_by` wants files of a source that has none of several examples.
-    """
-    asked, ends, inside = data.shuffle_by, getattr(source, "file_ends", None), getattr(source, "span_ends", None)
-    check(ends is not None or not asked.startswith("files"), NO_FILES.format(asked=asked, source=source.name))
-    check(inside is not None or asked != "files-mixed", NO_SPANS.format(source=source.name))
-    if asked == "examples":
-        return None
-    return ends if inside is None or asked == "files" else inside
-
-
-def is_mixed(source: Source) -> bool:
-    """Return True if neighbours' labels differ often, or are not known.
-
-    Often means at least half as often as in a random order. If files are not mixed, such as files sorted by class, a
-    batch of whole files would have few classes.
-    """
-    labels = getattr(source, "labels", None)
-    if labels is None or len(labels) < 2:
-        return True
-    shares = np.unique(labels, return_counts=True)[1] / len(labels)
-    return float(np.mean(labels[1:] != labels[:-1])) >= 0.5 * (1 - float(np.sum(shares**2)))
 
 
 def reshard_feed(feed: DeviceFeed, workers: Workers, micro_batch: int = 0) -> DeviceFeed:

@@ -6,12 +6,10 @@ them and brings batches to the device. Only the moment of a shuffle is the loop'
 of them (`LoopSampler`).
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from jaxmpi.comm.topology import gather_workers
@@ -21,9 +19,9 @@ from jaxmpi.core.train_state import Batch
 from jaxmpi.data.feed import DeviceFeed
 from jaxmpi.data.group_order import GroupSampler, within_parts
 from jaxmpi.data.loader_pool import LoaderPool, kind_for
-from jaxmpi.data.memory_room import NoRoom
+from jaxmpi.data.memory_source import NoRoom
 from jaxmpi.data.sampler import Share
-from jaxmpi.data.shuffle import MemoryShuffle, Shuffle, keep
+from jaxmpi.data.shuffle import Shuffle, keep
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.registry import open_source
 from jaxmpi.model.contract import check_whole
@@ -113,17 +111,21 @@ class InMemory:
         inside = self._memory.source
         self._facts = {"examples": len(source), "effective_batch": batch, "seed": seed}
         self._facts["group_size"] = samplers[0].parts
-        with _closing_after(self._memory, UsageError):
+        agreed: type[Exception] = UsageError  # all ranks raise it together
+        try:
             pool = LoaderPool(kind_for(config, inside), config.loaders, config.stall_timeout_s)
             self._feed = DeviceFeed(inside, samplers, config, True, pool, memory=self._memory, labels="numbers")
             workers.processes.assert_same("the data", self._feed.facts())
             odd = [f"{k}: got {v}, expected {state.get(k)}" for k, v in self._facts.items() if state and state[k] != v]
             check(not odd, f"InMemory: the state is that of another order: {'; '.join(odd)}; give these, or no state")
-        self._shuffles, self._batches = position["shuffles"], position["batches"]
-        self._iterator: Generator[Batch, None, None] | None = None
-        self._is_closed = False
-        with _closing_after(self._memory, NoRoom):  # another error may be of this rank alone
+            self._shuffles, self._batches = position["shuffles"], position["batches"]
+            self._iterator: Generator[Batch, None, None] | None = None
+            self._is_closed = False
+            agreed = NoRoom  # another error of loading may be of this rank alone
             self._memory.load()
+        except agreed:
+            self._memory.close()
+            raise
 
     def batch(self) -> Batch:
         """The next random batch of this worker's records, on its device.
@@ -158,7 +160,9 @@ class InMemory:
         groups of one worker nothing moves, and the order alone is new.
         """
         check(not self._is_closed, "InMemory: got shuffle() after close(); make another one")
-        self._end_batches()
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
         self._shuffles, self._batches = self._shuffles + 1, 0
         first = self._shuffles * MOST_BATCHES
         self._memory.begin(first, first + MOST_BATCHES)
@@ -196,37 +200,21 @@ class InMemory:
         """Examples of the data set."""
         return self._facts["examples"]
 
-    def _end_batches(self) -> None:
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
-
     def close(self) -> None:
         """Give the memory back; all ranks call it together."""
         if not self._is_closed:
             self._is_closed = True
-            self._end_batches()
+            if self._iterator is not None:
+                self._iterator.close()
             self._feed.pool.stop()
             self._memory.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:  # else this rank may be alone here
             self.close()
-
-
-@contextlib.contextmanager
-def _closing_after(memory: MemoryShuffle, error: type[Exception]) -> Iterator[None]:
-    """Close the memory after an error that all ranks raise together."""
-    try:
-        yield
-    except error:
-        memory.close()
-        raise
 
 
 def _settings(data: Any) -> Data:

@@ -34,10 +34,10 @@ from jaxmpi.core.shared_memory import Segment
 from jaxmpi.data.example import ExampleReader
 from jaxmpi.data.loader_worker import (
     BOARD_ROW,
-    HERE,
     INDEX,
     JOB,
     NOTHING,
+    PID,
     SINCE,
     STOP,
     Attach,
@@ -48,8 +48,10 @@ from jaxmpi.data.loader_worker import (
     LoaderWorker,
     Make,
     Open,
+    Ring,
+    SharedPickle,
+    answer_from_bytes,
 )
-from jaxmpi.data.ring_buffer import Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
 
 JOIN_S = 5.0  # a loader stuck in a read must not keep an error from being shown
@@ -60,27 +62,21 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 
 class Loaders(Protocol):
-    """The loaders of a pool, however they run."""
+    """The loaders of a pool, however they run.
 
-    def open(self, job: int, reader: ExampleReader) -> Any:
-        """Announce a job; keep the result until the job is closed."""
-        ...
+    `open` announces a job; its result is kept until the job is closed. `answers` gives those that have come, and waits
+    for the first. `ended` says how a loader ended, and is empty while it lives. `stop` drops requests that are open.
+    """
 
-    def send(self, number: int, message: Any) -> None:
-        """Send a message to one loader."""
-        ...
+    def open(self, job: int, reader: ExampleReader) -> Any: ...
 
-    def answers(self, timeout_s: float) -> list[LoaderAnswer]:
-        """Answers so far; blocks for the first."""
-        ...
+    def send(self, number: int, message: Any) -> None: ...
 
-    def ended(self, number: int) -> str:
-        """How a loader ended; empty while it lives."""
-        ...
+    def answers(self, timeout_s: float) -> list[LoaderAnswer]: ...
 
-    def stop(self) -> None:
-        """End all; requests that are open are dropped."""
-        ...
+    def ended(self, number: int) -> str: ...
+
+    def stop(self) -> None: ...
 
 
 class LoaderPool:
@@ -99,12 +95,12 @@ class LoaderPool:
         self.kind, self.size, self.stall_timeout_s = kind, size, stall_timeout_s
         self._start = lookup(KINDS, kind, "data.loader")
         self._loaders: Loaders | None = None
+        self._stop_loaders: Callable[[], object] = lambda: None
         self._board = np.zeros((size, BOARD_ROW), np.int64)
         self._jobs: dict[int, tuple[ExampleReader, Any]] = {}
         self._tickets: dict[int, tuple[int, int]] = {}  # ticket -> job, loader
         self._answers: dict[int, LoaderAnswer] = {}
         self._numbers = itertools.count(1)
-        self._end: weakref.finalize | None = None
         self._lock = threading.RLock()  # a loader that is collected in here closes its job
 
     def open(self, reader: ExampleReader) -> int:
@@ -117,7 +113,7 @@ class LoaderPool:
             board = Segment(self._board.nbytes)
             self._board = board.array(0, self._board.shape, np.int64)
             self._loaders = self._start(self.size, board)
-            self._end = weakref.finalize(self, _stop, self._loaders, self._board)
+            self._stop_loaders = weakref.finalize(self, _stop, self._loaders, self._board)
         job = next(self._numbers)
         self._jobs[job] = reader, self._loaders.open(job, reader)
         return job
@@ -129,23 +125,20 @@ class LoaderPool:
 
     def sample(self, job: int, epoch: int, indices: Any) -> int:
         """Have a loader find the first good row among `indices`; return the ticket."""
-        ticket = self._new_ticket(job, 0)
-        self._send(0, FirstRowRequest(job, ticket, epoch, indices))
-        return ticket
+        return self._request(0, FirstRowRequest, job, epoch, indices)
 
     def make(self, job: int, slot: int, step: int, epoch: int, indices: np.ndarray) -> list[int]:
         """Have all loaders make their rows of a batch; return the tickets."""
-        tickets = []
-        for first in range(min(self.size, len(indices))):
-            number = (first + step) % self.size
-            tickets.append(self._new_ticket(job, number))
-            rows = indices[first :: self.size]
-            self._send(number, Make(job, tickets[-1], slot, epoch, first, self.size, rows))
-        return tickets
+        size = self.size
+        return [
+            self._request((first + step) % size, Make, job, slot, epoch, first, size, indices[first::size])
+            for first in range(min(size, len(indices)))
+        ]
 
-    def _new_ticket(self, job: int, number: int) -> int:
+    def _request(self, number: int, kind: Callable[..., Any], job: int, *fields: Any) -> int:
         ticket = next(self._numbers)
         self._tickets[ticket] = job, number
+        self._send(number, kind(job, ticket, *fields))
         return ticket
 
     def _send(self, number: int, message: Any) -> None:
@@ -153,7 +146,6 @@ class LoaderPool:
             self._loaders.send(number, message)
 
     def has(self, ticket: int) -> bool:
-        """Return True if a ticket is answered; does not wait."""
         self._receive(0)
         return ticket in self._answers
 
@@ -191,7 +183,7 @@ class LoaderPool:
         if how:
             raise TrainingError(f"loader {number} of {self.size} {how} {place or 'between examples'}")
         silent_s = time.monotonic() - (since_s if place else max(begin, since_s))  # since its last message
-        if silent_s > (self.stall_timeout_s if self._board[number, HERE] else max(self.stall_timeout_s, START_S)):
+        if silent_s > (self.stall_timeout_s if self._board[number, PID] else max(self.stall_timeout_s, START_S)):
             raise TrainingError(
                 f"loader {number} of {self.size} has been {place or 'silent'} for {silent_s:.0f} s; "
                 "data.stall_timeout_s sets how long it may"
@@ -221,8 +213,7 @@ class LoaderPool:
         """End the loaders. A job that is opened later starts new ones."""
         self._loaders = None
         self._jobs.clear()
-        if self._end is not None:
-            self._end()
+        self._stop_loaders()
 
     def __enter__(self) -> "LoaderPool":
         return self
@@ -318,8 +309,8 @@ def _clear(messages: "queue.SimpleQueue[Any]") -> None:
 # ---------------------------------------------------------------- processes
 
 
-# Not `python -m`: the package, and modules of the user's, may lie in folders that only this process has on sys.path. It
-# imports the same package first, and then has this process's path as it is.
+# Not `python -m`: the package, and modules of the user's, may lie in folders that only this process has on sys.path.
+# The new process imports the same package first, and then has this process's path as it is.
 _START = """
 import importlib, json, sys
 home, path, module, arguments = json.loads(sys.argv[1])
@@ -337,11 +328,7 @@ def python_line(module: str, *arguments: Any) -> list[str]:
 
 
 def pickle_reader(job: int, reader: ExampleReader) -> tuple[SharedPickle, bytes]:
-    """A reader pickled for loader processes, and the message with it.
-
-    Raises:
-        UsageError: its source cannot be pickled.
-    """
+    """A reader pickled for loader processes, and the message with it."""
     try:
         pickled = SharedPickle(reader)
         return pickled, pickle.dumps(Open(job, pickled))
@@ -392,7 +379,7 @@ class LoaderProcesses:
             assert isinstance(pipe, Connection)
             try:
                 while pipe.poll():
-                    found.append(pickle.loads(pipe.recv_bytes()))
+                    found.append(answer_from_bytes(pipe.recv_bytes()))
             except (EOFError, OSError):  # it has ended; `ended` says how
                 del self.open_pipes[pipe]
         return found
@@ -430,19 +417,19 @@ def end_processes(loaders: Sequence[LoaderProcess]) -> None:
                 loader.process.wait(1)
 
 
-def start_process(in_words: bool = False) -> LoaderProcess:
+def start_process() -> LoaderProcess:
     """Start a loader process, which ends with this one (`loader_worker.main`)."""
-    mine, its = socket.socketpair()
+    worker_end, loader_end = socket.socketpair()
     in_main = threading.current_thread() is threading.main_thread()
-    with its:
+    with loader_end:
         process = subprocess.Popen(
-            python_line("jaxmpi.data.loader_worker", its.fileno(), os.getpid(), in_main, in_words),
+            python_line("jaxmpi.data.loader_worker", loader_end.fileno(), os.getpid(), in_main),
             stdin=subprocess.DEVNULL,
-            pass_fds=[its.fileno()],
+            pass_fds=[loader_end.fileno()],
             process_group=0,  # Ctrl-C in a terminal is the worker's to see
             env=os.environ | ONE_THREAD,
         )
-    return LoaderProcess(process, Connection(mine.detach()))
+    return LoaderProcess(process, Connection(worker_end.detach()))
 
 
 def open_outbox(pipe: Connection) -> "queue.SimpleQueue[bytes | None]":

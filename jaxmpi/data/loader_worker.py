@@ -3,10 +3,12 @@
 Decoding images in the worker's own thread would delay its training steps. A loader therefore runs in a thread or in a
 process of its own, with the same code. It writes rows into a ring of batches and answers each request. A process must
 not import JAX, which would cost seconds and hundreds of megabytes a loader. The board in shared memory shows which
-example each loader is at, and since when. Loader processes can answer with `copy_finished`, the message of Theano-MPI.
+example each loader is at, and since when. All shared memory is without a name, so none is left behind. Loader
+processes answer `copy_finished`, the message of Theano-MPI, if there is no more to say.
 """
 
 import ctypes
+import math
 import os
 import pickle
 import queue
@@ -14,6 +16,7 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -21,19 +24,98 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmpi.core.errors import UsageError
-from jaxmpi.core.shared_memory import GoneError, Segment
+from jaxmpi.core.shared_memory import PAGE, GoneError, Segment
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import Example, ExampleReader
-from jaxmpi.data.ring_buffer import Ring, SharedPickle
 from jaxmpi.data.sources.base import Source, where
 
 # Columns of a loader's row on the board: JOB and INDEX tell the example that it is at, NOTHING between two messages;
 # SINCE is the time from which it is there, in ns of time.monotonic_ns, 0 before its first message.
-# HERE is its process once it has started; STOP is set by the worker if all work is to be dropped.
-JOB, INDEX, SINCE, HERE, STOP = range(5)
+# PID is its process once it has started; STOP is set by the worker if all work is to be dropped.
+JOB, INDEX, SINCE, PID, STOP = range(5)
 NOTHING = -1
 BOARD_ROW = 8  # i64 a loader: one line of cache
 COPY_FINISHED = b"copy_finished"  # as Theano-MPI says it
+
+
+# ---------------------------------------------------------------- memory that a worker shares with its loaders
+
+
+class SharedPickle:
+    """Any object for several loaders, pickled once, its arrays in shared memory."""
+
+    def __init__(self, content: Any) -> None:
+        parts: list[pickle.PickleBuffer] = []
+        self.text = pickle.dumps(content, protocol=5, buffer_callback=parts.append)
+        raws = [part.raw() for part in parts]
+        self.sizes = [raw.nbytes for raw in raws]
+        self.segment = Segment(sum(map(_round_up, self.sizes)))
+        for array, raw in zip(self._arrays(), raws, strict=True):
+            array[:] = np.frombuffer(raw, np.uint8)
+
+    def _arrays(self) -> list[np.ndarray]:
+        ends = np.cumsum([0, *map(_round_up, self.sizes)])
+        return [self.segment.array(int(end), (size,), np.uint8) for end, size in zip(ends, self.sizes, strict=False)]
+
+    def open(self) -> Any:
+        """The object; its arrays are read-only."""
+        arrays = self._arrays()
+        for array in arrays:
+            array.flags.writeable = False
+        return pickle.loads(self.text, buffers=arrays)
+
+
+class Ring:
+    """Slots for batches, and a flag `closed` that makes loaders drop queued work.
+
+    In a slot the rows of a field lie together, from the start of a page.
+
+    Args:
+        slots: number of batches.
+        batch: rows of a batch.
+        fields: by name, the shape and dtype of one row.
+
+    Attributes:
+        largest: name of the field with the most bytes; the first of several.
+    """
+
+    def __init__(
+        self, slots: int, batch: int, fields: dict[str, tuple[tuple[int, ...], str]], segment: Segment | None = None
+    ) -> None:
+        self.slots, self.batch, self.fields = slots, batch, fields
+        sizes = {name: batch * math.prod(shape) * np.dtype(dtype).itemsize for name, (shape, dtype) in fields.items()}
+        self.largest = max(sizes, key=sizes.__getitem__)
+        self.slot_bytes = sum(map(_round_up, sizes.values()))
+        self.segment = segment or Segment(PAGE + slots * self.slot_bytes)
+        self.closed = self.segment.array(0, (1,), np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ring, (self.slots, self.batch, self.fields, self.segment)
+
+    def rows(self, slot: int) -> dict[str, np.ndarray]:
+        """[batch, ...] of every field of a slot, new views."""
+        views, offset = {}, PAGE + slot * self.slot_bytes
+        for name, (shape, dtype) in self.fields.items():
+            views[name] = self.segment.array(offset, (self.batch, *shape), dtype)
+            offset += _round_up(views[name].nbytes)
+        return views
+
+    def lend(self, slot: int, take_back: Callable[[int], None]) -> np.ndarray:
+        """Return a view of a slot's largest field, lent to the caller.
+
+        `take_back(slot)` is called once nothing in the process, a device included, uses the memory any more.
+        """
+        lent = self.rows(slot)[self.largest]
+        assert isinstance(lent.base, np.ndarray)  # the array that all views of it keep alive, and no others
+        weakref.finalize(lent.base, take_back, slot).atexit = False
+        return lent
+
+
+def _round_up(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+# ---------------------------------------------------------------- messages
 
 
 class Open(NamedTuple):
@@ -99,19 +181,31 @@ class LoaderAnswer(NamedTuple):
     row: Example | None = None
 
 
+# ---------------------------------------------------------------- work
+
+
 class LoaderWorker:
     """State of a loader: its jobs, and its row of the board."""
 
     def __init__(self, board: np.ndarray) -> None:
         self.board = board  # i64[8]
-        board[HERE] = os.getpid()
+        board[PID] = os.getpid()
         self.readers: dict[int, ExampleReader | Exception] = {}
         self.rings: dict[int, Ring] = {}
 
     def handle(self, message: Any) -> LoaderAnswer | None:
         """Do what one message says."""
         if isinstance(message, Open):
-            self.readers[message.job] = _open_reader(message.reader)
+            self.readers[message.job] = reader = message.reader
+            if isinstance(reader, SharedPickle):
+                try:
+                    self.readers[message.job] = reader.open()
+                except Exception as error:  # a class whose module this process cannot import, above all
+                    self.readers[message.job] = UsageError(
+                        "a loader process cannot have this source, or data.augment "
+                        f"({type(error).__name__}: {error}); use data.loader = threads, or functions and classes of a "
+                        "module: an experiment file is none"
+                    )
         elif isinstance(message, Attach):
             self.rings[message.job] = message.ring
         elif isinstance(message, Close):
@@ -168,18 +262,6 @@ class LoaderWorker:
         return LoaderAnswer(message.ticket, failures)
 
 
-def _open_reader(reader: ExampleReader | SharedPickle) -> ExampleReader | Exception:
-    if isinstance(reader, ExampleReader):
-        return reader
-    try:
-        return reader.open()
-    except Exception as error:  # a class whose module this process cannot import, above all
-        return UsageError(
-            f"a loader process cannot have this source, or data.augment ({type(error).__name__}: {error}); use "
-            "data.loader = threads, or functions and classes of a module: an experiment file is none"
-        )
-
-
 def _place(row: Example, rows: dict[str, np.ndarray], position: int, source: Source, number: int) -> None:
     """Copy a row to rows[field][position]; raise `UsageError` if it is not shaped as the first one was."""
     if row.keys() != rows.keys():
@@ -209,14 +291,14 @@ def _place(row: Example, rows: dict[str, np.ndarray], position: int, source: Sou
 # ---------------------------------------------------------------- in a process of its own
 
 
-def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
-    """Serve the worker behind socket `fd` until it ends or closes `fd`.
-
-    Args:
-        in_words: whether to answer in the paper's words if they say all.
-    """
+def main(fd: int, parent: int, dies_with_thread: bool) -> None:
+    """Serve the worker behind socket `fd` until it ends or closes `fd`."""
     ignore_signals()
-    _keep_freed_memory()
+    # Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding.
+    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(m_mmap_max, 0)
+        mallopt(m_trim_threshold, 2**31 - 1)
     if dies_with_thread:  # Linux then kills this process, even if stopped, when the worker ends
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
@@ -233,22 +315,13 @@ def main(fd: int, parent: int, dies_with_thread: bool, in_words: bool) -> None:
         except GoneError:  # the job was closed meanwhile
             continue
         if answer is not None:
-            worker.send_bytes(to_words(answer) if in_words else _to_bytes(answer))
+            worker.send_bytes(answer_to_bytes(answer))
 
 
 def ignore_signals() -> None:
     """Ignore SIGINT and SIGTERM: the worker, which receives them too, decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc keep the memory that an image frees for the next: fresh pages cost a tenth of the decoding."""
-    m_trim_threshold, m_mmap_max = -1, -4  # malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _receive(worker: Connection, put: Callable[[bytes], None]) -> None:
@@ -260,13 +333,10 @@ def _receive(worker: Connection, put: Callable[[bytes], None]) -> None:
         os._exit(0)
 
 
-def to_words(answer: LoaderAnswer) -> bytes:
+def answer_to_bytes(answer: LoaderAnswer) -> bytes:
     """That the copy is finished, or what went wrong."""
-    is_plain = not answer.failures and answer.row is None
-    return b"%s %d" % (COPY_FINISHED, answer.ticket) if is_plain else _to_bytes(answer)
-
-
-def _to_bytes(answer: LoaderAnswer) -> bytes:
+    if not answer.failures and answer.row is None:
+        return b"%s %d" % (COPY_FINISHED, answer.ticket)
     for failure in answer.failures:
         failure.error.add_note("in a loader process:\n" + "".join(traceback.format_exception(failure.error)))
     try:
@@ -276,3 +346,9 @@ def _to_bytes(answer: LoaderAnswer) -> bytes:
     except Exception:  # some errors cannot be pickled, or not be unpickled: their text is sent
         failures = [RowFailure(at, RuntimeError(f"{type(error).__name__}: {error}")) for at, error in answer.failures]
         return pickle.dumps(answer._replace(failures=failures))
+
+
+def answer_from_bytes(message: bytes) -> LoaderAnswer:
+    """The inverse of `answer_to_bytes`."""
+    word, _, ticket = message.partition(b" ")
+    return LoaderAnswer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(message)

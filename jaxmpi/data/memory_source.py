@@ -2,9 +2,11 @@
 
 Records lie as compressed as they are, one after another, in an `Arena`. A `MemorySource` reads them out of it as any
 source does. It loads its first arena from another source. It gets later ones in shuffles: their records come from other
-members of the group, as `group_order` says. Meanwhile the arena before is still read.
+members of the group, as `group_order` says. Meanwhile the arena before is still read. Others send the bytes.
 
-All here is memory of one process; what sends the bytes is elsewhere.
+A host's processes share its memory. So each counts what it needs and what its machine has left (`room`). If several
+open their data, these numbers are added by host, and all of them refuse together. A group of workers holds one full
+copy. In a larger group the part of each worker is smaller, and more of it moves in a shuffle.
 """
 
 import itertools
@@ -13,27 +15,122 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxmpi.config.data import Data
-from jaxmpi.core.errors import TrainingError, check
+from jaxmpi.core.errors import TrainingError, UsageError, check
 from jaxmpi.core.host_arrays import check_unmasked
+from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.example import unreadable
 from jaxmpi.data.group_order import Move, moves
-from jaxmpi.data.memory_room import CHUNK_BYTES, check_alone
 from jaxmpi.data.sources.base import Source, _decoded, pair, where
 from jaxmpi.data.sources.packed import check_record
 from jaxmpi.data.thread_map import in_order
 
+CHUNK_BYTES = 64 << 20  # bytes of a chunk of records as read; while it is copied, it is in memory twice
+SHARE = 0.5  # share of the free memory that `auto` gives to records; the rest is the run's, and held-out examples'
 SAMPLE = 256  # records that are read first: from their lengths follows, to some 5 %, how much memory all take
 READERS = 4  # threads: files are often on another machine
 MORE = 16  # bytes that an arena needs for each spare byte of its pages
+NO_GROUP = "data.group_size: got {size} with {workers}; expected one of {fits}"
 TEXT = "data.memory: got partition; {source} is text, which every worker holds in memory as it is; use none"
 ENDLESS = "data.memory: got partition; examples of {source} change by epoch, so none can be kept: use none"
+
+
+# ---------------------------------------------------------------- room
+
+
+class NoRoom(UsageError):
+    """Too little memory for parts of the data, on all ranks alike."""
+
+
+def room(part_bytes: float, held_bytes: float, copies: float = 1) -> np.ndarray:
+    """f64[2]: bytes that a process still needs, and its machine's free bytes.
+
+    `copies` of the part are counted, 2 if a shuffle makes another one, and with each a chunk, as measured.
+    """
+    need_bytes = copies * (part_bytes + min(part_bytes, CHUNK_BYTES)) - held_bytes
+    return np.array([need_bytes, available_bytes()], np.float64)
+
+
+def check_room(rows: np.ndarray, hosts: Sequence[int]) -> None:
+    """Refuse parts that together need more memory than their host has left.
+
+    The system would grant the memory, and kill the process that uses it.
+
+    Args:
+        rows: f64[ranks, 2], the `room` of each.
+        hosts: of each.
+
+    Raises:
+        NoRoom: of which rank's machine.
+    """
+    for ranks, need_bytes, left_bytes in _by_host(rows, hosts):
+        whose = f"by {len(ranks)} rank{'s' * (len(ranks) > 1)} on rank {ranks[0]}'s machine"
+        _check_left(need_bytes, left_bytes, whose)
+
+
+def check_alone(part_bytes: float, held_bytes: float = 0) -> None:
+    """Refuse this process's part if it alone exceeds the memory left."""
+    need_bytes, left_bytes = room(part_bytes, held_bytes).tolist()
+    _check_left(need_bytes, left_bytes, "on this machine")
+
+
+def _by_host(rows: np.ndarray, hosts: Sequence[int]) -> Iterator[tuple[list[int], float, float]]:
+    """Each host's ranks, the bytes they need together, and its bytes left."""
+    for host in sorted(set(hosts)):
+        ranks = [rank for rank, its_host in enumerate(hosts) if its_host == host]
+        yield ranks, float(rows[ranks, 0].sum()), float(rows[ranks, 1].min())
+
+
+def _check_left(need_bytes: float, left_bytes: float, whose: str) -> None:
+    if need_bytes > left_bytes:
+        raise NoRoom(
+            f"data.memory: {need_bytes / 1e9:,.1f} GB more are needed {whose}, which has {left_bytes / 1e9:,.1f} GB "
+            "left; take more workers on other hosts, a larger data.group_size, smaller images, or data.memory none"
+        )
+
+
+def _group_sizes(workers: int, each: int) -> list[int]:
+    """Sizes of groups that split `workers`, but no process of `each`; ascending."""
+    return [d for d in range(1, workers + 1) if workers % d == 0 and (d % each == 0 or each % d == 0)]
+
+
+def smallest_group(total_bytes: float, copies: float, left: np.ndarray, hosts: Sequence[int], each: int = 1) -> int:
+    """The smallest group whose parts fit into SHARE of each host's free memory; all workers if none does.
+
+    The smaller a group, the fewer records move.
+
+    Args:
+        total_bytes: of all records.
+        copies: of a part, if its records move.
+        left: f64[ranks], bytes that the host of each has left.
+        hosts: of each rank.
+        each: workers of a rank.
+    """
+    sizes = _group_sizes(len(hosts) * each, each)
+    for size in sizes:
+        parts = max(size // each, 1)
+        need_bytes = room(total_bytes / parts, 0, copies if parts > 1 else 1)[0]
+        rows = np.stack([np.full(len(left), need_bytes), left], axis=1)
+        if all(need <= SHARE * left_bytes for _, need, left_bytes in _by_host(rows, hosts)):
+            return size
+    return sizes[-1]
+
+
+def check_group(group: int, workers: int, each: int = 1) -> int:
+    """Check and return a group's size; 0 stands for all workers. Processes of `each` workers are not split."""
+    size, fits = group or workers, _group_sizes(workers, each)
+    what = f"{workers} workers" + f", {each} a process" * (each > 1)
+    check(size in fits, NO_GROUP.format(size=size, workers=what, fits=", ".join(map(str, fits))))
+    return size
+
+
+# ---------------------------------------------------------------- records
 
 
 class Arena:
@@ -58,7 +155,6 @@ class Arena:
         return _contains(self.records, record)
 
     def __getitem__(self, record: int) -> np.ndarray:
-        """u8[length], a view; of a record that is here."""
         place = int(np.searchsorted(self.records, record))
         return self.bytes[self.begins[place] : self.ends[place]]
 
@@ -109,9 +205,6 @@ def bytes_of(array: np.ndarray, where: str) -> bytes:
     """An array as bytes: length of a head, the head, the elements.
 
     The format is not .npy, whose head is not safe to read in threads of Python 3.11.
-
-    Raises:
-        UsageError: the elements are not numbers that NumPy itself has.
     """
     check_unmasked(where, array)
     check(array.dtype.kind in "biufc", f"{where}: got {array.dtype}; expected numbers to keep in memory")
@@ -169,11 +262,9 @@ class MemorySource:
         return len(self.inner)
 
     def digest(self) -> str:
-        """The source's."""
         return getattr(self.inner, "digest", str)()
 
     def where(self, index: int) -> str:
-        """Name of record `index` in errors."""
         return where(self.inner, index)
 
     def record(self, index: int) -> tuple[Any, int]:
@@ -210,11 +301,7 @@ class MemorySource:
         return self._promised > 0 or _contains(self._coming, index)
 
     def _read(self, index: int) -> tuple[Any, int]:
-        """The source's compressed image, or its array as bytes, and the label.
-
-        Raises:
-            UsageError: the label or the array is none that can be kept.
-        """
+        """The source's compressed image, or its array as bytes, and the label."""
         if self.is_compressed:
             blob, label = self.inner.encoded(index)  # pyright: ignore[reportAttributeAccessIssue]
         else:
@@ -291,21 +378,17 @@ class MemorySource:
         with self._changed:
             self._promised -= 1
             self._coming = np.sort(records)
-            self._notify()
+            self._changed_s = time.monotonic()
+            self._changed.notify_all()
 
     def take(self, arena: Arena) -> None:
-        """Add an arena that is complete."""
         with self._changed:
             self._arenas = (arena, *self._arenas)
             self._coming = np.empty(0, np.int64)
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed_s = time.monotonic()
-        self._changed.notify_all()
+            self._changed_s = time.monotonic()
+            self._changed.notify_all()
 
     def newest(self) -> Arena:
-        """The arena that came last."""
         return self._arenas[0]
 
     def keep_first(self) -> None:

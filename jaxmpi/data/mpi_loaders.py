@@ -4,7 +4,7 @@ Theano-MPI starts them so (Ma et al. 2016, section 3.3). The paper's messages, b
 
     tag 99  to the loader   what it needs beforehand: its place on the board, readers, rings, the end of a job
     tag 40  to the loader   "train <job>" or "val <job>": which reader is meant from now on
-                            a file's name, NUL, what of it to make and where: JSON of `Make`, without its job
+                            a file's name, NUL, what of it to make and where: `Make`
                             "stop"
     tag 55  to the worker   "copy_finished <ticket>"; a `LoaderAnswer` if something went wrong, or was asked beforehand
                             "ended <how>": the loader has died
@@ -14,7 +14,6 @@ As any image may stand in any batch, the name is that of the first one; the othe
 """
 
 import contextlib
-import json
 import os
 import pickle
 import select
@@ -23,8 +22,6 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from jaxmpi.comm.polling import POLL_S, WaitClock, wait
 from jaxmpi.core.errors import TrainingError, UsageError
@@ -40,8 +37,15 @@ from jaxmpi.data.loader_pool import (
     python_line,
     start_process,
 )
-from jaxmpi.data.loader_worker import COPY_FINISHED, Close, Hello, LoaderAnswer, Make, ignore_signals
-from jaxmpi.data.ring_buffer import SharedPickle
+from jaxmpi.data.loader_worker import (
+    Close,
+    Hello,
+    LoaderAnswer,
+    Make,
+    SharedPickle,
+    answer_from_bytes,
+    ignore_signals,
+)
 from jaxmpi.data.sources.base import where
 from jaxmpi.runtime import failures, job_folder
 
@@ -49,27 +53,9 @@ CONFIG, TO_LOADER, TO_WORKER = 99, 40, 55  # tags, the paper's own
 STOP, ENDED = b"stop", b"ended"
 
 
-def mode_to_words(job: int, train: bool) -> bytes:
-    """Which job the files named from now on are for."""
-    return b"%s %d" % (b"train" if train else b"val", job)
-
-
 def make_to_words(make: Make, name: str) -> bytes:
     """A file's name, and what of it and of others to make."""
-    rest = [make.ticket, make.slot, make.epoch, make.first, make.stride, make.indices.tolist()]
-    return name.encode(errors="backslashreplace").replace(b"\0", b"") + b"\0" + json.dumps(rest).encode()
-
-
-def make_from_words(job: int, words: bytes) -> Make:
-    """The inverse of `make_to_words`."""
-    ticket, slot, epoch, first, stride, indices = json.loads(words.rpartition(b"\0")[2])
-    return Make(job, ticket, slot, epoch, first, stride, np.array(indices, np.int64))
-
-
-def answer_from_words(words: bytes) -> LoaderAnswer:
-    """The inverse of `loader_worker.to_words`."""
-    word, _, ticket = words.partition(b" ")
-    return LoaderAnswer(int(ticket), []) if word == COPY_FINISHED else pickle.loads(words)
+    return name.encode(errors="backslashreplace").replace(b"\0", b"") + b"\0" + pickle.dumps(make)
 
 
 class SpawnedLoaders:
@@ -77,7 +63,7 @@ class SpawnedLoaders:
 
     def __init__(self, size: int, board: Segment) -> None:
         self.board, self.size = board, size
-        self.how: dict[int, str] = {}  # loaders have ended
+        self.how: dict[int, str] = {}  # by number, how loaders have ended
         self.readers: dict[int, ExampleReader] = {}
         self.modes = [b""] * size  # that each loader is in
         self.mpi, self.comm = _spawn(size)
@@ -98,7 +84,7 @@ class SpawnedLoaders:
                 self.readers.pop(message.job, None)
             return self._send(number, CONFIG, pickle.dumps(message))
         reader = self.readers[message.job]
-        mode = mode_to_words(message.job, reader.augment.train)
+        mode = b"%s %d" % (b"train" if reader.augment.train else b"val", message.job)
         if self.modes[number] != mode:
             self._send(number, TO_LOADER, mode)
             self.modes[number] = mode
@@ -116,7 +102,7 @@ class SpawnedLoaders:
             if words.startswith(ENDED):
                 self.how[number] = words.partition(b" ")[2].decode()
             elif words != STOP:
-                answers.append(answer_from_words(words))
+                answers.append(answer_from_bytes(words))
         return answers
 
     def _receive_all(self) -> list[tuple[int, bytes]]:
@@ -157,7 +143,7 @@ def _spawn(size: int) -> tuple[Any, Any]:
         except MPI.Exception as error:
             ended.set_exception(error)
 
-    # In a thread of its own, since under load Open MPI may stay in this call for ever, deaf to signals.
+    # In a thread of its own, since under load Open MPI may hang in this call and ignore signals.
     threading.Thread(target=spawn, name="jaxmpi spawn", daemon=True).start()
     waited = WaitClock()
     while not ended.done():
@@ -203,12 +189,12 @@ def main(worker: int) -> None:
     job_folder.end_with_supervisor()
     ignore_signals()
     threading.Thread(target=_end_with, args=(worker,), daemon=True).start()
-    loader = start_process(in_words=True)
+    loader = start_process()
     outbox = open_outbox(loader.pipe)
     with failures.start_limit():
         from mpi4py import MPI
 
-    comm, job, is_alive = MPI.Comm.Get_parent(), 0, True
+    comm, is_alive = MPI.Comm.Get_parent(), True
     while True:  # not `polling.wait`: there is no time limit, and it sleeps in `pipe.poll`, which ends with a message
         while (received := _receive(MPI, comm, MPI.Status())) is not None:
             tag, message = received
@@ -216,10 +202,10 @@ def main(worker: int) -> None:
                 end_processes([loader])
                 comm.Send([STOP, MPI.BYTE], 0, TO_WORKER)
                 return comm.Disconnect()
-            if tag == TO_LOADER and b"\0" not in message:
-                job = int(message.partition(b" ")[2])
-            else:
-                outbox.put(message if tag == CONFIG else pickle.dumps(make_from_words(job, message)))
+            if tag == CONFIG:
+                outbox.put(message)
+            elif b"\0" in message:  # else train or val, which each `Make` says by its job
+                outbox.put(message.partition(b"\0")[2])
         if not is_alive:
             time.sleep(POLL_S)
         elif loader.pipe.poll(POLL_S):

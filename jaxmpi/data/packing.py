@@ -1,6 +1,6 @@
 """Any source written in the packed format, and checked.
 
-A shard is put in place whole, with its rows and a note of the examples it came from; so a packing that was stopped
+A shard is put in place whole, then its rows with a note of the examples it came from; so a packing that was stopped
 goes on behind the last whole shard. The manifest comes last: without it a folder is no packed data set.
 
 A packing is identified by its source and by the bytes that it makes of a good image. How it treats corrupt images
@@ -12,7 +12,6 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
-import io
 import json
 import sys
 import zlib
@@ -26,23 +25,13 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import refuse_ways_out, sync_file, write_all
 from jaxmpi.data.decode import CorruptExample, corrupt_if_it_fails, decoded, encoded, encoded_again, resized
 from jaxmpi.data.sources.base import Source, pair, where
-from jaxmpi.data.sources.packed import (
-    INDEX,
-    MANIFEST,
-    ROW,
-    Manifest,
-    Packed,
-    PackedSource,
-    check_record,
-    shard_name,
-    write_manifest,
-)
+from jaxmpi.data.sources.packed import FORMAT, INDEX, MANIFEST, ROW, Manifest, PackedSource, check_record, shard_name
 from jaxmpi.data.thread_map import in_order
 
 Progress = Callable[[int], None]  # how many more examples are done
 Record = tuple[bytes, int] | CorruptExample
 JOB = "packing.json"
-MOST_NOTE_BYTES = 1 << 16  # bytes read of a file that says what is packed, or how far; a few hundred are used
+MOST_JOB_BYTES = 1 << 16  # bytes read of a file that says what is packed; a few hundred are used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +64,8 @@ class Shard(NamedTuple):
     """A shard that is whole, and where it came from."""
 
     next: int  # first example behind it
-    records: int
-    size_bytes: int
     skipped: int
-    rows_crc32: int
+    rows: np.ndarray  # ROW[records]; offsets are 0 up to the index
 
 
 def pack(
@@ -105,7 +92,7 @@ def pack(
             process packs into it, an example cannot be packed, or the disk is full: how many examples are safe.
         CorruptExample: with `on_error` stop.
     """
-    options, folder = options or PackingOptions(), Path(folder)
+    options, folder, progress = options or PackingOptions(), Path(folder), progress or (lambda n: None)
     job = {  # all on which the bytes depend
         "source": source.name,
         "examples": len(source),
@@ -128,14 +115,23 @@ def pack(
             packing = _finished(folder, job)
             check_none_left_out(packing.skipped)
             return packing
-        done = [] if is_new else _whole_shards(folder, len(source))
-        check_none_left_out(sum(shard.skipped for shard in done))
-        with _writing(folder, done[-1].next if done else 0, len(source)):
-            _remove_stale_notes(folder, len(done))
-        if progress and done:
-            progress(done[-1].next)
-        _Packer(source, folder, options, done, progress or (lambda n: None)).run(threads)
-        return _finish(source, folder, job, done)
+        shards = [] if is_new else _whole_shards(folder, len(source))
+        check_none_left_out(sum(shard.skipped for shard in shards))
+        with _writing(folder, _done(shards), len(source)):
+            stale = set(folder.glob("shard-*.rows")) - {_rows_path(folder, i) for i in range(len(shards))}
+            if stale:
+                name = shard_name(len(shards))
+                print(f"{folder}: packed again from {name} on: it or what belongs to it is damaged", file=sys.stderr)
+            for path in stale:  # else a later resumption would trust them
+                path.unlink()
+        progress(_done(shards))
+        indices, work = range(_done(shards), len(source)), functools.partial(_record, source, options=options)
+        with contextlib.closing(in_order(work, indices, threads)) as records:
+            numbered = zip(indices, records, strict=True)
+            while _done(shards) < len(source):
+                writing = functools.partial(_writing, folder, _done(shards), len(source))
+                shards.append(_write_shard(folder, len(shards), numbered, options.shard_bytes, progress, writing))
+        return _finish(source, folder, job, shards)
 
 
 @contextlib.contextmanager
@@ -162,16 +158,16 @@ def _put(path: Path, content: bytes) -> None:
         aside.unlink(missing_ok=True)
 
 
+def _done(shards: list[Shard]) -> int:
+    return shards[-1].next if shards else 0
+
+
 # ---------------------------------------------------------------- what an earlier packing has left
 
 
 @contextlib.contextmanager
 def _claim(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
-    """Lock the folder; yield True if nothing has been packed in it.
-
-    Raises:
-        UsageError: another process is at it, or it has begun to pack something else here.
-    """
+    """Lock the folder; yield True if nothing has been packed in it."""
     with contextlib.ExitStack() as stack:
         with _writing(folder, 0, job["examples"]):
             file = stack.enter_context((folder / JOB).open("a+b", buffering=0))  # closing it writes nothing
@@ -181,7 +177,7 @@ def _claim(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
                 raise UsageError(f"{folder}: another process packs into it; wait for its end") from None
             file.seek(0)
             try:
-                earlier = json.loads(file.read(MOST_NOTE_BYTES) or "null")
+                earlier = json.loads(file.read(MOST_JOB_BYTES) or "null")
             except (ValueError, RecursionError):
                 earlier = None  # it was stopped before it had written anything else
             if earlier is not None:
@@ -193,7 +189,6 @@ def _claim(folder: Path, job: dict[str, Any]) -> Iterator[bool]:
 
 
 def _check_same_job(earlier: Any, job: dict[str, Any], what: str, way_out: str = "") -> None:
-    """Refuse another job than this one; it may have more fields, as earlier versions wrote."""
     old = earlier if isinstance(earlier, dict) else {}
     odd = [f"{k}: got {v!r:.80}, expected {old.get(k)!r:.80}" for k, v in job.items() if k not in old or old[k] != v]
     check(not odd, f"{what} something else: {', '.join(odd)}; give another folder{way_out}")
@@ -201,84 +196,59 @@ def _check_same_job(earlier: Any, job: dict[str, Any], what: str, way_out: str =
 
 def _finished(folder: Path, job: dict[str, Any]) -> Packing:
     """Counts of an earlier packing, whose leftovers are removed."""
-    packed = Packed(folder)
-    made = packed.manifest.made
+    packed = PackedSource(folder)
+    made, skipped = packed.manifest.made, packed.manifest.made.get("skipped")
     _check_same_job(made, job, f"{folder}: packed from")
-    skipped = made.get("skipped")
-    check(_is_count(skipped), f"{folder}: got skipped {skipped!r:.80}; expected how many; delete this folder")
+    if type(skipped) is not int or skipped < 0:
+        raise UsageError(f"{folder}: got skipped {skipped!r:.80}; expected how many; delete this folder")
     with _writing(folder, len(packed), len(packed)):
         _tidy(folder, len(packed.manifest.shard_bytes))
-    return Packing(len(packed), sum(packed.manifest.shard_bytes), int(made["skipped"]))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _whole_shards(folder: Path, examples: int) -> list[Shard]:
-    """Notes of an earlier packing's shards, until one is missing or damaged."""
-    done: list[Shard] = []
-    while (shard := _whole_shard(folder, len(done), done[-1].next if done else 0, examples)) is not None:
-        done.append(shard)
-    return done
-
-
-def _whole_shard(folder: Path, number: int, first: int, examples: int) -> Shard | None:
-    """The note of a shard of examples from `first` on. Anyone may have written it, so no number is trusted."""
-    note, rows_file = _note(folder, number), _rows(folder, number)
-    try:
-        with note.open("rb") as file:
-            shard = Shard(**json.loads(file.read(MOST_NOTE_BYTES)))
-        bin_bytes = (folder / shard_name(number)).stat().st_size
-        is_sound = all(map(_is_count, shard)) and first < shard.next <= examples
-        is_sound = is_sound and shard.records + shard.skipped == shard.next - first
-        if not is_sound or rows_file.stat().st_size != shard.records * ROW.itemsize:
-            return None
-        rows = rows_file.read_bytes()
-    except (FileNotFoundError, RecursionError, TypeError, ValueError):
-        return None
-    except OSError as error:  # it may be there again tomorrow: hours of packing are not thrown away for that
-        raise UsageError(
-            f"{note}, or its shard, cannot be read: {error}; mend it, or delete {folder} and pack again"
-        ) from error
-    return shard if bin_bytes == shard.size_bytes and zlib.crc32(rows) == shard.rows_crc32 else None
-
-
-def _remove_stale_notes(folder: Path, whole: int) -> None:
-    """Remove notes behind the whole shards: a later resumption would trust them."""
-    stale = set(folder.glob("shard-*.json")) - {_note(folder, number) for number in range(whole)}
-    if stale:
-        name = shard_name(whole)
-        print(f"{folder}: packed again from {name} on: it or what belongs to it is damaged", file=sys.stderr)
-    for note in stale:
-        note.unlink()
-
-
-def _note(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.json"
-
-
-def _rows(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.rows"
+    return Packing(len(packed), sum(packed.manifest.shard_bytes), skipped)
 
 
 def _tidy(folder: Path, shards: int) -> None:
     for number in range(shards):
-        _note(folder, number).unlink(missing_ok=True)
-        _rows(folder, number).unlink(missing_ok=True)
+        _rows_path(folder, number).unlink(missing_ok=True)
     (folder / JOB).unlink(missing_ok=True)
+
+
+def _rows_path(folder: Path, number: int) -> Path:
+    """A shard's rows, whose first is a note: next, skipped and the CRC-32 of the others as offset, length and crc32."""
+    return folder / f"shard-{number:05d}.rows"
+
+
+def _whole_shards(folder: Path, examples: int) -> list[Shard]:
+    """An earlier packing's shards, until one is missing or damaged. Anyone may have written them."""
+    shards: list[Shard] = []
+    while True:
+        path = _rows_path(folder, len(shards))
+        try:
+            size_bytes = (folder / shard_name(len(shards))).stat().st_size
+            with path.open("rb") as file:
+                raw = file.read((examples + 1) * ROW.itemsize + 1)
+        except FileNotFoundError:
+            return shards
+        except OSError as error:  # it may be there again tomorrow: hours of packing are not thrown away for that
+            raise UsageError(
+                f"{path}, or its shard, cannot be read: {error}; mend it, or delete {folder} and pack again"
+            ) from error
+        if not raw or len(raw) % ROW.itemsize:
+            return shards
+        table = np.frombuffer(raw, ROW)
+        note, rows = table[0], table[1:]
+        shard = Shard(int(note["offset"]), int(note["length"]), rows)
+        is_sound = _done(shards) < shard.next <= examples and rows["length"].sum(dtype=np.uint64) == size_bytes
+        is_sound = is_sound and len(rows) + shard.skipped == shard.next - _done(shards)
+        if not is_sound or zlib.crc32(rows.tobytes()) != note["crc32"]:
+            return shards
+        shards.append(shard)
 
 
 # ---------------------------------------------------------------- records and shards
 
 
 def _record(source: Source, index: int, *, options: PackingOptions) -> Record:
-    """An example's compressed image and label, or the `CorruptExample` to skip.
-
-    Raises:
-        UsageError: its label or image is none that can be packed, or it cannot be read.
-        CorruptExample: with `on_error` stop.
-    """
+    """An example's compressed image and label, or the `CorruptExample` to skip."""
     name, compressed = where(source, index), getattr(source, "encoded", None)
     try:
         if compressed is None:
@@ -303,92 +273,62 @@ def _record(source: Source, index: int, *, options: PackingOptions) -> Record:
     return check_record(blob, label, source.classes, name)
 
 
-class _Packer(NamedTuple):
-    """Writer of the shards behind those that are done."""
-
-    source: Source
-    folder: Path
-    options: PackingOptions
-    done: list[Shard]
-    progress: Progress
-
-    @property
-    def safe(self) -> int:
-        """Examples in shards that are whole."""
-        return self.done[-1].next if self.done else 0
-
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        return _writing(self.folder, self.safe, len(self.source))
-
-    def run(self, threads: int) -> None:
-        indices = range(self.safe, len(self.source))
-        work = functools.partial(_record, self.source, options=self.options)
-        with contextlib.closing(in_order(work, indices, threads)) as records:
-            numbered = zip(indices, records, strict=True)
-            while self.safe < len(self.source):
-                self.done.append(self.write_shard(numbered))
-
-    def write_shard(self, numbered: Iterator[tuple[int, Record]]) -> Shard:
-        """Put the next shard in place, with its rows and its note."""
-        number = len(self.done)
-        aside = self.folder / f"{shard_name(number)}.tmp"
-        try:
-            with self.writing():
-                file = aside.open("wb", buffering=0)
-            with contextlib.closing(file):
-                rows, skipped, after = self.fill(file, numbered)
-                with self.writing():
-                    sync_file(file)
-            size, raw = sum(length for _, length, _, _ in rows), np.array(rows, ROW).tobytes()
-            shard = Shard(next=after, records=len(rows), size_bytes=size, skipped=skipped, rows_crc32=zlib.crc32(raw))
-            with self.writing():
-                _put(_rows(self.folder, number), raw)
-                aside.replace(self.folder / shard_name(number))
-                _put(_note(self.folder, number), json.dumps(shard._asdict()).encode())
-            return shard
-        finally:
-            aside.unlink(missing_ok=True)
-
-    def fill(
-        self, file: io.FileIO, numbered: Iterator[tuple[int, Record]]
-    ) -> tuple[list[tuple[int, int, int, int]], int, int]:
-        """Write records until the shard is full; return rows, corrupt examples, and the index behind the last."""
-        rows, size, skipped, after = [], 0, 0, 0
-        for index, record in numbered:
-            after = index + 1
-            self.progress(1)
-            if isinstance(record, CorruptExample):
-                print(f"skipped: {record.fault}", file=sys.stderr)
-                skipped += 1
-                continue
-            blob, label = record
-            with self.writing():
-                write_all(file, blob)
-            rows.append((0, len(blob), label, zlib.crc32(blob)))
-            size += len(blob)
-            if size >= self.options.shard_bytes:
-                break
-        return rows, skipped, after
+def _write_shard(
+    folder: Path,
+    number: int,
+    numbered: Iterator[tuple[int, Record]],
+    shard_bytes: int,
+    progress: Progress,
+    writing: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Shard:
+    aside = folder / f"{shard_name(number)}.tmp"
+    rows, size_bytes, skipped, after = [], 0, 0, 0
+    try:
+        with writing():
+            file = aside.open("wb", buffering=0)
+        with contextlib.closing(file):
+            for index, record in numbered:
+                after = index + 1
+                progress(1)
+                if isinstance(record, CorruptExample):
+                    print(f"skipped: {record.fault}", file=sys.stderr)
+                    skipped += 1
+                    continue
+                blob, label = record
+                with writing():
+                    write_all(file, blob)
+                rows.append((0, len(blob), label, zlib.crc32(blob)))
+                size_bytes += len(blob)
+                if size_bytes >= shard_bytes:
+                    break
+            with writing():
+                sync_file(file)
+        shard = Shard(after, skipped, np.array(rows, ROW))
+        note = np.array((shard.next, skipped, 0, zlib.crc32(shard.rows.tobytes())), ROW)
+        with writing():
+            aside.replace(folder / shard_name(number))
+            _put(_rows_path(folder, number), note.tobytes() + shard.rows.tobytes())
+        return shard
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shard]) -> Packing:
-    """Write index and manifest; remove what is no longer needed."""
     skipped = sum(shard.skipped for shard in shards)
-    with _writing(folder, shards[-1].next if shards else 0, len(source)):
-        parts = [np.frombuffer(_rows(folder, number).read_bytes(), ROW) for number in range(len(shards))]
-        rows = np.concatenate([np.empty(0, ROW), *parts])
-        lengths = rows["length"].astype(np.uint64)
-        rows["offset"] = np.cumsum(lengths) - lengths
+    rows = np.concatenate([np.empty(0, ROW), *(shard.rows for shard in shards)])
+    lengths = rows["length"].astype(np.uint64)
+    rows["offset"] = np.cumsum(lengths) - lengths
+    manifest = Manifest(
+        records=len(rows),
+        classes=int(source.classes or 0),
+        names=tuple(getattr(source, "names", ())),
+        shard_bytes=tuple(int(shard.rows["length"].sum(dtype=np.uint64)) for shard in shards),
+        index_sha256=hashlib.sha256(rows.tobytes()).hexdigest(),
+        made={**job, "skipped": skipped},
+    )
+    with _writing(folder, _done(shards), len(source)):
         _put(folder / INDEX, rows.tobytes())
-        manifest = Manifest(
-            records=len(rows),
-            classes=int(source.classes or 0),
-            names=tuple(getattr(source, "names", ())),
-            shard_bytes=tuple(shard.size_bytes for shard in shards),
-            index_sha256=hashlib.sha256(rows.tobytes()).hexdigest(),
-            made={**job, "skipped": skipped},
-        )
-        write_manifest(folder, manifest)
+        _put(folder / MANIFEST, json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1).encode())
         _tidy(folder, len(shards))
     return Packing(len(rows), sum(manifest.shard_bytes), skipped)
 
@@ -396,12 +336,14 @@ def _finish(source: Source, folder: Path, job: dict[str, Any], shards: list[Shar
 # ---------------------------------------------------------------- checking
 
 
-def damaged(packed: Packed, threads: int = 2, progress: Progress | None = None, decode: bool = False) -> list[str]:
+def damaged(
+    packed: PackedSource, threads: int = 2, progress: Progress | None = None, decode: bool = False
+) -> list[str]:
     """Damage by record, found by checksums, and with `decode` by decoding."""
 
     def look(index: int) -> str:
         try:
-            packed[index] if decode and isinstance(packed, PackedSource) else packed.encoded(index)
+            packed[index] if decode else packed.encoded(index)
         except CorruptExample as error:
             return error.fault
         except (OSError, UsageError) as error:
@@ -418,11 +360,7 @@ def damaged(packed: Packed, threads: int = 2, progress: Progress | None = None, 
 
 
 def splits_in(folder: Path) -> list[Path]:
-    """The folder, and those in it, that are packed or begun.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """The folder, and those in it, that are packed or begun."""
     check(folder.is_dir(), f"{folder}: no such folder")
     candidates = [folder, *sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())]
     found = [path for path in candidates if any((path / name).exists() for name in (MANIFEST, INDEX, JOB))]

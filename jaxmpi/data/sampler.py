@@ -146,7 +146,6 @@ class Sampler:
         return Share(epoch, self._part(self._order(epoch, begin, end)), end - begin)
 
     def _part(self, order: np.ndarray) -> np.ndarray:
-        """This worker's part of a step."""
         return order[self.rank :: self.size]
 
     def _order(self, epoch: int, begin: int, end: int) -> np.ndarray:
@@ -206,9 +205,9 @@ class FileSampler(Sampler):
         begins = ends - lengths
         order = np.empty(len(places), np.int64)
         for turn in np.unique(turns).tolist():
-            file, here = int(files[turn]), turns == turn
-            rows = places[here] - (until[turn] - lengths[file])
-            order[here] = begins[file] + _rows(int(lengths[file]), self.seed, epoch, file)[rows]
+            file, is_here = int(files[turn]), turns == turn
+            rows = places[is_here] - (until[turn] - lengths[file])
+            order[is_here] = begins[file] + _rows(int(lengths[file]), self.seed, epoch, file)[rows]
         return order
 
     def _part(self, order: np.ndarray) -> np.ndarray:
@@ -261,11 +260,7 @@ class StreamSampler(Sampler):
         return math.ceil(max(self.lengths) / self.each) if self.lengths else super().steps_per_epoch
 
     def indices(self, step: int) -> Share:
-        """Numbers of the examples that this worker reads at `step`.
-
-        Raises:
-            IndexError: a step past the end.
-        """
+        """Numbers of the examples that this worker reads at `step`."""
         if not self.lengths:
             share = super().indices(step)
             return share._replace(indices=numbered(self.place, share.indices))
@@ -273,5 +268,5 @@ class StreamSampler(Sampler):
             raise IndexError(f"got step {step} of {self.steps_per_epoch}")
         begin = step * self.each
         counts = [max(0, min(length - begin, self.each)) for length in self.lengths]
-        own = np.arange(begin, begin + counts[self.rank])
-        return Share(0, numbered(self.place, own), sum(counts))
+        indices = np.arange(begin, begin + counts[self.rank])
+        return Share(0, numbered(self.place, indices), sum(counts))

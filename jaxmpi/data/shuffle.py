@@ -27,8 +27,7 @@ from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError
 from jaxmpi.core.shared_memory import available_bytes
 from jaxmpi.data.group_order import GroupSampler, Move, holders_by_place, holders_by_slice, members, slices
-from jaxmpi.data.memory_room import check_group, check_room, room, smallest_group
-from jaxmpi.data.memory_source import Arena, MemorySource, shuffled
+from jaxmpi.data.memory_source import Arena, MemorySource, check_group, check_room, room, shuffled, smallest_group
 from jaxmpi.data.peer_memory import PeerArena, PeerMemory, addresses
 from jaxmpi.data.sources.base import Source
 from jaxmpi.runtime import spans
@@ -70,7 +69,7 @@ class MemoryShuffle:
     Args:
         source: whose memory is filled.
         control: of all ranks.
-        own: i64[k], the records to load for good; None if they are shuffled over a group.
+        fixed: i64[k], the records to load for good; None if they are shuffled over a group.
         group: communicator of mpi4py, this object's alone; None if no records move.
         sampler: the order of the split, of any worker.
         each: workers of a process.
@@ -81,13 +80,13 @@ class MemoryShuffle:
         self,
         source: MemorySource,
         control: Processes,
-        own: np.ndarray | None,
+        fixed: np.ndarray | None,
         group: Any,
         sampler: GroupSampler,
         each: int = 1,
         in_background: bool = True,
     ) -> None:
-        self.source, self.control, self.own, self.sampler, self.each = source, control, own, sampler, each
+        self.source, self.control, self.fixed, self.sampler, self.each = source, control, fixed, sampler, each
         self.group: Any = group
         self.load_s = 0.0  # seconds that loading took
         self.shuffles: list[Shuffle] = []  # that are done
@@ -157,8 +156,8 @@ class MemoryShuffle:
         if self._is_loaded:
             return False
         begin = time.perf_counter()
-        if self.own is not None:
-            self.source.load(self.own, self._check_room)
+        if self.fixed is not None:
+            self.source.load(self.fixed, self._check_room)
         else:
             self._load_slice()
         self.load_s, self._is_loaded = time.perf_counter() - begin, True
@@ -185,7 +184,6 @@ class MemoryShuffle:
         check_room(rows, control.hosts)
 
     def _bring(self, turn: int) -> bool:
-        """Start the shuffle that this turn needs; return False if none."""
         placed = self.sampler.shuffle_of(turn)
         if placed == self._placed:
             return False
@@ -315,8 +313,8 @@ def keep(
         parts = check_group(int(data.group_size), size, each)
     samplers = tuple(sampler(n, effective_batch, rank, size, seed, **options, parts=parts) for rank in workers.mine)
     if not train:
-        own = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
-        return MemoryShuffle(inside, control, own, None, samplers[0]), samplers
+        fixed = np.flatnonzero(np.isin(members(n, effective_batch, size), workers.mine))
+        return MemoryShuffle(inside, control, fixed, None, samplers[0]), samplers
     if not isinstance(control, MpiProcesses) or parts <= each:
         return MemoryShuffle(inside, control, np.arange(n), None, samplers[0]), samplers
     group = control.world.Split(control.rank // (parts // each), control.rank)

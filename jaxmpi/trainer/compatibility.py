@@ -21,7 +21,7 @@ from jaxmpi.config.refusals import incompatible, refuse_incompatible
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core import separable
 from jaxmpi.core.errors import check, lookup
-from jaxmpi.data import feed, memory_room, memory_source
+from jaxmpi.data import feed, memory_source
 from jaxmpi.data.sources import mixture
 from jaxmpi.data.sources.grain_datasets import is_stream
 from jaxmpi.optim.optimizers import OPTIMIZERS, has_own_rate
@@ -273,7 +273,7 @@ IN_A_JOB = (
     training_plan.NO_EPOCHS,
     memory_source.TEXT,
     memory_source.ENDLESS,
-    memory_room.NO_GROUP,
+    memory_source.NO_GROUP,
     feed.NO_FILES,
     feed.NO_SPANS,
     mixture.STREAM,

@@ -78,13 +78,10 @@ def test_fields_of_a_dict_are_augmented():
 
 @pytest.mark.parametrize(
     ("returned", "said"),
-    [
-        (lambda rng, example: None, "returned NoneType; expected the fields that it got, image, label"),
-        (lambda rng, example: {"image": 0}, "returned a dict of image; expected the fields that it got, image, label"),
-    ],
+    [(lambda rng, example: None, "NoneType"), (lambda rng, example: {"image": 0}, "a dict of image")],
 )
 def test_other_fields_are_refused(returned, said):
-    with pytest.raises(UsageError, match=rf"array\[\d+\]: data.augment {said}"):
+    with pytest.raises(UsageError, match=rf"array\[\d+\]: data\.augment returned {said}"):
         images(augment=returned)
 
 
@@ -108,7 +105,5 @@ def test_a_function_of_a_module_goes_to_loader_processes_by_its_name(tmp_path: P
 
 
 def test_a_function_that_cannot_be_sent_asks_for_threads():
-    with pytest.raises(
-        UsageError, match=r"array or data.augment: cannot be sent .*data.loader = threads, or functions"
-    ):
+    with pytest.raises(UsageError, match=r"data\.augment: .*data\.loader = threads"):
         images(augment=lambda rng, example: example, loader="processes", loaders=1)

@@ -1,17 +1,12 @@
 import contextlib
 import gc
-import importlib.util
-import io
 import logging
 import threading
 import time
 from concurrent.futures import CancelledError
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from PIL import Image
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
@@ -45,10 +40,10 @@ def _no_thread_is_left():
 
 
 class Damaged:
-    """Some of the numbered examples are corrupt, or raise what a user's own source may raise."""
+    """Some of the numbered examples are corrupt."""
 
-    def __init__(self, n: int, bad: set[int], error: type[Exception] = CorruptExample) -> None:
-        self.inner, self.bad, self.error = numbered(n), bad, error
+    def __init__(self, n: int, bad: set[int]) -> None:
+        self.inner, self.bad = numbered(n), bad
         self.name, self.classes = "damaged", n
 
     def __len__(self) -> int:
@@ -58,11 +53,9 @@ class Damaged:
         return f"file{index}.jpg"
 
     def __getitem__(self, index: int):
-        if index not in self.bad:
-            return self.inner[index]
-        if self.error is CorruptExample:
+        if index in self.bad:
             raise CorruptExample(self.where(index), index, "truncated")
-        raise self.error("by the user")
+        return self.inner[index]
 
 
 class Slow:
@@ -119,29 +112,6 @@ def test_weighted_losses_averaged_over_workers_are_the_global_mean(size):
             assert parts[0].count == share.count
             assert mean == pytest.approx(losses[share.indices].mean(), rel=1e-6)
             assert np.mean([b.weight.sum() for b in parts]) == pytest.approx(1, rel=1e-6)
-
-
-def test_many_workers_see_what_one_sees():
-    source, data = open_source(Data(resize=12), "train"), Data(crop=8, mirror=True)
-    with loader(source, 8, data=data, stop_step=2) as one:
-        whole = list(one)
-    for rank in range(2):
-        with loader(source, 8, rank, 2, data=data, stop_step=2) as half:
-            for a, b in zip(whole, half, strict=True):
-                assert np.array_equal(a.image[rank::2], b.image)
-                assert np.array_equal(a.label[rank::2], b.label)
-
-
-@pytest.mark.parametrize(("threads", "prefetch"), [(1, 1), (4, 1), (4, 3)])
-def test_order_does_not_depend_on_threads(threads, prefetch):
-    data = Data(crop=4, mirror=True, loaders=threads, prefetch=prefetch)
-    with loader(numbered(23), 5, data=data, stop_step=12) as batches:
-        got = list(batches)
-    with loader(numbered(23), 5, data=Data(crop=4, mirror=True), stop_step=12) as batches:
-        expected = list(batches)
-    for a, b in zip(got, expected, strict=True):
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-            assert np.array_equal(x, y)
 
 
 def test_an_example_is_augmented_anew_every_epoch():
@@ -240,12 +210,13 @@ def test_floats_that_f32_cannot_hold_are_refused_and_infinities_are_not(loaders)
         next(batches)
 
 
-def test_labels_out_of_range():
-    source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, 7], classes=3)
-    with (
-        loader(source, 2, train=False) as batches,
-        pytest.raises(UsageError, match=r"array\[1\]: got label 7; expected 0 <= label < 3"),
-    ):
+@pytest.mark.parametrize(
+    ("label", "classes", "said"),
+    [(7, 3, "label 7; expected 0 <= label < 3"), (0.7, 3, "of float"), (np.float32(1), 3, "of float")],
+)
+def test_labels_that_cannot_be(label, classes, said):
+    source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=classes)
+    with loader(source, 2, train=False) as batches, pytest.raises(UsageError, match=rf"array\[1\]: .*{said}"):
         next(batches)
 
 
@@ -263,35 +234,7 @@ def test_labels_above_the_models_classes_where_the_source_has_none(on_error):
         assert next(batches).label.tolist() == [0, 12]
 
 
-@pytest.mark.parametrize("label", [0.7, np.float32(1)])
-def test_labels_are_whole_numbers(label):
-    source = ArraySource(np.zeros((2, 4, 4), np.uint8), [0, label], classes=3)
-    with (
-        loader(source, 2, train=False) as batches,
-        pytest.raises(UsageError, match=r"array\[1\]: got label .* of float"),
-    ):
-        next(batches)
-
-
 class TestErrors:
-    @pytest.mark.parametrize("threads", [1, 4])
-    def test_corrupt_example_stops_in_its_turn(self, threads):
-        source = Damaged(12, bad={5, 6, 11})
-        batches = loader(source, 4, train=False, data=Data(loaders=threads))
-        assert next(batches).label.tolist() == [0, 1, 2, 3]
-        with pytest.raises(CorruptExample, match=r"file5\.jpg \(example 5\) is corrupt: truncated"):
-            next(batches)
-        assert loader_names() == []
-        assert list(batches) == []
-
-    def test_any_error_is_raised_with_the_example_named(self):
-        with (
-            loader(Damaged(4, {2}, KeyError), 4, train=False) as batches,
-            pytest.raises(KeyError) as caught,
-        ):
-            next(batches)
-        assert "file2.jpg (example 2, epoch 0)" in caught.value.__notes__[0]
-
     def test_skip_in_an_evaluation_is_left_out_of_the_count(self, caplog):
         skip = Data(on_error="skip")
         with (
@@ -321,40 +264,33 @@ class TestErrors:
 
     def test_all_corrupt(self):
         skip = Data(on_error="skip")
-        with (
-            loader(Damaged(3, {0, 1, 2}), 2, data=skip) as batches,
-            pytest.raises(UsageError, match="not one of 3 examples is good"),
-        ):
+        with loader(Damaged(3, {0, 1, 2}), 2, data=skip) as batches, pytest.raises(UsageError, match="not one of 3"):
             next(batches)
 
     def test_images_of_different_size(self):
         images = [np.zeros((4, 4, 3), np.uint8)] * 3 + [np.zeros((4, 5, 3), np.uint8)]
         source = ArraySource(images, [0] * 4)
-        match = r"got an image of shape \(4, 5, 3\); expected \(4, 4, 3\).*set data\.crop"
+        match = r"\(4, 5, 3\); expected \(4, 4, 3\).*data\.crop"
         for batch in (4, 1):
-            with (
-                loader(source, batch, train=False) as batches,
-                pytest.raises(UsageError, match=match),
-            ):
+            with loader(source, batch, train=False) as batches, pytest.raises(UsageError, match=match):
                 list(batches)
 
-    def test_no_examples_to_train_on(self):
-        sampler = Sampler(0, 4, shuffle=False)
-        with pytest.raises(UsageError, match="got 0 training examples"):
-            Loader(numbered(0), sampler, Data(), train=True)
-        with Loader(numbered(0), sampler, Data(), train=False) as batches:
-            assert list(batches) == []
-
     def test_source_and_sampler_that_do_not_fit(self):
-        with pytest.raises(UsageError, match="got 4 examples; expected the sampler's 5"):
-            Loader(numbered(4), Sampler(5, 2), Data(), train=True)
+        empty = Sampler(0, 4, shuffle=False)
+        for n, sampler in ((0, empty), (4, Sampler(5, 2))):
+            with pytest.raises(UsageError, match=f"got {n} "):
+                Loader(numbered(n), sampler, Data(), train=True)
+        with Loader(numbered(0), empty, Data(), train=False) as batches:
+            assert list(batches) == []
 
 
 class TestClosing:
-    def test_end_of_the_steps(self):
+    def test_end_of_the_steps_and_closing_twice(self):
         batches = loader(numbered(4), 2, stop_step=2)
         assert len(list(batches)) == 2
         assert loader_names() == []
+        batches.close()
+        assert list(batches) == []
 
     def test_close_is_prompt_and_drops_what_is_queued(self, monkeypatch):
         monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
@@ -414,55 +350,3 @@ class TestClosing:
         for thread in threading.enumerate():
             if thread.name.startswith("jaxmpi-loader"):
                 thread.join(5)
-
-    def test_closing_twice(self):
-        batches = loader(numbered(8), 2)
-        batches.close()
-        batches.close()
-        assert list(batches) == []
-
-
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_folder_with_a_truncated_photograph(tmp_path: Path, on_error: str):
-    """Real photographs through the whole chain: scaled JPEG decoding, crop, mirror, batch."""
-    package = importlib.util.find_spec("sklearn")
-    assert package is not None
-    assert package.origin is not None
-    for name in ("china", "flower"):
-        photograph = Path(package.origin).parent / "datasets" / "images" / f"{name}.jpg"
-        pixels = np.asarray(Image.open(photograph))
-        place = tmp_path / "train" / name
-        place.mkdir(parents=True)
-        for i in range(3):
-            Image.fromarray(pixels[i:, i:]).save(place / f"{i}.jpg", quality=90)
-    bad = tmp_path / "train" / "flower" / "1.jpg"
-    bad.write_bytes(bad.read_bytes()[:20000])
-    size = {"resize": 64, "crop": 56, "mirror": True}
-    data = Data(source="imagefolder", dir=str(tmp_path), on_error=on_error, **size)
-    with loader(open_source(data, "train"), 6, data=data, stop_step=2) as batches:
-        if on_error == "stop":
-            with pytest.raises(CorruptExample, match=r"flower/1\.jpg"):
-                list(batches)
-            return
-        for batch in batches:
-            assert batch.image.shape == (6, 56, 56, 3)
-            assert (batch.weight > 0).sum() == 5
-            shown = batch.image[(batch.weight > 0) & (batch.label == 1)]
-            assert len(shown) == 2
-            assert shown.std() > 20  # pixels of a photograph, not a blank
-        assert batches.skipped == 2
-
-
-def test_encoded_images_survive_the_chain_unchanged(tmp_path: Path):
-    place = tmp_path / "train" / "only"
-    place.mkdir(parents=True)
-    pixels = np.random.default_rng(0).integers(0, 255, (4, 9, 9, 3), dtype=np.uint8)
-    for i in range(4):
-        file = io.BytesIO()
-        Image.fromarray(pixels[i]).save(file, "PNG")
-        (place / f"{i}.png").write_bytes(file.getvalue())
-    data = Data(source="imagefolder", dir=str(tmp_path))
-    with loader(open_source(data, "train"), 4, data=data, stop_step=1) as batches:
-        batch = next(batches)
-    order = Sampler(4, 4).indices(0).indices
-    assert np.array_equal(batch.image, pixels[order])

@@ -8,29 +8,32 @@ import pytest
 from jaxmpi.config.data import Data
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import memory_room
+from jaxmpi.data import memory_source
 
 
 class TestRoom:
     def test_more_than_the_machine_has_is_refused(self):
         assert 2**20 < shared_memory.available_bytes() < 2**50
         with pytest.raises(UsageError, match=r"1,125,900\.0 GB more are needed on this machine, .* left; .*group_size"):
-            memory_room.check_alone(2**50)
+            memory_source.check_alone(2**50)
 
     def test_ranks_of_a_host_need_it_together(self):
         hosts = (0, 1, 0, 1)
         rows = np.array([[2e9, 5e9], [2e9, 4e9], [3e9, 5e9], [2e9, 4e9]])
-        memory_room.check_room(rows, hosts)
+        memory_source.check_room(rows, hosts)
         rows[3, 0] = 3e9
         said = r"5\.0 GB more are needed by 2 ranks on rank 1's machine, which has 4\.0 GB left"
         with pytest.raises(UsageError, match=said):
-            memory_room.check_room(rows, hosts)
+            memory_source.check_room(rows, hosts)
 
     def test_the_second_part_of_a_shuffle_is_counted(self, monkeypatch):
-        monkeypatch.setattr(memory_room, "available_bytes", lambda: 7)
-        assert memory_room.room(1000, 100).tolist() == [1900, 7]
-        assert memory_room.room(1000, 100, copies=2).tolist() == [3900, 7]
-        assert memory_room.room(10 * memory_room.CHUNK_BYTES, 0, copies=2).tolist() == [22 * memory_room.CHUNK_BYTES, 7]
+        monkeypatch.setattr(memory_source, "available_bytes", lambda: 7)
+        assert memory_source.room(1000, 100).tolist() == [1900, 7]
+        assert memory_source.room(1000, 100, copies=2).tolist() == [3900, 7]
+        assert memory_source.room(10 * memory_source.CHUNK_BYTES, 0, copies=2).tolist() == [
+            22 * memory_source.CHUNK_BYTES,
+            7,
+        ]
 
 
 class TestAvailable:
@@ -69,15 +72,12 @@ class TestAvailable:
         assert shared_memory.available_bytes() == sys.maxsize
 
 
-@pytest.mark.parametrize(("group", "workers", "expected"), [(0, 8, 8), (1, 8, 1), (4, 8, 4)])
-def test_group_sizes(group, workers, expected):
-    assert memory_room.check_group(group, workers) == expected
-
-
-def test_processes_of_several_workers_are_not_cut():
-    assert [memory_room.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
-    with pytest.raises(UsageError, match=r"got 6 with 12 workers, 4 a process; expected one of 1, 2, 4, 12"):
-        memory_room.check_group(6, 12, each=4)
+def test_group_sizes_divide_the_workers_and_cut_no_process_of_several():
+    assert [memory_source.check_group(group, 8) for group in (0, 1, 4)] == [8, 1, 4]
+    assert [memory_source.check_group(group, 8, each=4) for group in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+    for group, workers, each, said in ((6, 12, 4, "1, 2, 4, 12"), (3, 8, 1, "1, 2, 4, 8"), (16, 8, 1, "1, 2, 4, 8")):
+        with pytest.raises(UsageError, match=rf"data\.group_size: got {group} .* one of {said}"):
+            memory_source.check_group(group, workers, each)
 
 
 def test_the_smallest_group_that_fits_is_chosen():
@@ -85,7 +85,7 @@ def test_the_smallest_group_that_fits_is_chosen():
     hosts = (0, 0, 0, 0, 1, 1, 1, 1)
 
     def chosen(left_bytes: float, copies: float = 2.0) -> int:
-        return memory_room.smallest_group(8e9, copies, np.array([9e12] * 4 + [left_bytes] * 4), hosts)
+        return memory_source.smallest_group(8e9, copies, np.array([9e12] * 4 + [left_bytes] * 4), hosts)
 
     assert [chosen(left) for left in (2 * 33e9, 2 * 32e9, 2 * 17e9, 2 * 16e9, 2 * 9e9, 1e9)] == [1, 4, 4, 8, 8, 8]
     assert chosen(2 * 18e9, copies=1.1) == 2
@@ -93,11 +93,5 @@ def test_the_smallest_group_that_fits_is_chosen():
 
 @pytest.mark.parametrize("size", [-1, "some"])
 def test_a_group_size_that_is_none(size):
-    with pytest.raises(UsageError, match=rf"data.group_size: got '?{size}'?; expected a number .*, or auto"):
+    with pytest.raises(UsageError, match=r"data\.group_size"):
         Data(group_size=size)
-
-
-@pytest.mark.parametrize("group", [3, 16])
-def test_a_group_that_does_not_divide(group):
-    with pytest.raises(UsageError, match=rf"data.group_size: got {group} with 8 workers; expected one of 1, 2, 4, 8"):
-        memory_room.check_group(group, 8)

@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from PIL import Image
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, memory_room, memory_source, open_source
+from jaxmpi.data import ArraySource, CorruptExample, Loader, Sampler, memory_source, open_source
 from jaxmpi.data.memory_source import Arena, MemorySource
 
 
@@ -74,9 +73,8 @@ class TestRoom:
         """On a machine with room for the part and a fifth of it."""
         taken, whole = [], memory_source._pages
         monkeypatch.setattr(memory_source, "_pages", lambda size_bytes: taken.append(size_bytes) or whole(size_bytes))
-        monkeypatch.setattr(memory_room, "available_bytes", lambda: 1500 - sum(taken))
-        for module in (memory_room, memory_source):  # what is counted, and what is read at once
-            monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+        monkeypatch.setattr(memory_source, "available_bytes", lambda: 1500 - sum(taken))
+        monkeypatch.setattr(memory_source, "CHUNK_BYTES", 100)
         source = MemorySource(Damaged(50), Data())
         source.load(np.arange(50))
         assert source.newest().bytes.size == 1225
@@ -84,7 +82,7 @@ class TestRoom:
     def test_what_others_took_since_is_seen_before_a_shuffle(self, monkeypatch):
         source = MemorySource(Damaged(9), Data())
         source.load(np.arange(9))
-        monkeypatch.setattr(memory_room, "available_bytes", lambda: 35)
+        monkeypatch.setattr(memory_source, "available_bytes", lambda: 35)
         with pytest.raises(UsageError, match="GB more are needed"):
             memory_source.shuffled(source, np.arange(9), np.zeros(9, int), np.zeros(9, int), 0, 1)
 
@@ -113,13 +111,6 @@ class TestSource:
     def test_what_is_no_array_of_numbers_is_refused(self, array):
         with pytest.raises(UsageError, match=r"x\[3\]: got .*expected numbers to keep in memory"):
             memory_source.bytes_of(array, "x[3]")
-
-    def test_many_threads_read_arrays(self):
-        source = MemorySource(numbered(40), Data())
-        source.load(np.arange(40))
-        with ThreadPoolExecutor(8) as pool:
-            for got, i in zip(pool.map(lambda i: source[i % 40], range(4000)), range(4000), strict=True):
-                assert got[0][0, 0, 0] == got[1] == i % 40
 
     def test_compressed_records_are_views(self):
         source = MemorySource(Damaged(9), Data())
@@ -232,7 +223,7 @@ class TestSource:
         assert spare is not None
         arena = Arena(np.arange(78), source.lengths, spare)
         assert (arena.bytes.ctypes.data, arena.bytes.size) == (address, sum(range(78)))
-        monkeypatch.setattr(memory_room, "available_bytes", lambda: size_bytes)
+        monkeypatch.setattr(memory_source, "available_bytes", lambda: size_bytes)
         stays = np.zeros(80, int)
         memory_source.shuffled(source, np.arange(80), stays, stays, 0, 1, spare)  # counted as there already
         source.lengths[79] = len(spare)

@@ -13,7 +13,8 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import open_source
 from jaxmpi.data.feed import open_feed
-from jaxmpi.data.sources.numpy_files import Archive, NumpySource
+from jaxmpi.data.sources import numpy_files
+from jaxmpi.data.sources.numpy_files import NumpySource
 from jaxmpi.model import Model
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (10, 4, 5, 3), np.uint8)
@@ -35,26 +36,11 @@ def opened(folder: Path, split: str = "train", **kwargs) -> NumpySource:
     return source
 
 
-def test_rows_are_those_that_were_written(shards):
+def test_rows_are_named_and_stay_in_the_file(shards):
     source = opened(shards)
     assert (len(source), source.classes, source.notes) == (10, 3, ())
-    for i, (image, label) in enumerate(source[i] for i in range(10)):
-        np.testing.assert_array_equal(image, IMAGES[i], strict=True)
-        assert label == LABELS[i]
     assert source.where(7) == f"{shards}/train/b.npz[1]"
-
-
-def test_arrays_that_are_stored_as_they_are_stay_in_the_file(shards):
-    assert not any(isinstance(found, np.ndarray) for part in opened(shards).parts for found in part)
-
-
-def test_compressed_arrays_are_read_once_and_their_bytes_said(tmp_path):
-    np.savez_compressed(tmp_path / "train.npz", image=IMAGES, label=LABELS)
-    source = opened(tmp_path)
-    np.testing.assert_array_equal(source[9][0], IMAGES[9])
-    assert str(source.notes[0]).startswith(
-        f"{tmp_path}/train.npz: image is compressed or in Fortran order: 600 bytes read"
-    )
+    assert not any(isinstance(found, np.ndarray) for part in source.parts for found in part)
 
 
 @pytest.mark.parametrize("array", [IMAGES.astype(">f8"), np.asfortranarray(IMAGES)], ids=["big-endian", "Fortran"])
@@ -70,11 +56,11 @@ def test_a_file_a_column(tmp_path, array):
 @pytest.mark.parametrize(
     ("arrays", "said"),
     [
-        ({"x": IMAGES, "label": LABELS}, "got no column image; there are label, x: .* --data.columns label x"),
-        ({"image": IMAGES, "label": LABELS[:9]}, "got columns of lengths .*'image': 10, 'label': 9"),
-        ({"image": IMAGES, "label": np.array([*"abcdefghij"])}, "label: got <U1.*expected numbers"),
-        ({"image": IMAGES.astype(object), "label": LABELS}, r"image: got object.*expected numbers"),
-        ({"image": np.float32(1), "label": LABELS}, r"image: got float32\[\]; expected numbers\[n, ...\]"),
+        ({"x": IMAGES, "label": LABELS}, "no column image; there are label, x"),
+        ({"image": IMAGES, "label": LABELS[:9]}, "'image': 10, 'label': 9"),
+        ({"image": IMAGES, "label": np.array([*"abcdefghij"])}, "label: got <U1"),
+        ({"image": IMAGES.astype(object), "label": LABELS}, "image: got object"),
+        ({"image": np.float32(1), "label": LABELS}, r"image: got float32\[\]"),
     ],
     ids=["name", "length", "text", "object", "scalar"],
 )
@@ -106,36 +92,31 @@ def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path, shape, co
         opened(tmp_path)
 
 
-def test_files_of_other_rows_are_refused(shards):
+def test_files_of_other_rows_and_those_that_are_cut_off_are_named(shards):
     np.savez(shards / "train" / "c.npz", image=IMAGES[:, :2], label=LABELS)
-    with pytest.raises(UsageError, match=r"c.npz: image: got rows uint8\[2, 5, 3\]; expected uint8\[4, 5, 3\] as in"):
+    with pytest.raises(UsageError, match=r"c.npz: image: got rows uint8\[2, 5, 3\]"):
         opened(shards)
-
-
-def test_a_file_that_is_cut_off_is_named(shards):
     path = shards / "train" / "a.npz"
     path.write_bytes(path.read_bytes()[:-300])
-    with pytest.raises(UsageError, match=r"a.npz: .*expected a .npz file"):
+    with pytest.raises(UsageError, match=r"a.npz"):
         opened(shards)
+    with pytest.raises(UsageError, match=r"found no .npz file for train in .*expected DIR/train/<any>.npz"):
+        opened(shards / "train")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(shards):
     source = opened(shards)
     (shards / "train" / "b.npz").write_bytes(b"")
-    with pytest.raises(OSError, match=r"b.npz ends 60 bytes before the end of row 0"):
+    with pytest.raises(OSError, match=r"b.npz ends 60 bytes before"):
         source[6]
-
-
-def test_no_files_say_where_they_are_expected(tmp_path):
-    with pytest.raises(UsageError, match=r"found no .npz file for train in .*expected DIR/train/<any>.npz"):
-        opened(tmp_path)
 
 
 def test_of_compressed_training_only_labels_are_read_for_another_split(tmp_path, monkeypatch):
     for split in ("train", "validation"):
         np.savez_compressed(tmp_path / f"{split}.npz", image=IMAGES, label=LABELS)
     read = []
-    monkeypatch.setattr(Archive, "read", lambda self, name, whole=Archive.read: read.append(name) or whole(self, name))
+    whole = numpy_files._Member.read
+    monkeypatch.setattr(numpy_files._Member, "read", lambda self, name: read.append(name) or whole(self, name))
     assert opened(tmp_path, "validation").classes == 3
     assert read == ["image", "label", "label"]
 
@@ -144,7 +125,7 @@ def test_the_bytes_read_into_memory_are_said_at_the_start(tmp_path, capsys):
     np.savez_compressed(tmp_path / "train.npz", image=IMAGES, label=LABELS)
     model = Model("any", lambda *_: ({}, {}), lambda *_: (None, {}), (4, 5, 3), 3)
     experiment = Experiment(model=model, data=Data("numpy", dir=str(tmp_path)))
-    open_feed(experiment, "train", 4, gather_workers(1))
-    assert (
-        f"jaxmpi: {tmp_path}/train.npz: image is compressed or in Fortran order: 600 bytes" in capsys.readouterr().err
-    )
+    feed = open_feed(experiment, "train", 4, gather_workers(1))
+    np.testing.assert_array_equal(feed.source[9][0], IMAGES[9])
+    note = f"jaxmpi: {tmp_path}/train.npz: image is compressed or in Fortran order: 600 bytes"
+    assert note in capsys.readouterr().err

@@ -5,7 +5,6 @@ import importlib
 import io
 import os
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from jaxmpi.config.data import Data
 from jaxmpi.config.schema import Experiment
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import (
-    SOURCES,
     ArraySource,
     CorruptExample,
     FileSampler,
@@ -42,7 +40,7 @@ from jaxmpi.data.decode import _without_rows_below as without_rows_below
 from jaxmpi.data.decode import decoded, encoded_again, opened, resized, stretched, window
 from jaxmpi.data.feed import open_feed
 from jaxmpi.data.packing import pack
-from jaxmpi.data.sources import animals
+from jaxmpi.data.sources import arrays
 from jaxmpi.data.sources.batch_files import _names as file_names
 from jaxmpi.models.cnn import digits_cnn_tiny
 from launching import PATH, ROOT, train
@@ -58,26 +56,12 @@ def blob(image: Image.Image, form: str, **kwargs) -> bytes:
     return file.getvalue()
 
 
-def test_another_split_is_refused_with_those_there_are():
-    with pytest.raises(UsageError, match="split: got 'val'; expected one of train, validation"):
-        open_source(Data("digits"), "val")
-
-
-def test_every_source_is_in_the_table():
-    images = {"digits", "synthetic", "array", "imagefolder", "batchfiles", "tfds", "packed"}
-    assert set(SOURCES) == images | {
-        "numpy",
-        "parquet",
-        "huggingface",
-        "webdataset",
-        "grain",
-        "mixture",
-        "text",
-        "stdlib",
-        "animals",
-    }
-    with pytest.raises(UsageError, match="did you mean 'digits'"):
-        open_source(Data(source="digit"), "train")
+@pytest.mark.parametrize(
+    ("data", "split", "said"), [(Data("digits"), "val", "train, validation"), (Data("digit"), "train", "'digits'")]
+)
+def test_another_split_or_source_is_refused_with_those_there_are(data, split, said):
+    with pytest.raises(UsageError, match=said):
+        open_source(data, split)
 
 
 def test_importing_and_reading_digits_stays_light():
@@ -135,53 +119,39 @@ class TestAnimals:
         per_class = np.bincount([held_out[i][1] for i in range(len(held_out))])
         assert (per_class.min(), per_class.max()) == (163, 200)
 
-    def test_a_file_that_calls_anything_is_refused(self, tmp_path, monkeypatch):
+    def test_a_file_that_calls_anything_or_is_none_is_refused(self, tmp_path, monkeypatch, capsys):
         class Calls:
             def __reduce__(self):
                 return print, ("called",)
 
-        bad = tmp_path / animals.FILES[0]
-        bad.write_bytes(gzip.compress(pickle.dumps(Calls())))
+        bad = tmp_path / arrays.FILES[0]
         installed = tmp_path / "animal_shape_mnist-0.39.dist-info"
         installed.mkdir()
         (installed / "METADATA").write_text("Name: animal-shape-mnist\nVersion: 0.39\n")
         (installed / "RECORD").write_text(f"{bad.name},,\n")
         monkeypatch.syspath_prepend(str(tmp_path))
-        with pytest.raises(UsageError, match=r"builtins\.print is no part of an array; install animal-shape-mnist"):
-            open_source(Data("animals"), "train")
-        bad.write_bytes(b"no gzip")
-        with pytest.raises(UsageError, match="Not a gzipped file"):
-            open_source(Data("animals"), "train")
+        for content in (gzip.compress(pickle.dumps(Calls())), b"no gzip"):
+            bad.write_bytes(content)
+            with pytest.raises(UsageError, match=arrays.FILES[0]):
+                open_source(Data("animals"), "train")
+        assert capsys.readouterr().out == ""
 
     def test_without_the_package_the_error_says_how_to_get_it(self, monkeypatch):
-        monkeypatch.setattr(animals, "PACKAGE", "no-such-package")
+        monkeypatch.setattr(arrays, "PACKAGE", "no-such-package")
         with pytest.raises(UsageError, match=r"install it with .*pip install 'jaxmpi\[animals\]'"):
             open_source(Data("animals"), "train")
 
 
-class TestSynthetic:
-    def test_deterministic_and_apart(self):
-        data = Data(source="synthetic", crop=32, synthetic_examples=2000)
-        train, again = open_source(data, "train"), open_source(data, "train")
-        held_out = open_source(data, "validation")
-        assert (len(train), len(held_out), train.classes) == (2000, 250, 1000)
-        assert train[7][0].shape == (32, 32, 3)
-        assert train[7][0].dtype == np.uint8
-        assert np.array_equal(train[7][0], again[7][0])
-        assert not np.array_equal(train[7][0], held_out[7][0])
-
-    def test_classes_can_be_told_apart(self):
-        data = Data(source="synthetic", crop=32, synthetic_examples=2000)
-        train, held_out = open_source(data, "train"), open_source(data, "validation")
-        means = np.stack([train[i][0].astype(float).ravel() for i in range(20)])
-        tests = np.stack([held_out[i][0].astype(float).ravel() for i in range(20)])
-        nearest = ((tests[:, None] - means[None]) ** 2).sum(-1).argmin(1)
-        assert nearest.tolist() == list(range(20))
-
-    @pytest.mark.parametrize(("resize", "crop", "px"), [(0, 0, 224), (0, 48, 48), (64, 48, 64)])
-    def test_size(self, resize, crop, px):
-        source = open_source(Data(source="synthetic", resize=resize, crop=crop), "train")
-        assert source[0][0].shape == (px, px, 3)
+def test_synthetic_images_are_fixed_and_their_classes_can_be_told_apart():
+    data = Data(source="synthetic", crop=32, synthetic_examples=2000)
+    train, again, held_out = (open_source(data, split) for split in ("train", "train", "validation"))
+    assert (len(train), len(held_out), train.classes) == (2000, 250, 1000)
+    assert (train[7][0].shape, train[7][0].dtype) == ((32, 32, 3), np.uint8)
+    assert np.array_equal(train[7][0], again[7][0])
+    means, tests = (np.stack([each[i][0].astype(float).ravel() for i in range(20)]) for each in (train, held_out))
+    assert not np.array_equal(means, tests)
+    nearest = ((tests[:, None] - means[None]) ** 2).sum(-1).argmin(1)
+    assert nearest.tolist() == list(range(20))
 
 
 class TestArray:
@@ -189,8 +159,10 @@ class TestArray:
         source = ArraySource(COLOUR[None].repeat(3, 0), [0, 4, 1])
         assert isinstance(source, Source)
         assert (len(source), source.classes, source[1][1]) == (3, 5, 4)
-        with pytest.raises(UsageError, match="got 2 images, 3 labels"):
+        with pytest.raises(UsageError, match="2 images, 3 labels"):
             ArraySource(np.zeros((2, 4, 4)), [0, 1, 2])
+        with pytest.raises(UsageError, match=r"data\.validation"):
+            open_source(Data(source="array", train=[(COLOUR, 0)]), "validation")
 
     @pytest.mark.parametrize(
         "examples",
@@ -235,30 +207,19 @@ class TestArray:
         with pytest.raises(UsageError, match=f"mode {mode}"):
             source[0]
 
-    def test_nothing_given(self):
-        with pytest.raises(UsageError, match=r"data\.validation: got NoneType; expected an object"):
-            open_source(Data(source="array", train=[(COLOUR, 0)]), "validation")
 
-
-def palette() -> Image.Image:
-    return Image.fromarray(COLOUR).quantize(16)
-
-
-def cmyk() -> Image.Image:
-    return Image.fromarray(COLOUR).convert("CMYK")
-
-
+PALETTE = Image.fromarray(COLOUR).quantize(16)
 ODD = {
     "grey jpeg": (lambda: blob(Image.fromarray(GREY), "JPEG", quality=95), GREY),
     "grey png": (lambda: blob(Image.fromarray(GREY), "PNG"), GREY),
     "16-bit png": (lambda: blob(Image.fromarray(GREY.astype(np.uint16) * 256 + 7), "PNG"), GREY),
-    "cmyk jpeg": (lambda: blob(cmyk(), "JPEG", quality=95), COLOUR),
+    "cmyk jpeg": (lambda: blob(Image.fromarray(COLOUR).convert("CMYK"), "JPEG", quality=95), COLOUR),
     "rgba png": (lambda: blob(Image.fromarray(COLOUR).convert("RGBA"), "PNG"), COLOUR),
     "grey with alpha": (lambda: blob(Image.fromarray(GREY).convert("LA"), "PNG"), GREY),
-    "palette": (lambda: blob(palette(), "PNG"), np.asarray(palette().convert("RGB"))),
+    "palette": (lambda: blob(PALETTE, "PNG"), np.asarray(PALETTE.convert("RGB"))),
     "palette, alpha": (
-        lambda: blob(palette(), "PNG", transparency=bytes(range(16))),
-        np.asarray(palette().convert("RGB")),
+        lambda: blob(PALETTE, "PNG", transparency=bytes(range(16))),
+        np.asarray(PALETTE.convert("RGB")),
     ),
     "1-bit": (lambda: blob(Image.fromarray(GREY > 99), "PNG"), (GREY > 99) * np.uint8(255)),
     "animated": (
@@ -313,12 +274,12 @@ class TestDecoded:
     @pytest.mark.parametrize("form", ["PNG", "JPEG"])
     def test_an_extreme_aspect_is_not_scaled_whatever_it_takes(self, form):
         line = Image.new("RGB", (30000, 1))
-        said = r"got 1 x 30000 px, 256 x 7680000 with a shorter side of 256; expected at most 67108864 px"
-        with pytest.raises(CorruptExample, match=rf"line\.png \(example 7\) is corrupt: .*{said}"):
+        said = "1 x 30000 px"
+        with pytest.raises(CorruptExample, match=rf"line\.png \(example 7\) .*{said}"):
             Augment(Data(resize=256, crop=224), True, 0).encoded(blob(line, form), 0, 7, "line.png")
         with pytest.raises(UsageError, match=said):  # as when packed
             encoded_again(blob(line, form), 256, 90)
-        with pytest.raises(UsageError, match=rf"array\[7\]: {said}"):
+        with pytest.raises(UsageError, match=rf"array\[7\]: got {said}"):
             Augment(Data(resize=256, crop=224), True, 0)(np.asarray(line), 0, 7, "array[7]")
         assert decoded(blob(line, form), 3, resize=4).shape == (4, 120000, 3)
 
@@ -377,11 +338,6 @@ class TestWindow:
             with pytest.raises(CorruptExample, match=r"odd\.jpg \(example \d\) is corrupt"):
                 Augment(Data(crop=12, crop_area=area), True, 0).encoded(broken, 0, index, "odd.jpg")
 
-    def test_bytes_after_the_end_are_no_damage(self):
-        whole = photograph()
-        augment = Augment(Data(crop=12, crop_area=(0.1, 0.3)), True, 0)
-        assert np.array_equal(augment.encoded(whole + b"xx", 0, 1, "x"), augment.encoded(whole, 0, 1, "x"))
-
     @pytest.mark.parametrize("train", [True, False])
     def test_encoded_and_decoded_images_give_the_same_crops(self, train):
         whole = photograph()
@@ -389,7 +345,9 @@ class TestWindow:
             augment = Augment(data, train, 0)
             pixels = decoded(whole, 3, data.resize if not (train and data.crop_area) else 0)
             for index in range(3):
-                assert np.array_equal(augment.encoded(whole, 0, index, "x"), augment(pixels, 0, index, "x"))
+                expected = augment(pixels, 0, index, "x")
+                for found in (whole, whole + b"xx"):  # bytes after the end are no damage
+                    assert np.array_equal(augment.encoded(found, 0, index, "x"), expected)
 
 
 @pytest.fixture
@@ -429,22 +387,21 @@ class TestImageFolder:
         monkeypatch.setenv("JAXMPI_DATA", str(folder))
         assert len(open_source(Data(source="imagefolder"), "train")) == 9
 
-    def test_missing_folders(self, folder, monkeypatch):
+    def test_missing_folders_are_named(self, folder, monkeypatch):
         monkeypatch.delenv("JAXMPI_DATA", raising=False)
-        layout = re.escape("DIR/<split>/<class>/<image>.jpg")
-        with pytest.raises(UsageError, match=f"JAXMPI_DATA.*{layout}"):
-            open_source(Data(source="imagefolder"), "train")
-        with pytest.raises(UsageError, match=f"no folder /nowhere/train; expected {layout}"):
-            open_source(folder_data(Path("/nowhere")), "train")
         (folder / "empty").mkdir()
-        with pytest.raises(UsageError, match=f"empty: found no .*{layout}"):
-            open_source(folder_data(folder, train_split="empty"), "train")
-
-    def test_class_folders_without_a_split_are_not_called_splits(self, folder):
-        with pytest.raises(
-            UsageError, match=rf"hold images, so they are classes: move them into {folder}/train/train/"
+        (folder / "validation" / "fox").mkdir()
+        for data, said in (
+            (Data(source="imagefolder"), "JAXMPI_DATA"),
+            (folder_data(Path("/nowhere")), "/nowhere/train"),
+            (folder_data(folder, train_split="empty"), "empty"),
+            (folder_data(folder / "train"), f"so they are classes: move them into {folder}/train/train/"),
+            (folder_data(folder, channels=2), r"data\.channels: got 2"),
         ):
-            open_source(folder_data(folder / "train"), "train")
+            with pytest.raises(UsageError, match=said):
+                open_source(data, "train")
+        with pytest.raises(UsageError, match=r"\['fox'\]"):
+            open_source(folder_data(folder), "validation")
 
     def test_what_is_left_out_is_said(self, folder):
         for path in folder.rglob("notes.txt"):
@@ -455,15 +412,6 @@ class TestImageFolder:
         (note,) = open_source(folder_data(folder), "train").notes  # type: ignore[attr-defined]
         assert "left out 2" in note
         assert f"{folder}/train/cat/more.webp" in note
-
-    def test_class_that_training_does_not_have(self, folder):
-        (folder / "validation" / "fox").mkdir()
-        with pytest.raises(UsageError, match=r"\['fox'\] are not among the training classes"):
-            open_source(folder_data(folder), "validation")
-
-    def test_channels(self, folder):
-        with pytest.raises(UsageError, match=r"data\.channels: got 2; imagefolder makes 1, 3, 4"):
-            open_source(folder_data(folder, channels=2), "train")
 
     def test_a_name_does_not_say_what_a_file_is(self, folder):
         (folder / "train" / "cat" / "0.jpg").write_bytes(blob(Image.fromarray(COLOUR), "PNG"))
@@ -480,16 +428,10 @@ class TestImageFolder:
         path.write_bytes({"empty": b"", "text": b"<html>404</html>"}.get(damage, whole[: len(whole) // 2]))
         source = open_source(folder_data(folder), "train")
         index = 4 if "png" in damage else 3
-        with pytest.raises(CorruptExample, match=rf"{path} \(example {index}\) is corrupt") as caught:
+        with pytest.raises(CorruptExample) as caught:
             source[index]
         assert (caught.value.where, caught.value.index) == (str(path), index)
         assert " object at " not in caught.value.fault
-
-    def test_a_file_that_vanished_is_not_called_corrupt(self, folder):
-        source = open_source(folder_data(folder), "train")
-        (folder / "train" / "cat" / "0.jpg").unlink()
-        with pytest.raises(FileNotFoundError, match=r"cat/0\.jpg"):
-            source[0]
 
     @pytest.mark.skipif(sys.platform == "win32", reason="names there are not bytes")
     def test_any_file_name(self, folder):
@@ -612,19 +554,18 @@ class TestTfds:
         assert ended.code == 0, ended.out
         assert "evaluation on 12" in ended.out
 
-    def test_unknown_split(self, prepared):
-        with pytest.raises(UsageError, match=r"Unknown split 'dev'.*'train'"):
-            open_source(tfds_data(prepared, train_split="dev"), "train")
-
-    def test_not_prepared(self, prepared):
-        with pytest.raises(UsageError, match=r"run: python -c .*tfds\.builder\('mnist', data_dir="):
-            open_source(tfds_data(prepared, "mnist"), "train")
+    def test_what_is_not_there_is_named_with_the_way_out(self, prepared):
+        for data, said in (
+            (tfds_data(prepared, train_split="dev"), "'dev'.*'train'"),
+            (tfds_data(prepared, "mnist"), r"run: python -c .*tfds\.builder\('mnist', data_dir="),
+            (tfds_data(prepared, ""), r"data\.name"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                open_source(data, "train")
         import tensorflow_datasets
 
         builder = tensorflow_datasets.builder("mnist", data_dir=prepared, file_format="array_record")
         assert builder.url_infos  # which preparing reads, with no other packages than `jaxmpi[tfds]` has
-        with pytest.raises(UsageError, match=r"set data\.name"):
-            open_source(tfds_data(prepared, ""), "train")
 
 
 # ---------------------------------------------------------------- batch files
@@ -679,11 +620,7 @@ def opens_in(folder: Path) -> Iterator[Callable[[], int]]:
 
 class TestBatchFiles:
     def test_files_and_labels(self, batch_files):
-        assert sorted(path.name for path in (batch_files / "train").iterdir()) == [
-            "00000.npy",
-            "00001.npy",
-            "00002.npy",
-        ]
+        assert sorted(os.listdir(batch_files / "train")) == ["00000.npy", "00001.npy", "00002.npy"]
         assert np.load(batch_files / "train" / "00002.npy").shape == (2, 5, 6, 3)
         source: Any = open_source(batch_data(batch_files), "train")
         assert (len(source), source.classes) == (10, 4)
@@ -692,9 +629,13 @@ class TestBatchFiles:
             assert (image.shape, int(image.min()), int(image.max()), int(label)) == ((5, 6, 3), i, i, i % 4)
         assert source.where(9) == f"{batch_files}/train/00002.npy[1]"
 
-    def test_validation_has_the_classes_of_training(self, batch_files):
+    def test_classes_are_those_of_training_and_of_the_split(self, batch_files):
         source = open_source(batch_data(batch_files), "validation")
         assert (len(source), source.classes) == (3, 4)
+        np.save(batch_files / "validation_labels.npy", [0, 5, 1])
+        train, held_out = (open_source(batch_data(batch_files), split) for split in ("train", "validation"))
+        assert (train.classes, held_out.classes) == (4, 6)
+        assert [getattr(source, "is_counted", False) for source in (train, held_out)] == [True, True]
 
     def test_mean_image(self, batch_files):
         mean = load_mean_image(batch_data(batch_files, mean_image=str(batch_files / "train_mean.npy")))
@@ -707,28 +648,20 @@ class TestBatchFiles:
         digests.add(opened_batch_files(batch_files).digest())
         assert len(digests) == 2
 
-    BAD: ClassVar = {
-        "objects": (lambda: np.array([{}], object), "expected u8"),
-        "floats": (lambda: np.zeros((2, 5, 6, 3), np.float32), "got float32"),
-        "three axes": (lambda: np.zeros((5, 6, 3), np.uint8), r"got uint8\[5, 6, 3\]"),
-        "Fortran order": (lambda: np.asfortranarray(np.zeros((2, 5, 6, 3), np.uint8)), "in Fortran order"),
-        "other size": (lambda: np.zeros((2, 5, 7, 3), np.uint8), r"another shape than \(5, 6, 3\)"),
-    }
-
-    @pytest.mark.parametrize("bad", BAD)
-    def test_files_that_are_none(self, batch_files, bad):
-        make, message = self.BAD[bad]
-        np.save(batch_files / "train" / "00001.npy", make(), allow_pickle=True)
+    @pytest.mark.parametrize(
+        ("array", "message"),
+        [
+            (np.array([{}], object), "object"),
+            (np.zeros((2, 5, 6, 3), np.float32), "float32"),
+            (np.zeros((5, 6, 3), np.uint8), r"\[5, 6, 3\]"),
+            (np.asfortranarray(np.zeros((2, 5, 6, 3), np.uint8)), "Fortran"),
+            (np.zeros((2, 5, 7, 3), np.uint8), r"\(5, 6, 3\)"),
+        ],
+    )
+    def test_files_that_are_none(self, batch_files, array, message):
+        np.save(batch_files / "train" / "00001.npy", array, allow_pickle=True)
         with pytest.raises(UsageError, match=rf"00001\.npy: .*{message}"):
             open_source(batch_data(batch_files), "train")
-
-    def test_damaged_files(self, batch_files):
-        path = batch_files / "train" / "00000.npy"
-        whole = path.read_bytes()
-        for damaged, message in ((whole[:-7], "7 bytes are missing"), (b"", "expected a .npy file"), (whole[:30], "")):
-            path.write_bytes(damaged)
-            with pytest.raises(UsageError, match=rf"00000\.npy: .*{message}"):
-                open_source(batch_data(batch_files), "train")
 
     HEADS: ClassVar = {
         "no bytes": b"",
@@ -850,49 +783,36 @@ class TestBatchFiles:
         source: Any = open_source(batch_data(batch_files), "train")
         path = batch_files / "train" / "00001.npy"
         path.write_bytes(path.read_bytes()[:-90])
-        with pytest.raises(OSError, match=r"00001\.npy ends 90 bytes before the end of row 3"):
+        with pytest.raises(OSError, match=r"00001\.npy ends 90 bytes before"):
             source[7]
 
     @pytest.mark.parametrize(
-        ("labels", "message"),
-        [
-            (np.arange(9), "got 9 labels for 10 images"),
-            (np.arange(10) - 1, "got label -1 at 0"),
-            (np.zeros(10), "got float64"),
-            (np.zeros((10, 2), int), r"got int64\[10, 2\]"),
-            (np.array([{}], object), r"got object\[1\]; expected whole numbers"),
-        ],
+        "labels",
+        [np.arange(9), np.arange(10) - 1, np.zeros(10), np.zeros((10, 2), int), np.array([{}], object), None],
+        ids=["fewer", "below 0", "floats", "two axes", "objects", "gone"],
     )
-    def test_labels_that_cannot_be(self, batch_files, labels, message):
-        np.save(batch_files / "train_labels.npy", labels, allow_pickle=True)
-        with pytest.raises(UsageError, match=rf"train_labels\.npy: .*{message}"):
+    def test_labels_that_cannot_be(self, batch_files, labels):
+        path = batch_files / "train_labels.npy"
+        path.unlink() if labels is None else np.save(path, labels, allow_pickle=True)
+        with pytest.raises(UsageError, match=r"train_labels\.npy: "):
             open_source(batch_data(batch_files), "train")
 
     def test_missing(self, batch_files, monkeypatch):
         monkeypatch.delenv("JAXMPI_DATA", raising=False)
-        with pytest.raises(UsageError, match=r"set data\.dir or JAXMPI_DATA"):
-            open_source(Data(source="batchfiles"), "train")
-        with pytest.raises(UsageError, match=r"no folder .*/other; expected DIR"):
-            open_source(batch_data(batch_files, train_split="other"), "train")
         (batch_files / "empty").mkdir()
-        with pytest.raises(UsageError, match=r"found no \.npy file"):
-            open_source(batch_data(batch_files, train_split="empty"), "train")
-        (batch_files / "train_labels.npy").unlink()
-        with pytest.raises(UsageError, match=r"train_labels\.npy: .*No such file"):
-            open_source(batch_data(batch_files), "train")
-
-    def test_the_highest_class_may_be_missing_in_training(self, batch_files):
-        np.save(batch_files / "validation_labels.npy", [0, 5, 1])
-        train, held_out = (open_source(batch_data(batch_files), split) for split in ("train", "validation"))
-        assert (train.classes, held_out.classes) == (4, 6)
-        assert [getattr(source, "is_counted", False) for source in (train, held_out)] == [True, True]
+        for data, said in (
+            (Data(source="batchfiles"), r"data\.dir"),
+            (batch_data(batch_files, train_split="other"), "/other"),
+            (batch_data(batch_files, train_split="empty"), r"no \.npy file"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                open_source(data, "train")
 
     def test_numbers_without_leading_zeros(self, batch_files):
         folder = batch_files / "train"
         for number in range(3):
             (folder / f"{number:05}.npy").rename(folder / f"part{number + 8}-a.npy")
-        said = r"train: got part10-a\.npy and part8-a\.npy, .* go by name.*leading zeros.*00002\.npy"
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=r"part10-a\.npy and part8-a\.npy, .*leading zeros"):
             opened_batch_files(batch_files)
         (folder / "part10-a.npy").rename(folder / "zz1234.npy")  # another name altogether
         assert opened_batch_files(batch_files).files == ["part8-a.npy", "part9-a.npy", "zz1234.npy"]
@@ -914,11 +834,6 @@ class TestBatchFiles:
             write_batch_files(ArraySource(images, [3] * 10), batch_files, "train", rows=4, seed=None)
         with pytest.raises(UsageError, match=r"train_labels\.npy: .*No such file"):
             opened_batch_files(batch_files)
-
-    def test_images_that_cannot_be_written(self, tmp_path):
-        images = [np.zeros((4, 4, 3), np.uint8), np.zeros((4, 5, 3), np.uint8)]
-        with pytest.raises(UsageError, match=r"array\[1\]: got uint8\[4, 5, 3\]"):
-            write_batch_files(ArraySource(images, [0, 1]), tmp_path, "train", seed=None)
 
     @pytest.mark.parametrize("label", [np.int64(2**40), -1, 0.5])
     def test_labels_that_files_cannot_hold_are_refused(self, tmp_path, label):

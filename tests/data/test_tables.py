@@ -43,10 +43,10 @@ def write_npy(folder: Path) -> None:
             np.save(folder / split / f"{name}.npy", array[rows])
 
 
-def table(rows: range) -> Any:
+def table(rows: range | slice = slice(None), **columns: Any) -> Any:
     arrow = pytest.importorskip("pyarrow")
-    images = [{"bytes": png(PIXELS[i]), "path": "any.png"} for i in rows]
-    return arrow.table({"image": images, "label": LABELS[rows], "numbers": NUMBERS[rows].tolist()})
+    images = [{"bytes": png(pixels), "path": "any.png"} for pixels in PIXELS[rows]]
+    return arrow.table({"image": images, "label": LABELS[rows], "numbers": NUMBERS[rows].tolist(), **columns})
 
 
 def write_parquet(folder: Path) -> None:

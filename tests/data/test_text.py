@@ -55,7 +55,7 @@ def test_where_a_window_begins(folder):
 def test_splits_are_folders(folder):
     assert len(opened(folder, "validation")) == 2
     (folder / "validation").rename(folder / "test")
-    with pytest.raises(UsageError, match=r"no folder .*validation; name the right one with --data.validation-split"):
+    with pytest.raises(UsageError, match=r"validation; .*--data.validation-split"):
         opened(folder, "validation")
     source = open_source(Data("text", dir=str(folder), validation_split="test", window=4), "validation")
     assert len(source) == 2
@@ -87,13 +87,19 @@ def test_names_that_are_not_utf_8(folder):
 
 
 def test_bad_input_is_named(folder):
-    with pytest.raises(UsageError, match=r"text: set data.dir to a folder DIR with files in DIR/train/"):
+    with pytest.raises(UsageError, match=r"data\.dir"):
         open_source(Data("text"), "train")
-    with pytest.raises(UsageError, match=r"text: got 2 files of 38 bytes in .*expected at least data.window . 1 = 39"):
+    with pytest.raises(UsageError, match=r"38 bytes .* 39"):
         opened(folder, window=38)
     assert len(opened(folder, window=37)) == 1
-    with pytest.raises(UsageError, match=r"data.window: got 0; expected >= 1"):
+    with pytest.raises(UsageError, match=r"data\.window"):
         Data("text", window=0)
+    with pytest.raises(UsageError, match=r"data\.memory"):  # all of it is in memory anyway
+        MemorySource(opened(folder), Data())
+    with (folder / "train" / "a.txt").open("wb") as file:
+        file.truncate(200 << 30)
+    with pytest.raises(UsageError, match="GB"):  # a file with holes, larger than memory
+        opened(folder)
 
 
 def test_batches_are_windows_in_the_samplers_order(folder):
@@ -137,26 +143,12 @@ def test_modules_are_held_out_whole():
     assert sum(map(is_held_out, map(str, range(5000)))) == pytest.approx(100, abs=5 * (5000 * 0.02 * 0.98) ** 0.5)
 
 
-def test_text_is_not_for_the_memory_of_a_group(folder):
-    """Its labels are rows of tokens, and all of it is in memory anyway."""
-    with pytest.raises(UsageError, match=r"data\.memory: got partition; text is text, which every worker holds"):
-        MemorySource(opened(folder), Data())
-
-
 def test_names_are_in_one_order_everywhere(tmp_path):
     for name in ("b.py", "B.py", "a/z.py", "a.py", "a/.x/y.py", "c.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert list_files(tmp_path, ".py") == ["B.py", "a.py", "a/z.py", "b.py"]
     assert len(list_files(Path(sysconfig.get_path("stdlib")) / "json", ".py")) >= 4
-
-
-def test_a_file_with_holes_larger_than_memory_is_refused(tmp_path):
-    (tmp_path / "train").mkdir()
-    with (tmp_path / "train" / "a.txt").open("wb") as file:
-        file.truncate(200 << 30)
-    with pytest.raises(UsageError, match=r"GB of memory are needed to read these 1 files, and .* are left"):
-        open_source(Data("text", dir=str(tmp_path)), "train")
 
 
 def test_a_vocabulary_has_the_most_frequent_words_and_reads_the_text_whole(folder, tmp_path, capsys):

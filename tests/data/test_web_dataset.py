@@ -12,19 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
 from jaxmpi.data import open_source
 from jaxmpi.data.sources import web_dataset
 from jaxmpi.data.sources.web_dataset import WebDatasetSource
+from test_tables import NUMBERS, PIXELS, png
 
 wds = pytest.importorskip("webdataset")
 
 ROWS = 10
-PIXELS = np.random.default_rng(0).integers(0, 256, (ROWS, 4, 5, 3), np.uint8)
-NUMBERS = np.random.default_rng(0).standard_normal((ROWS, 2, 3)).astype(np.float32)
 
 
 def written(path: Path, rows: range, **fields: Any) -> None:
@@ -47,12 +45,6 @@ def opened(folder: Path, split: str = "train", **kwargs: Any) -> WebDatasetSourc
     return source
 
 
-def test_an_example_is_named_by_shard_and_key(folder):
-    source = opened(folder)
-    assert source.where(7) == f"{folder}/train-001.tar: a/007"
-    assert source.file_ends == (6, 10)
-
-
 def test_names_that_are_longer_than_a_header_are_found(tmp_path):
     key = "b" * 150
     with wds.TarWriter(str(tmp_path / "train.tar")) as shard:
@@ -71,7 +63,8 @@ def settled(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_the_index_is_built_once_until_a_shard_changes(folder, monkeypatch):
-    opened(folder)
+    source = opened(folder)
+    assert (source.where(7), source.file_ends) == (f"{folder}/train-001.tar: a/007", (6, 10))
     built, build = [], web_dataset.build_index
     monkeypatch.setattr(web_dataset, "build_index", lambda *args: built.append(args) or build(*args))
     assert pickle.loads(pickle.dumps(opened(folder)))[9][1] == 0
@@ -150,22 +143,13 @@ def test_examples_that_lack_a_column_are_named(tmp_path, fields, said):
         opened(tmp_path)
 
 
-def test_columns_that_it_cannot_decode_are_refused(folder):
-    with pytest.raises(UsageError, match=r"data.columns: got txt; webdataset reads jpg, .* or npy"):
+def test_columns_and_compressed_shards_that_it_cannot_decode_are_refused(folder):
+    with pytest.raises(UsageError, match=r"data\.columns: got txt"):
         opened(folder, columns=("png", "txt"))
-
-
-def test_a_compressed_shard_is_refused(tmp_path, folder):
-    with tarfile.open(tmp_path / "train-002.tar", "w:gz") as shard:
+    with tarfile.open(folder / "train-002.tar", "w:gz") as shard:
         shard.add(folder / "validation.tar")
-    with pytest.raises(UsageError, match=r"train-002.tar: .*; expected a tar file that is not compressed"):
-        opened(tmp_path)
-
-
-def png(value: int) -> bytes:
-    out = io.BytesIO()
-    Image.new("L", (4, 4), value).save(out, "PNG")
-    return out.getvalue()
+    with pytest.raises(UsageError, match=r"train-002\.tar"):
+        opened(folder)
 
 
 def shard(path: Path, members: Sequence[tuple[str, bytes]], **kwargs: Any) -> None:
@@ -176,7 +160,11 @@ def shard(path: Path, members: Sequence[tuple[str, bytes]], **kwargs: Any) -> No
             tar.addfile(info, io.BytesIO(content))
 
 
-SIX = [(f"{i}.{column}", blob) for i in range(6) for column, blob in (("png", png(i)), ("cls", b"0"))]
+def grey(value: int) -> bytes:
+    return png(np.full((4, 4), value, np.uint8))
+
+
+SIX = [(f"{i}.{column}", blob) for i in range(6) for column, blob in (("png", grey(i)), ("cls", b"0"))]
 HEADER = tarfile.BLOCKSIZE
 
 
@@ -218,8 +206,8 @@ def test_every_format_and_ending_of_a_tar_file_is_read_whole(tmp_path, kind):
 @pytest.mark.parametrize(
     "members",
     [
-        [("0.png", png(0)), ("0.cls", b"0"), ("0.png", png(1)), ("0.cls", b"1")],
-        [("0.png", png(0)), ("0.PNG", png(1)), ("0.cls", b"1")],
+        [("0.png", grey(0)), ("0.cls", b"0"), ("0.png", grey(1)), ("0.cls", b"1")],
+        [("0.png", grey(0)), ("0.PNG", grey(1)), ("0.cls", b"1")],
     ],
     ids=["same name", "other case"],
 )
@@ -240,10 +228,10 @@ def test_an_array_that_claims_more_than_its_bytes_is_refused(tmp_path):
 def test_a_link_among_the_members_is_refused(tmp_path):
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
         for name in ("0.png", "1.png"):
-            (tmp_path / "one").write_bytes(png(0))
+            (tmp_path / "one").write_bytes(grey(0))
             info = tar.gettarinfo(tmp_path / "one", name)
             info.type, info.linkname = (tarfile.LNKTYPE, "0.png") if name == "1.png" else (tarfile.REGTYPE, "")
-            tar.addfile(info, io.BytesIO(png(0)) if info.isreg() else None)
+            tar.addfile(info, io.BytesIO(grey(0)) if info.isreg() else None)
     with pytest.raises(UsageError, match=r"train.tar: 1.png is a link"):
         opened(tmp_path, columns=("png",))
 
@@ -251,5 +239,5 @@ def test_a_link_among_the_members_is_refused(tmp_path):
 def test_a_shard_that_shrinks_while_it_is_read_is_named(folder):
     source = opened(folder)
     (folder / "train-001.tar").write_bytes(b"")
-    with pytest.raises(OSError, match=r"train-001.tar: a/006.png lacks \d+ bytes"):
+    with pytest.raises(OSError, match=r"train-001.tar ends \d+ bytes before"):
         source[6]

@@ -10,7 +10,7 @@ from PIL import Image
 import jaxmpi
 from jaxmpi.config import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import ArraySource, command, memory_room
+from jaxmpi.data import ArraySource, command, memory_source
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.shuffle import MemoryShuffle
 
@@ -102,7 +102,7 @@ def test_what_all_ranks_refuse_gives_the_memory_back(monkeypatch):
         jaxmpi.InMemory(numbered(), 6, state=state)
     with pytest.raises(UsageError, match=r"data\.loader"):
         jaxmpi.InMemory(Data("array", train=numbered(), loader="processes"), 5)
-    monkeypatch.setattr(memory_room, "available_bytes", lambda: 0)
+    monkeypatch.setattr(memory_source, "available_bytes", lambda: 0)
     with pytest.raises(UsageError, match="more are needed"):
         jaxmpi.InMemory(numbered(), 5)
     assert len(closed) == len(set(map(id, closed))) == 4

@@ -27,7 +27,6 @@ from jaxmpi.data import (
     Sampler,
     group_order,
     kind_for,
-    memory_room,
     memory_source,
     peer_memory,
     shuffle,
@@ -245,12 +244,12 @@ def test_the_ranks_of_a_host_need_memory_together(train, copies, monkeypatch):
     memory = kept(numbered(), train).memory
     assert memory is not None
     part_bytes = N / SIZE * len(memory_source.bytes_of(numbered()[0][0], ""))
-    monkeypatch.setattr(memory_room, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
+    monkeypatch.setattr(memory_source, "available_bytes", lambda: 1.2 * copies * 2 * part_bytes)
     said = rf"by {SIZE} ranks on rank 0's machine, which has 0\.0 GB left; take more workers"
     with pytest.raises(UsageError, match=said) as caught:
         memory.begin(0, None)
     assert set(CONTROL.allgather_object(str(caught.value))) == {str(caught.value)}
-    monkeypatch.setattr(memory_room, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
+    monkeypatch.setattr(memory_source, "available_bytes", lambda: SIZE * copies * 2 * part_bytes)
     memory.begin(0, None)
     memory.close()
 
@@ -260,7 +259,7 @@ def test_parts_that_a_sample_did_not_tell_are_counted_before_the_shuffle(monkeyp
     monkeypatch.setattr(memory_source, "SAMPLE", 0)
     memory = kept(Shapes()).memory
     assert memory is not None
-    monkeypatch.setattr(memory_room, "available_bytes", lambda: 3 * N)
+    monkeypatch.setattr(memory_source, "available_bytes", lambda: 3 * N)
     with pytest.raises(UsageError, match=rf"by {SIZE} ranks on rank 0's machine"):
         memory.begin(0, None)
     memory.close()

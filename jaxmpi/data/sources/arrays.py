@@ -1,22 +1,29 @@
-"""Sources in memory: arrays, scikit-learn's digits, synthetic images.
+"""Sources in memory: arrays, scikit-learn's digits, silhouettes of animals, synthetic images.
 
 `ArraySource` and `FieldSource` hold arrays that an experiment file sets; `PythonSource` wraps any object with a length
-and items. Digits (Alpaydin and Kaynak 1998) are read from scikit-learn's file without importing it, which takes seconds
-on every rank. Synthetic images have a pattern for each class under noise, so that a model can learn them. Ranks compare
-a digest of their arrays; it covers 64 examples spread over the whole, since to hash all of a big array would take
-minutes.
+and items. Ranks compare a digest of their arrays, which covers some of the examples. Digits (Alpaydin and Kaynak 1998)
+are read from scikit-learn's file without importing it, which takes seconds on every rank. The loader of the animals'
+package imports TensorFlow, so its files are read here, too. They are pickles of two NumPy arrays; only the three names
+that such a pickle needs are let through. Synthetic images have a pattern for each class under noise, so that a model
+can learn them.
 """
 
+import gzip
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
-from collections.abc import Callable
+import io
+import pickle
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmpi.config.data import Data
+from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import resized
@@ -58,12 +65,10 @@ class ArraySource:
         return np.asarray(self.images[index]), self.labels[index]
 
     def digest(self) -> str:
-        """Digest of all labels, and of 64 images spread over the whole."""
         labels = np.asarray(self.labels)
         digest = hashlib.sha256((labels if labels.dtype.kind == "f" else labels.astype(np.int64)).tobytes())
-        for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
-            image = np.ascontiguousarray(self.images[i])
-            digest.update(f"{image.dtype}{image.shape}".encode() + image.tobytes())
+        for i in _spread(len(self)):
+            digest.update(_content(self.images[i]))
         return digest.hexdigest()
 
 
@@ -99,15 +104,11 @@ class PythonSource:
 
 
 class FieldSource:
-    """Arrays [n, ...] in nested dicts and tuples, whose rows are examples.
-
-    Raises:
-        UsageError: the lengths differ.
-    """
+    """Arrays [n, ...] in nested dicts and tuples, whose rows are examples."""
 
     def __init__(self, fields: dict[str, Any], name: str = "array") -> None:
         self.fields, self.name, self.classes = fields, name, 0
-        lengths = lengths_of(fields)
+        lengths = {field: len(array) for field, array in _leaves(fields)}
         check(bool(lengths), f"{name}: got no fields; expected a dict of arrays [examples, ...]")
         check(
             len(set(lengths.values())) == 1,
@@ -119,43 +120,40 @@ class FieldSource:
         return self.examples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return row_of(self.fields, index)
+        return _row(self.fields, index)
 
     def digest(self) -> str:
-        """Digest of 64 examples spread over the whole."""
         digest = hashlib.sha256()
-        for i in np.linspace(0, len(self) - 1, min(len(self), 64)).astype(int):
-            feed_digest(self[int(i)], digest.update)
+        for i in _spread(len(self)):
+            for field, value in sorted(_leaves(self[i])):
+                digest.update(field.encode() + _content(value))
         return digest.hexdigest()
 
 
-def lengths_of(fields: dict[Any, Any], outer: str = "") -> dict[str, int]:
-    """Lengths of all arrays, by `outer/inner`."""
-    lengths: dict[str, int] = {}
+def _leaves(fields: dict[Any, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in fields.items():
         inner = dict(enumerate(value)) if isinstance(value, tuple) else value
-        check_unmasked(f"{outer}{key}", inner)
-        lengths |= lengths_of(inner, f"{outer}{key}/") if isinstance(inner, dict) else {f"{outer}{key}": len(inner)}
-    return lengths
-
-
-def row_of(fields: Any, index: int) -> Any:
-    """One row of all arrays."""
-    if isinstance(fields, dict):
-        return {key: row_of(value, index) for key, value in fields.items()}
-    return tuple(row_of(value, index) for value in fields) if isinstance(fields, tuple) else fields[index]
-
-
-def feed_digest(row: dict[Any, Any], update: Callable[[bytes], None]) -> None:
-    """Digest names, types, shapes and bytes of a row, sorted by name."""
-    for key, value in sorted(row.items()):
-        update(str(key).encode())
-        value = dict(enumerate(value)) if isinstance(value, tuple) else value
-        if isinstance(value, dict):
-            feed_digest(value, update)
+        if isinstance(inner, dict):
+            yield from _leaves(inner, f"{outer}{key}/")
         else:
-            each = np.ascontiguousarray(value)
-            update(f"{each.dtype}{each.shape}".encode() + each.tobytes())
+            check_unmasked(f"{outer}{key}", inner)
+            yield f"{outer}{key}", inner
+
+
+def _row(fields: Any, index: int) -> Any:
+    if isinstance(fields, dict):
+        return {key: _row(value, index) for key, value in fields.items()}
+    return tuple(_row(value, index) for value in fields) if isinstance(fields, tuple) else fields[index]
+
+
+def _spread(examples: int) -> list[int]:
+    """64 examples spread over the whole: to hash all of a big array would take minutes."""
+    return np.linspace(0, examples - 1, min(examples, 64)).astype(int).tolist()
+
+
+def _content(value: Any) -> bytes:
+    array = np.ascontiguousarray(value)
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()
 
 
 def array(config: Data, split: str) -> Source:
@@ -195,10 +193,79 @@ def digits(config: Data, split: str) -> Source:
     held_out[np.argsort(rows[:, -1], kind="stable")[::5]] = True
     rows = rows[held_out if split == "validation" else ~held_out]
     grey = ((rows[:, :-1].astype(np.uint16) * 255 + 8) // 16).astype(np.uint8)  # 0..16 -> 0..255
-    images = grey.reshape(-1, 8, 8, 1)
+    return _resized_source(grey.reshape(-1, 8, 8, 1), rows[:, -1], config, "digits")
+
+
+def _resized_source(images: np.ndarray, labels: np.ndarray, config: Data, name: str) -> Source:
+    """A source of ten classes, its images enlarged once."""
     if config.resize:
         images = np.stack([resized(image, config.resize) for image in images])
-    return ArraySource(images, rows[:, -1].astype(np.int32), classes=10, name="digits")
+    return ArraySource(images, labels.astype(np.int32), classes=10, name=name)
+
+
+PACKAGE = "animal-shape-mnist"
+FILES = ("animal_data_version_3.gz", "animal_label_version_3.gz")
+ANIMALS_SHAPE = (10_000, 28, 28)
+MOST_BYTES = 1 << 24  # bytes of a file at most, unpacked; twice the larger one
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): lambda cls, shape, kind: np.ndarray.__new__(np.ndarray, shape, "u1"),
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+}
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads arrays and calls nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of an array")
+        return _ALLOWED[module_name, global_name]
+
+
+def animals(config: Data, split: str) -> Source:
+    """Silhouettes of ten kinds of animals; needs `jaxmpi[animals]`.
+
+    The set has 9,716 different grey images of 28 x 28 px. The package has 10,000 images, 1,000 a class. Those that
+    repeat an earlier one are left out, so that no held-out image is one of training. Held out is every fifth of each
+    class, from its first. Enlarged to `data.resize` once, here. Source: animal-shape-mnist 0.39 (Mohammadi 2025, MIT
+    licence).
+
+    Raises:
+        UsageError: the package is missing, or its files are not those of this version.
+    """
+    images, labels = (_read_animals(name) for name in FILES)
+    got = [(array.shape, array.dtype.kind, array.itemsize) for array in (images, labels)]
+    check(
+        got[0] == (ANIMALS_SHAPE, "u", 1) and got[1][0] == ANIMALS_SHAPE[:1] and got[1][1] in "iu",
+        f"animals: got {images.dtype}{list(images.shape)} and {labels.dtype}{list(labels.shape)}; expected "
+        f"u8{list(ANIMALS_SHAPE)} and int{list(ANIMALS_SHAPE[:1])}, as in {PACKAGE} 0.39",
+    )
+    firsts = {image.tobytes(): i for i, image in reversed([*enumerate(images)])}
+    kept = np.sort([*firsts.values()])
+    kept = kept[np.argsort(labels[kept], kind="stable")]
+    place_in_class = np.concatenate([np.arange(n) for n in np.bincount(labels[kept], minlength=10)])
+    rows = kept[(place_in_class % 5 == 0) == (split == "validation")]
+    return _resized_source(images[rows][..., None], labels[rows], config, "animals")
+
+
+def _read_animals(name: str) -> np.ndarray:
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UsageError(
+            f"animals: the package {PACKAGE} is missing; install it with {installing('jaxmpi[animals]')}"
+        ) from error
+    found = [Path(str(file.locate())) for file in files if file.name == name]
+    check(bool(found), f"animals: {PACKAGE} has no file {name}; install version 0.39")
+    try:
+        with gzip.open(found[0]) as file:
+            content = file.read(MOST_BYTES)
+        array = _Arrays(io.BytesIO(content)).load()
+    except (OSError, EOFError, zlib.error, pickle.UnpicklingError, ValueError, TypeError) as error:
+        raise UsageError(f"animals: {found[0]}: {error}; install {PACKAGE} 0.39 again") from error
+    check(isinstance(array, np.ndarray), f"animals: {found[0]}: got {type(array).__name__}; expected an array")
+    return array
 
 
 class SyntheticSource:

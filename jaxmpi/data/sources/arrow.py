@@ -6,11 +6,10 @@ examples in random order nearly each would cost a row group. A saved data set is
 rows are read where they lie. Nothing is downloaded or unpickled. No other file knows Arrow's types.
 """
 
-import collections
 import contextlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,16 @@ import numpy as np
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.data.sources.base import Source, _split_name, check_plain_files, place_in_parts
-from jaxmpi.data.sources.columns import TableSource, chosen, split_files
+from jaxmpi.data.sources.base import (
+    Source,
+    TableSource,
+    _split_name,
+    check_plain_files,
+    chosen,
+    place_in_parts,
+    split_files,
+)
+from jaxmpi.data.sources.open_files import LastUsed
 
 KEPT_BYTES = 1 << 28  # bytes of row groups kept by each process that reads them; two groups at least
 CELLS = "numbers, lists of them that are equally long, or the bytes of images"
@@ -40,14 +47,13 @@ class ParquetSource(TableSource):
     def __init__(self, config: Data, files: Sequence[str]) -> None:
         with _open_parquet(files[0]) as file:
             super().__init__(config, chosen(config, file.schema_arrow.names, files[0]))
-            self.is_compressed = _holds_images(file.schema_arrow.field(self.columns[0]).type)
         self.groups: list[tuple[str, int]] = []
         rows, size_bytes, labels = [], [], []
         for path in files:
             with _open_parquet(path) as file:
                 odd = [name for name in self.columns if file.schema_arrow.names.count(name) != 1]
                 check(not odd, f"{path}: got column {', '.join(odd)} not once; expected the columns of the first file")
-                _check_types(file.schema_arrow, self.columns, path)
+                self.is_compressed = _check_types(file.schema_arrow, self.columns, path)
                 for number in range(file.num_row_groups):
                     group = file.metadata.row_group(number)
                     chunks = [group.column(i) for i in range(group.num_columns)]
@@ -64,33 +70,17 @@ class ParquetSource(TableSource):
             self.labels = np.concatenate(labels)
         is_small = sum(size_bytes) <= KEPT_BYTES
         self.file_ends = None if is_small else tuple(self.ends.tolist())
-        self.kept = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
-        self.__setstate__({})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_tables", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._tables: collections.OrderedDict[int, Any] = collections.OrderedDict()  # row groups, last used last
-        self._lock = threading.Lock()  # the loaders of a batch need the same row group: one reads it
+        most = len(self.groups) if is_small else max(2, KEPT_BYTES // max(size_bytes))
+        # The loaders of a batch need the same row group: one reads it.
+        self.tables = LastUsed(partial(_row_group, self.groups, self.columns), most)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def cells(self, index: int) -> Sequence[Any]:
         group, row = place_in_parts(self.ends, index)
-        table, name = self._table(group), self.where(index)
+        table, name = self.tables[group], self.where(index)
         return [_cell(table.column(column)[row], name, column) for column in self.columns]
-
-    def _table(self, group: int) -> Any:
-        with self._lock:
-            if group not in self._tables:
-                self._tables[group] = _row_group(*self.groups[group], self.columns)
-                if len(self._tables) > self.kept:
-                    self._tables.popitem(last=False)
-            self._tables.move_to_end(group)
-            return self._tables[group]
 
     def where(self, index: int) -> str:
         group, row = place_in_parts(self.ends, index)
@@ -98,12 +88,12 @@ class ParquetSource(TableSource):
         return f"{path}, row group {number}[{row}]"
 
     def digest(self) -> str:
-        """SHA-256 of file names, columns, lengths of row groups, and labels."""
         names = [f"{os.path.basename(path)}:{number}" for path, number in self.groups]
         return self.sha256([*names, *self.columns], [self.ends.tobytes()])
 
 
-def _row_group(path: str, number: int, columns: Sequence[str]) -> Any:
+def _row_group(groups: Sequence[tuple[str, int]], columns: Sequence[str], group: int) -> Any:
+    path, number = groups[group]
     try:
         with _open_parquet(path) as file:
             return file.read_row_group(number, columns=list(columns), use_threads=False)
@@ -127,24 +117,21 @@ def _open_parquet(path: str) -> Iterator[Any]:
 
 def parquet(config: Data, split: str) -> Source:
     """Parquet files in DIR/<split>/, or DIR/<split>-<any>.parquet; classes are counted, training's too."""
-    source = ParquetSource(config, split_files(config, split, ".parquet"))
-    return source.counted(config, split, lambda: ParquetSource(config, split_files(config, "train", ".parquet")).labels)
+
+    def opened(split: str) -> ParquetSource:
+        return ParquetSource(config, split_files(config, split, ".parquet"))
+
+    return opened(split).count_classes(config, split, lambda: opened("train").labels)
 
 
 class HuggingFaceSource(TableSource):
-    """One split that `datasets` has saved in a folder.
-
-    Raises:
-        UsageError: it is none, or a column is missing or holds neither numbers nor images.
-    """
+    """One split that `datasets` has saved in a folder."""
 
     def __init__(self, config: Data, folder: str) -> None:
         rows = _load_saved(folder)
         super().__init__(config, chosen(config, rows.column_names, folder))
         self.config, self.folder = config, folder
-        schema = rows.features.arrow_schema
-        _check_types(schema, self.columns, folder)
-        self.is_compressed = _holds_images(schema.field(self.columns[0]).type)
+        self.is_compressed = _check_types(rows.features.arrow_schema, self.columns, folder)
         self.rows = rows.select_columns(list(self.columns)).with_format("arrow")
         if self.is_pair:
             label = self.columns[1]
@@ -165,7 +152,6 @@ class HuggingFaceSource(TableSource):
         return f"{self.folder}[{index}]"
 
     def digest(self) -> str:
-        """SHA-256 of the columns, their types, the length, and the labels."""
         return self.sha256([f"{len(self)}", f"{self.rows.features}"])
 
 
@@ -213,25 +199,21 @@ def huggingface(config: Data, split: str) -> Source:
     """The saved data set in DIR/<split>; classes without names are counted."""
     base = data_dir(config)
     check(bool(base), "huggingface: set data.dir or JAXMPI_DATA to a folder that DatasetDict.save_to_disk has written")
-    folder, training = os.path.join(base, _split_name(config, split)), os.path.join(base, config.train_split)
-    source = HuggingFaceSource(config, folder)
-    if not source.classes:
-        is_other = split != "train" and source.labels is not None and os.path.isdir(training)
-        source.count(HuggingFaceSource(config, training).labels if is_other else None)
-    return source
+
+    def opened(split: str) -> HuggingFaceSource:
+        return HuggingFaceSource(config, os.path.join(base, _split_name(config, split)))
+
+    source = opened(split)
+    return source if source.classes else source.count_classes(config, split, lambda: opened("train").labels)
 
 
 # ---------------------------------------------------------------- types and cells
 
 
-def _stored(kind: Any) -> Any:
-    return getattr(kind, "storage_type", kind)  # without what an extension adds
-
-
 def _holds_images(kind: Any) -> bool:
     import pyarrow.types as types
 
-    kind = _stored(kind)
+    kind = getattr(kind, "storage_type", kind)  # without what an extension adds
     in_struct = types.is_struct(kind) and kind.get_field_index("bytes") >= 0  # as of `datasets.Image`
     return in_struct or types.is_binary(kind) or types.is_large_binary(kind)
 
@@ -239,19 +221,23 @@ def _holds_images(kind: Any) -> bool:
 def _holds_numbers(kind: Any) -> bool:
     import pyarrow.types as types
 
-    kind = _stored(kind)
+    kind = getattr(kind, "storage_type", kind)
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        kind = _stored(kind.value_type)
+        kind = getattr(kind.value_type, "storage_type", kind.value_type)
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
-def _check_types(schema: Any, columns: tuple[str, ...], path: str) -> None:
-    """Refuse columns of text, dates or what else is neither numbers nor images, and images as labels."""
+def _check_types(schema: Any, columns: tuple[str, ...], path: str) -> bool:
+    """Return True if the first column holds images.
+
+    Refuse columns of text, dates or what else is neither numbers nor images, and images as labels.
+    """
     for place, name in enumerate(columns):
         kind, is_label = schema.field(name).type, len(columns) == 2 and place == 1
         expected = "numbers: write a label as its number" if is_label else CELLS
         fits = _holds_numbers(kind) or (_holds_images(kind) and not is_label)
         check(fits, f"{path}: column {name}: got {kind}; expected {expected}")
+    return _holds_images(schema.field(columns[0]).type)
 
 
 def _whole_numbers(column: Any, path: str, name: str) -> np.ndarray | None:

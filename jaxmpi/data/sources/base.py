@@ -1,13 +1,17 @@
-"""The protocol of a source, and what all sources share."""
+"""The protocol of a source, what all sources share, and tables with named columns.
 
+Two columns of a table are an input and its label. Any other number makes a dict, for a task of the user's own.
+"""
+
+import hashlib
 import os
 import stat
-from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from jaxmpi.config.data import Data
+from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.host_arrays import check_unmasked
 from jaxmpi.data.decode import MODES, corrupt_if_it_fails, decoded
@@ -57,11 +61,7 @@ def where(source: Source, index: int) -> str:
 
 
 def pair(source: Source, index: int) -> tuple[np.ndarray, Any]:
-    """(image, label) of an example.
-
-    Raises:
-        UsageError: it is a dict of other fields.
-    """
+    """(image, label) of an example."""
     example = source[index]
     if isinstance(example, dict):
         check(False, f"{where(source, index)}: got the fields {', '.join(example)}; expected an image and a label")
@@ -110,3 +110,103 @@ def _check_channels(config: Data) -> None:
         config.channels in MODES,
         f"data.channels: got {config.channels}; {config.source} makes {', '.join(map(str, MODES))}",
     )
+
+
+# ---------------------------------------------------------------- tables
+
+DEFAULT = ("image", "label")
+
+
+class TableSource:
+    """Rows of a table; a class of it reads cells.
+
+    A cell is a number, an array, or the bytes of a compressed image.
+
+    Attributes:
+        columns: names of those that an example has.
+        is_pair: whether an example is an input and its label, else a dict.
+    """
+
+    is_compressed = False  # inputs are compressed images
+    labels: np.ndarray | None = None  # int[n], of an input and its label if it is a whole number
+
+    def __init__(self, config: Data, columns: Sequence[str]) -> None:
+        self.name, self.columns, self.is_pair = config.source, tuple(columns), len(columns) == 2
+        self.channels, self.resize = config.channels, config.resize
+        self.classes, self.is_counted = 0, False
+
+    @property
+    def encoded(self) -> Any:
+        """(bytes, label) by index if inputs are compressed images, else None."""
+        return self.cells if self.is_compressed and self.is_pair else None
+
+    def count_classes(self, config: Data, split: str, training_labels: Callable[[], np.ndarray | None]) -> Self:
+        """Return this source, its classes counted up to the largest label of it and, if another, of training."""
+        name, labels = config.train_split, [] if self.labels is None else [self.labels]
+        there = os.listdir(data_dir(config)) if labels and split != "train" else []
+        if any(file == name or file.startswith((f"{name}-", f"{name}.")) for file in there):
+            in_training = training_labels()
+            labels += [] if in_training is None else [in_training]
+        self.classes = max((int(each.max(initial=-1)) + 1 for each in labels), default=0)
+        self.is_counted = bool(labels)
+        return self
+
+    def sha256(self, words: Iterable[str], parts: Iterable[bytes] = ()) -> str:
+        """Digest of words, of parts, and of the labels if any."""
+        digest = hashlib.sha256("\0".join(words).encode())
+        for part in parts:
+            digest.update(part)
+        if self.labels is not None:
+            digest.update(self.labels.tobytes())
+        return digest.hexdigest()
+
+    def cells(self, index: int) -> Sequence[Any]:
+        """Cells of row `index`, in the order of `columns`."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """The file of row `index`, and its place there."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        values = list(self.cells(index))
+        for place, cell in enumerate(values):
+            if isinstance(cell, bytes):
+                values[place] = _decoded(cell, self.where(index), index, self.channels, self.resize)
+        return tuple(values) if self.is_pair else dict(zip(self.columns, values, strict=True))
+
+
+def chosen(config: Data, there: Iterable[str], path: str) -> tuple[str, ...]:
+    """`data.columns`, or image and label; raise `UsageError` if one of them is not there, or is there twice."""
+    wanted, there = config.columns or DEFAULT, sorted(there)
+    missing = [name for name in wanted if name not in there]
+    check(
+        not missing,
+        f"{path}: got no column {', '.join(missing)}; there are {', '.join(there) or 'none'}: choose input and label "
+        f"with data.columns, such as --data.columns {' '.join((there * 2)[:2])}",
+    )
+    twice = [name for name in wanted if there.count(name) > 1]
+    check(not twice, f"{path}: got {' and '.join(twice)} more than once; expected each name once: write it again")
+    return wanted
+
+
+def split_files(config: Data, split: str, suffix: str) -> list[str]:
+    """Files of a split, by name: in DIR/<split>/, else DIR/<split>.<suffix> and DIR/<split>-<any>.<suffix>."""
+    name, base = _split_name(config, split), data_dir(config)
+    layout = f"DIR/{name}/<any>{suffix}, DIR/{name}{suffix} or DIR/{name}-<any>{suffix}"
+    check(bool(base), f"{config.source}: set data.dir or JAXMPI_DATA to a folder DIR with {layout}")
+    folder, starts = os.path.join(base, name), ("",)
+    if not os.path.isdir(folder):
+        folder, starts = base, (f"{name}-", f"{name}{suffix}")
+    try:
+        names = sorted(file for file in os.listdir(folder) if file.endswith(suffix) and not file.startswith("."))
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be listed: {error.strerror}; expected {layout}") from error
+    files = [os.path.join(folder, file) for file in names if file.startswith(starts)]
+    check(
+        bool(files),
+        f"{config.source}: found no {suffix} file for {split} in {base}; expected {layout}; name the split with "
+        f"--data.{split}-split",
+    )
+    check_plain_files(files, layout)
+    return files

@@ -5,9 +5,9 @@
     DIR/train_mean.npy             f32[height, width, channels], for data.mean_image
 
 Training takes whole files in a new order each epoch, and the examples of each in a new order (`sampler.FileSampler`).
-So each is read once an epoch, in one go (`open_files.Spans`). On some file systems a read takes long. There, a read for
-each image would take as many times longer as a file has images. A file need not fit into memory: longer ones are cut
-into spans. If examples of all files are mixed, rows are read one by one.
+So each is read once an epoch, in one go (`open_files.open_spans`). On some file systems a read takes long. There, a
+read for each image would take as many times longer as a file has images. A file need not fit into memory: longer ones
+are cut into spans. If examples of all files are mixed, rows are read one by one.
 """
 
 import bisect
@@ -29,8 +29,8 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import sync_file
 from jaxmpi.data.sampler import Sampler
 from jaxmpi.data.sources.base import Source, _split_name, pair, place_in_parts
-from jaxmpi.data.sources.npy import Expected, load_array, read_header
-from jaxmpi.data.sources.open_files import SPAN_BYTES, OpenFiles, Spans
+from jaxmpi.data.sources.numpy_files import Expected, load_array, read_header
+from jaxmpi.data.sources.open_files import SPAN_BYTES, LastUsed, OpenFiles, open_spans
 from jaxmpi.data.sources.packed import check_record
 
 LAYOUT = "DIR/<split>/<any>.npy, u8[n, height, width, channels], and DIR/<split>_labels.npy, int[examples]"
@@ -77,7 +77,7 @@ class BatchFileSource:
         check(len(self.labels) == self.ends[-1], f"{labels}: got {len(self.labels)} labels for {self.ends[-1]} images")
         self.classes, self.is_counted = classes or int(self.labels.max(initial=-1)) + 1, not classes
         self.opened = OpenFiles(paths)
-        self.spans: Spans | None = None  # if files are read whole
+        self.spans: LastUsed[np.ndarray] | None = None  # if files are read whole
         rows = max(SPAN_BYTES // max(each, 1), 1)
         self.span_ends = tuple(
             min(cut, end)
@@ -94,26 +94,23 @@ class BatchFileSource:
             file, row = place_in_parts(self.ends, begin)
             places.append((file, int(self.offsets[file]) + row * each, (end - begin) * each))
         source = copy.copy(self)
-        source.spans = Spans(self.opened, np.array(places, np.int64).reshape(-1, 3))
+        source.spans = open_spans(self.opened, np.array(places, np.int64).reshape(-1, 3))
         return source
 
     @property
     def file_ends(self) -> tuple[int, ...]:
-        """Index behind the last image of each file."""
         return tuple(self.ends.tolist())
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def digest(self) -> str:
-        """SHA-256 of the files' names and lengths, the shape and the labels."""
         digest = hashlib.sha256("\0".join([*self.files, str(self.shape)]).encode(errors="surrogateescape"))
         for part in (self.ends, self.labels):
             digest.update(part.astype(np.int64).tobytes())
         return digest.hexdigest()
 
     def where(self, index: int) -> str:
-        """The file of example `index`, and its row there."""
         file, row = place_in_parts(self.ends, index)
         return f"{self.opened.paths[file]}[{row}]"
 
@@ -121,14 +118,11 @@ class BatchFileSource:
         if self.spans:
             span = bisect.bisect_right(self.span_ends, index)
             begin = self.span_ends[span - 1] if span else 0
-            rows = self.spans.read(span).reshape(-1, *self.shape)
+            rows = self.spans[span].reshape(-1, *self.shape)
             return rows[index - begin].copy(), self.labels[index]
         file, row = place_in_parts(self.ends, index)
-        image = np.empty(self.shape, np.uint8)
-        missing = self.opened.read(file, image, int(self.offsets[file]) + row * image.size)
-        if missing:
-            raise OSError(f"{self.opened.paths[file]} ends {missing} bytes before the end of row {row}")
-        return image, self.labels[index]
+        offset = int(self.offsets[file]) + row * math.prod(self.shape)
+        return self.opened.read(file, np.empty(self.shape, np.uint8), offset), self.labels[index]
 
 
 def _check_order(folder: str, names: list[str]) -> None:
@@ -183,38 +177,18 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
             shape; a label that is no whole number in [0, 2^31); or a file cannot be written, as on a full disk: which.
     """
     check(rows > 0, f"rows: got {rows}; expected how many images a file has, from 1 on")
-    check(len(source) > 0, f"{getattr(source, 'name', 'the source')}: got no examples to write")
-    folder, labels, names = Path(root) / split, Path(_labels_path(str(root), split)), _names(-(-len(source) // rows))
+    name, folder = getattr(source, "name", "source"), Path(root) / split
+    check(len(source) > 0, f"{name}: got no examples to write")
+    labels_path = Path(_labels_path(str(root), split))
+    order = np.arange(len(source)) if seed is None else Sampler(len(source), len(source), seed=seed).indices(0).indices
+    files = [folder / each for each in _names(-(-len(source) // rows))]
+    labels = np.zeros(len(source), np.int32)
+    shape, total = None, np.float64(0)
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    written_labels = np.zeros(len(source), np.int32)
-    total: Any = 0.0
-    order = np.arange(len(source)) if seed is None else Sampler(len(source), len(source), seed=seed).indices(0).indices
-    for name, batch in zip(names, _read_batches(source, rows, order.tolist(), written_labels), strict=True):
-        with _writing(folder):
-            labels.unlink(missing_ok=True)  # not before there are images to write
-        total = total + batch.sum(0, dtype=np.float64)
-        _save(folder / name, batch)
-    with _writing(folder):  # numbered files that an earlier, longer set has left
-        for left in set(folder.glob("*.npy")) - {folder / name for name in names}:
-            if left.stem.isdecimal():
-                left.unlink()
-    _save(Path(root) / f"{split}_mean.npy", (total / len(source)).astype(np.float32))
-    _save(labels, written_labels)
-
-
-def _names(files: int) -> list[str]:
-    """Names of so many batch files, which sort as their numbers do."""
-    digits = max(5, len(str(files - 1)))
-    return [f"{number:0{digits}}.npy" for number in range(files)]
-
-
-def _read_batches(source: Any, rows: int, order: list[int], labels: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield u8[<= rows, ...] of the examples in `order`, and fill in their labels."""
-    shape, name = None, getattr(source, "name", "source")
-    for begin in range(0, len(order), rows):
+    for file, begin in zip(files, range(0, len(source), rows), strict=True):
         images = []
-        for place, i in enumerate(order[begin : begin + rows], begin):
+        for place, i in enumerate(order[begin : begin + rows].tolist(), begin):
             image, label = pair(source, i)
             _, labels[place] = check_record(b"", label, 0, f"{name}[{i}]")
             shape = shape or image.shape
@@ -223,7 +197,22 @@ def _read_batches(source: Any, rows: int, order: list[int], labels: np.ndarray) 
                 f"{name}[{i}]: got {image.dtype}{list(image.shape)}; expected u8[height, width, channels] as before it",
             )
             images.append(image)
-        yield np.stack(images)
+        with _writing(folder):
+            labels_path.unlink(missing_ok=True)  # not before there are images to write
+        batch = np.stack(images)
+        total = total + batch.sum(0, dtype=np.float64)
+        _save(file, batch)
+    with _writing(folder):  # numbered files that an earlier, longer set has left
+        for left in set(folder.glob("*.npy")) - {*files}:
+            if left.stem.isdecimal():
+                left.unlink()
+    _save(Path(root) / f"{split}_mean.npy", (total / len(source)).astype(np.float32))
+    _save(labels_path, labels)
+
+
+def _names(files: int) -> list[str]:
+    digits = max(5, len(str(files - 1)))
+    return [f"{number:0{digits}}.npy" for number in range(files)]
 
 
 def _save(path: Path, array: np.ndarray) -> None:

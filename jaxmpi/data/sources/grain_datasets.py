@@ -43,13 +43,12 @@ class StreamReader:
         self.dataset, self.name, self.per_step = dataset, name, per_step
         self._states: dict[int, str] = {}  # by step, as JSON: where the iterator stood behind it
         self._lock = threading.Lock()  # a loader reads, and the run saves
-        self._iterator: Any = None
         self._at = 0  # examples read
-        self._last: Any = None
+        self._iterator: Any = None
         self._first: Any = None
+        self._last: Any = None
 
     def begin(self, step: int, state: str = "") -> None:
-        """Go to the end of a step, by a checkpoint's state or as it was noted."""
         with self._lock:
             state = state or self._states.get(step, "")
             self._iterator, self._at = iter(self.dataset), step * self.per_step
@@ -86,23 +85,20 @@ class StreamReader:
         return self._states[step]
 
     def forget(self, step: int) -> None:
-        """Drop the states before a step."""
         for noted in list(self._states):  # at once, since a loader adds to them
             if noted < step:
                 del self._states[noted]
 
     def count(self, limit_s: float) -> int:
-        """The number of examples, each read once; raise `UsageError` if they do not end in this time."""
-        begin, counted = time.monotonic(), 0
-        for _ in self.dataset:
-            counted += 1
+        begin, count = time.monotonic(), 0
+        for count, _ in enumerate(self.dataset, 1):
             took_s = time.monotonic() - begin
             check(
                 took_s < limit_s,
-                f"{self.name}: got {counted} examples in {took_s:.0f} s; expected a stream that ends: leave repeat() "
+                f"{self.name}: got {count} examples in {took_s:.0f} s; expected a stream that ends: leave repeat() "
                 "out, or raise data.stall_timeout_s",
             )
-        return counted
+        return count
 
     def _advance(self) -> None:
         try:
@@ -120,9 +116,8 @@ class StreamReader:
         try:
             self._states[self._at // self.per_step] = json.dumps(self._iterator.get_state())
         except TypeError as error:
-            raise UsageError(
-                f"{self.name}: state: {error}; expected JSON values, as Grain's own checkpoints"
-            ) from error
+            what = "expected JSON values, as Grain's own checkpoints"
+            raise UsageError(f"{self.name}: state: {error}; {what}") from error
 
 
 class StreamSource(PythonSource):
@@ -149,42 +144,36 @@ class StreamSource(PythonSource):
 
         Args:
             per_step: examples of a stream that a step takes.
-
-        Raises:
-            UsageError: the function gives no `IterDataset`.
         """
         import grain
 
-        readers = []
+        self.readers = ()
         for worker in mine:
-            dataset = self.examples(worker, workers) if self.is_own else self.examples
-            name = self.name_of(worker, workers)
+            dataset, name = (
+                self.examples(worker, workers) if self.is_own else self.examples,
+                self.name_of(worker, workers),
+            )
             is_stream = isinstance(dataset, grain.IterDataset)
             check(is_stream, f"{name}: got {type(dataset).__name__}; expected a grain.IterDataset")
-            readers.append(StreamReader(dataset, name, per_step))
-        self.readers = tuple(readers)
+            self.readers = (*self.readers, StreamReader(dataset, name, per_step))
 
     def name_of(self, worker: int, workers: int) -> str:
-        """The stream of a worker, for errors."""
         return f"{self.name}({worker}, {workers})" if self.is_own else self.name
 
     def count(self, limit_s: float) -> list[int]:
-        """Numbers of examples, one a stream."""
         return [reader.count(limit_s) for reader in (self.readers if self.is_own else self.readers[:1])]
 
     def begin(self, step: int, states: Sequence[str] = ()) -> None:
-        """Go to the end of a step, by a checkpoint's states, one a reader."""
         for place, reader in enumerate(self.readers):
             reader.begin(step, states[place] if states else "")
 
-    def with_own_readers(self) -> "StreamSource":
-        """A copy with its own readers, to read both in turns."""
+    def with_new_readers(self) -> "StreamSource":
+        """A copy with new readers, to read both in turns."""
         made = copy.copy(self)
         made.readers = tuple(StreamReader(each.dataset, each.name, each.per_step) for each in self.readers)
         return made
 
     def forget(self, step: int) -> None:
-        """Drop states before a step, which is trained."""
         for reader in self.readers:
             reader.forget(step)
 
@@ -196,7 +185,6 @@ class StreamSource(PythonSource):
         return self.readers[place].read(count)
 
     def where(self, index: int) -> str:
-        """The stream, and the example's place in it."""
         place, count = place_of(int(index))
         return f"{self.readers[place].name}, example {count}"
 
@@ -216,7 +204,6 @@ class GrainSource(PythonSource):
         return example
 
     def where(self, index: int) -> str:
-        """The example and its epoch."""
         epoch, example = divmod(int(index), len(self))
         return f"{self.name}[{example}], epoch {epoch}"
 

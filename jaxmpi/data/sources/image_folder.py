@@ -1,9 +1,8 @@
 """Source: a folder of images, one folder a class."""
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -47,28 +46,22 @@ class FolderSource:
         names = [os.fsencode(name) for per_class in files for name in per_class]
         self.ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
         self.blob = np.frombuffer(b"".join(names), np.uint8)
-        check(
-            len(names) > 0,
-            f"{root}: found no {', '.join(SUFFIXES)} file; expected {_LAYOUT}",
-        )
+        check(len(names) > 0, f"{root}: found no {', '.join(SUFFIXES)} file; expected {_LAYOUT}")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def digest(self) -> str:
-        """SHA-256 of classes, file names and labels, in the examples' order."""
         digest = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape"))
         for part in (self.blob.tobytes(), self.ends.tobytes(), self.labels.tobytes()):
             digest.update(part)
         return digest.hexdigest()
 
     def where(self, index: int) -> str:
-        """The path of file `index`."""
         name = os.fsdecode(self.blob[self.ends[index] : self.ends[index + 1]].tobytes())
         return os.path.join(self.root, self.names[self.labels[index]], name)
 
     def encoded(self, index: int) -> tuple[bytes, int]:
-        """The bytes of file `index`, and its label."""
         # A file that cannot be read is no corrupt image: never skipped. All of it is read at once, so without a buffer.
         with open(self.where(index), "rb", buffering=0) as file:
             blob = file.read() if (size := os.fstat(file.fileno()).st_size) <= MAX_RECORD_BYTES else None
@@ -84,39 +77,35 @@ class FolderSource:
 _LAYOUT = "DIR/<split>/<class>/<image>.jpg, .jpeg or .png"
 
 
-def _folders(root: str) -> list[str]:
-    with _listing(root), os.scandir(root) as entries:
-        return sorted(e.name for e in entries if not e.name.startswith(".") and _is(e.is_dir))
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    """Entries of a folder by name, hidden ones left out."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda e: e.name)
+    except OSError as error:
+        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {_LAYOUT}") from error
 
 
 def _is(kind: Callable[[], bool]) -> bool:
-    """Return `kind()`; False if it fails, as for a circular link."""
     try:
         return kind()
-    except OSError:
+    except OSError:  # as for a circular link
         return False
 
 
-@contextlib.contextmanager
-def _listing(folder: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"imagefolder: {folder} cannot be listed: {error.strerror}; expected {_LAYOUT}") from error
+def _folders(root: str) -> list[str]:
+    return [entry.name for entry in _scan(root) if _is(entry.is_dir)]
 
 
 def _images(folder: str) -> tuple[list[str], list[str]]:
     """Names of the images in a folder, sorted, and paths of all else that is not hidden."""
     images, others = [], []
-    if os.path.isdir(folder):
-        with _listing(folder), os.scandir(folder) as entries:
-            for entry in entries:
-                is_image = entry.name.lower().endswith(SUFFIXES) and _is(entry.is_file)
-                if is_image and not entry.name.startswith("."):
-                    images.append(entry.name)
-                elif not entry.name.startswith("."):
-                    others.append(entry.path)
-    return sorted(images), others
+    for entry in _scan(folder) if os.path.isdir(folder) else ():
+        if entry.name.lower().endswith(SUFFIXES) and _is(entry.is_file):
+            images.append(entry.name)
+        else:
+            others.append(entry.path)
+    return images, others
 
 
 def imagefolder(config: Data, split: str) -> Source:

@@ -15,7 +15,6 @@ import numpy as np
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import check
 from jaxmpi.data.sampler import random_bits
-from jaxmpi.data.sources.arrays import array
 from jaxmpi.data.sources.base import Source, where
 from jaxmpi.data.sources.grain_datasets import is_stream
 
@@ -29,9 +28,6 @@ class Mixture:
     Args:
         parts: the sources.
         weights: of each, > 0; their sum is of no matter.
-
-    Raises:
-        UsageError: a part without examples, a weight that is none or too small, parts of different classes.
     """
 
     name = "mixture"
@@ -66,10 +62,14 @@ class Mixture:
         )
         self.classes = max(known)
         self.in_process = any(getattr(part, "in_process", False) for part in parts)
-        share_of = [count / sum(self.counts) for count in self.counts]
-        self.bytes_each = _mean([getattr(part, "bytes_each", 0) for part in parts], share_of)
-        self.tokens_each = _mean([getattr(part, "tokens_each", 0) for part in parts], share_of)
+        self.bytes_each, self.tokens_each = self._mean("bytes_each"), self._mean("tokens_each")
         self.notes = tuple(note for part in parts for note in getattr(part, "notes", ()))
+
+    def _mean(self, name: str) -> float:
+        """Mean of the parts' values by their share of an epoch; 0 if a part has none."""
+        values = [getattr(part, name, 0) for part in self.parts]
+        shares = [count / len(self) for count in self.counts]
+        return math.fsum(v * share for v, share in zip(values, shares, strict=True)) if all(values) else 0
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -90,26 +90,18 @@ class Mixture:
 
     def _encoded(self, number: int) -> tuple[Any, Any]:
         part, found = self.place(number)
-        encoded: Any = getattr(part, "encoded")  # noqa: B009 - not in the protocol
-        return encoded(found)
+        return part.encoded(found)  # pyright: ignore[reportAttributeAccessIssue] - all parts have it
 
     def __getitem__(self, number: int) -> Any:
         part, found = self.place(number)
         return part[found]
 
     def where(self, number: int) -> str:
-        """The example's name in its part."""
         return where(*self.place(number))
 
     def digest(self) -> str:
-        """SHA-256 of the parts' digests, lengths and shares of an epoch."""
         parts = [getattr(part, "digest", str)() for part in self.parts]
         return hashlib.sha256(f"{parts}{self.lengths}{self.counts}".encode()).hexdigest()
-
-
-def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
-    """Mean of the parts' values; 0 if a part has none."""
-    return math.fsum(v * share for v, share in zip(values, shares, strict=True)) if all(values) else 0
 
 
 def counted(examples: int, weights: Sequence[float]) -> list[int]:
@@ -125,17 +117,13 @@ def counted(examples: int, weights: Sequence[float]) -> list[int]:
 def mixture(config: Data, split: str, opened: Callable[[Data, str], Source]) -> Source:
     """The parts of `data.train` by weight; held out is `data.validation`, or each part's validation, all of it once."""
     pairs = config.train
-    is_form = (
-        isinstance(pairs, Sequence)
-        and len(pairs) > 0
-        and all(isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[1], (int, float)) for pair in pairs)
+    is_form = isinstance(pairs, Sequence) and all(
+        isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[1], (int, float)) for pair in pairs
     )
-    check(is_form, f"data.train: got {pairs!r:.80} for a mixture; expected {FORM}")
+    check(is_form and len(pairs) > 0, f"data.train: got {pairs!r:.80} for a mixture; expected {FORM}")
 
     def source_of(part: Any) -> Source:
-        return (
-            opened(part, split) if isinstance(part, Data) else array(Data("array", train=part, validation=part), split)
-        )
+        return opened(*(part, split) if isinstance(part, Data) else (Data("array", train=part, validation=part), split))
 
     if split == "validation" and config.validation is not None:
         return source_of(config.validation)

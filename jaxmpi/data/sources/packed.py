@@ -12,13 +12,11 @@ not followed, and nothing is unpickled. Checksums find damage, not malice.
 """
 
 import hashlib
-import json
 import os
 import re
 import stat
-import threading
-import weakref
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +24,11 @@ import numpy as np
 
 from jaxmpi.config.data import Data, data_dir
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.core.files import open_plain, sync_file
+from jaxmpi.core.files import open_plain
 from jaxmpi.core.json_tree import read_json
 from jaxmpi.data.decode import CorruptExample
 from jaxmpi.data.sources.base import Source, _check_channels, _decoded, _split_name
+from jaxmpi.data.sources.open_files import Descriptor, LastUsed
 
 FORMAT = "jaxmpi packed 1"
 MANIFEST, INDEX = "manifest.json", "index.bin"
@@ -58,15 +57,6 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.bin"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put the manifest in place, whole or not at all, once all files that it lists are on the disk."""
-    aside = folder / f"{MANIFEST}.tmp"
-    with aside.open("w") as file:
-        json.dump({"format": FORMAT, **manifest._asdict()}, file, indent=1)
-        sync_file(file)
-    aside.replace(folder / MANIFEST)
-
-
 def check_record(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, int]:
     """Return a compressed image and its label; refuse a label that is not in [0, classes), or an image too long."""
     top = classes or 2**31
@@ -79,7 +69,7 @@ def check_record(blob: Any, label: Any, classes: int, where: str) -> tuple[Any, 
 # ---------------------------------------------------------------- reading what a stranger may have written
 
 
-def read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> Manifest:
     """The manifest, each of its fields checked; raise `UsageError` with the field that is wrong."""
     path = folder / MANIFEST
     check(
@@ -102,23 +92,21 @@ def _is_whole(value: Any, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and not NO_TEXT.search(value)
-
-
 FIELDS = {
     "records": lambda value: _is_whole(value, 1 << 32),
     "classes": lambda value: _is_whole(value, 2**31 - 1),
-    "names": lambda value: isinstance(value, list) and all(map(_is_name, value)),
+    "names": lambda value: (
+        isinstance(value, list) and all(isinstance(name, str) and not NO_TEXT.search(name) for name in value)
+    ),
     "shard_bytes": lambda value: (
         isinstance(value, list) and len(value) <= MAX_SHARDS and all(_is_whole(size, 1 << 48) for size in value)
     ),
     "index_sha256": lambda value: isinstance(value, str),
-    "made": lambda value: isinstance(value, dict) and all(isinstance(of, str | int) for of in value.values()),
+    "made": lambda value: isinstance(value, dict) and all(isinstance(part, str | int) for part in value.values()),
 }
 
 
-def read_index(folder: Path, manifest: Manifest) -> np.ndarray:
+def _read_index(folder: Path, manifest: Manifest) -> np.ndarray:
     """ROW[n], which covers every byte of the shards once; raise `UsageError` with the first record that is wrong."""
     path, n = folder / INDEX, manifest.records
     with open(open_plain(path, PLAIN), "rb") as file:
@@ -164,13 +152,8 @@ def _check_all(holds: np.ndarray, path: Path, got: np.ndarray, what: str) -> Non
         raise UsageError(f"{path}: damaged: record {first}: got {got[first]} as {what}")
 
 
-def _close_all(files: dict[int, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
-
-
-class Packed:
-    """Records of one split of a packed data set by number, for several threads.
+class PackedSource:
+    """Records of one split of a packed data set, for several threads.
 
     Attributes:
         rows: ROW[n], the index.
@@ -181,13 +164,13 @@ class Packed:
 
     name = "packed"
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.manifest = read_manifest(self.folder)
-        self.rows = read_index(self.folder, self.manifest)
+    def __init__(self, folder: str | Path, channels: int = 3, resize: int = 0) -> None:
+        self.folder, self.channels, self.resize = Path(folder), channels, resize
+        self.manifest = _read_manifest(self.folder)
+        self.rows = _read_index(self.folder, self.manifest)
         self.names, self.classes = self.manifest.names, self.manifest.classes
         self._starts = np.concatenate([[0], np.cumsum(self.manifest.shard_bytes, dtype=np.int64)])
-        self.__setstate__({})
+        self._files = LastUsed(partial(_open_shard, self.folder), MAX_SHARDS)
         for number, size in enumerate(self.manifest.shard_bytes):
             path = self.folder / shard_name(number)
             try:
@@ -201,24 +184,13 @@ class Packed:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_files", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._files: dict[int, int] = {}  # shard: descriptor, from its first record on
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._files)
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Shard of a record, and its offset in there."""
+    def _place(self, index: int) -> tuple[int, int]:
         offset = int(self.rows["offset"][index])
         shard = int(np.searchsorted(self._starts, offset, side="right")) - 1
         return shard, offset - int(self._starts[shard])
 
     def where(self, index: int) -> str:
-        """Shard and place of a record, for errors."""
-        shard, offset = self.place(index)
+        shard, offset = self._place(index)
         return f"{self.folder / shard_name(shard)} at byte {offset}"
 
     def encoded(self, index: int) -> tuple[bytes, int]:
@@ -233,41 +205,29 @@ class Packed:
             raise CorruptExample(self.where(index), index, "its checksum is not that of the index")
         return blob, int(self.rows["label"][index])
 
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        blob, label = self.encoded(index)
+        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+
     def unchecked(self, index: int) -> bytes:
         """A record's bytes as they are on disk; raise `OSError` if its shard cannot be opened or became shorter."""
-        shard, offset = self.place(index)
+        shard, offset = self._place(index)
         length = int(self.rows["length"][index])
-        blob = os.pread(self._file(shard), length, offset)
+        blob = os.pread(self._files[shard].number, length, offset)
         if len(blob) != length:
             raise OSError(f"got {len(blob)} bytes; expected {length}: its file became shorter")
         return blob
 
-    def _file(self, shard: int) -> int:
-        if shard not in self._files:
-            with self._lock:
-                if shard not in self._files:
-                    try:
-                        self._files[shard] = open_plain(self.folder / shard_name(shard), PLAIN)
-                    except UsageError as error:  # it was there when the run began: no mistake of the user's
-                        raise OSError(str(error)) from error
-        return self._files[shard]
-
     def digest(self) -> str:
-        """Digest of the index, with all checksums and labels, and class names."""
         names = hashlib.sha256("\0".join(self.names).encode(errors="surrogateescape")).hexdigest()
         return f"{self.manifest.index_sha256} {names}"
 
 
-class PackedSource(Packed):
-    """One split in the packed format, its images decoded."""
-
-    def __init__(self, folder: str, channels: int, resize: int) -> None:
-        super().__init__(folder)
-        self.channels, self.resize = channels, resize
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        blob, label = self.encoded(index)
-        return _decoded(blob, self.where(index), index, self.channels, self.resize), label
+def _open_shard(folder: Path, shard: int) -> Descriptor:
+    try:
+        return Descriptor(open_plain(folder / shard_name(shard), PLAIN))
+    except UsageError as error:  # it was there when the run began: no mistake of the user's
+        raise OSError(str(error)) from error
 
 
 def packed(config: Data, split: str) -> Source:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import check, lookup
-from jaxmpi.data.sources.animals import animals
-from jaxmpi.data.sources.arrays import array, digits, synthetic
+from jaxmpi.data.sources.arrays import animals, array, digits, synthetic
 from jaxmpi.data.sources.arrow import huggingface, parquet
 from jaxmpi.data.sources.base import Source
 from jaxmpi.data.sources.batch_files import batchfiles

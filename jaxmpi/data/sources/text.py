@@ -19,7 +19,7 @@ from jaxmpi.config.data import Data
 from jaxmpi.core.env import installing
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.shared_memory import available_bytes
-from jaxmpi.data.sources.base import check_plain_files, place_in_parts
+from jaxmpi.data.sources.base import _split_name, check_plain_files, place_in_parts
 
 BYTES = 256  # classes
 SEPARATOR = b"\0"  # between files; no text holds it
@@ -70,7 +70,13 @@ class TextSource:
         self.name, self.files, self.window = name, tuple(files), window
         self.classes, self.token = (tokenizer.classes, "token") if tokenizer else (BYTES, "byte")
         paths = [root / file for file in files]
-        self._check_memory(root, paths)
+        # Files are in memory twice: as they are read, and joined. Sparse ones may be larger than their disk.
+        need_bytes, left_bytes = 2 * sum(self._read(path, Path.stat).st_size for path in paths), available_bytes()
+        check(
+            need_bytes <= left_bytes,
+            f"{name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(paths)} files, "
+            f"and {left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files",
+        )
         parts, size_bytes = [np.empty(0, np.uint8)], 0
         for path in paths:
             blob = self._read(path, Path.read_bytes) + (b"" if tokenizer else SEPARATOR)
@@ -93,16 +99,6 @@ class TextSource:
         )
         self.tokens_each, self.bytes_each = window, window * size_bytes / len(self.text)
 
-    def _check_memory(self, root: Path, paths: Sequence[Path]) -> None:
-        """Refuse files that do not fit into memory twice: as they are read, and joined."""
-        need_bytes = 2 * sum(self._read(path, Path.stat).st_size for path in paths)  # sparse files exceed their disk
-        left_bytes = available_bytes()
-        check(
-            need_bytes <= left_bytes,
-            f"{self.name}: {root}: {need_bytes / 1e9:,.1f} GB of memory are needed to read these {len(paths)} files, "
-            f"and {left_bytes / 1e9:,.1f} GB are left; take fewer or smaller files",
-        )
-
     def _read(self, path: Path, how: Callable[[Path], Any]) -> Any:
         try:
             return how(path)
@@ -121,12 +117,10 @@ class TextSource:
         return tokens[:-1], tokens[1:]
 
     def where(self, index: int) -> str:
-        """The file in which window `index` begins, and the byte or token."""
         file, place = place_in_parts(self.ends, index * self.window)
         return f"{self.files[file]}, {self.token} {place}"
 
     def digest(self) -> str:
-        """SHA-256 of names and tokens, all of them."""
         digest = hashlib.sha256("\0".join(self.files).encode(errors="surrogateescape"))
         digest.update(self.text.data)
         return digest.hexdigest()
@@ -138,14 +132,14 @@ def list_files(root: Path, suffix: str = "") -> list[str]:
     They are relative to the folder, with slashes, and in the order of their bytes, which is the same on all machines.
     """
     paths = (path.relative_to(root) for path in root.rglob(f"*{suffix}") if path.is_file())
-    kept = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
-    return sorted(kept, key=os.fsencode)
+    shown = (path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
+    return sorted(shown, key=os.fsencode)
 
 
 def text(config: Data, split: str) -> TextSource:
     """All files below DIR/<split>/ in alphabetical order; DIR is `data.dir`."""
     check(bool(config.dir), "text: set data.dir to a folder DIR with files in DIR/train/ and DIR/validation/")
-    folder = Path(config.dir) / (config.train_split if split == "train" else config.validation_split)
+    folder = Path(config.dir) / _split_name(config, split)
     check(folder.is_dir(), f"text: no folder {folder}; name the right one with --data.{split}-split")
     return TextSource(folder, list_files(folder), config.window, "text", open_tokenizer(config.tokenizer))
 
@@ -164,11 +158,13 @@ def stdlib(config: Data, split: str) -> TextSource:
 
 def library_files(files: Iterable[str], *, held_out: bool) -> list[str]:
     """Files of the standard library that every machine has, of one split."""
-
-    def is_common(parts: Sequence[str]) -> bool:
-        return not NOT_THE_LIBRARY & set(parts) and not any(part.startswith(OF_THE_MACHINE) for part in parts)
-
-    return [file for file in files if is_common(file.split("/")) and is_held_out(module_of(file)) == held_out]
+    split = []
+    for file in files:
+        parts = file.split("/")
+        is_common = not NOT_THE_LIBRARY & {*parts} and not any(part.startswith(OF_THE_MACHINE) for part in parts)
+        if is_common and is_held_out(module_of(file)) == held_out:
+            split.append(file)
+    return split
 
 
 def module_of(file: str) -> str:
@@ -193,11 +189,7 @@ class Tokenizer(NamedTuple):
     classes: int
 
     def tokens(self, text: str, where: str) -> np.ndarray:
-        """u16 or u32[n] of a whole file.
-
-        Raises:
-            UsageError: the tokenizer fails, or returns other things than such numbers.
-        """
+        """u16 or u32[n] of a whole file."""
         try:
             found = np.asarray(self.encode(text))
         except Exception as error:  # whatever a function of the user's raises, or a library
@@ -214,11 +206,7 @@ class Tokenizer(NamedTuple):
 
 
 def open_tokenizer(given: Any) -> Tokenizer | None:
-    """The tokenizer that `data.tokenizer` names or is; None if it is empty.
-
-    Raises:
-        UsageError: no such file, a package that is missing, or no tokenizer.
-    """
+    """The tokenizer that `data.tokenizer` names or is; None if it is empty."""
     if not given:
         return None
     if isinstance(given, str):
@@ -303,11 +291,10 @@ def write_words(config: Data, path: str | Path, words: int = 72_000) -> Vocabula
 
 
 def _decoded_files(config: Data, split: str) -> list[str]:
-    is_library = config.source == "stdlib"
-    source = (stdlib if is_library else text)(dataclasses.replace(config, tokenizer="", window=1), split)
+    open_text, errors = (stdlib, "replace") if config.source == "stdlib" else (text, "strict")
+    joined = open_text(dataclasses.replace(config, tokenizer="", window=1), split).text.tobytes()
     try:
-        files = source.text.tobytes().split(SEPARATOR)
-        return [file.decode(errors="replace" if is_library else "strict") for file in files if file]
+        return [file.decode(errors=errors) for file in joined.split(SEPARATOR) if file]
     except UnicodeDecodeError as error:
         way_out = "words are of UTF-8: convert the file, or take it away"
         raise UsageError(f"words: {config.dir}: {error}; {way_out}") from error

@@ -44,17 +44,19 @@ class TfdsSource:
         self.classes = int(getattr(features["label"], "num_classes", None) or 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize, _own_modules())
+        from tensorflow_datasets.core.features.feature import FeatureConnector
+
+        modules = {feature.__module__ for feature in FeatureConnector._registered_features.values()}
+        imported = sorted(module for module in modules if not module.startswith(_TFDS))
+        return _tfds_in_folder, (self.folder, self.split, self.channels, self.resize, imported)
 
     def __len__(self) -> int:
         return len(self.records)
 
     def digest(self) -> str:
-        """Name, version and split: TFDS keeps data of one name the same."""
         return f"{self.full_name}[{self.split}]"
 
     def where(self, index: int) -> str:
-        """Data set, split and record."""
         return f"tfds {self.name}[{self.split}][{index}]"
 
     def _encoded(self, index: int) -> tuple[Any, Any]:
@@ -83,14 +85,6 @@ def _tfds_in_folder(folder: str, split: str, channels: int, resize: int, modules
     with _known_features():
         builder = read_only_builder.builder_from_directory(folder)
     return TfdsSource(builder, split, channels, resize)
-
-
-def _own_modules() -> list[str]:
-    """Those with features of the user's own that have been imported."""
-    from tensorflow_datasets.core.features.feature import FeatureConnector
-
-    modules = {feature.__module__ for feature in FeatureConnector._registered_features.values()}
-    return sorted(module for module in modules if not module.startswith(_TFDS))
 
 
 @contextlib.contextmanager
@@ -143,16 +137,12 @@ def tfds(config: Data, split: str) -> Source:
     except (LookupError, NotImplementedError, OSError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(_tfds_error(config.name, folder, name, error)) from error
-
-
-def _tfds_error(name: str, folder: str, split: str, error: Exception) -> str:
-    first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    if first_line.startswith("Unknown split"):
-        return f"tfds {name}: {first_line}"
-    place = f", data_dir={folder!r}" if folder else ""
-    return (
-        f"tfds {name}[{split}]: not prepared for random access in {folder or 'the default folder'} "
-        f"({first_line}); run: {_TFDS_PREPARE.format(name=name, where=place)}; if its images are made from arrays that "
-        f"needs TensorFlow: {installing('tensorflow')}"
-    )
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        if first_line.startswith("Unknown split"):
+            raise UsageError(f"tfds {config.name}: {first_line}") from error
+        place = f", data_dir={folder!r}" if folder else ""
+        raise UsageError(
+            f"tfds {config.name}[{name}]: not prepared for random access in {folder or 'the default folder'} "
+            f"({first_line}); run: {_TFDS_PREPARE.format(name=config.name, where=place)}; if its images are made from "
+            f"arrays that needs TensorFlow: {installing('tensorflow')}"
+        ) from error

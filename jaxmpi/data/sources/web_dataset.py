@@ -26,16 +26,15 @@ import numpy as np
 
 from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError, check
-from jaxmpi.data.sources.base import Source
-from jaxmpi.data.sources.columns import TableSource, split_files
-from jaxmpi.data.sources.npy import MOST_HEAD_BYTES, parse_header
+from jaxmpi.data.sources.base import Source, TableSource, place_in_parts, split_files
+from jaxmpi.data.sources.numpy_files import MOST_HEAD_BYTES, parse_header
 from jaxmpi.data.sources.open_files import OpenFiles
 from jaxmpi.data.sources.packed import MAX_RECORD_BYTES
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 DEFAULT = (";".join(IMAGES), "cls")  # WebDataset's words: the first of these that an example has
 MEMBERS = f"{', '.join(IMAGES)}, cls (a whole number) or npy (an array)"
-VERSION = 2  # version of the index
+VERSION = 3  # version of the index
 SETTLED_S = 2.0  # an index is saved of shards that have not changed for so long
 
 
@@ -56,9 +55,6 @@ class WebDatasetSource(TableSource):
 
     Attributes:
         file_ends: of each shard, the index behind its last example; None of a single one.
-
-    Raises:
-        UsageError: a shard is no plain tar file, or an example lacks a column.
     """
 
     def __init__(self, config: Data, shards: Sequence[str]) -> None:
@@ -83,22 +79,17 @@ class WebDatasetSource(TableSource):
         if column == 1 and self.labels is not None:
             return self.labels[index]
         ending = self.alternatives[column][self.index.endings[index, column]]
-        blob = np.empty(self.index.sizes[index, column], np.uint8)
-        missing = self.shards.read(self._shard(index), blob, int(self.index.offsets[index, column]))
-        if missing:
-            raise OSError(f"{self.where(index)}.{ending} lacks {missing} bytes")
+        blob, (shard, _) = np.empty(self.index.sizes[index, column], np.uint8), place_in_parts(self.index.ends, index)
+        self.shards.read(shard, blob, int(self.index.offsets[index, column]))
         return DECODED[ending.split(".")[-1]](blob.tobytes(), f"{self.where(index)}.{ending}")
 
-    def _shard(self, index: int) -> int:
-        return int(np.searchsorted(self.index.ends, index, side="right"))
-
     def where(self, index: int) -> str:
+        shard, _ = place_in_parts(self.index.ends, index)
         begin = int(self.index.key_ends[index - 1]) if index else 0
-        key = os.fsdecode(self.index.keys[begin : self.index.key_ends[index]].tobytes())
-        return f"{self.shards.paths[self._shard(index)]}: {key}"
+        key = self.index.keys[begin : self.index.key_ends[index]].tobytes()
+        return f"{self.shards.paths[shard]}: {os.fsdecode(key)}"
 
     def digest(self) -> str:
-        """SHA-256 of shard names, columns, keys, member sizes, and labels."""
         parts = (self.index.ends, self.index.keys, self.index.key_ends, self.index.sizes)
         words = [*map(os.path.basename, self.shards.paths), *self.columns]
         return self.sha256(words, (part.tobytes() for part in parts))
@@ -133,75 +124,58 @@ DECODED: dict[str, Callable[[bytes, str], Any]] = {
 def load_or_build_index(shards: Sequence[str], columns: Sequence[str]) -> Index:
     """Load the shards' index, or build and save it; raises as the source."""
     states = [_state(path) for path in shards]
-    signature = json.dumps([VERSION, list(columns), states])
+    signature = json.dumps([VERSION, list(columns), states]).encode()
     name = hashlib.sha256(json.dumps([list(columns), list(shards)]).encode()).hexdigest()[:16]
+    folder = Path(shards[0]).parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmpi" / "index" / f"{name}.npz"
-    places = (Path(shards[0]).parent / f".jaxmpi-index-{name}.npz", cache)
+    places = (folder / f".jaxmpi-index-{name}.npz", cache)
 
     def load() -> Index | None:
-        return next(filter(None, (_load(place, signature) for place in places)), None)
+        for place in places:
+            with contextlib.suppress(Exception):  # errors of files, zip, NumPy; a damaged index is built again
+                with place.open("rb") as file, np.load(file, allow_pickle=False) as found:
+                    if found["signature"].tobytes() == signature:
+                        return Index(*(found[field] for field in Index._fields))
+        return None
 
     if found := load():
         return found
-    with _lock(Path(shards[0]).parent):
+    lock = os.open(
+        folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    )  # other processes wait, and read what this one saves
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if found := load():
             return found
         index = build_index(shards, [name.split(";") for name in columns])
         # A write in the same tick of the clock as this one would leave the signature as it is.
-        if time.time() - max(state.changed_ns for state in states) / 1e9 > SETTLED_S:
+        if time.time() - max(changed_ns for *_, changed_ns in states) / 1e9 > SETTLED_S:
             for place in places:
                 with contextlib.suppress(OSError):
                     _save(place, index, signature)
                     break
-    return index
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Keep other processes from building an index here at the same time: they read it afterwards."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+        return index
     finally:
-        os.close(handle)
+        os.close(lock)
 
 
-class ShardState(NamedTuple):
+def _state(path: str) -> tuple[str, int, int, int, int]:
     """What changes whenever a shard's contents do.
 
     Size and modification time can both be kept by whoever mends or relabels a shard (rsync, cp -p). Nobody sets the
     time of the inode's change.
     """
-
-    name: str
-    size: int
-    modified_ns: int
-    changed_ns: int
-    inode: int
-
-
-def _state(path: str) -> ShardState:
     with _refusing_damage(path):
         found = os.stat(path)
-    return ShardState(os.path.basename(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+    return os.path.basename(path), found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _load(place: Path, signature: str) -> Index | None:
-    try:
-        with place.open("rb") as file, np.load(file, allow_pickle=False) as found:
-            is_current = found["signature"].tobytes() == signature.encode()
-            return Index(*(found[field] for field in Index._fields)) if is_current else None
-    except Exception:  # errors of files, zip, NumPy; a damaged index is built again
-        return None
-
-
-def _save(place: Path, index: Index, signature: str) -> None:
+def _save(place: Path, index: Index, signature: bytes) -> None:
     place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=place.parent, prefix=place.name, delete=False) as file:
         try:
-            np.savez(file, signature=np.frombuffer(signature.encode(), np.uint8), **index._asdict())
+            np.savez(file, signature=np.frombuffer(signature, np.uint8), **index._asdict())
             file.close()
             os.chmod(file.name, 0o644)
             os.replace(file.name, place)  # ranks that build it at the same time build the same
@@ -218,7 +192,15 @@ def build_index(shards: Sequence[str], alternatives: Sequence[Sequence[str]]) ->
     for path in shards:
         with _refusing_damage(path), tarfile.open(path, "r:") as tar:
             for key, members in _group_examples(tar, path):
-                row = [_choose(members, names, f"{path}: {key}") for names in alternatives]
+                row = []
+                for names in alternatives:
+                    place = next((place for place, name in enumerate(names) if name in members), None)
+                    if place is None:
+                        raise UsageError(
+                            f"{path}: {key}: got no member {' or '.join(names)}; there are {', '.join(members)}: "
+                            "choose input and label with data.columns, such as --data.columns jpg cls"
+                        )
+                    row.append((members[names[place]].offset_data, members[names[place]].size, place))
                 most = max(length for _, length, _ in row)
                 check(most <= MAX_RECORD_BYTES, f"{path}: {key}: got {most} bytes; expected <= {MAX_RECORD_BYTES}")
                 rows.append(row)
@@ -296,17 +278,6 @@ def _members(tar: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
     )
 
 
-def _choose(members: dict[str, tarfile.TarInfo], names: Sequence[str], where: str) -> tuple[int, int, int]:
-    """Offset and size of the first of these members that there is, and its place among the names."""
-    for place, name in enumerate(names):
-        if name in members:
-            return members[name].offset_data, members[name].size, place
-    raise UsageError(
-        f"{where}: got no member {' or '.join(names)}; there are {', '.join(members)}: choose input and label with "
-        "data.columns, such as --data.columns jpg cls"
-    )
-
-
 @contextlib.contextmanager
 def _refusing_damage(path: str) -> Iterator[None]:
     try:
@@ -317,5 +288,8 @@ def _refusing_damage(path: str) -> Iterator[None]:
 
 def webdataset(config: Data, split: str) -> Source:
     """Tar files in DIR/<split>/, or DIR/<split>-<any>.tar; classes are counted, training's too."""
-    source = WebDatasetSource(config, split_files(config, split, ".tar"))
-    return source.counted(config, split, lambda: WebDatasetSource(config, split_files(config, "train", ".tar")).labels)
+
+    def opened(split: str) -> WebDatasetSource:
+        return WebDatasetSource(config, split_files(config, split, ".tar"))
+
+    return opened(split).count_classes(config, split, lambda: opened("train").labels)
