@@ -19,7 +19,7 @@ import jaxmpi
 from jaxmpi import functions as jm
 from jaxmpi.comm.job import processes
 from jaxmpi.functions.lifecycle import current_group
-from jaxmpi.functions.partitioning import shard_bounds
+from jaxmpi.functions.rows import shard_bounds
 from jaxmpi.functions.worker import WorkerFailed
 
 U = 2.0**-24  # unit roundoff of f32
@@ -637,7 +637,7 @@ def check_profile():
         assert min(parts) >= 0
         assert abs(sum(parts) - row["total_s"]) < 1e-9
     assert 0.6 <= slow["total_s"] <= slow["total_s"] + sums["total_s"] <= seconds
-    if workers() > 1 and len(current_group().slots) == 1 and current_group().own_slot.rank == 0:
+    if workers() > 1 and len(current_group().workers) == 1 and current_group().worker.rank == 0:
         assert slow["straggler_s"] >= 0.5 > slow["function_s"]
     assert (sums["reduce_s"] > sums["function_s"]) or workers() == 1
     assert (slow["sent_bytes"] > 0) == (current_group().is_serial and workers() > 1)
@@ -836,7 +836,7 @@ def check_what_a_function_leaves_goes_with_it():
     double(x)
 
     def left() -> list[int]:
-        return [f for s in current_group().slots for f, *_ in [*s.kept, *s.known] if f == number] + [
+        return [f for w in current_group().workers for f, *_ in [*w.broadcasts, *w.programs] if f == number] + [
             f for f in current_group().functions if f == number
         ]
 

@@ -2,12 +2,11 @@
 
 Synkhronos (Stooke and Abbeel 2017) did the same with Theano.
 
-In reading order: `function`: scatter, compute, reduce; `signature`, arguments of a call; `reductions`, words for inputs
-and outputs; `outputs`, trees of these; `partitioning`, which rows are whose; `variable`, arrays on the workers;
-`shared_array`, arrays of a host; `optimizer`, synchronous descent; `lifecycle`, start and end of the workers;
-`worker`, what one holds; `worker_group`, all of them, as a `process_group` or a `device_group`; `commands` to them;
-`worker_call`, a worker's part of a call; `transport`, messages between processes; `fork_comm`, collectives of forked
-ones; `worker_main`, a forked worker; `import_by_name`, functions in another process; `profiling` of calls.
+In reading order: `function`: scatter, compute, reduce; `reductions`, words for inputs and outputs, and trees of them;
+`rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`, arrays of a host; `optimizer`,
+synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers together: devices, ranks or forked
+processes; `commands` to them; `worker`, a worker's part of a call; `transport`, messages between processes;
+`fork_comm`, collectives of forked ones; `import_by_name`, functions in another process; `profiling` of calls.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """
@@ -105,32 +104,27 @@ def shared(
     check(value is not None or bool(name), "shared: give an array, or the name of one")
     if value is None:
         return shared_array.attach(name)
-    make_it = functools.partial(shared_array.create, value, name, oversize, dtype, force)
-    return make_it() if launched_ranks() == 1 or current_group().is_serial else shared_by_ranks(make_it, name)
-
-
-def shared_by_ranks(make: Callable[[], SharedArray], name: str) -> SharedArray:
-    """Make the array on each host's first rank; attach on the others.
-
-    If one rank cannot, all raise.
-    """
+    make = functools.partial(shared_array.create, value, name, oversize, dtype, force)
+    if launched_ranks() == 1 or current_group().is_serial:
+        return make()
+    # The first rank of each host makes the array, the others map it; if one rank cannot, all raise.
     made: list[SharedArray] = []
     errors: list[Exception] = []
 
-    def tried(work: Callable[[], SharedArray]) -> dict[str, Any] | None:
+    def attempt(work: Callable[[], SharedArray]) -> str | None:
         try:
             made.append(work())
-            return made[0].ticket()
+            return made[0].path
         except Exception as error:
             errors.append(error)
             return None
 
-    ticket = processes().bcast_from_host_leader(lambda: tried(make))
-    if ticket and not made:
-        tried(lambda: shared_array.from_ticket(ticket, {}))
-    said = [text for text in processes().allgather_object("; ".join(f"{e}" or repr(e) for e in errors)) if text]
+    path = processes().bcast_from_host_leader(lambda: attempt(make))
+    if path and not made:
+        attempt(lambda: shared_array.open_array(path))
+    texts = [text for text in processes().allgather_object("; ".join(f"{e}" or repr(e) for e in errors)) if text]
     if errors:
         raise errors[0]
-    check(not said, f"shared: another rank could not make or see it: {said and said[0]}")
+    check(not texts, f"shared: another rank could not make or see it: {texts and texts[0]}")
     made[0].name = name
     return made[0]

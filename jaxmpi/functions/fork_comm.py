@@ -4,8 +4,7 @@ Workers of `jaxmpi.fork` are no MPI ranks, yet functions on them may call `jaxmp
 They share a host, so two operations through shared memory suffice: a sum in rank order (`SharedSum`) and an allgather
 of rows. All other collectives pick what they need out of the rows, which moves more bytes than messages would; so `shm`
 is the strategy to use. Programs reach the memory through host callbacks with an ordered effect. So all workers make the
-calls in one order. Processes by MPI's spawn were dropped: a child that dies takes its parent along
-(docs/decisions/0017).
+calls in one order.
 """
 
 import contextlib
@@ -68,17 +67,12 @@ class ForkComm(SoloComm):
         """The same outside jit, done when it returns."""
         return self.shared.sum_now(arrays, divisor)
 
-    def gather_now(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n] of any n, if wanted; a collective outside jit."""
-        return self.rows.gather(data, is_wanted)
-
     def allgather(self, x: PyTree) -> PyTree:
-        """Every worker's row, through shared memory."""
-        return jax.tree.map(self._rows, x) if self.size > 1 else super().allgather(x)
+        def rows(leaf: jax.Array) -> jax.Array:
+            like = jax.ShapeDtypeStruct((self.size, *leaf.shape), leaf.dtype)
+            return host_callbacks.call(self.rows_name, [leaf], [like], effect=self.effect)[0]
 
-    def _rows(self, leaf: jax.Array) -> jax.Array:
-        like = jax.ShapeDtypeStruct((self.size, *leaf.shape), leaf.dtype)
-        return host_callbacks.call(self.rows_name, [leaf], [like], effect=self.effect)[0]
+        return jax.tree.map(rows, x) if self.size > 1 else super().allgather(x)
 
     def allreduce(self, x: jax.Array) -> jax.Array:
         return self.sum_on_host([x])[0]
@@ -97,10 +91,6 @@ class ForkComm(SoloComm):
     def bcast(self, x: PyTree, root: int = 0) -> PyTree:
         return jax.tree.map(lambda rows: rows[root], self.allgather(x))
 
-    def fail(self) -> None:
-        """Report to the others that this worker takes part no longer."""
-        self.shared.board.fail()
-
     def close(self) -> None:
         """Unmap the shared memory."""
         if self.size > 1:
@@ -114,8 +104,7 @@ class SharedMemoryAllgather:
 
     def __init__(self, board: SharedCounters, rows: np.ndarray) -> None:
         """Take who waits for whom, and u8[2, workers, n] of shared memory."""
-        self.board, self.rows = board, rows
-        self.room = rows.shape[2]
+        self.board, self.rows, self.room = board, rows, rows.shape[2]
 
     def __call__(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
         """The function that programs call: results[0][r] <- operands[0] of worker r.
@@ -126,26 +115,24 @@ class SharedMemoryAllgather:
         with self._fail_on_error():
             for start in range(0, mine.size, self.room):
                 piece = mine[start : start + self.room]
-                every[:, start : start + self.room] = self._gather_chunk((piece,), piece.size)[:, : piece.size]
+                every[:, start : start + self.room] = self._gather_chunk(piece, piece.size)[:, : piece.size]
 
     def gather(self, data: np.ndarray, is_wanted: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n] of any n, if wanted; a collective call."""
+        """Every worker's u8[n] of any n, if wanted; a collective call outside jit."""
         size = np.array([data.size]).view(np.uint8)
-        taken = self.room - size.size  # bytes of data in the first piece, which also says how many bytes there are
+        first = self.room - size.size  # bytes of data in the first piece, which also says how many bytes there are
         with self._fail_on_error():
-            rows = self._gather_chunk((size, data[:taken]), -1)
+            rows = self._gather_chunk(np.concatenate([size, data[:first]]), -1)
             sizes = rows[:, : size.size].copy().view(np.int64)[:, 0].tolist()
-            out = [data if rank == self.board.rank else np.empty(n, np.uint8) for rank, n in enumerate(sizes)]
-            others = [rank for rank in range(len(sizes)) if rank != self.board.rank] if is_wanted else []
-            start, rows = 0, rows[:, size.size :]
+            out = [np.empty(n, np.uint8) for n in sizes] if is_wanted else None
+            start, end, rows = 0, first, rows[:, size.size :]
             while True:
-                for rank in others:
-                    part = out[rank][start : start + taken]
-                    part[:] = rows[rank, : part.size]
-                start, taken = start + taken, self.room
-                if start >= max(sizes):
-                    return out if is_wanted else None
-                rows = self._gather_chunk((data[start : start + taken],), -1)
+                for whole, row in zip(out or (), rows, strict=False):
+                    whole[start:end] = row[: whole[start:end].size]
+                if end >= max(sizes):
+                    return out
+                start, end = end, end + self.room
+                rows = self._gather_chunk(data[start:end], -1)
 
     @contextlib.contextmanager
     def _fail_on_error(self) -> Iterator[None]:
@@ -156,7 +143,7 @@ class SharedMemoryAllgather:
             self.board.fail()
             raise
 
-    def _gather_chunk(self, mine: Sequence[np.ndarray], size: int) -> np.ndarray:
+    def _gather_chunk(self, mine: np.ndarray, size: int) -> np.ndarray:
         """All workers' rows, u8[workers, n], valid until the call after the next.
 
         `size` must be the same on all. A row is free: all have come to the call before this one, and so have left the
@@ -165,10 +152,7 @@ class SharedMemoryAllgather:
         board = self.board
         board.begin((digest((size,), 0.0), 1, size))
         rows = self.rows[board.call % 2]
-        start = 0
-        for part in mine:
-            rows[board.rank, start : start + part.size] = part
-            start += part.size
+        rows[board.rank, : mine.size] = mine
         board.post(ARRIVED, board.call)
         for rank in range(board.size):
             board.wait(rank, ARRIVED, board.call)

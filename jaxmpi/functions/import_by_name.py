@@ -6,17 +6,24 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxmpi.core.errors import UsageError, check
+from jaxmpi.core.errors import UsageError
 
 SCRIPT = "__jaxmpi_main__"  # module name of the master's script on a worker; not __main__: guarded code does not run
 
 
-def qualified_name(function: Callable) -> dict[str, Any]:
-    """Return how another process finds the function: module, qualified name and script.
+class FunctionName(NamedTuple):
+    """Where another process finds a function."""
 
-    `is_wrapped` says that the name is of what wraps the function.
+    module: str
+    qualname: str
+    script: str = ""  # path of the script, if that is the module
+    is_wrapped: bool = False  # the name is of what wraps the function
+
+
+def qualified_name(function: Callable) -> FunctionName:
+    """Return how another process finds the function.
 
     Raises:
         UsageError: another process cannot find it.
@@ -33,11 +40,10 @@ def qualified_name(function: Callable) -> dict[str, Any]:
             "processes cannot find it by name: define it at the top of a module or script, or run the script on every "
             "rank (mpirun without jaxmpi.fork)"
         )
-    path = script and str(Path(script).resolve())
-    return {"module": module, "qualname": name, "script": path, "is_wrapped": is_wrapped}
+    return FunctionName(module, name, script and str(Path(script).resolve()), is_wrapped)
 
 
-def import_function(name: dict[str, Any]) -> Callable:
+def import_function(name: FunctionName) -> Callable:
     """Find a function by its name; its module or script is imported.
 
     A script runs, except for code under `if __name__ == "__main__"`.
@@ -46,15 +52,16 @@ def import_function(name: dict[str, Any]) -> Callable:
         UsageError: the module lacks it, or ends the process.
     """
     try:
-        module = load_script(name["script"]) if name["script"] else importlib.import_module(name["module"])
+        module = load_script(name.script) if name.script else importlib.import_module(name.module)
     except SystemExit as error:  # no Exception: the worker would end
         raise UsageError(
-            f"{name['script'] or name['module']} ends its process ({error.code}) where it is imported to find "
-            f'{name["qualname"]}: put what ends it under if __name__ == "__main__":'
+            f"{name.script or name.module} ends its process ({error.code}) where it is imported to find "
+            f'{name.qualname}: put what ends it under if __name__ == "__main__":'
         ) from error
-    found = get_by_qualname(module, name["qualname"])
-    check(found is not None, f"{name['module']} has no {name['qualname']}")
-    return found.__wrapped__ if name["is_wrapped"] else found
+    found = get_by_qualname(module, name.qualname)
+    if found is None:
+        raise UsageError(f"{name.module} has no {name.qualname}")
+    return found.__wrapped__ if name.is_wrapped else found
 
 
 def get_by_qualname(module: Any, name: str) -> Any:

@@ -3,18 +3,19 @@
 The same script should run on one device, several, forked processes, or ranks of a launcher. `fork` takes what there is:
 ranks under a launcher, else devices, else a process a core. Ranks other than 0 then wait in `serve` for rank 0's
 commands and never return to the script. Without `fork` all ranks run the script and make each call together. A forked
-worker is a fresh Python process (`python -m jaxmpi.functions.worker_main`) with a socket to the master. It never runs
-the user's script: functions come to it as programs (docs/decisions/0017).
+worker is a fresh Python process (`forked_main`) with a socket to the master. It never runs the user's script: functions
+come to it as programs (docs/decisions/0017).
 """
 
 import atexit
 import contextlib
 import functools
 import itertools
-import json
 import os
+import signal
 import subprocess
 import sys
+import traceback
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,14 +26,12 @@ from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, check
-from jaxmpi.functions.commands import COMMANDS
-from jaxmpi.functions.device_group import DeviceGroup
+from jaxmpi.functions.commands import execute
 from jaxmpi.functions.fork_comm import ForkComm
-from jaxmpi.functions.process_group import ForkedGroup, ProcessGroup, SumFailed
+from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, SumFailed, WorkerGroup
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
 from jaxmpi.functions.worker import Command
-from jaxmpi.functions.worker_group import WorkerGroup
-from jaxmpi.runtime import affinity, device_setup, failures, launchers, prepare
+from jaxmpi.runtime import affinity, allocator, caches, device_setup, failures, launchers, prepare
 from jaxmpi.runtime.mpi_end import call_before_finalize
 
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
@@ -89,9 +88,9 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     try:
         _group = make_group(n, kind)
     except Exception as error:
-        if (told := failures.as_sentence(error)) is error:
+        if (sentence := failures.as_sentence(error)) is error:
             raise
-        raise told from error
+        raise sentence from error
     atexit.register(close)
     return _group.size
 
@@ -103,19 +102,19 @@ def make_group(n: int | None, kind: str) -> WorkerGroup:
             n in (None, launched_ranks()),
             f"fork: got {n} workers; the launcher started {launched_ranks()} ranks: fork()",
         )
-        made = group_led_by_rank_0()
-        if made.transport.rank != 0:
-            serve(made)
+        group = group_led_by_rank_0()
+        if group.transport.rank != 0:
+            serve(group)
             sys.exit(0)
-        return made
+        return group
     devices = count_devices() if kind != "processes" else 1
     has_gpus = kind != "processes" and bool(device_setup.visible_gpus()) and jax.default_backend() != "cpu"
-    wanted = n or default_workers(kind, devices, has_gpus, affinity.cores())
-    if kind != "devices" and wanted > devices:
-        return start_forked_group(wanted)
-    have = jax.local_devices()
-    check(wanted <= len(have), f"fork: got {wanted} workers; this process has {len(have)} devices")
-    return DeviceGroup(have[:wanted])
+    n = n or default_workers(kind, devices, has_gpus, affinity.cores())
+    if kind != "devices" and n > devices:
+        return start_forked_group(n)
+    every = jax.local_devices()
+    check(n <= len(every), f"fork: got {n} workers; this process has {len(every)} devices")
+    return DeviceGroup(every[:n])
 
 
 def default_workers(kind: str, devices: int, has_gpus: bool, cores: int) -> int:
@@ -138,7 +137,7 @@ def close() -> None:
             closing.end()
         finally:
             closing.gone = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
-            COMMANDS["close"](closing, Command("close", {}))
+            execute(closing, Command("close", "close", {}))
 
 
 def forget_in_child() -> None:
@@ -194,7 +193,7 @@ def end_ranks(led: ProcessGroup) -> None:
     close()
     if _lost:
         failures.end_job(1)
-    ProcessGroup(led.transport, led.comm, led.default_strategy, is_serial=True).send(Command("end", {}))
+    ProcessGroup(led.transport, led.comm, led.default_strategy, is_serial=True).send(Command("end", "end", {}))
 
 
 # ---------------------------------------------------------------- processes on this host
@@ -217,14 +216,14 @@ def start_forked_group(n: int) -> WorkerGroup:
     jobs = {rank: start_worker({"rank": rank, "size": n, "fork": number}, *ends) for rank, ends in pipes.items()}
     transport = SocketTransport(0, n, {rank: ours for rank, (ours, _) in pipes.items()}, jobs)
     try:
-        for rank, end in transport.ends.items():
-            if not end.poll(START_TIMEOUT_S):
+        for rank, connection in transport.connections.items():
+            if not connection.poll(START_TIMEOUT_S):
                 raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
         before = affinity.core_mask()
         affinity.pin_cores(0, n)  # now that the others have started, which would inherit it
-        made = forked_group(transport, number)
-        made.cores = before
-        return made
+        group = forked_group(transport, number)
+        group.cores = before
+        return group
     except BaseException:
         for job in jobs.values():
             job.kill()
@@ -233,23 +232,47 @@ def start_forked_group(n: int) -> WorkerGroup:
         raise
 
 
-def start_worker(told: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
+def start_worker(setup: dict[str, Any], ours: Connection, theirs: Connection) -> subprocess.Popen:
     """Start a worker, a fresh process with one end of a socket.
 
     The socket carries import path, arguments and JAX settings, for which a command line may be too short.
     """
-    told |= {"path": sys.path, "argv": [*map(str, sys.argv)], "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
+    setup |= {"path": sys.path, "argv": sys.argv, "x64": bool(jax.config.jax_enable_x64)}  # pyright: ignore[reportAttributeAccessIssue]
     env = {name: value for name, value in os.environ.items() if name not in launchers.VARIABLES}
+    code = f"from jaxmpi.functions.lifecycle import forked_main; forked_main({theirs.fileno()})"
     job = subprocess.Popen(
-        [sys.executable, "-m", "jaxmpi.functions.worker_main", str(theirs.fileno())],
+        [sys.executable, "-c", code],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         env={**env, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "JAX_PLATFORMS": "cpu"},
     )
     theirs.close()
     with contextlib.suppress(OSError):  # it has ended already, which the wait for its connection notices
-        ours.send_bytes(json.dumps(told).encode())
+        ours.send(setup)
     return job
+
+
+def forked_main(socket: int) -> None:
+    """The main function of a forked worker: receive its setup, then carry out the master's commands."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the master's to answer
+    master = Connection(socket)
+    setup: dict[str, Any] = master.recv()
+    sys.path[:], sys.argv[:] = setup["path"], setup["argv"]  # a script that it imports may read its arguments
+    jax.config.update("jax_enable_x64", setup["x64"])
+    allocator.keep_freed_memory()
+    affinity.pin_cores(setup["rank"], setup["size"])
+    caches.use_compilation_cache()
+    code = 0
+    try:
+        serve(forked_group(SocketTransport(setup["rank"], setup["size"], {0: master}, {}), setup["fork"]))
+    except WorkerDied:
+        pass
+    except Exception:  # alone, after the reports
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: there is nothing to wait for
 
 
 def forked_group(transport: SocketTransport, number: int) -> ForkedGroup:
@@ -273,7 +296,7 @@ def serve(waiting: ProcessGroup) -> None:
         if command.kind == "end":
             return
         try:
-            COMMANDS[command.kind](waiting, command)
+            execute(waiting, command)
         except WorkerDied:
             return
         except SumFailed:  # the master will close

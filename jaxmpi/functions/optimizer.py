@@ -23,8 +23,7 @@ from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import current_group
-from jaxmpi.functions.outputs import Outputs, parse_outputs
-from jaxmpi.functions.reductions import mean, scatter
+from jaxmpi.functions.reductions import Outputs, mean, scatter
 from jaxmpi.functions.variable import make_variable, numeric_leaves
 
 
@@ -56,23 +55,29 @@ class Optimizer:
         odd = sorted({str(x.dtype) for x in like if x.dtype != np.float32})
         check(not odd, f"optimizer: got params of {', '.join(odd)}; expected float32, which one flat gradient holds")
         structure = jax.tree.structure(params)
-        kept, parts = split_model_state(model_state, model_state_outputs)
-        self.params = make_variable(current_group(), params)
-        self.state = make_variable(current_group(), tx.init(jax.tree.map(jnp.asarray, params)))
-        self.gradient = make_variable(current_group(), np.zeros(sum(x.size for x in like), np.float32))
-        self.value = make_variable(current_group(), np.float32(0))
-        held = [make_variable(current_group(), part) for part in parts]
-        self.model_state: Any = jax.tree.map(lambda i: held[i], kept.numbers[0]) if kept.trees else None
+        # The model state is kept in a variable for each of its reductions.
+        reductions = Outputs([] if model_state is None else [model_state_outputs])
+        into = [output for output in reductions.flat if output.into is not None]
+        check(not into, f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself")
+        parts = reductions.split("optimizer: model_state", [model_state] if reductions.trees else [])
+        numeric_leaves(parts)
+        group = current_group()
+        self.params = make_variable(group, params)
+        self.state = make_variable(group, tx.init(jax.tree.map(jnp.asarray, params)))
+        self.gradient = make_variable(group, np.zeros(sum(x.size for x in like), np.float32))
+        self.value = make_variable(group, np.float32(0))
+        states = [make_variable(group, part) for part in parts]
+        self.model_state: Any = jax.tree.map(lambda i: states[i], reductions.numbers[0]) if reductions.trees else None
         self.has_aux = aux is not None
-        full = Loss(loss, kept, self.has_aux)
-        crossing = [i for i, output in enumerate(kept.flat) if not output.stays]
-        staying = [i for i, output in enumerate(kept.flat) if output.stays]
+        full_loss = Loss(loss, reductions, self.has_aux)
+        reduced = [i for i, output in enumerate(reductions.flat) if not output.stays]
+        local = [i for i, output in enumerate(reductions.flat) if output.stays]
         extended = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the value, others nothing
 
-        def gradient(params: PyTree, *given: PyTree) -> tuple[Any, ...]:
-            compute = jax.value_and_grad(full, has_aux=True)
-            (value, (extra, new)), grads = compute(params, given[: len(held)], given[len(held) :])
-            return value, extra, fuse(jax.tree.leaves(grads)), value, *(new[i] for i in (*crossing, *staying))
+        def gradient(params: PyTree, *args: PyTree) -> tuple[Any, ...]:
+            compute = jax.value_and_grad(full_loss, has_aux=True)
+            (value, (extra, new)), grads = compute(params, args[: len(states)], args[len(states) :])
+            return value, extra, fuse(jax.tree.leaves(grads)), value, *(new[i] for i in (*reduced, *local))
 
         def update(flat: jax.Array, value: jax.Array, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             grads = jax.tree.unflatten(structure, split(flat, like))
@@ -80,15 +85,22 @@ class Optimizer:
             updates, state = extended.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
-        gradient.__signature__ = full.signature(len(held))  # pyright: ignore[reportFunctionMemberAccess]
-        step, ours = (self.gradient, self.value), (self.params, self.state)
-        reduced = [*(mean(x) for x in step), *(kept.flat[i](held[i]) for i in crossing)]
-        local = tuple((held[i], kept.flat[i].op or "mean") for i in staying)  # over pieces
-        outputs = (mean, [aux] if self.has_aux else [], *reduced)
+        gradient.__signature__ = full_loss.signature(len(states))  # pyright: ignore[reportFunctionMemberAccess]
+        into_variables = [mean(self.gradient), mean(self.value), *(reductions.flat[i](states[i]) for i in reduced)]
         self._gradient = Function(
-            function=gradient, inputs=(self.params, *held, *inputs), outputs=outputs, updates=local, strategy=strategy
+            function=gradient,
+            inputs=(self.params, *states, *inputs),
+            outputs=(mean, [aux] if self.has_aux else [], *into_variables),
+            updates=tuple((states[i], reductions.flat[i].op or "mean") for i in local),  # over pieces
+            strategy=strategy,
         )
-        self._update = Function(function=update, inputs=(*step, *ours), outputs=(), updates=ours, strategy=None)
+        self._update = Function(
+            function=update,
+            inputs=(self.gradient, self.value, self.params, self.state),
+            outputs=(),
+            updates=(self.params, self.state),
+            strategy=None,
+        )
 
     def __call__(
         self, *args: PyTree, batch: Any = None, batch_local: Any = None, slices: int = 1, **named: PyTree
@@ -107,27 +119,27 @@ class Loss:
     """The user's loss, its model state in the parts that variables hold."""
 
     function: Callable
-    kept: Outputs  # reductions of the model state; no tree if there is none
+    reductions: Outputs  # of the model state; no tree if there is none
     has_aux: bool
 
     def __call__(self, params: PyTree, parts: Sequence[PyTree], examples: Sequence[PyTree]) -> tuple[Any, Any]:
         """The loss, any aux, and the parts of the new model state."""
-        old = [jax.tree.map(lambda i: parts[i], tree) for tree in self.kept.numbers]
+        old = [jax.tree.map(lambda i: parts[i], tree) for tree in self.reductions.numbers]
         result = self.function(params, *old, *examples)
         if not (old or self.has_aux):
             return result, ([], [])
         value, more = unpack_pair(result, "(loss, ...)")
         new, extra = unpack_pair(more, "(loss, (model_state, aux))") if old and self.has_aux else (more, more)
-        state = self.kept.split("optimizer: the loss's model state", [new] if old else [])
+        state = self.reductions.split("optimizer: the loss's model state", [new] if old else [])
         return value, ([extra] if self.has_aux else [], state)
 
-    def signature(self, held: int) -> inspect.Signature | None:
+    def signature(self, states: int) -> inspect.Signature | None:
         """The signature, with params and variables positional-only; None if unknown."""
         try:
-            rest = [*inspect.signature(self.function).parameters.values()][1 + len(self.kept.trees) :]
+            rest = [*inspect.signature(self.function).parameters.values()][1 + len(self.reductions.trees) :]
         except (TypeError, ValueError):
             return None
-        hidden = [inspect.Parameter(f"_held_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + held)]
+        hidden = [inspect.Parameter(f"_state_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + states)]
         return inspect.Signature([*hidden, *rest])
 
 
@@ -137,20 +149,6 @@ def unpack_pair(result: Any, expected: str) -> tuple[Any, Any]:
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     check(is_pair, f"optimizer: got {got} from the loss; expected {expected}, as model_state and aux say")
     return result[0], result[1]
-
-
-def split_model_state(model_state: PyTree, reductions: PyTree) -> tuple[Outputs, list[PyTree]]:
-    """The reductions of the model state, and its part for each one.
-
-    Raises:
-        UsageError: no reductions, others than the state has places for, or no tree of arrays.
-    """
-    kept = parse_outputs([] if model_state is None else [reductions])
-    into = [output for output in kept.flat if output.into is not None]
-    check(not into, f"optimizer: model_state_outputs: got {into}; expected words: it makes the variables itself")
-    parts = kept.split("optimizer: model_state", [model_state] if kept.trees else [])
-    numeric_leaves(parts)
-    return kept, parts
 
 
 def refuse_line_search(*_: Any, **__: Any) -> NoReturn:
@@ -195,13 +193,4 @@ def optimizer(
     Raises:
         UsageError: as `jaxmpi.function`; other params; a loss that does not return what is said above.
     """
-    return Optimizer(
-        loss=loss,
-        params=params,
-        tx=tx,
-        inputs=inputs,
-        strategy=strategy,
-        model_state=model_state,
-        model_state_outputs=model_state_outputs,
-        aux=aux,
-    )
+    return Optimizer(loss, params, tx, inputs, strategy, model_state, model_state_outputs, aux)

@@ -10,14 +10,13 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 import jax.monitoring
-import numpy as np
 
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.files import write_all
@@ -39,7 +38,6 @@ class Profile:
     """Seconds of calls of functions and variables' methods, in this process."""
 
     def __init__(self, path: Path | None) -> None:
-        """Take where each call is to be written, if anywhere."""
         self.path = path
         self._totals: dict[Key, dict[str, float]] = {}
         self._file: TextIO | None = None
@@ -118,19 +116,18 @@ class Profile:
         """Return True if this thread's call is under way."""
         return bool(self._open) and threading.get_ident() == self._thread
 
-    def compiled(self, seconds: float) -> None:
+    def count_compilation(self, seconds: float) -> None:
         """Count seconds that have just gone by as compilation."""
         self._call[self._open[-1]] -= seconds
         self._call["compile"] += seconds
 
+    def count_sent_bytes(self, size: int) -> None:
+        """Count bytes that left for other processes."""
+        self._call["sent_bytes"] += size
+
     def identify(self, number: int) -> None:
         """Say which function the call is of."""
         self._key = self._key[0], number
-
-    def sent(self, size_bytes: int) -> None:
-        """Count bytes that left for other processes, if in a call."""
-        if self.is_in_call:  # the command that ends workers is in none
-            self._call["sent_bytes"] += size_bytes
 
     def save(self, folder: str | Path) -> None:
         """Append the table to a folder's record, for `jaxmpi report`.
@@ -150,11 +147,6 @@ class Profile:
                 write_all(file, (json.dumps({"kind": "functions", "functions": self.rows}) + "\n").encode())
         except OSError as error:
             raise UsageError(f"profile: cannot write {str(path)!r}: {error.strerror}; name another folder") from error
-
-    def close(self) -> None:
-        """End the file."""
-        if self._file is not None:
-            self._file.close()
 
 
 def as_row(spent: dict[str, float]) -> dict[str, Any]:
@@ -190,13 +182,14 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     is_there = file is None or file.parent.is_dir() or (here is not None and here.rank > 0)  # worker 0 alone writes
     check(is_there, f"profile: got {path}; expected a file in a folder that is there")
     if not _listens:
-        jax.monitoring.register_event_duration_secs_listener(count_compilation)
+        jax.monitoring.register_event_duration_secs_listener(listen)
         _listens = True
     _running = Profile(file)
     try:
         yield _running
     finally:
-        _running.close()
+        if _running._file is not None:
+            _running._file.close()
         _running = None
 
 
@@ -216,10 +209,10 @@ def identify(number: int) -> None:
         _running.identify(number)
 
 
-def count_sent_bytes(header: str, arrays: Sequence[np.ndarray]) -> None:
-    """Count what goes to a worker."""
-    if _running is not None:
-        _running.sent(len(header) + sum(array.nbytes for array in arrays))
+def count_sent_bytes(size: int) -> None:
+    """Count what goes to a worker; the command that ends workers is in no call."""
+    if _running is not None and _running.is_in_call:
+        _running.count_sent_bytes(size)
 
 
 def wait_if_profiling(arrays: Any) -> Any:
@@ -230,7 +223,7 @@ def wait_if_profiling(arrays: Any) -> Any:
     return arrays if _running is None else jax.block_until_ready(arrays)
 
 
-def count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """JAX says that it has compiled."""
+def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """JAX reports what it has spent."""
     if event in COMPILES and _running is not None and _running.is_in_call:
-        _running.compiled(duration_secs)
+        _running.count_compilation(duration_secs)

@@ -1,17 +1,21 @@
-"""The words of `jaxmpi.function` for inputs and outputs, in one table."""
+"""Words of `jaxmpi.function` for inputs and outputs, and trees of them.
+
+An output is reduced by one word, or leaf by leaf by a tree of words; each word stands for all leaves below its place.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.core.errors import UsageError, check, lookup
+from jaxmpi.core.pytrees import PyTree, path_name
 
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))  # dtypes that `exchange` takes
-LONGEST = 8  # workers named in one message at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,9 @@ def from_word(output: Any) -> Any:
     return WORDS.get(output, output) if isinstance(output, str) else output
 
 
+# ---------------------------------------------------------------- arithmetic
+
+
 class ReductionSpec(NamedTuple):
     """How two partial results become one."""
 
@@ -90,10 +97,10 @@ def check_reducible(op: str, dtype: Any, shape: Sequence[int], where: str) -> No
     """Refuse an output that cannot be reduced as asked."""
     if not op:
         return
-    row = OPS[op]
+    spec = OPS[op]
     got = f"{where}: got {jnp.dtype(dtype)}{list(shape)}"
-    check(kind_letter(dtype) in row.kinds, f"{got}, which {op} cannot take exactly: {row.way_out}")
-    check(bool(row.jnp) or len(shape) > 0, f"{got}; gather needs a first axis: {row.way_out}")
+    check(kind_letter(dtype) in spec.kinds, f"{got}, which {op} cannot take exactly: {spec.way_out}")
+    check(bool(spec.jnp) or len(shape) > 0, f"{got}; gather needs a first axis: {spec.way_out}")
 
 
 def kind_letter(dtype: Any) -> str:
@@ -114,21 +121,108 @@ def is_exchanged(op: str, dtype: Any) -> bool:
     return op in ("mean", "sum") and jnp.dtype(dtype) in FLOATS
 
 
-def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:
     """Combine workers' arrays in rank order; mean is sum_r weights[r] row_r.
 
     Raises:
         UsageError: rows that do not go together.
     """
-    kinds = [f"{row.dtype}{list(row.shape[1:] if op == 'gather' else row.shape)}" for row in rows]
-    odd = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]][:LONGEST]
-    if odd:
-        raise UsageError(f"{op}: worker {odd[0]} has {kinds[odd[0]]}, worker 0 has {kinds[0]}; expected the same")
+    kinds = [f"{row.dtype}{list(row.shape[op == 'gather' :])}" for row in rows]
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise UsageError(f"{op}: worker {rank} has {kind}, worker 0 has {kinds[0]}; expected the same")
     function, dtype = OPS[op].numpy, rows[0].dtype
     if function is None:
+        check_reducible(op, dtype, rows[0].shape, op)
         return np.concatenate(rows)
     flat = [np.atleast_1d(row).astype(accumulation_dtype(dtype)) for row in rows]
     with np.errstate(all="ignore"):  # integers wrap, floats overflow, as in programs
         if op == "mean":
             flat = [row * np.asarray(weight, row.dtype) for row, weight in zip(flat, weights, strict=True)]
         return functools.reduce(function, flat).astype(dtype).reshape(rows[0].shape)
+
+
+# ---------------------------------------------------------------- trees of outputs
+
+
+class ChosenOutputs(NamedTuple):
+    """The outputs that a call computes."""
+
+    structure: Any  # tree structure of the value that is returned
+    returned: tuple[int, ...]  # numbers of its leaves, in its order
+    computed: tuple[int, ...]  # numbers of all, ascending
+
+    def join(self, results: dict[int, PyTree]) -> PyTree:
+        """Results by number in the user's trees; a result that is kept in a variable is None."""
+        return jax.tree.unflatten(self.structure, map(results.get, self.returned))
+
+
+class Outputs:
+    """A tree of reductions per output; each reduces all leaves below it."""
+
+    def __init__(self, outputs: Any) -> None:
+        """Take what a user names; a tuple or list is several outputs.
+
+        Raises:
+            UsageError: a leaf is no reduction and no name of one.
+        """
+        self.is_single = type(outputs) not in (tuple, list)  # one output, which the function returns in no tuple
+        trees = (outputs,) if self.is_single else tuple(outputs)
+        self.trees: tuple[PyTree, ...] = jax.tree.map(from_word, trees, is_leaf=lambda leaf: leaf is None)
+        named = jax.tree_util.tree_leaves_with_path(self.trees, is_leaf=lambda leaf: leaf is None)
+        for _, output in named:
+            check(
+                isinstance(output, Output) and output.op != "add",
+                f"outputs: got {output!r}; expected jaxmpi.functions.mean, sum, prod, min, max, gather, local or a "
+                "name, or a tree of them",
+            )
+        self.flat = tuple(output for _, output in named)
+        # For messages: which output each reduction is of, and its path there.
+        self.names = [f"{p[0].idx} {path_name(p[1:])!r}" if p[1:] else str(p[0].idx) for p, _ in named]  # pyright: ignore[reportAttributeAccessIssue]
+        # The trees with the number in `flat` in place of each reduction.
+        self.numbers: tuple[PyTree, ...] = jax.tree.unflatten(jax.tree.structure(self.trees), range(len(self.flat)))
+        self.all = self._choose(self.numbers[0] if self.is_single else self.numbers)
+
+    def split(self, name: str, results: Sequence[PyTree]) -> list[PyTree]:
+        """Split the results of function `name` into a part for each reduction.
+
+        Raises:
+            UsageError: an output has another structure than its reductions.
+        """
+        parts = []
+        for place, (tree, result) in enumerate(zip(self.trees, results, strict=True)):
+            expected = jax.tree.structure(tree)
+            try:
+                parts += expected.flatten_up_to(result)
+            except ValueError as error:
+                raise UsageError(
+                    f"{name}: output {place}: got a tree {jax.tree.structure(result)} for reductions {expected}; "
+                    "expected the same keys, or one reduction for all below it"
+                ) from error
+        return parts
+
+    def choose(self, subset: Any) -> ChosenOutputs:
+        """The outputs of `output_subset`: places in their tuple, or keys if the one output is a dict; None for all.
+
+        Raises:
+            UsageError: no such output, or one twice.
+        """
+        if subset is None:
+            return self.all
+        tree = self.numbers[0] if self.is_single else dict(enumerate(self.numbers))
+        check(
+            isinstance(tree, dict), "output_subset: got a choice of outputs, but there is only one, and it is no dict"
+        )
+        expected = f"expected some of {sorted(tree, key=str)} in a list, each once"
+        check(isinstance(subset, (tuple, list)), f"output_subset: got {subset!r}; {expected}")
+        known = all(isinstance(key, (str, int)) and key in tree for key in subset)
+        check(known and len(set(subset)) == len(subset), f"output_subset: got {list(subset)!r}; {expected}")
+        chosen = {key: tree[key] for key in subset}
+        return self._choose(chosen if self.is_single else tuple(chosen.values()))
+
+    def _choose(self, numbers: PyTree) -> ChosenOutputs:
+        computed = tuple(sorted(jax.tree.leaves(numbers)))
+        if not self.is_single:  # a tuple leaves out what is kept in variables
+            numbers = tuple(n for n in numbers if not (isinstance(n, int) and self.flat[n].into is not None))
+        leaves, structure = jax.tree.flatten(numbers)
+        return ChosenOutputs(structure, tuple(leaves), computed)

@@ -28,7 +28,8 @@ from jaxmpi.core.random_keys import is_key
 from jaxmpi.core.shared_memory import folder, reserve
 
 PAGE = 4096
-FREED: list[str] = []  # keys of arrays that this process has freed, until they have been sent to its workers
+_freed: list[str] = []  # keys of arrays that this process has freed, until they have been sent to its workers
+_mapped: dict[str, "SharedArray"] = {}  # arrays of the master, by key, that this process has been sent
 
 
 class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -69,7 +70,10 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         result = getattr(ufunc, method)(*map(plain, inputs), **options)
         return out[0] if len(out) == 1 else result
 
-    def __getattr__(self, name: str) -> Any:
+    def __reduce__(self) -> Any:
+        return map_once, (self.key, self.path, self.shape)
+
+    def __getattr__(self, name: str) -> Any:  # shape, dtype and all else that NumPy's arrays have
         if name.startswith("_"):  # names that this object lacks, and hooks that libraries look for in any object
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.array, name)
@@ -86,26 +90,6 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         what = "freed" if self._is_free else f"{self.dtype}{list(self.shape)}"
         return f"jaxmpi.shared({what}, name={self.name!r})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.array.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the array."""
-        return self.array.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.array.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return self.array.nbytes
 
     @property
     def capacity_bytes(self) -> int:
@@ -150,7 +134,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._is_free = True
         del self._array, self._memory
         os.close(self._handle)
-        FREED.append(self.key)
+        _freed.append(self.key)
         if self._unlinks == os.getpid():  # and not in a child made by os.fork
             Path(self.path).unlink(missing_ok=True)
             atexit.unregister(self.free)
@@ -159,33 +143,47 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
         if not is_finalizing():  # then the modules that `free` needs may be gone
             self.free()
 
-    # ------------------------------------------------------------ for other processes of the job
-
-    def ticket(self) -> dict[str, Any]:
-        """Ticket for `from_ticket` in another process of this host."""
-        return {"key": self.key, "path": self.path, "shape": list(self.shape)}
-
 
 def is_shared(leaf: Any) -> bool:
     """Return True if it is a shared array, which is a leaf."""
     return isinstance(leaf, SharedArray)
 
 
-def from_ticket(ticket: dict[str, Any], known: dict[str, SharedArray]) -> SharedArray:
-    """The same memory in this process, mapped once."""
-    key, path = ticket["key"], ticket["path"]
-    if key not in known:
-        try:
-            known[key] = SharedArray(os.open(path, os.O_RDWR), path)
-        except OSError as error:
-            raise UsageError(
-                f"shared: {path} cannot be opened here ({error.strerror}): processes of one host, in containers of "
-                "their own? Give the array a name"
-            ) from error
-    array = known[key]
-    if list(array.shape) != ticket["shape"]:
+# ---------------------------------------------------------------- other processes of the job
+
+
+def open_array(path: str) -> SharedArray:
+    """The array of another process of this host."""
+    try:
+        return SharedArray(os.open(path, os.O_RDWR), path)
+    except OSError as error:
+        raise UsageError(
+            f"shared: {path} cannot be opened here ({error.strerror}): processes of one host, in containers of "
+            "their own? Give the array a name"
+        ) from error
+
+
+def map_once(key: str, path: str, shape: tuple[int, ...]) -> SharedArray:
+    """The same, mapped once: arrays are unpickled by this."""
+    if key not in _mapped:
+        _mapped[key] = open_array(path)
+    array = _mapped[key]
+    if array.shape != shape:
         array.refresh()
     return array
+
+
+def take_freed() -> list[str]:
+    """Keys of arrays that this process has freed since the last call; more may come at any time."""
+    keys = [*_freed]
+    del _freed[: len(keys)]
+    return keys
+
+
+def unmap(keys: Sequence[str] | None = None) -> None:
+    """Let go of other processes' arrays, by default of all."""
+    for key in [*_mapped] if keys is None else keys:
+        _mapped.pop(key, None)
 
 
 # ---------------------------------------------------------------- making one
@@ -250,13 +248,14 @@ def new_file(name: str) -> Iterator[tuple[int, str]]:
         return
     path = array_path(name or uuid.uuid4().hex)
     unlink_if_orphaned(path)
-    check(not os.path.exists(path), name_taken_message(name, path))
+    taken = f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
+    check(not os.path.exists(path), taken)
     handle, unseen = open_unlinked(path)
     try:
         yield handle, path
         os.link(unseen, path, src_dir_fd=handle)  # the path is whole; a folder's handle makes it follow links
     except FileExistsError as error:
-        raise UsageError(name_taken_message(name, path)) from error
+        raise UsageError(taken) from error
     except OSError as error:
         raise UsageError(f"shared: {path} cannot be made: {error}; leave the name out, or free that folder") from error
     finally:
@@ -275,11 +274,6 @@ def open_unlinked(path: str) -> tuple[int, str]:
     except (AttributeError, OSError):
         unseen = f"{path}~{uuid.uuid4().hex}"  # no array's name has a ~
         return os.open(unseen, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), unseen
-
-
-def name_taken_message(name: str, path: str) -> str:
-    """The error's message for a name that is in use."""
-    return f"shared: the name {name!r} is taken ({path}); attach with jaxmpi.shared(name=...)"
 
 
 def array_path(name: str) -> str:
@@ -329,18 +323,16 @@ def check_lossless(value: Any, dtype: np.dtype) -> Any:
         UsageError: something may be.
     """
     if isinstance(value, (bool, int, float, complex)):
-        check(np.can_cast(np.min_scalar_type(value), dtype, "same_kind"), lossy_message(type(value).__name__, dtype))
-        return value
-    check_unmasked("shared", value)
-    got = np.asarray(value)
-    check_numeric("shared", got.dtype)
-    check(np.can_cast(got.dtype, dtype, "safe"), lossy_message(got.dtype, dtype))
-    return got
-
-
-def lossy_message(got: Any, dtype: Any) -> str:
-    """The error's message for a conversion that may lose digits."""
-    return f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype, or shared(..., force=True)"
+        got, fits = type(value).__name__, np.can_cast(np.min_scalar_type(value), dtype, "same_kind")
+    else:
+        check_unmasked("shared", value)
+        value = np.asarray(value)
+        check_numeric("shared", value.dtype)
+        got, fits = value.dtype, np.can_cast(value.dtype, dtype, "safe")
+    check(
+        fits, f"shared: got {got} for {dtype}, which may lose digits; cast it with .astype, or shared(..., force=True)"
+    )
+    return value
 
 
 # ---------------------------------------------------------------- what JAX would read otherwise, or not at all

@@ -1,15 +1,16 @@
 """Messages between processes of workers, over MPI or a fork's sockets.
 
-A transport carries commands from the master, reports of all, and arrays of any length. A call ends with a report of
-each worker. Mostly all are alike and well, so 48 bytes of each travel, a hash of the text among them; whole texts
-follow if they differ or one has failed. The master looks at its workers' processes meanwhile: one that is stopped or
-gone is named, one that computes is not late.
+A transport carries commands from the master, reports of all, and arrays of any length. A message is a pickled value
+with its arrays beside it, which so are not copied; all processes are this user's own. A call ends with a report of each
+worker. Mostly all are alike and well, so 48 bytes of each are sent, a hash of the text among them; whole texts follow
+if they differ or one has failed. The master looks at its workers' processes meanwhile: one that is stopped or gone is
+named, one that computes is not late.
 """
 
 import functools
 import hashlib
-import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -17,11 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi.comm.control import LATE_S, MAX_BYTES, MpiProcesses
@@ -32,11 +32,62 @@ from jaxmpi.core.process_stat import stat_of
 from jaxmpi.runtime import job_folder
 from jaxmpi.runtime.mpi_end import call_before_finalize
 
-Arrays = Sequence[np.ndarray]
-
 
 class OutOfStep(TrainingError):
     """Workers are at different places, or gone; no call can follow."""
+
+
+class WorkerDied(OutOfStep):
+    """A worker's process has ended, and with it what it held."""
+
+
+# ---------------------------------------------------------------- messages
+
+
+Message = list[np.ndarray]  # u8 vectors: the head, then the bytes of each array
+
+
+def encode(value: Any) -> Message:
+    """A picklable value as a message; contiguous arrays in it are not copied."""
+    arrays: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+    parts = [np.frombuffer(array.raw(), np.uint8) for array in arrays]
+    sizes = np.array([len(parts), *(part.size for part in parts)], np.int64)
+    return [np.concatenate([sizes.view(np.uint8), np.frombuffer(pickled, np.uint8)]), *parts]
+
+
+def decode(head: np.ndarray, receive: Callable[[int], Any]) -> Any:
+    """The value of a message; `receive` gives its next array, of so many bytes."""
+    count = int(head[:8].view(np.int64)[0])
+    sizes = head[8 : 8 * (1 + count)].view(np.int64).tolist()
+    return pickle.loads(head[8 * (1 + count) :], buffers=[receive(size) for size in sizes])
+
+
+def pack(value: Any) -> np.ndarray:
+    """A message as one vector, in which the arrays are aligned."""
+    head, *parts = encode(value)
+    every = [np.array([head.size], np.int64).view(np.uint8), head, *parts]
+    return np.concatenate([piece for part in every for piece in (part, np.zeros(-part.size % 64, np.uint8))])
+
+
+def unpack(vector: np.ndarray) -> Any:
+    """The inverse of `pack`; arrays are views of the vector."""
+    start = 64
+
+    def receive(size: int) -> np.ndarray:
+        nonlocal start
+        start, begin = start + size + -size % 64, start
+        return vector[begin : begin + size]
+
+    return decode(receive(int(vector[:8].view(np.int64)[0])), receive)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """C-contiguous values as u8[nbytes], without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
+# ---------------------------------------------------------------- reports
 
 
 class CallReport(NamedTuple):
@@ -57,43 +108,12 @@ def pack_report(report: CallReport) -> bytes:
     return (hashlib.sha256(text).digest() + count + is_bad).ljust(SHORT_BYTES, b"\0")
 
 
-def unpack_reports(rows: Sequence[bytes]) -> list[CallReport] | None:
+def unpack_reports(rows: bytes) -> list[CallReport] | None:
     """Every worker's report without its text; None if their texts are needed."""
-    if any(row[40] for row in rows) or len({row[:32] for row in rows}) > 1:
+    each = [rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)]
+    if any(row[40] for row in each) or len({row[:32] for row in each}) > 1:
         return None
-    return [CallReport("ok", "", int.from_bytes(row[32:40], "little")) for row in rows]
-
-
-# ---------------------------------------------------------------- arrays as bytes
-
-
-def pack(arrays: Arrays) -> np.ndarray:
-    """Arrays as one message, u8[n]: length of the header, header (JSON), values."""
-    header = json.dumps([[str(array.dtype), list(array.shape)] for array in arrays]).encode()
-    parts = [np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8), *(as_bytes(a) for a in arrays)]
-    return np.concatenate(parts)
-
-
-def unpack(message: np.ndarray) -> list[np.ndarray]:
-    """The inverse of `pack`."""
-    start = 8 + int.from_bytes(message[:8].tobytes(), "little")
-    arrays = []
-    for dtype, shape in json.loads(message[8:start].tobytes()):
-        array = np.empty(shape, jnp.dtype(dtype))
-        as_bytes(array)[:] = message[start : start + array.nbytes]
-        arrays.append(array)
-        start += array.nbytes
-    return arrays
-
-
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """C-contiguous values as u8[nbytes], without a copy."""
-    return array.reshape(-1).view(np.uint8)
-
-
-def as_c_contiguous(array: Any) -> np.ndarray:
-    """Convert to C-contiguous NumPy; a copy only if it must be."""
-    return np.asarray(array, order="C")
+    return [CallReport("ok", "", int.from_bytes(row[32:40], "little")) for row in each]
 
 
 # ---------------------------------------------------------------- who is stopped
@@ -102,13 +122,8 @@ def as_c_contiguous(array: Any) -> np.ndarray:
 WATCH_S = 0.5  # between looks at whether workers are stopped
 
 
-def is_stopped(pid: int) -> bool:
-    """Return True if the system shows a process stopped (SIGSTOP or debugger)."""
-    return process_state(pid) in ("T", "t")
-
-
 def process_state(pid: int) -> str:
-    """The system's letter for a process's state; empty if not shown."""
+    """The system's letter for a process's state (T: stopped, t: by a debugger); empty if not shown."""
     try:
         return stat_of(pid)[0]
     except OSError:
@@ -142,7 +157,7 @@ def repeat_in_thread(seconds: float, task: Callable[[], None]) -> Callable[[], N
 
 
 class StoppedWorkerMonitor:
-    """Monitor that names stopped workers, and ends them after the time limit.
+    """Names stopped workers, and ends them after the time limit.
 
     One that computes is not stopped, however long that takes. Looks are counted, not the clock: if the master is
     stopped as well, as by Ctrl-Z, nobody is late.
@@ -156,22 +171,20 @@ class StoppedWorkerMonitor:
     def look(self) -> None:
         """Look once at all workers; called every WATCH_S seconds."""
         for rank, worker in self.workers.items():
-            if self.has_ended(rank):
+            if self.is_over_limit(rank):
                 continue
-            if not worker.is_absent():
-                self.absent_s[rank] = 0.0
-                continue
-            before, self.absent_s[rank] = self.absent_s[rank], self.absent_s[rank] + WATCH_S
-            if self.has_ended(rank):
+            before = self.absent_s[rank]
+            self.absent_s[rank] = before + WATCH_S if worker.is_absent() else 0.0
+            if self.is_over_limit(rank):
                 self.end(rank)
             elif before < LATE_S <= self.absent_s[rank]:
                 text = f"{worker.name} is stopped, and is ended after {worker.limit_s:.0f} s"
                 way_out = f"(JAXMPI_EXCHANGE_TIMEOUT_S); kill -CONT {worker.pid} lets it go on"
                 print(f"jaxmpi: {text} {way_out}", file=sys.stderr, flush=True)
 
-    def has_ended(self, rank: int) -> bool:
+    def is_over_limit(self, rank: int) -> bool:
         """Return True if a worker has been stopped beyond the time limit."""
-        return rank in self.workers and self.absent_s[rank] > self.workers[rank].limit_s
+        return self.absent_s[rank] > self.workers[rank].limit_s
 
 
 # ---------------------------------------------------------------- MPI
@@ -203,18 +216,15 @@ class MpiTransport:
         mine = [self.control.hosts[self.rank], job_folder.pid_space(), socket.gethostname(), os.getpid()]
         rows = self.control.allgather_object(mine)
         far = {rank for rank, row in enumerate(rows) if row[:2] != rows[0][:2] or row[1] == 0}
+        mailbox = self.control.mailbox() if far and self.control.may_overlap else None
         heard = set[int]()
-        post = self.control.mailbox() if far and self.control.may_overlap else None
-        received = post.received if post is not None else list
 
-        def absence(rank: int) -> Callable[[], bool]:
-            def is_silent() -> bool:
-                heard.update(message["rank"] for message in received())
-                was_heard = rank in heard
-                heard.discard(rank)
-                return not was_heard
-
-            return is_silent if rank in far else functools.partial(is_stopped, rows[rank][3])
+        def is_silent(rank: int) -> bool:
+            if mailbox is not None:
+                heard.update(message["rank"] for message in mailbox.received())
+            was_heard = rank in heard
+            heard.discard(rank)
+            return not was_heard
 
         def end(rank: int) -> None:
             raise TrainingError(
@@ -222,61 +232,47 @@ class MpiTransport:
                 "sets the time)"
             )
 
-        workers = {
-            rank: WatchedWorker(
-                f"rank {rank} of {self.size} on {host} (process {pid})",
-                pid,
-                absence(rank),
-                TIMEOUT_S + LATE_S * (rank in far),  # a report may be held up
-            )
-            for rank, (_, _, host, pid) in enumerate(rows)
-            if rank != 0 and (rank not in far or post is not None)
-        }
+        workers = {}
+        for rank, (_, _, host, pid) in enumerate(rows):
+            name = f"rank {rank} of {self.size} on {host} (process {pid})"
+            if rank in far and mailbox is not None:  # a report may be held up
+                workers[rank] = WatchedWorker(name, pid, functools.partial(is_silent, rank), TIMEOUT_S + LATE_S)
+            elif rank not in far and rank != 0:
+                workers[rank] = WatchedWorker(name, pid, lambda pid=pid: process_state(pid) in ("T", "t"))
         if self.rank == 0:
-            task = StoppedWorkerMonitor(workers, end).look
-        elif self.rank in far and post is not None:
-            task = functools.partial(post.send, 0, {"rank": self.rank})
-        else:
-            return
-        call_before_finalize(repeat_in_thread(WATCH_S, task))
+            call_before_finalize(repeat_in_thread(WATCH_S, StoppedWorkerMonitor(workers, end).look))
+        elif self.rank in far and mailbox is not None:
+            report = functools.partial(mailbox.send, 0, {"rank": self.rank})
+            call_before_finalize(repeat_in_thread(WATCH_S, report))
 
-    def send(self, rank: int, header: str, arrays: Arrays) -> None:
-        """Length of the header, header with the arrays' shapes, then their bytes."""
-        arrays = [as_c_contiguous(array) for array in arrays]
-        shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
-        first = np.frombuffer(json.dumps([header, shapes]).encode(), np.uint8)
-        parts = [
-            np.array([first.size], np.int64),
-            first,
-            *(part for array in arrays for part in split_message(as_bytes(array))),
-        ]
-        for request in [self.comm.Isend(part, rank, tag=3) for part in parts]:
+    def send(self, rank: int, message: Message) -> None:
+        """The head's length, the head, and the arrays."""
+        parts = [np.array([message[0].size]).view(np.uint8), *message]
+        for request in [self.comm.Isend(piece, rank, tag=3) for part in parts for piece in mpi_pieces(part)]:
             wait_politely(request, float("inf"))
 
-    def receive(self) -> tuple[str, list[np.ndarray]]:
-        """Receive by polling, often at first: a loop's next call comes soon."""
-        length = np.empty(1, np.int64)
-        wait_politely(self.comm.Irecv(length, 0, 3), float("inf"))
-        first = np.empty(int(length[0]), np.uint8)
-        wait_politely(self.comm.Irecv(first, 0, 3), float("inf"))
-        header, shapes = json.loads(first.tobytes())
-        arrays = [np.empty(shape, jnp.dtype(dtype)) for dtype, shape in shapes]
-        for part in (part for array in arrays for part in split_message(as_bytes(array))):
-            wait_politely(self.comm.Irecv(part, 0, 3), float("inf"))
-        return header, arrays
+    def receive(self) -> Any:
+        """The next value, received by polling, often at first: a loop's next call comes soon."""
+
+        def receive(size: int) -> np.ndarray:
+            data = np.empty(size, np.uint8)
+            for piece in mpi_pieces(data):
+                wait_politely(self.comm.Irecv(piece, 0, 3), float("inf"))
+            return data
+
+        return decode(receive(int(receive(8).view(np.int64)[0])), receive)
 
     def reports(self, mine: CallReport) -> list[CallReport]:
-        """48 bytes a rank; texts travel if they differ."""
+        """48 bytes a rank; texts are sent if they differ."""
         row, rows = np.frombuffer(pack_report(mine), np.uint8), np.empty((self.size, SHORT_BYTES), np.uint8)
         self._wait_for_all(self.comm.Iallgather(row, rows))
-        agreed = unpack_reports([each.tobytes() for each in rows])
+        agreed = unpack_reports(rows.tobytes())
         return agreed or [CallReport(*each) for each in self.control.allgather_object(mine)]
 
     def gather(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Every rank's u8[n] on all ranks, or on rank 0 alone.
+        """Every rank's u8[n] on all ranks, or on rank 0 alone; None on the others.
 
-        It is None on the other ranks unless `everywhere`. All ranks call this together; bytes travel in rounds that fit
-        MPI's counts.
+        All ranks call this together. Bytes are sent in rounds that fit MPI's counts.
         """
         sizes = np.empty(self.size, np.int64)
         self._wait_for_all(self.comm.Iallgather(np.array([data.size], np.int64), sizes))
@@ -284,16 +280,16 @@ class MpiTransport:
         chunk = MAX_BYTES // self.size
         for start in range(0, max(sizes.tolist()), chunk):
             counts = [max(0, min(chunk, size - start)) for size in sizes.tolist()]
-            place = np.empty(sum(counts), np.uint8) if out is not None else None
+            received = np.empty(sum(counts), np.uint8) if out is not None else None
             mine = data[start : start + chunk]
             if everywhere:
-                self._wait_for_all(self.comm.Iallgatherv(mine, (place, counts)))
+                self._wait_for_all(self.comm.Iallgatherv(mine, (received, counts)))
             else:
-                self._wait_for_all(self.comm.Igatherv(mine, (place, counts) if self.rank == 0 else None, 0))
-            if out is not None and place is not None:
+                self._wait_for_all(self.comm.Igatherv(mine, (received, counts) if self.rank == 0 else None, 0))
+            if out is not None and received is not None:
                 ends = np.cumsum(counts).tolist()
                 for whole, end, count in zip(out, ends, counts, strict=True):
-                    whole[start : start + count] = place[end - count : end]
+                    whole[start : start + count] = received[end - count : end]
         return out
 
     def _wait_for_all(self, request: Any) -> None:
@@ -311,7 +307,7 @@ class MpiTransport:
             )
 
 
-def split_message(message: np.ndarray) -> list[np.ndarray]:
+def mpi_pieces(message: np.ndarray) -> list[np.ndarray]:
     """Parts of MAX_BYTES at most; none if there is nothing."""
     return [message[start : start + MAX_BYTES] for start in range(0, message.size, MAX_BYTES)]
 
@@ -327,54 +323,47 @@ def wait_politely(request: Any, timeout_s: float) -> bool:
 # ---------------------------------------------------------------- sockets
 
 
-class WorkerDied(OutOfStep):
-    """A worker's process has ended, and with it what it held."""
-
-
 LOOKS_S = 0.002  # before sleeping: in a loop the next message comes soon, and a core that sleeps takes 0.1 ms to wake
 
 
 class SocketTransport:
     """The master's sockets to workers, or a worker's; also `SharedSum`'s control plane."""
 
-    def __init__(self, rank: int, size: int, ends: dict[int, Connection], jobs: dict[int, subprocess.Popen]) -> None:
+    def __init__(
+        self, rank: int, size: int, connections: dict[int, Connection], jobs: dict[int, subprocess.Popen]
+    ) -> None:
         """Take the sockets by rank, and on the master the processes."""
-        self.rank, self.size, self.ends, self.jobs = rank, size, ends, jobs
+        self.rank, self.size, self.connections, self.jobs = rank, size, connections, jobs
         self.local_rank, self.local_size = rank, size
         self.looks_s = LOOKS_S if size <= (os.cpu_count() or 1) else 0.0
         workers = {
-            rank: WatchedWorker(self.name(rank), job.pid, functools.partial(is_stopped, job.pid))
+            rank: WatchedWorker(self._name(rank), job.pid, lambda pid=job.pid: process_state(pid) in ("T", "t"))
             for rank, job in jobs.items()
         }
         # Killing is enough: whoever waits for the worker learns of its end.
         self.monitor = StoppedWorkerMonitor(workers, lambda rank: jobs[rank].kill())
         self.stop_watching = repeat_in_thread(WATCH_S, self.monitor.look) if jobs else lambda: None
 
-    def name(self, rank: int) -> str:
-        """Name of a worker, for messages."""
+    def _name(self, rank: int) -> str:
         return f"worker {rank} of {self.size} (process {self.jobs[rank].pid})"
 
     def _send(self, rank: int, data: Any) -> None:
         try:
-            self.ends[rank].send_bytes(data)
+            self.connections[rank].send_bytes(data)
         except OSError as error:
-            raise self.death_error(rank) from error
+            raise self._death_error(rank) from error
 
     def _receive(self, rank: int) -> bytes:
         try:
-            self._poll(self.ends[rank].fileno())
-            return self.ends[rank].recv_bytes()
+            poll, deadline = select.poll(), time.perf_counter() + self.looks_s
+            poll.register(self.connections[rank].fileno(), select.POLLIN)
+            while not poll.poll(0) and time.perf_counter() < deadline:
+                os.sched_yield()
+            return self.connections[rank].recv_bytes()
         except (EOFError, OSError) as error:
-            raise self.death_error(rank) from error
+            raise self._death_error(rank) from error
 
-    def _poll(self, handle: int) -> None:
-        poll, deadline = select.poll(), time.perf_counter() + self.looks_s
-        poll.register(handle, select.POLLIN)
-        while not poll.poll(0) and time.perf_counter() < deadline:
-            os.sched_yield()
-
-    def death_error(self, rank: int) -> WorkerDied:
-        """The error for the end of a worker, or of the master."""
+    def _death_error(self, rank: int) -> WorkerDied:
         if rank not in self.jobs:
             return WorkerDied("the master has ended")
         try:
@@ -382,10 +371,10 @@ class SocketTransport:
         except subprocess.TimeoutExpired:
             return WorkerDied(f"worker {rank} of {self.size} no longer answers")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        if self.monitor.has_ended(rank):
+        if self.monitor.is_over_limit(rank):
             how += f", having been stopped for {TIMEOUT_S:.0f} s (JAXMPI_EXCHANGE_TIMEOUT_S sets the time)"
         return WorkerDied(
-            f"{self.name(rank)} has ended: {how}. What the workers held is gone: jaxmpi.close(), then jaxmpi.fork() "
+            f"{self._name(rank)} has ended: {how}. What the workers held is gone: jaxmpi.close(), then jaxmpi.fork() "
             "again"
         )
 
@@ -393,51 +382,36 @@ class SocketTransport:
         """Raise `WorkerDied` if a worker has gone."""
         for rank, job in self.jobs.items():
             if job.poll() is not None or process_state(job.pid) in ("Z", "X"):  # its other threads may end later
-                raise self.death_error(rank)
+                raise self._death_error(rank)
 
-    def send(self, rank: int, header: str, arrays: Arrays) -> None:
-        """Header with the arrays' shapes, then each array."""
-        arrays = [as_c_contiguous(array) for array in arrays]
-        shapes = [[str(array.dtype), list(array.shape)] for array in arrays]
-        self._send(rank, json.dumps([header, shapes]).encode())
-        for array in arrays:
-            self._send(rank, as_bytes(array))
+    def send(self, rank: int, message: Message) -> None:
+        """The head, then each array."""
+        for part in message:
+            self._send(rank, part)
 
-    def receive(self) -> tuple[str, list[np.ndarray]]:
-        """Block: the kernel wakes this process."""
-        header, shapes = json.loads(self._receive(0))
-        arrays = []
-        for dtype, shape in shapes:
-            data = np.frombuffer(bytearray(self._receive(0)), np.uint8)
-            arrays.append(data.view(jnp.dtype(dtype)).reshape(shape))
-        return header, arrays
+    def receive(self) -> Any:
+        """The next value; the kernel wakes this process."""
+        return decode(np.frombuffer(self._receive(0), np.uint8), lambda size: self._receive(0))
 
     def reports(self, mine: CallReport) -> list[CallReport]:
         """Exchange 48 bytes a worker through the master; texts if they differ."""
-        row = pack_report(mine)
-        if self.rank != 0:
-            self._send(0, row)
-            rows = self._receive(0)
-        else:
-            rows = b"".join([row, *(self._receive(rank) for rank in range(1, self.size))])
-            for rank in range(1, self.size):
-                self._send(rank, rows)
-        agreed = unpack_reports([rows[i : i + SHORT_BYTES] for i in range(0, len(rows), SHORT_BYTES)])
-        return agreed or [CallReport(*report) for report in self._allgather_json(list(mine))]
+        agreed = unpack_reports(b"".join(self._allgather(pack_report(mine))))
+        return agreed or [CallReport(*report) for report in self._allgather(tuple(mine))]
 
-    def _allgather_json(self, mine: Any) -> list[Any]:
-        """Every process's JSON value, on all."""
+    def _allgather(self, mine: Any) -> list[Any]:
+        """Every process's picklable value, on all."""
         if self.rank != 0:
-            self._send(0, json.dumps(mine).encode())
-            return json.loads(self._receive(0))
-        rows = [mine, *(json.loads(self._receive(rank)) for rank in range(1, self.size))]
+            self._send(0, pickle.dumps(mine))
+            return pickle.loads(self._receive(0))
+        rows = [mine, *(pickle.loads(self._receive(rank)) for rank in range(1, self.size))]
         for rank in range(1, self.size):
-            self._send(rank, json.dumps(rows).encode())
+            self._send(rank, pickle.dumps(rows))
         return rows
 
     def host_barrier(self) -> None:
-        self._allgather_json(None)
+        """Wait for all processes."""
+        self._allgather(None)
 
     def bcast_from_host_leader(self, make: Callable[[], Any]) -> Any:
-        """The master's JSON value, on all."""
-        return self._allgather_json(make() if self.rank == 0 else None)[0]
+        """The master's value, on all."""
+        return self._allgather(make() if self.rank == 0 else None)[0]

@@ -1,15 +1,14 @@
 """Arrays that live on the workers, and collectives over them.
 
-Params, optimizer state and data sets should not travel with every call of a function. A `Variable` is a handle: workers
-keep a tree each under its number. Functions name the `Variable` as an input or as the target of a result. Trees may
-differ between workers, in values and in numbers of rows. The methods are MPI's collectives, each a command of
-`functions.commands`. If every rank runs the script, all ranks call them in the same order; else the script's process
-calls them for all. When Python drops the handle, its number travels with the next command, and workers drop their
+Params, optimizer state and data sets should not be sent with every call of a function. A `Variable` is a handle:
+workers keep a tree each under its number. Functions name the `Variable` as an input or as the target of a result. Trees
+may differ between workers, in values and in numbers of rows. The methods are MPI's collectives, each a command of
+`functions.commands`. When Python drops the handle, its number is sent with the next command, and workers drop their
 trees.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +22,11 @@ from jaxmpi.core.pytrees import PyTree, named_leaves
 from jaxmpi.core.random_keys import check_op, check_rows, key_leaves, packed, unpacked
 from jaxmpi.core.to_jax import in_jax_dtype
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.partitioning import RowSelection, check_enough, common_length, select_rows, shard_bounds
+from jaxmpi.functions.groups import WorkerGroup
 from jaxmpi.functions.reductions import Output, check_reducible, combine, reduction_name
+from jaxmpi.functions.rows import RowSelection, check_enough, check_lengths, select_rows, shard_bounds, take_rows
 from jaxmpi.functions.shared_array import check_jax_takes, is_shared
-from jaxmpi.functions.worker import Command
-from jaxmpi.functions.worker_call import take_rows
-from jaxmpi.functions.worker_group import WorkerGroup
+from jaxmpi.functions.worker import Command, Input, Leaves
 
 
 class Variable:
@@ -38,9 +36,9 @@ class Variable:
     the same methods in the same order. All of them get the results. A script that leads workers calls the methods once.
     """
 
-    def __init__(self, group: WorkerGroup, structure: Any, number: int | None = None) -> None:
-        self.group, self.structure = group, structure
-        self.number = group.next_variable_number() if number is None else number
+    def __init__(self, group: WorkerGroup, structure: Any) -> None:
+        group.made += 1
+        self.group, self.structure, self.number = group, structure, group.made
 
     def __del__(self) -> None:
         self.group.dropped.append(self.number)
@@ -57,7 +55,7 @@ class Variable:
         For a script that leads, or has devices as workers, this is worker 0.
         """
         self.group.check_usable()
-        return self._tree(self.group.own_slot.held(self.number))
+        return self._tree(self.leaves)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -73,7 +71,7 @@ class Variable:
             UsageError: leaves of different lengths, or without rows.
         """
         self._check_keys("lengths", "gather")
-        return perform(self.group, "variable.lengths", lambda: Command("lengths", self._header("lengths")))
+        return self._perform("lengths", lambda name: Command("lengths", name, {"number": self.number}))
 
     def get(self, rank: int | np.integer) -> PyTree:
         """The tree on one worker as NumPy arrays, random keys as such.
@@ -85,16 +83,16 @@ class Variable:
 
     def set(self, rank: int | np.integer, value: PyTree) -> None:
         """Give one worker another tree of the same structure, of any shapes."""
-        self._put("set", lambda: self._leaves(value), [self._rank("set: rank", rank)])
+        self._put("set", value, [self._rank("set: rank", rank)])
 
     # ------------------------------------------------------------ from one to all
 
     def broadcast(self, value: PyTree = None, root: int | np.integer = 0) -> None:
         """Give all workers a tree, or (no value) that of worker `root`."""
         if value is not None:
-            self._put("broadcast", lambda: self._leaves(value), None)
-            return
-        self._fetch("broadcast", self._rank("broadcast: root", root), keep=True)
+            self._put("broadcast", value)
+        else:
+            self._fetch("broadcast", self._rank("broadcast: root", root), keep=True)
 
     def scatter(self, value: PyTree, batch: Any = None) -> None:
         """Divide a tree's rows over the workers in rank order, nearly evenly.
@@ -106,7 +104,28 @@ class Variable:
         Raises:
             UsageError: leaves of different lengths, rows that are not there, or no row for some worker.
         """
-        perform(self.group, "scatter", lambda: self._scattered(value, batch))
+
+        def prepare(name: str) -> Command:
+            tree = packed(value)
+            structure = jax.tree.structure(tree)
+            check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
+            leaves = []
+            for (path, leaf), is_key in zip(named_leaves(tree), key_leaves(structure), strict=True):
+                where = f"scatter: leaf {path!r}"
+                leaves.append(Input("rows", where, leaf if is_shared(leaf) else check_numbers(where, leaf)))
+                if is_key:
+                    check_rows(leaf.shape, where)
+                check(leaves[-1].value.ndim > 0, "scatter: got an array without axes; expected rows")
+                self.group.check_sees(leaf)
+            rows = select_rows(batch, check_lengths({x.name: len(x.value) for x in leaves}))
+            check_enough(rows.count, self.group.size)
+            spans = [*itertools.pairwise(shard_bounds(rows.count, self.group.size))]
+            fields = {"number": self.number, "ranks": None, "agreed": [self.number, rows.count]}
+            return Command(
+                "put", name, fields, lambda rank: [give_rows(self.group, rank, x, rows, spans[rank]) for x in leaves]
+            )
+
+        self._perform("scatter", prepare)
 
     # ------------------------------------------------------------ from all
 
@@ -114,7 +133,7 @@ class Variable:
         """All workers' rows in rank order, as NumPy arrays; lengths may differ."""
         self._check_keys("gather", "gather")
         rows = self._fetch("gather", None, keep=False)
-        return self._tree([concatenate_rows(leaves) for leaves in zip(*rows, strict=True)])
+        return self._tree([combine("gather", leaves) for leaves in zip(*rows, strict=True)])
 
     def all_gather(self) -> None:
         """Every worker gets all workers' rows."""
@@ -134,6 +153,11 @@ class Variable:
 
     # ------------------------------------------------------------ how
 
+    @property
+    def leaves(self) -> Leaves:
+        """The leaves on this process's own worker; of random keys the numbers."""
+        return self.group.worker.leaves(self.number)
+
     def _rank(self, what: str, rank: int | np.integer) -> int:
         is_rank = isinstance(rank, (int, np.integer)) and 0 <= rank < self.group.size
         check(bool(is_rank), f"{what}: got {rank!r}; expected a worker in [0, {self.group.size})")
@@ -146,92 +170,53 @@ class Variable:
         """Refuse what cannot be done with random keys."""
         for i, is_key in enumerate(key_leaves(self.structure)):
             if is_key:
-                check_op(op, self.group.own_slot.held(self.number)[i].shape, f"variable.{name}: leaf {i}")
+                check_op(op, self.leaves[i].shape, f"variable.{name}: leaf {i}")
 
-    def _leaves(self, value: PyTree) -> list[np.ndarray]:
-        structure = jax.tree.structure(packed(value))
-        check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
-        return numeric_leaves(value)
+    def _perform(self, method: str, prepare: Callable[[str], Command]) -> Any:
+        name = f"variable.{method}"
+        return perform(self.group, name, lambda: prepare(name))
 
-    def _header(self, name: str, **fields: Any) -> dict[str, Any]:
-        return {"name": f"variable.{name}", "number": self.number, **fields}
+    def _put(self, method: str, value: PyTree, ranks: Sequence[int] | None = None) -> None:
+        def prepare(name: str) -> Command:
+            structure = jax.tree.structure(packed(value))
+            check(structure == self.structure, f"variable: got a tree {structure}; expected {self.structure}")
+            leaves = numeric_leaves(value)
+            fields = {"number": self.number, "ranks": ranks, "agreed": [self.number, ranks]}
+            return Command("put", name, fields, lambda rank: leaves if ranks is None or rank in ranks else [])
 
-    def _put(self, name: str, leaves: Any, ranks: Sequence[int] | None) -> None:
-        def prepare() -> Command:
-            values = leaves()
-            header = self._header(name, ranks=ranks, says=[name, self.number, ranks])
-            sent = lambda rank: values if ranks is None or rank in ranks else []  # noqa: E731
-            return Command("put", header, sent, sent)
+        self._perform(method, prepare)
 
-        perform(self.group, f"variable.{name}", prepare)
+    def _fetch(self, method: str, rank: int | None, keep: bool) -> list[Any]:
+        fields = {"number": self.number, "rank": rank, "keep": keep}
+        return self._perform(method, lambda name: Command("fetch", name, fields))
 
-    def _scattered(self, value: PyTree, batch: Any) -> Command:
-        value = packed(value)
-        leaves, structure = jax.tree.flatten(value)
-        check(structure == self.structure, f"scatter: got a tree {structure}; expected {self.structure}")
-        names = [f"scatter: leaf {path!r}" for path, _ in named_leaves(value)]
-        leaves = [x if is_shared(x) else check_numbers(name, x) for name, x in zip(names, leaves, strict=True)]
-        for name, leaf, is_key in zip(names, leaves, key_leaves(structure), strict=True):
-            if is_key:
-                check_rows(leaf.shape, name)
-        check(all(leaf.ndim > 0 for leaf in leaves), "scatter: got an array without axes; expected rows")
-        rows = select_rows(batch, common_length([len(x) for x in leaves], names))
-        check_enough(rows.count, self.group.size)
-        edges = shard_bounds(rows.count, self.group.size)
-        spans = list(itertools.pairwise(edges))
-        header = self._header("scatter", ranks=None, says=["scatter", self.number, rows.count], spans=spans)
-
-        def own(rank: int) -> list[Any]:
-            picked = rows.of(*spans[rank])
-            return [in_jax_dtype(name, take_rows(leaf, picked)) for name, leaf in zip(names, leaves, strict=True)]
-
-        if leaves and all(map(is_shared, leaves)):
-            check_one_host(self.group)
-            header |= {"tickets": [leaf.ticket() for leaf in leaves], "names": names, "rows": rows_header(rows)}
-            return Command("put", header, own, lambda rank: worker_indices(rows, spans[rank]))
-        return Command("put", header, own, own)
-
-    def _fetch(self, name: str, rank: int | None, keep: bool) -> list[Any]:
-        header = self._header(name, rank=rank, keep=keep)
-        return perform(self.group, f"variable.{name}", lambda: Command("fetch", header))
-
-    def _reduce(self, name: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
-        def prepare() -> Command:
-            row = reduction_name(op)
-            self._check_keys(name, row)
-            for i, x in enumerate(self.group.own_slot.held(self.number)):
-                check_reducible(row, x.dtype, x.shape, f"variable.{name}: leaf {i}")
+    def _reduce(self, method: str, op: str | Output, strategy: str | None, keep: bool) -> list[Any]:
+        def prepare(name: str) -> Command:
+            word = reduction_name(op)
+            self._check_keys(method, word)
+            for i, x in enumerate(self.leaves):
+                check_reducible(word, x.dtype, x.shape, f"{name}: leaf {i}")
             chosen = self.group.default_strategy if strategy is None else strategy
             check_strategy(chosen)
-            return Command("reduce", self._header(name, op=row, keep=keep, strategy=chosen))
+            return Command("reduce", name, {"number": self.number, "op": word, "keep": keep, "strategy": chosen})
 
-        return perform(self.group, f"variable.{name}", prepare)
-
-
-def concatenate_rows(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Workers' rows end to end."""
-    for row in rows[:1]:
-        check_reducible("gather", row.dtype, row.shape, "variable.gather")
-    return combine("gather", rows, ())
+        return self._perform(method, prepare)
 
 
-def rows_header(rows: RowSelection) -> Any:
-    """Describe rows in a header: start and step, or that indices travel."""
-    return "indices" if rows.indices is not None else [rows.start, rows.step]
+def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
+    """A variable with this tree on every worker."""
+    made = Variable(group, jax.tree.structure(packed(tree)))
+    made._put("variable", tree)
+    return made
 
 
-def worker_indices(rows: RowSelection, span: tuple[int, int]) -> list[np.ndarray]:
-    """The indices of a worker's part, if there are any."""
-    return [] if rows.indices is None else [rows.indices[span[0] : span[1]]]
-
-
-def check_one_host(group: WorkerGroup, shares: bool = True) -> None:
-    """Refuse shared memory that waiting workers on other hosts cannot see."""
-    check(
-        not shares or not group.is_serial or group.is_on_one_host,
-        "a shared array is seen on one host, and this script leads workers on several; let every rank run the script "
-        "(no jaxmpi.fork), or give a plain array",
-    )
+def give_rows(group: WorkerGroup, rank: int, x: Input, rows: RowSelection, span: tuple[int, int]) -> Input:
+    """The input with a worker's rows: as a selection if it sees the array, else copied out of it."""
+    shard = rows.shard(*span)
+    if group.is_local(rank) or is_shared(x.value):
+        return x._replace(rows=shard)
+    value = np.asarray(in_jax_dtype(x.name, take_rows(x.value, shard.index(0, shard.count))))
+    return x._replace(value=value, rows=RowSelection(shard.count))
 
 
 def check_numbers(what: str, leaf: Any) -> Any:
@@ -245,8 +230,7 @@ def check_numbers(what: str, leaf: Any) -> Any:
             f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these "
             "inside the function that jaxmpi.function wraps"
         )
-    if isinstance(leaf, Variable):
-        raise UsageError(f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
+    check(not isinstance(leaf, Variable), f"{what}: got a jaxmpi.variable; name it in `inputs`, or take its .value")
     check_unmasked(what, leaf)
     array = leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
     check_jax_takes(what, array.dtype)
@@ -257,10 +241,3 @@ def numeric_leaves(tree: PyTree) -> list[np.ndarray]:
     """Leaves as NumPy arrays in JAX's dtypes; random keys as their numbers."""
     named = [(f"variable: leaf {path!r}", leaf) for path, leaf in named_leaves(packed(tree))]
     return [in_jax_dtype(name, np.asarray(check_numbers(name, leaf))) for name, leaf in named]
-
-
-def make_variable(group: WorkerGroup, tree: PyTree) -> Variable:
-    """A variable with this tree on every worker."""
-    made = Variable(group, jax.tree.structure(packed(tree)))
-    made._put("variable", lambda: numeric_leaves(tree), None)
-    return made

@@ -27,11 +27,12 @@ from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import check
-from jaxmpi.functions import import_by_name, partitioning, profiling, reductions, shared_array
+from jaxmpi.functions import import_by_name, profiling, reductions, shared_array
 from jaxmpi.functions.commands import perform
+from jaxmpi.functions.groups import ForkedGroup, ProcessGroup
 from jaxmpi.functions.lifecycle import current_group, default_workers
-from jaxmpi.functions.process_group import ForkedGroup, ProcessGroup
-from jaxmpi.functions.transport import OutOfStep
+from jaxmpi.functions.rows import select_rows, shard_bounds, worker_pieces
+from jaxmpi.functions.transport import OutOfStep, decode
 from jaxmpi.functions.variable import Variable
 from jaxmpi.functions.worker import Command
 from jaxmpi.observe import report
@@ -58,10 +59,10 @@ def test_over_devices(check, workers):
 
 @hypothesis.given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20))
 def test_pieces_are_the_shares_and_have_two_lengths_at_most(n, workers, slices):
-    edges = partitioning.shard_bounds(n, workers)
+    edges = shard_bounds(n, workers)
     shares = [b - a for a, b in itertools.pairwise(edges)]
     assert max(shares) - min(shares) <= 1
-    every = [partitioning.worker_pieces(n, workers, rank, slices) for rank in range(workers)]
+    every = [worker_pieces(n, workers, rank, slices) for rank in range(workers)]
     rows = [row for pieces in every for a, b in pieces for row in range(a, b)]
     assert rows == list(range(n))
     assert [sum(b - a for a, b in pieces) for pieces in every] == shares
@@ -86,12 +87,12 @@ def test_chosen_rows_are_numpys(length, batch, data):
     expected = x[
         slice(inside) if isinstance(inside, int) else np.asarray(inside, int) if isinstance(inside, list) else inside
     ]
-    rows = partitioning.select_rows(inside, length)
+    rows = select_rows(inside, length)
     assert rows.count == len(expected)
     begin = data.draw(st.integers(0, rows.count))
     end = data.draw(st.integers(begin, rows.count))
     if begin < end:
-        assert (x[rows.of(begin, end)] == expected[begin:end]).all()
+        assert (x[rows.index(begin, end)] == expected[begin:end]).all()
 
 
 # ---------------------------------------------------------------- fork and close
@@ -168,10 +169,12 @@ class Unanswered:
     def __init__(self, cannot_send: int = 3):
         self.told, self.cannot_send = [], cannot_send
 
-    def send(self, rank, header, arrays):
+    def send(self, rank, message):
         if rank == self.cannot_send:
             raise ValueError(f"cannot send to worker {rank}")
-        self.told.append((rank, [array.tolist() for array in arrays]))
+        arrays = iter(message[1:])
+        _, inputs, *_ = decode(message[0], lambda size: next(arrays))
+        self.told.append((rank, [array.tolist() for array in inputs]))
 
     def reports(self, mine):
         raise jaxmpi.TrainingError("the reports did not come together")
@@ -187,7 +190,7 @@ def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
     def prepare():
         if fault:
             raise fault
-        return Command("put", {"name": "put", "ranks": [], "says": []})
+        return Command("put", "put", {"ranks": [], "agreed": []})
 
     ours = alone(Unanswered())
     with pytest.raises(OutOfStep, match="the reports did not come together"):
@@ -206,7 +209,7 @@ def test_no_worker_is_told_before_the_parcels_of_all_are_there():
     ours = alone(line, is_serial=True)
     ours.dropped.append(7)
     with pytest.raises(MemoryError, match="the share of worker 2"):
-        perform(ours, "put", lambda: Command("put", {}, arrays_for=arrays_for))
+        perform(ours, "put", lambda: Command("put", "put", {}, arrays_for))
     ours.check_usable()
     assert (line.told, ours.dropped) == ([], [7])
 
@@ -215,7 +218,7 @@ def test_an_order_that_not_all_workers_have_heard_is_the_last():
     line = Unanswered(cannot_send=2)
     ours = alone(line, is_serial=True)
     with pytest.raises(ValueError, match="cannot send to worker 2"):
-        perform(ours, "put", lambda: Command("put", {}, arrays_for=lambda rank: [np.full(2, rank)]))
+        perform(ours, "put", lambda: Command("put", "put", {}, lambda rank: [np.full(2, rank)]))
     assert line.told == [(1, [[1, 1]])]
     with pytest.raises(jaxmpi.UsageError, match="no longer in step: cannot send to worker 2"):
         ours.check_usable()
@@ -317,7 +320,7 @@ def test_a_function_is_found_by_its_name():
 def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
     jm.fork(2)
     moved = []
-    for slot in current_group().slots:
+    for slot in current_group().workers:
         put = slot.put
         monkeypatch.setattr(slot, "put", lambda array, put=put: (moved.append(np.size(array)), put(array))[1])
     f = jm.function(lambda x, p, q: (x @ p).sum() + q.sum(), (jm.scatter, jm.broadcast, jm.broadcast), jm.sum)
@@ -374,7 +377,7 @@ def test_what_an_order_has_worked_with_is_let_go(read):
             v.reduce()
     else:
         getattr(v, read)()
-    assert not any(slot.out for slot in current_group().slots)
+    assert not any(slot.out for slot in current_group().workers)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -410,12 +413,10 @@ def test_results_do_not_alias_what_the_caller_may_overwrite():
 
 
 def test_shuffled_rows_are_fetched_by_their_share_only(monkeypatch):
-    from jaxmpi.functions import worker_call
-
     jm.fork(2)
     taken = []
     take = np.take
-    monkeypatch.setattr(worker_call.np, "take", lambda a, i, **how: (taken.append(len(i)), take(a, i, **how))[1])
+    monkeypatch.setattr(np, "take", lambda a, i, **how: (taken.append(len(i)), take(a, i, **how))[1])
     x = jm.shared(np.arange(4000, dtype=np.float32).reshape(1000, 4))
     order = np.random.default_rng(0).permutation(1000)[:100]
     got = jm.function(lambda x: x, jm.scatter, jm.gather)(x, batch=order, slices=5)
@@ -574,7 +575,7 @@ def test_a_script_that_ends_where_it_is_imported_is_named(is_script, tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     script = str(tmp_path / "ends_early.py") if is_script else ""
     with pytest.raises(jaxmpi.UsageError, match=r"ends_early.* ends its process \(3\) where it is imported"):
-        import_by_name.import_function({"module": "ends_early", "qualname": "f", "script": script, "is_wrapped": False})
+        import_by_name.import_function(import_by_name.FunctionName("ends_early", "f", script))
 
 
 MASKED = np.ma.masked_greater(np.arange(4, dtype=np.float32), 1)
@@ -766,13 +767,9 @@ def test_numbers_that_fit_are_taken():
 
 def test_an_index_beyond_64_bits_is_not_there():
     with pytest.raises(jaxmpi.UsageError, match="got index 18446744073709551615; there are 8 examples"):
-        partitioning.select_rows(np.array([2**64 - 1, 0], np.uint64), 8)
-    assert np.asarray(partitioning.select_rows(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
+        select_rows(np.array([2**64 - 1, 0], np.uint64), 8)
+    assert np.asarray(select_rows(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
 
 
 def test_more_pieces_than_rows_cost_no_more():
-    assert (
-        partitioning.worker_pieces(8, 2, 1, 10**12)
-        == partitioning.worker_pieces(8, 2, 1, 8)
-        == [(4, 5), (5, 6), (6, 7), (7, 8)]
-    )
+    assert worker_pieces(8, 2, 1, 10**12) == worker_pieces(8, 2, 1, 8) == [(4, 5), (5, 6), (6, 7), (7, 8)]

@@ -1,0 +1,428 @@
+"""Workers that carry out commands together: devices of one process, ranks of MPI, or forked processes.
+
+Every command is carried out in the same way by all: a part of each worker's own, then reports, then what is exchanged.
+Nothing is changed and nothing is exchanged before all have reported well; so a failure leaves all workers as they were.
+
+Workers in processes of their own need two things from each other. The transport carries commands from rank 0, or none
+if all ranks run the script. The communicator sums and gathers, with any strategy; f32 on one host is summed without a
+program. A failed sum leaves workers out of step, and the group ends. Processes by MPI's spawn were dropped: a child
+that dies takes its parent along (docs/decisions/0017).
+"""
+
+import contextlib
+import functools
+import os
+import subprocess
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmpi.allreduce.algorithms import in_shared_memory
+from jaxmpi.allreduce.api import Op, exchange
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.comm.base import check_one_host
+from jaxmpi.comm.mpi import MpiComm
+from jaxmpi.core.errors import UsageError, check
+from jaxmpi.functions import profiling, shared_array
+from jaxmpi.functions.fork_comm import ForkComm
+from jaxmpi.functions.transport import (
+    CallReport,
+    MpiTransport,
+    OutOfStep,
+    SocketTransport,
+    WorkerDied,
+    encode,
+    pack,
+    unpack,
+)
+from jaxmpi.functions.worker import (
+    Command,
+    Leaves,
+    MissingPrograms,
+    ProgramKey,
+    Worker,
+    WorkerFailed,
+    WorkerProgram,
+    error_text,
+    failure_report,
+    judge_reports,
+    key_text,
+)
+
+
+class WorkerGroup:
+    """Workers that compute together; some or all of them in this process."""
+
+    size: int
+    workers: list[Worker]  # of this process
+    is_the_world = False  # True if its workers are the job's ranks, each of which runs the script
+    leads = True  # True if results are wanted in this process
+    is_serial = False  # True if one process leads and the others wait for its commands
+    is_on_one_host = True
+    default_strategy = "asa32"
+    way_out = "the ranks of a job cannot meet again: end it"  # if they are out of step
+
+    def __init__(self) -> None:
+        self.made = 0  # variables so far, which are numbered alike in all processes
+        self.functions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that are in Python here
+        self.is_used = False  # True once functions have been bound to it
+        self.dropped: list[int] = []  # variables that nobody asks for any more; functions as -1 - number
+        self.gone = ""  # why it can do no more
+        self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
+        self.busy = threading.Lock()
+
+    # ------------------------------------------------------------ what differs between kinds of groups
+
+    def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
+        """Every worker's report, by rank."""
+        raise NotImplementedError
+
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` of every worker's list of floats."""
+        raise NotImplementedError
+
+    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """Every worker's arrays by rank, on the leading process or on all."""
+        raise NotImplementedError
+
+    def send(self, command: Command) -> None:
+        """Send a command to the workers that wait, if any do."""
+        self.forget(self.take_dropped())
+
+    def end(self) -> None:
+        """End the workers that wait."""
+
+    # ------------------------------------------------------------ what is the same
+
+    @property
+    def worker(self) -> Worker:
+        """This process's first worker."""
+        return self.workers[0]
+
+    def is_local(self, rank: int) -> bool:
+        """Return True if the worker is in this process."""
+        return any(worker.rank == rank for worker in self.workers)
+
+    def forget(self, numbers: list[int]) -> None:
+        """Let go of what has been dropped."""
+        for worker in self.workers:
+            for number in numbers:
+                worker.forget(number)
+
+    def take_dropped(self) -> list[int]:
+        """Numbers of objects dropped since the last call; more may follow meanwhile."""
+        numbers, self.dropped = self.dropped, []
+        return numbers
+
+    def release(self) -> None:
+        """Let go of the command that was carried out."""
+        for worker in self.workers:
+            worker.release()
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Refuse a second command meanwhile: a nested one would wait for ever."""
+        check(
+            self.busy.acquire(blocking=False),
+            f"{what}: called while another call is under way, from inside of a function or from another thread; calls "
+            "go one after another",
+        )
+        try:
+            yield
+        finally:
+            self.busy.release()
+
+    def check_usable(self) -> None:
+        """Refuse a group that has been closed or broken."""
+        check(not self.gone, self.gone)
+
+    def check_sees(self, array: Any) -> None:
+        """Refuse shared memory that waiting workers on other hosts cannot see."""
+        check(
+            not shared_array.is_shared(array) or not self.is_serial or self.is_on_one_host,
+            "a shared array is seen on one host, and this script leads workers on several; let every rank run the "
+            "script (no jaxmpi.fork), or give a plain array",
+        )
+
+    def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram:
+        """The program for arguments of some structure, shapes and dtypes.
+
+        Raises:
+            MissingPrograms: this process waits for it.
+        """
+        if key[0] in self.functions:
+            return self.functions[key[0]].program(*key[1:])
+        if key not in worker.programs:
+            raise MissingPrograms([key_text(key)])
+        return worker.programs[key]
+
+    def run_and_report(
+        self, what: str, work: Callable[[Worker], CallReport], part: str = "function", waiting: str = "straggler"
+    ) -> list[CallReport]:
+        """Do this process's part of a command; all raise if one fails.
+
+        All processes call this together. Each learns of every worker's report, and then all raise or all go on.
+
+        Args:
+            what: for messages.
+            work: of one worker.
+            part: of a profile, for this process's first worker; `waiting`: for the others after that.
+
+        Raises:
+            UsageError: what was asked cannot be, or workers disagree. WorkerFailed: some workers failed.
+            MissingPrograms: workers lack programs.
+        """
+        self.is_exchanging = False
+        reports: dict[int, CallReport] = {}
+        errors: dict[int, Exception] = {}
+
+        def attempt(worker: Worker, step: Callable[[Worker], CallReport]) -> None:
+            try:
+                reports[worker.rank] = step(worker)
+            except Exception as error:
+                reports[worker.rank], errors[worker.rank] = failure_report(error), error
+
+        def wait_for_outputs(worker: Worker) -> CallReport:
+            jax.block_until_ready(worker.out)
+            return reports[worker.rank]
+
+        with profiling.part(part):
+            for worker in self.workers:  # all begin before any is waited for
+                attempt(worker, work)
+        for worker in self.workers:
+            with profiling.part(part if worker is self.worker else waiting):
+                if worker.rank not in errors:
+                    attempt(worker, wait_for_outputs)
+        with profiling.part(waiting):
+            every = self.exchange_reports([*reports.values()])
+        judge_reports(what, every, errors)
+        self.is_exchanging = True
+        return every
+
+    def exchange_reports(self, mine: list[CallReport]) -> list[CallReport]:
+        """Every worker's report, by rank.
+
+        Raises:
+            OutOfStep: whatever failed.
+        """
+        try:
+            return self.gather_reports(mine)
+        except OutOfStep:
+            raise
+        except Exception as error:
+            raise OutOfStep(f"the workers' reports could not be had: {error_text(error)}") from error
+
+    def note(self, error: BaseException) -> None:
+        """Note after a failed call if another one is possible."""
+        is_agreed = isinstance(error, (UsageError, WorkerFailed)) or not (
+            self.is_exchanging or isinstance(error, OutOfStep) or not isinstance(error, Exception)
+        )
+        self.is_exchanging = False
+        if not is_agreed and self.size > len(self.workers):  # those of one process are always in step
+            way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
+            self.gone = f"the workers are no longer in step: {error_text(error):.500}{way_out}"
+
+    def report_refusal(self, what: str, error: Exception) -> None:
+        """Report that this rank cannot begin, if every rank runs the script."""
+        if self.is_serial:
+            return
+        try:
+            reports = self.exchange_reports([failure_report(error)] * len(self.workers))
+        except BaseException as late:  # Ctrl-C included
+            self.note(late)
+            raise
+        judge_reports(what, reports, {worker.rank: error for worker in self.workers})
+
+
+# ---------------------------------------------------------------- devices of one process
+
+
+AXIS = "workers"
+
+
+class DeviceGroup(WorkerGroup):
+    """One worker a local device; sums are one program."""
+
+    def __init__(self, devices: list[Any]) -> None:
+        """Take the devices, by rank."""
+        super().__init__()
+        self.size = len(devices)
+        self.workers = [Worker(rank, device) for rank, device in enumerate(devices)]
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        self.default_strategy = "shm" if devices[0].platform == "cpu" else "ar"
+
+    def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
+        return mine
+
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` under shard_map, rank r on device r; empty leaves stay unchanged."""
+        full = [i for i, x in enumerate(mine[0]) if x.size]
+        if self.size == 1 or not full:
+            return mine
+        sharding = NamedSharding(self.mesh, P(AXIS))
+        stacked = [
+            jax.make_array_from_single_device_arrays(
+                (self.size, *mine[0][i].shape), sharding, [mine[rank][i][None] for rank in range(self.size)]
+            )
+            for i in full
+        ]
+        totals = exchange_over_devices(self.mesh, self.size, op, strategy)(stacked)  # pyright: ignore[reportArgumentType]
+        results = {rank: [*leaves] for rank, leaves in mine.items()}
+        for i, total in zip(full, totals, strict=True):
+            for shard in total.addressable_shards:
+                results[shard.index[0].start or 0][i] = shard.data[0]
+        return results
+
+    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        return [mine[rank] for rank in range(self.size)]
+
+
+@functools.cache
+def exchange_over_devices(mesh: Mesh, size: int, op: Op, strategy: str) -> Callable[[Leaves], Leaves]:
+    """`exchange` of arrays that carry a first axis of workers."""
+    comm = AxisComm(AXIS, size)
+
+    def exchange_shards(leaves: Leaves) -> Leaves:
+        return [x[None] for x in exchange([x[0] for x in leaves], strategy, op, comm)]
+
+    return jax.jit(jax.shard_map(exchange_shards, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
+
+
+# ---------------------------------------------------------------- processes
+
+
+class SumFailed(OutOfStep):
+    """A sum or gather failed, so forked workers are out of step."""
+
+
+class ProcessGroup(WorkerGroup):
+    """One worker a process: ranks of MPI, or processes made by fork."""
+
+    def __init__(
+        self, transport: MpiTransport | SocketTransport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool
+    ) -> None:
+        """Take the transport of commands, and the communicator of exchanges.
+
+        Args:
+            strategy: that sums by default.
+            is_serial: whether rank 0 leads; else all run the same script.
+        """
+        super().__init__()
+        self.transport, self.comm, self.size, self.is_serial = transport, comm, transport.size, is_serial
+        self.workers = [Worker(transport.rank, jax.local_devices()[0])]
+        self.leads, self.is_the_world = not is_serial or transport.rank == 0, not is_serial
+        self.is_on_one_host = len(set(comm.hosts)) == 1
+        self.default_strategy = strategy
+
+    def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
+        return self.transport.reports(mine[0])
+
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """`exchange` outside jit; f32 through shared memory needs no program."""
+        [(rank, leaves)] = mine.items()
+        if self.size > 1 and in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
+            sum_now = self.sum_now
+            try:
+                return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
+            except Exception as error:  # whatever its kind: others wait in the sum, or have learnt of it
+                raise OutOfStep(f"a sum over workers failed: {error_text(error)}") from error
+        return {rank: exchange(leaves, strategy, op, self.comm)}
+
+    @functools.cached_property
+    def sum_now(self) -> Callable[[Leaves, float], Leaves]:
+        """`sum_on_host_now`, after tracing has mapped its memory; all ranks refuse alike."""
+        check_one_host(self.comm.hosts)
+        jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
+        return self.comm.sum_on_host_now
+
+    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """Every worker's arrays, of any lengths, packed into one message."""
+        rows = self.gather_bytes(pack(mine[self.worker.rank]), everywhere or not self.is_serial)
+        return None if rows is None else [unpack(row) for row in rows]
+
+    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """Every worker's u8[n] of any n."""
+        assert isinstance(self.transport, MpiTransport)
+        return self.transport.gather(data, everywhere)
+
+    def send(self, command: Command) -> None:
+        """Send a command, to each worker with its own inputs.
+
+        All messages are made before one is sent: a failure there leaves the workers as they were.
+        """
+        self.is_exchanging = False
+        ranks = range(1, self.size) if self.is_serial else ()
+        inputs = [command.inputs(rank) for rank in ranks]
+        dropped, freed = self.take_dropped(), shared_array.take_freed() if self.is_serial else []
+        self.forget(dropped)
+        messages = [encode((command._replace(inputs=None), own, dropped, freed)) for own in inputs]
+        self.is_exchanging = bool(messages)
+        for rank, message in zip(ranks, messages, strict=True):
+            profiling.count_sent_bytes(sum(part.nbytes for part in message))
+            self.transport.send(rank, message)
+
+    def receive(self) -> Command:
+        """The master's next command."""
+        command, inputs, dropped, freed = self.transport.receive()
+        self.forget(dropped)
+        shared_array.unmap(freed)
+        return command._replace(inputs=lambda rank: inputs)
+
+    def end(self) -> None:
+        """Make waiting workers drop what they hold, and wait for another fork."""
+        if self.is_serial and not self.gone:
+            self.send(Command("close", "close", {}))
+
+
+class ForkedGroup(ProcessGroup):
+    """Processes made by fork: the master knows when one ends."""
+
+    transport: SocketTransport
+    comm: ForkComm
+    cores: Sequence[int] = ()  # that this process had before the fork
+    way_out = "jaxmpi.close(), then fork again"
+
+    def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
+        """The exchange through shared memory, by any strategy."""
+        with self._name_dead_worker("a sum over workers"):
+            return jax.block_until_ready(super().sum_leaves(mine, op, strategy))
+
+    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """A gather of bytes through shared memory."""
+        with self._name_dead_worker("a gather over workers"):
+            return self.comm.rows.gather(data, everywhere or self.leads)
+
+    @contextlib.contextmanager
+    def _name_dead_worker(self, what: str) -> Iterator[None]:
+        """Report a failed exchange in shared memory, and name an ended worker."""
+        try:
+            yield
+        except Exception as error:
+            self.comm.shared.board.fail()
+            self.transport.check_alive()
+            raise SumFailed(f"{what} failed: {error_text(error)}") from error
+
+    def end(self) -> None:
+        """Workers go; those that do not within a moment are killed."""
+        with contextlib.suppress(WorkerDied):  # as it was to
+            if not self.gone:
+                self.send(Command("end", "end", {}))
+        for connection in self.transport.connections.values():
+            connection.close()
+        for job in self.transport.jobs.values():
+            try:
+                job.wait(5)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+        self.transport.stop_watching()
+        self.comm.close()
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
