@@ -184,7 +184,7 @@ def googlenet(classes: int = 1000, image_size: int = 224, channels: int = 3, ini
         image_size: px, height and width, >= 16.
         channels: of the image.
         init: "published": normal with Theano-MPI's standard deviations, convolution biases 0.2;
-            "he": He-normal, biases 0, which trains faster on small data. Logits are N(0, 0.01^2).
+            "he": He-normal, biases 0, which trains faster on small data.
 
     Reference: Szegedy et al. 2015, arXiv:1409.4842. As Theano-MPI, it pools before both local
     response normalisations; without Theano-MPI's third one, after 4e, which is not in the paper.
