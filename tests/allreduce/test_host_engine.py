@@ -188,7 +188,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(workers, wire, marks=[] if is_quick else pytest.mark.slow)  # compiling takes long
 
 
-@pytest.mark.parametrize(("workers", "wire"), cases())
+@pytest.mark.parametrize(("workers", "wire"), list(cases()))
 def test_the_engine_gives_the_bits_of_the_algorithms_in_jax(workers, wire, library, monkeypatch):
     """One packet and several; parts of which more wait than may be under way; zeros, tiny and huge numbers, NaN."""
     monkeypatch.setattr(color_trees, "PRICE", 256)
