@@ -283,7 +283,8 @@ def main(options: argparse.Namespace) -> None:
     rows["free on this host"] = [mb(free_bytes)]
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"{x:>10}" for x in row))
-    print(f"no sharded updates: {why}" if why else reason, flush=True)
+    if why or reason:
+        print(f"no sharded updates: {why}" if why else reason, flush=True)
     word = settled.experiment.exchange.shard_update if "on" in found else "off"
     check_fits(found[word], columns[word], here, free_bytes)
 
