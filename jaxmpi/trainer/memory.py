@@ -87,7 +87,9 @@ def estimate_memory(job: Job, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     optimizer_state = size_bytes(rule_state(rule, plan.params()))
     state = params + model_state + optimizer_state
     shards, skips = rule.sharding and rule.sharding.shards, experiment.on_nonfinite == "skip"
-    gradients = -(-params // workers.size) if shards and shards.early else params
+    shard = -(-params // workers.size)
+    gradients = shard if shards and shards.early else params
+    mean = shard if shards and shards.shared_params else params  # else new params are gathered
     # The last checkpoint of a run is not copied, for nothing changes the state any more.
     is_copied = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)
     is_copied = is_copied and algorithms.exchanges(experiment.exchange.strategy)
@@ -101,7 +103,7 @@ def estimate_memory(job: Job, rule: Rule, *, is_fused: bool) -> WorkerMemory:
         checkpoint=is_copied * (state - common),
         host_checkpoint=is_copied * common * (hosts[workers.processes.rank] == hosts[0]),
         gradients=gradients,
-        exchanged=0 if is_fused or workers.size == 1 else max(gradients, state * skips),
+        exchanged=0 if is_fused or workers.size == 1 else max(mean, state * skips),
         average=params * bool(rule.sharding and rule.eval_params),
         is_fused=is_fused,
         shards=shards,
