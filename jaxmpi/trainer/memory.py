@@ -87,7 +87,9 @@ def estimate_memory(job: Job, rule: Rule, *, is_fused: bool) -> WorkerMemory:
     optimizer_state = size_bytes(rule_state(rule, plan.params()))
     state = params + model_state + optimizer_state
     shards, skips = rule.sharding and rule.sharding.shards, experiment.on_nonfinite == "skip"
-    gradients = -(-params // workers.size) if shards and shards.early else params
+    shard = -(-params // workers.size)
+    gradients = shard if shards and shards.early else params
+    mean = shard if shards and shards.shared_params else params  # else new params are gathered
     # The last checkpoint of a run is not copied, for nothing changes the state any more.
     is_copied = plan.timetable.save_every < plan.timetable.total_steps or bool(experiment.continue_from)
     is_copied = is_copied and algorithms.exchanges(experiment.exchange.strategy)
@@ -101,7 +103,7 @@ def estimate_memory(job: Job, rule: Rule, *, is_fused: bool) -> WorkerMemory:
         checkpoint=is_copied * (state - common),
         host_checkpoint=is_copied * common * (hosts[workers.processes.rank] == hosts[0]),
         gradients=gradients,
-        exchanged=0 if is_fused or workers.size == 1 else max(gradients, state * skips),
+        exchanged=0 if is_fused or workers.size == 1 else max(mean, state * skips),
         average=params * bool(rule.sharding and rule.eval_params),
         is_fused=is_fused,
         shards=shards,
@@ -283,7 +285,8 @@ def main(options: argparse.Namespace) -> None:
     rows["free on this host"] = [mb(free_bytes)]
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"{x:>10}" for x in row))
-    print(f"no sharded updates: {why}" if why else reason, flush=True)
+    if why or reason:
+        print(f"no sharded updates: {why}" if why else reason, flush=True)
     word = settled.experiment.exchange.shard_update if "on" in found else "off"
     check_fits(found[word], columns[word], here, free_bytes)
 

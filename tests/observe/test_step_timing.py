@@ -258,15 +258,6 @@ def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
     assert found["exposed"] == pytest.approx(spans.length([(s.begin_s, s.end_s) for s in waits]), rel=1e-6)
 
 
-class Clock:
-    """Time that passes only when a test says so."""
-
-    now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
 def test_what_is_no_training_is_left_out():
     seen = StepTimer(1)
     for _ in seen.batches(slow(1, 0.0), 1):
