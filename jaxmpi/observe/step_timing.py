@@ -191,7 +191,7 @@ def decompose(
         for step, interval in intervals:
             noted += [Span("compute", f"step {step}", begin, end) for begin, end in minus([interval], mine)]
     spent = np.array(seconds).reshape(-1, len(LOCAL))
-    parts = dict(zip(LOCAL, spent.sum(axis=0).tolist(), strict=True))
+    parts: dict[str, float] = dict(zip(LOCAL, spent.sum(axis=0).tolist(), strict=True))
     if travel and rows:
         parts["hidden"] = length(minus(clipped(travel, rows[0].begin_s, rows[-1].end_s), waits))
     exposed = spent[:, LOCAL.index("exposed")]
