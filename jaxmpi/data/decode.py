@@ -125,7 +125,8 @@ def _jpeg(blob: Any, channels: int, height: int, width: int, strict: bool = True
 def _by_pillow(blob: Any, channels: int) -> np.ndarray:
     from PIL import Image
 
-    with Image.open(io.BytesIO(blob)) as image:
+    with Image.open(io.BytesIO(blob)) as file:
+        image: Any = file
         _check_kind(image)
         if _is_16_bit(image):  # Pillow's own conversion clips at 255
             bits = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16  # BitsPerSample, which may be 12

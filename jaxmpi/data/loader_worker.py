@@ -196,16 +196,17 @@ class LoaderWorker:
     def handle(self, message: Any) -> LoaderAnswer | None:
         """Do what one message says."""
         if isinstance(message, Open):
-            self.readers[message.job] = reader = message.reader
+            reader: Any = message.reader
             if isinstance(reader, SharedPickle):
                 try:
-                    self.readers[message.job] = reader.open()
+                    reader = reader.open()
                 except Exception as error:  # a class whose module this process cannot import, above all
-                    self.readers[message.job] = UsageError(
+                    reader = UsageError(
                         "a loader process cannot have this source, or data.augment "
                         f"({type(error).__name__}: {error}); use data.loader = threads, or functions and classes of a "
                         "module: an experiment file is none"
                     )
+            self.readers[message.job] = reader
         elif isinstance(message, Attach):
             self.rings[message.job] = message.ring
         elif isinstance(message, Close):

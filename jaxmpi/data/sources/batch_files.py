@@ -183,7 +183,8 @@ def write_batch_files(source: Any, root: str | Path, split: str, rows: int = 128
     order = np.arange(len(source)) if seed is None else Sampler(len(source), len(source), seed=seed).indices(0).indices
     files = [folder / each for each in _names(-(-len(source) // rows))]
     labels = np.zeros(len(source), np.int32)
-    shape, total = None, np.float64(0)
+    shape: tuple[int, ...] | None = None
+    total: Any = 0.0
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for file, begin in zip(files, range(0, len(source), rows), strict=True):
