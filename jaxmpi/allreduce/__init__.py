@@ -1,8 +1,8 @@
 """The exchange: gradients in buckets, compressed, summed over workers by an algorithm.
 
 In reading order: `api`, `jaxmpi.exchange`; `buckets` of leaves; `wires`, encodings for sending; `compression`, which
-sends less and keeps the rest; `algorithms`, with `building_blocks`, `subgroups` of workers, `host_comm` for sums in
-NumPy, and `prices`; `sum_recorder`, their steps, and `compiled_sums`, in which C takes them; `integer_mean`;
+sends less and keeps the rest; `algorithms`, with `building_blocks`, `subgroups` of workers and `prices`; `schedules`,
+their steps between processes, and `host_engine`, in which C carries these out; `integer_mean`;
 `derivative` of an exchange; `call_order`, compared between ranks; `dispatch`, buckets at once or one after another;
 `comm_thread`, messages while programs compute, with `comm_thread_handlers` and `comm_thread_calls` inside programs;
 `overlap` with the backward pass; `shards`, an exchange in two halves, with `slice_vectors`, in which slices travel;

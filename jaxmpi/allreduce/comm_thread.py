@@ -3,8 +3,8 @@
 It carries the buckets of exchanges (`comm_thread_handlers`) and started operations (`jaxmpi.collectives`), each on a
 communicator of its own. The thread itself is the process's own: it starts without other ranks.
 
-Sums of whole buckets are C's where they can be (`compiled_sums`). All else, such as started operations, is Python's:
-generators that yield messages to wait for.
+Sums of buckets are C's (`host_engine`). All else, such as started operations, is Python's: generators that yield
+messages to wait for.
 """
 
 import functools
@@ -19,26 +19,24 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmpi.allreduce import compiled_sums
-from jaxmpi.allreduce.compiled_sums import CompiledSum
-from jaxmpi.allreduce.host_comm import WINDOW, Requests, some_are_complete
+from jaxmpi.allreduce import host_engine
+from jaxmpi.allreduce.host_engine import TIMEOUT_S, HostSum, late_error
 from jaxmpi.comm.agreement import different_calls
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.exchange_watch import BESIDE
 from jaxmpi.comm.polling import WaitClock
 from jaxmpi.core import scheduling
-from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import spans
 from jaxmpi.runtime.mpi_end import call_before_finalize
 
+Requests = list[Any]  # requests of mpi4py
 THREAD = "jaxmpi exchange"
 # Between two looks at messages that have not come: beside a computation, whose time each look takes, and when somebody
 # waits. Enough is under way to keep a link busy meanwhile.
 CALM_S, HURRY_S, HURRY_IN_C_S = 0.002, 0.0003, 0.00005
 YIELDS_IN_C = 20  # looks before the first pause, if somebody waits
 WHAT_BYTES = 256  # bytes of an exchange's name, for messages; ranks compare its digest, too
-TIMEOUT_S = seconds_from("JAXMPI_EXCHANGE_TIMEOUT_S", 1800)
 PATIENT_S = 0.5  # without a message before a rank looks whether another has given up
 MOST_IN_C_S = 0.1  # for which C carries sums on by itself
 
@@ -49,14 +47,12 @@ class PendingExchange:
 
     label: str
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
-    waiting: Iterator[Iterator[Requests]]  # segments not yet begun
+    steps: Iterator[Requests] = field(default_factory=lambda: iter(()))  # messages to wait for, one after another
     opening: "Opening | None" = None  # the exchange's, if ranks compare which it is
     control: MpiProcesses | None = None  # control plane of the ranks that all take part; it says who is late
     lost: Callable[[], TrainingError] | None = None  # error of a message, in which two ranks take part
-    begin_in_c: Callable[[], CompiledSum] | None = None  # begins the sum, in place of segments
-    sum: CompiledSum | None = None  # while it is under way
-    under_way: int = 0  # segments
-    has_all: bool = False  # True if no segment is left to begin
+    begin_sum: Callable[[], HostSum] | None = None  # in place of steps
+    sum: HostSum | None = None  # while it is under way
     start_s: float = field(default_factory=time.perf_counter)
     summed: threading.Event = field(default_factory=threading.Event)
 
@@ -68,14 +64,6 @@ class Opening:
     what: str
     is_agreed: bool = False
     held: list[PendingExchange] = field(default_factory=list)  # buckets that are ready, and wait for the comparison
-
-
-class BucketSegment(NamedTuple):
-    """Part of a bucket, and what it waits for."""
-
-    pending: PendingExchange
-    sum: Iterator[Requests]
-    requests: Requests
 
 
 class Event(NamedTuple):
@@ -95,10 +83,10 @@ class CommThread:
         self.events: deque[Event] = deque(maxlen=4096)  # for whom it interests
         self._arrived: deque[PendingExchange] = deque()
         self._begun: dict[PendingExchange, None] = {}  # and not yet summed
-        self._segments: list[BucketSegment] = []
+        self._requests: dict[PendingExchange, Requests] = {}  # for which they wait
         self._wake = threading.Condition()
         self._is_ending = self._is_waited_for = False
-        self._pace = compiled_sums.Pace(pause_us=int(1e6 * CALM_S))
+        self._pace = host_engine.Pace(pause_us=int(1e6 * CALM_S))
         self._waited = WaitClock()  # since the last message came or went
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
@@ -152,8 +140,8 @@ class CommThread:
             while self._take():
                 has_moved, pause_s = self._poll(), HURRY_S if self._is_waited_for else CALM_S
                 if any(pending.sum for pending in self._begun):
-                    has_moved |= self._carry_on(pause_s if self._segments else MOST_IN_C_S)
-                elif self._segments and not has_moved:
+                    has_moved |= self._carry_on(pause_s if self._requests else MOST_IN_C_S)
+                elif self._requests and not has_moved:
                     time.sleep(pause_s)
                 if has_moved:
                     self._waited.restart()
@@ -176,23 +164,20 @@ class CommThread:
         return bool(self._begun or not self._is_ending)
 
     def begin(self, pending: PendingExchange) -> None:
-        """Begin an exchange's segments, up to WINDOW at once.
-
-        If no segment is left, the exchange is summed.
-        """
-        if pending.summed.is_set():
-            return
+        """Begin an exchange."""
         self._begun[pending] = None
-        if pending.begin_in_c and not pending.sum:
-            pending.sum, pending.has_all = pending.begin_in_c(), True
-        while pending.under_way < WINDOW and not pending.has_all:
-            segment = next(pending.waiting, None)
-            pending.has_all = segment is None
-            if segment is not None:
-                pending.under_way += 1
-                self._resume(pending, segment)
-        if pending.has_all and pending.under_way == 0 and not pending.sum:
+        if pending.begin_sum:
+            pending.sum = pending.begin_sum()
+        else:
+            self._resume(pending)
+
+    def _resume(self, pending: PendingExchange) -> None:
+        """Go on to the next messages or the end."""
+        requests = next(pending.steps, None)
+        if requests is None:
             self._end(pending)
+        else:
+            self._requests[pending] = requests
 
     def _end(self, pending: PendingExchange) -> None:
         """Say that an exchange is summed."""
@@ -201,32 +186,20 @@ class CommThread:
         spans.record_span("travel", pending.label, pending.start_s, time.perf_counter())
         pending.summed.set()
 
-    def _resume(self, pending: PendingExchange, segment: Iterator[Requests]) -> None:
-        """Go on with a segment to its next messages or its end."""
-        requests = next(segment, None)
-        if requests is not None:
-            self._segments.append(BucketSegment(pending, segment, requests))
-        else:
-            pending.under_way -= 1
-
     def _poll(self) -> bool:
-        """Go on with segments whose messages have come; False if none have."""
-        if not some_are_complete([request for s in self._segments for request in s.requests]):
+        """Go on with exchanges whose messages have come; False if none have."""
+        if not some_are_complete([request for requests in self._requests.values() for request in requests]):
             return False
-        ready = [s for s in self._segments if not any(s.requests)]
-        self._segments = [s for s in self._segments if any(s.requests)]
-        for segment in ready:
-            self._resume(segment.pending, segment.sum)
-        for pending in dict.fromkeys(s.pending for s in ready):
-            self.begin(pending)
+        for pending in [pending for pending, requests in self._requests.items() if not any(requests)]:
+            del self._requests[pending]
+            self._resume(pending)
         return True
 
     def _carry_on(self, most_s: float) -> bool:
         """Go on with sums in C; False if no message moves."""
-        has_moved = compiled_sums.go_on(most_s, self._pace)
-        ended = [pending for pending in self._begun if pending.sum and pending.sum.has_ended()]
-        for pending in ended:
-            pending.sum = pending.begin_in_c = None
+        has_moved = host_engine.go_on(most_s, self._pace)
+        for pending in [pending for pending in self._begun if pending.sum and pending.sum.has_ended()]:
+            pending.sum = pending.begin_sum = None
             self._end(pending)
         return has_moved
 
@@ -243,13 +216,14 @@ class CommThread:
             return
         for pending in self._begun:
             if pending.control and (waited_s > TIMEOUT_S or pending.control.is_asked()):
-                late = pending.control.in_job(pending.control.late())
-                raise TrainingError(
-                    f"{pending.label} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange "
-                    f"as often (JAXMPI_EXCHANGE_TIMEOUT_S sets the time){pending.control.roll.where(late)}"
-                )
+                raise late_error(pending.control, pending.label, waited_s)
             if pending.lost and waited_s > TIMEOUT_S:
                 raise pending.lost()
+
+
+def some_are_complete(requests: Requests) -> bool:
+    """Look once whether any are complete; those that are become false."""
+    return bool(requests and type(requests[0]).Testsome(requests))
 
 
 def same_calls(mpi: Any, control: MpiProcesses, what: str) -> Iterator[Requests]:

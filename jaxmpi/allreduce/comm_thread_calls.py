@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi.allreduce import host_engine
 from jaxmpi.allreduce.algorithms import STRATEGIES, parse
-from jaxmpi.allreduce.algorithms.table import HostSum
 from jaxmpi.allreduce.comm_thread_handlers import DONE, OPEN, START, exchange_handlers
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
@@ -25,7 +25,7 @@ class UnfitForThread(StrEnum):
 
     NO_MPI = "workers are not MPI ranks"
     PART = "workers are a part of the job's ranks"
-    NOT_ON_HOST = "strategy {strategy} does not run beside a program; {able} do"
+    NOT_ON_HOST = "strategy {strategy} does not run beside a program; {able} do, as jaxmpi has them and by its wires"
     RANKS = (
         "strategy {strategy} is not for these ranks: hier-<cross> needs equally many on every host, tree 2, 4, 8 or "
         "another power of two"
@@ -45,14 +45,14 @@ def unavailable_reason(strategy: str, comm: Comm) -> str | None:
     if comm.processes.size < world().size:
         return UnfitForThread.PART
     chosen = parse(strategy)
-    if not (chosen.spec.on_host and chosen.wire.on_host):
-        able = ", ".join(name for name, row in STRATEGIES.items() if row.on_host)
+    if not chosen.is_in_c():
+        able = ", ".join(name for name, row in STRATEGIES.items() if row.parts)
         return UnfitForThread.NOT_ON_HOST.format(strategy=strategy, able=able)
-    if not chosen.has_sum_on_host(comm.hosts):
+    if not chosen.is_in_c(comm.hosts):
         return UnfitForThread.RANKS.format(strategy=strategy)
     if not comm.processes.may_overlap:
         return UnfitForThread.ONE_THREAD
-    return host_callbacks.unavailable_reason()
+    return host_callbacks.unavailable_reason() or host_engine.unavailable_reason(comm) or None
 
 
 class Calls(NamedTuple):
@@ -88,8 +88,8 @@ class Calls(NamedTuple):
             what: the exchange's name, for ranks to compare at each run.
             half: of the strategy's sum, `scatter` or `gather`; empty: all of it.
         """
-        total = HostSum.named(strategy, exchange_handlers().comm, half)
-        ends = np.cumsum([0, *(total.segments(vector.size) for vector in vectors)]).tolist()
+        record = exchange_handlers().engine.record
+        ends = np.cumsum([0, *(record(strategy, half, vector.size).count for vector in vectors)]).tolist()
         most = exchange_handlers().control.tags // 2  # a resumed exchange has the upper half
         check(ends[-1] <= most, f"got {ends[-1]} segments of gradients, expected {most} or fewer; use overlap off")
         each = zip(ends[:-1], labels, strict=True)

@@ -19,12 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.table import HostSum
-from jaxmpi.allreduce.comm_thread import THREAD, Opening, PendingExchange, comm_thread, same_calls
-from jaxmpi.allreduce.compiled_sums import CompiledSum, record_of
-from jaxmpi.allreduce.host_comm import HostComm, Requests
+from jaxmpi.allreduce import host_engine
+from jaxmpi.allreduce.comm_thread import THREAD, Opening, PendingExchange, Requests, comm_thread, same_calls
+from jaxmpi.allreduce.host_engine import HostEngine, HostSum
 from jaxmpi.comm.agreement import fingerprint
-from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check
 from jaxmpi.runtime import host_callbacks
@@ -38,17 +36,12 @@ OPENINGS = 64  # exchanges of which it is known whether ranks have agreed on the
 class ExchangeHandlers:
     """Exchanges over all ranks of the job, on the communication thread."""
 
-    def __init__(self, control: MpiProcesses, order: tuple[int, ...], hosts: tuple[int, ...]) -> None:
-        """Register the functions; all ranks call this together.
-
-        Args:
-            control: agreement between ranks, used for these exchanges only.
-            order: ranks by host.
-            hosts: of every rank.
-        """
-        self.thread = comm_thread()
-        self.control, self.comm = control, HostComm(control.world.Clone(), order, hosts)
-        self._openings_comm = control.world.Clone()
+    def __init__(self, comm: MpiComm) -> None:
+        """Register the functions; all ranks call this together."""
+        host_engine.unavailable_reason(comm)  # all ranks agree on it here, though one may trace for others
+        self.thread, self.control = comm_thread(), comm.processes.on_own_communicator()
+        self.engine = HostEngine(self.control.world.Clone(), comm.order, comm.hosts)
+        self._openings_comm = self.control.world.Clone()
         self.count = 0  # segments so far, in all programs; equal on all ranks
         self._agreed: set[str] = set()  # plans
         self._openings: dict[int, Opening] = {}  # by ticket, of exchanges that ranks compare
@@ -58,7 +51,7 @@ class ExchangeHandlers:
 
     def _rank(self, operands: list, results: list) -> None:
         """i32[]: the rank that runs a program; another may have traced it."""
-        results[0][...] = self.comm.mpi.rank
+        results[0][...] = self.control.rank
 
     def _open(self, operands: list, results: list, segments: int, plan: str, what: str) -> None:
         """Ticket u32[]: the number of the exchange's first segment.
@@ -69,10 +62,8 @@ class ExchangeHandlers:
         if what:  # first: ranks at different exchanges may have plans that some of them know already
             opening = Opening(what)
             self._openings = {**dict(list(self._openings.items())[-OPENINGS:]), self.count: opening}
-            steps = iter([self._compared(opening)])
-            self.thread.hand_over(
-                PendingExchange(f"the comparison of {what}", np.empty(0), steps, control=self.control)
-            )
+            label, steps = f"the comparison of {what}", self._compared(opening)
+            self.thread.hand_over(PendingExchange(label, np.empty(0), steps, control=self.control))
         if plan not in self._agreed:
             self.control.compare(fingerprint("the exchange beside a program", json.loads(plan)))
             self._agreed.add(plan)
@@ -117,17 +108,10 @@ class ExchangeHandlers:
         first: int,
         label: str,
     ) -> None:
-        tags, begin = self.control.tags, None
-        first_tag = (number + first) % tags
-        if record := record_of(strategy, self.comm, half, x.size):
-            begin, steps = functools.partial(CompiledSum, record, x, first_tag, tags), iter(())
-        else:
-            total = HostSum.named(strategy, self.comm, half)
-            steps = total.of(x, [(first_tag + i) % tags for i in range(total.segments(x.size))])
+        record, tags = self.engine.record(strategy, half, x.size), self.control.tags
+        begin = functools.partial(HostSum, record, x, (number + first) % tags, tags)
         opening = self._openings.get(number)
-        pending = PendingExchange(
-            label=label, bucket=x, waiting=steps, opening=opening, control=self.control, begin_in_c=begin
-        )
+        pending = PendingExchange(label, x, opening=opening, control=self.control, begin_sum=begin)
         self.thread.unclaimed[key] = pending
         self.thread.note("start", label)
         self.thread.hand_over(pending)
@@ -146,4 +130,4 @@ def exchange_handlers() -> ExchangeHandlers:
     """This process's; all ranks make the first call together."""
     comm = world()
     assert isinstance(comm, MpiComm)
-    return ExchangeHandlers(comm.processes.on_own_communicator(), comm.order, comm.hosts)
+    return ExchangeHandlers(comm)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxmpi.allreduce import comm_thread_calls
 from jaxmpi.allreduce.algorithms import Strategy, parse
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
-from jaxmpi.allreduce.compiled_sums import is_far, summed
+from jaxmpi.allreduce.host_engine import is_far, summed
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import check

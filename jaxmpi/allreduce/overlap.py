@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi.allreduce.algorithms import parse
-from jaxmpi.allreduce.algorithms.table import fitting_on_host
+from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.api import (
     BUCKET_BYTES,
     Choice,
@@ -69,13 +69,15 @@ def chosen(asked: str, strategy: str, comm: Comm, unfit: str = "") -> tuple[bool
         UsageError: on, if it cannot be; or an unknown value.
     """
     lookup(OVERLAPS, asked, "exchange.overlap")
+    if asked == "off":
+        return False, "overlap off: as set"
+    is_on_one_host = isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1
+    if asked == "auto" and not unfit and is_on_one_host:
+        return False, "overlap off: all ranks are on one host"  # the reason that no option changes
     reason = unfit or unavailable_reason(strategy, comm)
     check(not (asked == "on" and comm.size > 1 and reason), UNFIT.format(asked=asked, reason=reason))
-    if asked == "auto" and not unfit and isinstance(comm, MpiComm) and comm.size > 1 and len(set(comm.hosts)) == 1:
-        reason = "all ranks are on one host"  # whatever else there is: it is the one that no option changes
-    elif asked == "auto" and not reason and host_callbacks.why_copies():
+    if asked == "auto" and not reason and host_callbacks.why_copies():
         reason = "on GPUs it is on only if it is asked for"
-    reason = "as set" if asked == "off" else reason
     on = "as asked" if asked == "on" else f"ranks are on {len(set(comm.hosts))} hosts"
     return not reason, f"overlap off: {reason}" if reason else f"overlap on: {on}"
 
@@ -134,7 +136,7 @@ def chosen_for(
     check(is_traced(jax.tree.leaves(tree)), "overlap.exchange is for use inside jax.jit; outside use jaxmpi.exchange")
     if is_auto(strategy):
         sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
-        strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, fitting_on_host(workers.hosts))
+        strategy, bucket_bytes, *_ = settle(workers, strategy, bucket_bytes, sizes, algorithms_in_c(workers.hosts))
     return Choice(strategy=parse(strategy).name, op=op, comm=workers, bucket_bytes=bucket_bytes, order=order or Order())
 
 

@@ -27,13 +27,13 @@ from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.comm_thread_handlers import RANK
-from jaxmpi.allreduce.compiled_sums import is_far
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.dispatch import check_counts, many_at_once
 from jaxmpi.allreduce.early_scatter import scattering
+from jaxmpi.allreduce.host_engine import is_far
 from jaxmpi.allreduce.slice_vectors import MOST_VECTORS, Jit, RowsInColumns, SlicesInBuckets, as_part, cut, joined
 from jaxmpi.allreduce.wires import WIRES
-from jaxmpi.comm.agreement import Fingerprint, with_call_site
+from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.host_processes import HostProcesses
 from jaxmpi.comm.shared_params import SharedParams
@@ -181,13 +181,13 @@ class Shards(NamedTuple):
             if not is_traced(leaves):
                 lasting = self._replace(shared_params=None)  # programs outlive a run, whose params go with it
                 mine = agreed(lasting, half, structure, tuple((x.shape, x.dtype) for x in leaves))
-                self.comm.assert_same(with_call_site(mine))
+                self.comm.assert_same(mine)
                 return outside_jit(lasting, half, tuple(shapes))(listed)
             run = self._half(half, shapes, as_part, as_part)
             if self.is_beside:  # ranks compare the plan when they run it
                 return run(jax.tree.map(lambda x: guarded(x, self.comm), listed))
             named = self._named(half)
-            self.comm.assert_same(with_call_site(named.fingerprint(given, TRACED)))
+            self.comm.assert_same(named.fingerprint(given, TRACED))
             number = None if is_part else number_of(self.comm, f"{named.what(leaves)}, {caller()}")
             listed = jax.tree.map(lambda x: guarded(x, self.comm), listed)
             with compared(self.comm, number):
@@ -275,7 +275,7 @@ class Shards(NamedTuple):
         """A half outside XLA; None where a program makes it."""
         if self.is_beside:
             return travelled(flats := flats_of(), self.calls(strategy, half, flats))
-        if not (is_far(self.comm) and self.halves.on_host):
+        if not (is_far(self.comm) and self.halves.scatter_part):
             return None
         flats = flats_of()
         return many_at_once(flats, strategy, self.comm, lambda: self.calls(strategy, half, flats), half)

@@ -1,32 +1,37 @@
-"""Wires: encodings of f32 for sending, in a program and in NumPy.
+"""Wires: encodings of f32 for sending, in a program and in C.
 
 Fewer bits make an exchange faster if bytes are its bottleneck. But MPI cannot add 16-bit floats, and 16-bit sums would
 lose bits with every worker. So encoded values travel through collectives that do not add, and the receiver decodes and
 adds in f32 (docs/decisions/0005). Wires 16 and 8 scale each block of 256 floats by its largest, so gradients of 1e-12
 and of 1e+6 both survive. One scale for a whole message was dropped: with blocks a segment can travel while the next one
-is encoded. The forms in NumPy and in C (`compiled_wires.h`) give the same bits; sums outside XLA and asynchronous
-servers use them.
+is encoded. The forms in C (`compiled_wires.h`) give the same bits; sums outside XLA and asynchronous servers use them.
 """
 
 import bisect
+import ctypes
 import functools
+import subprocess
 from collections.abc import Callable
+from ctypes import c_int64
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from jaxmpi.core.errors import lookup
 from jaxmpi.core.pytrees import PyTree
+from jaxmpi.runtime import c_library
 
 BLOCK = 256  # floats that share a scale on wires 16 and 8: 0.8 and 1.6 % on top of the bytes
 SMALLEST_NORMAL = 2.0**-126
+FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1}  # by the names in `compiled_wires.h`, in their order
+WIRE_CONSTANTS = {"WIRES": ",".join(FLOAT_BYTES), "BLOCK": BLOCK}
 
 
 class HostWire(NamedTuple):
-    """A wire in NumPy, to and from the bytes of one message."""
+    """A wire outside programs, to and from the bytes of one message."""
 
     size_bytes: Callable[[int], int]  # bytes of n floats
     encode: Callable[[np.ndarray], np.ndarray]  # f32[n] -> u8[size_bytes(n)]; a view if nothing changes
@@ -42,8 +47,17 @@ class Wire(NamedTuple):
 
     encode: Callable[[jax.Array], PyTree]
     decode: Callable[[PyTree], jax.Array]
-    on_host: HostWire | None = None  # the same numbers in NumPy; without it sums run in programs alone
     block: int = 1  # floats that share a scale: leaves that are sent together begin at multiples of it
+    code: str = ""  # its name in C, which gives the same bits; without one sums run in programs alone
+
+    @property
+    def number(self) -> int:
+        """Its number in C."""
+        return list(FLOAT_BYTES).index(self.code)
+
+    def size_bytes(self, n: int) -> int:
+        """Bytes of n encoded floats in C: first a scale for each block, then the numbers."""
+        return FLOAT_BYTES[self.code] * n + (4 * -(-n // self.block) if self.block > 1 else 0)
 
 
 # ---------------------------------------------------------------- in a program
@@ -122,76 +136,55 @@ def of_blocks(blocks: jax.Array, n: int) -> jax.Array:
     return blocks.reshape(*blocks.shape[:-2], -1)[..., :n]
 
 
-# ---------------------------------------------------------------- in NumPy
-
-
-def encode_f16_on_host(x: np.ndarray) -> np.ndarray:
-    """Inverse powers of two, f32[ceil(n / BLOCK)], then halves, f16[n]; see `encode_f16`."""
-    sent = np.empty(size_f16(x.size), np.uint8)
-    inverses, halves = parts(sent, np.float16)
-    blocks = in_blocks_on_host(x)
-    largest = np.maximum(blocks.max(1), -blocks.min(1))
-    usable = np.isfinite(largest) & (largest > 0)
-    power = np.where(usable, np.clip(15 - np.frexp(largest)[1], -126, 126), 0)
-    inverses[:] = np.ldexp(np.float32(1), -power)
-    scaled = np.ldexp(np.float32(1), power)[:, None]
-    if x.size % BLOCK:
-        halves[:] = (blocks * scaled).reshape(-1)[: x.size]
-    else:
-        np.multiply(blocks, scaled, out=halves.reshape(blocks.shape), casting="same_kind")
-    return sent
-
-
-def size_f16(n: int) -> int:
-    """Two bytes a float, and a scale a block."""
-    return 2 * n + 4 * -(-n // BLOCK)
-
-
-def encode_i8_on_host(x: np.ndarray) -> np.ndarray:
-    """Scales, f32[ceil(n / BLOCK)], then multiples, i8[n]; see `encode_i8`."""
-    sent = np.empty(size_i8(x.size), np.uint8)
-    scales, multiples = parts(sent, np.int8)
-    blocks = in_blocks_on_host(x)
-    largest = np.abs(blocks).max(1)
-    over_127 = largest * np.float32(1 / 127)  # XLA makes the division this product
-    rounded_up = (over_127.view(np.uint32) + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)
-    scales[:] = np.where(np.isfinite(largest), np.maximum(rounded_up.view(np.float32), SMALLEST_NORMAL), np.nan)
-    quotients = blocks * (1 / scales)[:, None]
-    multiples[:] = np.rint(quotients, out=quotients).reshape(-1)[: x.size].astype(np.int8)
-    return sent
-
-
-def size_i8(n: int) -> int:
-    """A byte a float, and a scale a block."""
-    return n + 4 * -(-n // BLOCK)
-
-
-def parts(sent: np.ndarray, dtype: type[np.generic]) -> tuple[np.ndarray, np.ndarray]:
-    """Views of a message: scales, f32[ceil(n / BLOCK)], and numbers, dtype[n]."""
-    blocks = -(-sent.size // (BLOCK * np.dtype(dtype).itemsize + 4))
-    return sent[: 4 * blocks].view(np.float32), sent[4 * blocks :].view(dtype)
-
-
-def decode_blocks_on_host(scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Numbers times the scales of their blocks, f32[n]."""
-    products = np.multiply(in_blocks_on_host(numbers), scales[:, None], dtype=np.float32)
-    return products.reshape(-1)[: numbers.size]
-
-
-def in_blocks_on_host(x: np.ndarray) -> np.ndarray:
-    """[n] as [ceil(n / BLOCK), BLOCK], the last block filled with zeros."""
-    missing = -x.size % BLOCK
-    return (np.pad(x, (0, missing)) if missing else x).reshape(-1, BLOCK)
+# ---------------------------------------------------------------- outside programs
 
 
 def host_wire(name: str) -> HostWire:
-    """The NumPy side of a wire, or its program called from NumPy.
+    """A wire to and from bytes: in C, or else by its program.
 
     Raises:
         UsageError: the wire is unknown.
     """
     wire = lookup(WIRES, name, "wire")
-    return wire.on_host or through_program(wire)
+    if wire is PACKAGED_WIRES["32"]:
+        return HostWire(wire.size_bytes, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True)
+    return in_c(wire) if is_packaged(wire) and codec() else through_program(wire)
+
+
+def is_packaged(wire: Wire) -> bool:
+    """Whether it is one of jaxmpi's own rows, which C has as well, and not what a user has put in its place."""
+    return any(wire is ours for ours in PACKAGED_WIRES.values())
+
+
+@functools.cache
+def codec() -> ctypes.CDLL | None:
+    """Encoding and decoding in C; None without a compiler."""
+    header = Path(__file__).with_name("compiled_wires.h")
+    try:
+        return c_library.load(header.with_suffix(".c"), [header], WIRE_CONSTANTS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@functools.cache
+def in_c(wire: Wire) -> HostWire:
+    """A wire as C has it."""
+    library = codec()
+    assert library
+
+    def encode(x: np.ndarray) -> np.ndarray:
+        x, sent = np.ascontiguousarray(x, np.float32), np.empty(wire.size_bytes(x.size), np.uint8)
+        library.jaxmpi_encode(wire.number, sent.ctypes, x.ctypes, c_int64(x.size))
+        return sent
+
+    def decode(sent: np.ndarray) -> np.ndarray:
+        sent, block_bytes = np.ascontiguousarray(sent), wire.size_bytes(wire.block)
+        scales_bytes = 4 * -(-sent.size // block_bytes) if wire.block > 1 else 0
+        x = np.empty((sent.size - scales_bytes) // FLOAT_BYTES[wire.code], np.float32)
+        library.jaxmpi_decode(wire.number, x.ctypes, sent.ctypes, c_int64(x.size))
+        return x
+
+    return HostWire(wire.size_bytes, encode, decode)
 
 
 def is_coarse(name: str) -> bool:
@@ -207,7 +200,7 @@ def is_coarse(name: str) -> bool:
 
 @functools.cache
 def through_program(wire: Wire) -> HostWire:
-    """A wire's program as a HostWire: arrays one after another as bytes.
+    """A wire's program as a HostWire: its arrays as bytes, the last first, as C has scales before numbers.
 
     A thread that a program waits for must not call this wire.
     """
@@ -226,12 +219,13 @@ def through_program(wire: Wire) -> HostWire:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in sent(n)[0])
 
     def to_bytes(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in jax.tree.leaves(encode(x))])
+        leaves = reversed(jax.tree.leaves(encode(x)))
+        return np.concatenate([np.asarray(leaf).reshape(-1).view(np.uint8) for leaf in leaves])
 
     def to_floats(message: np.ndarray) -> np.ndarray:
         leaves, structure = sent(floats(message.size))
-        cuts = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in leaves])[:-1]
-        parts = np.split(message, cuts)
+        cuts = np.cumsum([leaf.size * leaf.dtype.itemsize for leaf in reversed(leaves)])[:-1]
+        parts = np.split(message, cuts)[::-1]
         arrays = [part.view(leaf.dtype).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
         return np.asarray(decode(jax.tree.unflatten(structure, arrays)))
 
@@ -242,31 +236,9 @@ def through_program(wire: Wire) -> HostWire:
 
 
 WIRES: dict[str, Wire] = {
-    "32": Wire(
-        lambda x: x,
-        lambda sent: sent,
-        HostWire(lambda n: 4 * n, lambda x: x.view(np.uint8), lambda sent: sent.view(np.float32), is_exact=True),
-    ),
-    "16": Wire(
-        encode_f16,
-        decode_blocks,
-        HostWire(size_f16, encode_f16_on_host, lambda sent: decode_blocks_on_host(*parts(sent, np.float16))),
-        BLOCK,
-    ),
-    "bf16": Wire(
-        lambda x: x.astype(jnp.bfloat16),
-        lambda sent: sent.astype(jnp.float32),
-        HostWire(
-            lambda n: 2 * n,
-            lambda x: x.astype(ml_dtypes.bfloat16).view(np.uint8),  # rounded to nearest, ties to even
-            lambda sent: sent.view(ml_dtypes.bfloat16).astype(np.float32),  # the upper halves of floats
-        ),
-    ),
-    "8": Wire(
-        encode_i8,
-        decode_blocks,
-        HostWire(size_i8, encode_i8_on_host, lambda sent: decode_blocks_on_host(*parts(sent, np.int8))),
-        BLOCK,
-    ),
+    "32": Wire(lambda x: x, lambda sent: sent, code="F32"),
+    "16": Wire(encode_f16, decode_blocks, BLOCK, "F16"),
+    "bf16": Wire(lambda x: x.astype(jnp.bfloat16), lambda sent: sent.astype(jnp.float32), code="BF16"),
+    "8": Wire(encode_i8, decode_blocks, BLOCK, "I8"),
 }
 PACKAGED_WIRES = dict(WIRES)  # before a user adds or replaces rows

@@ -32,9 +32,8 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller, one_thread
-from jaxmpi.allreduce.comm_thread import PendingExchange, comm_thread, same_calls
+from jaxmpi.allreduce.comm_thread import PendingExchange, Requests, comm_thread, same_calls
 from jaxmpi.allreduce.comm_thread_calls import TICKET
-from jaxmpi.allreduce.host_comm import Requests
 from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
 from jaxmpi.collectives.primitive import check_counts, describe_call, facts, intercept_calls, operation_of
@@ -238,12 +237,12 @@ def _start(operands: list[np.ndarray], results: list[np.ndarray], call: int) -> 
         begun = next(steps, None)  # here: the program's next message to or from that rank comes behind it
         steps = itertools.chain([] if begun is None else [begun], steps)
         lost = functools.partial(messages.lost_message, made.comm, **options)
-        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, iter([steps]), lost=lost)
+        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, steps, lost=lost)
         thread.hand_over(pending)
     else:
         lane = queue_of(made.comm)
         steps = start_mpi(made, lane.mpi, xs, ys)
-        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, iter([steps]), control=lane.control)
+        pending = thread.unclaimed[(ticket,)] = PendingExchange(what, bucket, steps, control=lane.control)
         lane.add(pending)
 
 
@@ -270,7 +269,7 @@ class StartQueue:
             self._pending.append(pending)
             begins, self._is_busy = not self._is_busy, True
         if begins:
-            label, steps = f"the comparison of {pending.label}", iter([self._compared()])
+            label, steps = f"the comparison of {pending.label}", self._compared()
             comm_thread().hand_over(PendingExchange(label, np.empty(0), steps, control=self.control))
 
     def _next(self) -> PendingExchange | None:

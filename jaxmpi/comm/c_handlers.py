@@ -25,7 +25,7 @@ from jax.interpreters import mlir, xla
 from jaxmpi.runtime import c_library, failures, host_callbacks
 
 HEADER = Path(__file__).with_suffix(".h")
-TROUBLE = "since handlers in C cannot be made"
+TROUBLE = "handlers in C cannot be made"
 Failed = ctypes.CFUNCTYPE(None, c_int32, c_int32)  # (number of a call, MPI's error)
 
 
@@ -126,7 +126,8 @@ class CSource:
 @functools.cache
 def say_once(what: str, reason: str) -> None:
     """Print why Python does the work of a handler."""
-    print(f"jaxmpi: {failures.describe_rank()}: programs {what} through Python, {reason}", file=sys.stderr, flush=True)
+    line = f"programs {what} through Python, since {reason}"
+    print(f"jaxmpi: {failures.describe_rank()}: {line}", file=sys.stderr, flush=True)
 
 
 def shaped(*arrays: Any) -> tuple[ShapedArray, ...]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmpi.allreduce import host_comm
-from jaxmpi.allreduce.comm_thread import TIMEOUT_S
+from jaxmpi.allreduce.comm_thread import TIMEOUT_S, some_are_complete
+from jaxmpi.allreduce.schedules import MESSAGE_BYTES
 from jaxmpi.comm.polling import is_loss
 from jaxmpi.core import scheduling
 from jaxmpi.core.errors import TrainingError
@@ -25,6 +25,10 @@ class PushMessage(NamedTuple):
 
     share: float
     body: np.ndarray  # u8[..], as the wire has it
+
+    def pieces(self) -> list[np.ndarray]:
+        """The body in messages."""
+        return [self.body[start : start + MESSAGE_BYTES] for start in range(0, max(self.body.size, 1), MESSAGE_BYTES)]
 
 
 class IncomingPush(NamedTuple):
@@ -99,7 +103,7 @@ class GossipThread:
         """Begin to send; return True if it is the end."""
         share = push.share if push else 0.0
         messages = [np.array([PUSHED if push else ENDED, share], np.float64).view(np.uint8)]
-        messages += host_comm.cut(push.body) if push else []
+        messages += push.pieces() if push else []
         for message in messages if to not in self.gone else []:
             self._unless_lost(to, lambda message=message: self._outboxes[to].send(message, to))
         self._begun[to] += push is not None
@@ -116,7 +120,7 @@ class GossipThread:
             return False  # until the main thread has taken some; at the end it waits for all
         if coming is None:
             return bool(self._unless_lost(peer, lambda: self._take_header(peer)))
-        self._unless_lost(peer, lambda: host_comm.some_are_complete(coming.requests))
+        self._unless_lost(peer, lambda: some_are_complete(coming.requests))
         if any(coming.requests) or peer in self.gone:
             return False
         self.arrived.append(coming.push)
@@ -132,7 +136,7 @@ class GossipThread:
             self.ended.add(peer)
             return True
         push = PushMessage(float(head[1]), np.empty(self.body_bytes, np.uint8))
-        parts = [self.mpi.Irecv(part, peer) for part in host_comm.cut(push.body)]
+        parts = [self.mpi.Irecv(part, peer) for part in push.pieces()]
         self._coming[peer] = IncomingPush(push, parts)
         return True
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxmpi.allreduce.host_comm import MESSAGE_BYTES
+from jaxmpi.allreduce.schedules import MESSAGE_BYTES
 from jaxmpi.allreduce.wires import BLOCK, WIRES, HostWire, host_wire
 
 PUSH, READ, REPORT, POST, FETCH, END, LEAVE = range(7)  # kinds of messages; LEAVE ends a run that is to be resumed

@@ -14,7 +14,7 @@ from functools import partial
 import jax
 
 from jaxmpi.allreduce import algorithms, overlap
-from jaxmpi.allreduce.algorithms.table import fitting_on_host, with_halves
+from jaxmpi.allreduce.algorithms.table import algorithms_in_c, with_halves
 from jaxmpi.allreduce.autotune import choose, is_auto
 from jaxmpi.checkpoint import run_directory
 from jaxmpi.comm.base import Comm
@@ -76,7 +76,7 @@ def resolve_exchange(job: Job, kept: run_directory.StoredSettings | None) -> tup
     sizes = [leaf.size for leaf in jax.tree.leaves(job.plan.params())]
     is_beside, _ = overlap.chosen(asked.overlap, "asa:32", comm, unfit_for_overlap(job))
     alone = with_halves(comm.hosts, asked.gather_wire) if unfit else ()
-    beside = tuple(name for name in alone if not unfit(name)) if unfit else fitting_on_host(comm.hosts)
+    beside = tuple(name for name in alone if not unfit(name)) if unfit else algorithms_in_c(comm.hosts)
     exchange, why = probed(asked, comm, sizes, beside if is_beside else (), alone)
     gone = f"{stored['strategy']}, as before, cannot be here; " if stored else ""
     return job.with_fields(exchange=exchange), gone + why
@@ -115,7 +115,7 @@ def can_go_on(
     if unfit:
         is_able = algorithm in with_halves(comm.hosts, asked.gather_wire) and not (must and unfit(algorithm))
     else:
-        is_able = not must or strategy.has_sum_on_host(comm.hosts)
+        is_able = not must or strategy.is_in_c(comm.hosts)
     return is_able and strategy.spec.fits(comm.hosts)
 
 

@@ -155,11 +155,11 @@ def unfit_slices(job: Job, strategy: str) -> str:
     halves, algorithm = algorithms.parse(name).spec.halves, name.partition(":")[0]
     if not halves:
         return ""  # refused for itself
-    if not halves.on_host:
+    if not halves.scatter_part:
         if nowhere := comm_thread_calls.unavailable_reason("asa:32", workers.comm):
             return nowhere
         with_both = [(each, algorithms.parse(each).spec.halves) for each in with_halves(workers.comm.hosts)]
-        able = ", ".join(each for each, both in with_both if both and both.on_host)
+        able = ", ".join(each for each, both in with_both if both and both.scatter_part)
         return UnfitForOverlap.HALVES.format(algorithm=algorithm, able=able)
     if experiment.batch_statistics == "synchronised":
         return UnfitForOverlap.SLICES

@@ -16,12 +16,13 @@ import pytest
 
 import jaxmpi
 import references
-from jaxmpi.allreduce import host_comm, overlap
+from jaxmpi.allreduce import overlap, schedules
 from jaxmpi.allreduce.algorithms.color_trees import forest, packets_of
-from jaxmpi.allreduce.algorithms.table import fitting_on_host
+from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread import THREAD, WINDOW, comm_thread
+from jaxmpi.allreduce.comm_thread import THREAD, comm_thread
 from jaxmpi.allreduce.comm_thread_handlers import OPENINGS, exchange_handlers
+from jaxmpi.allreduce.schedules import WINDOW
 from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
@@ -33,9 +34,9 @@ if COMM.size == 1:
     pytest.skip("one worker has nobody to exchange with", allow_module_level=True)
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
-ALIKE = ("color2", "pipering", "hier-color4")  # color4's code: tests/allreduce/test_sums_on_host.py
-STRATEGIES = [f"{name}:{wire}" for name in fitting_on_host(COMM.hosts) if name not in ALIKE for wire in WIRES]
-ROW = host_comm.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
+ALIKE = ("color2", "pipering", "hier-color4")  # color4's code: tests/allreduce/test_host_engine.py
+STRATEGIES = [f"{name}:{wire}" for name in algorithms_in_c(COMM.hosts) if name not in ALIKE for wire in WIRES]
+ROW = schedules.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.
 LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmpi.allreduce.host_comm import MESSAGE_BYTES
+from jaxmpi.allreduce.schedules import MESSAGE_BYTES
 from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.config.rule_config import RuleConfig
@@ -265,7 +265,7 @@ def test_gossip_keeps_weights_and_the_weighted_mean_in_every_schedule(workers, p
 @pytest.mark.parametrize("wire", [*WIRES, "own"])
 def test_both_ends_know_what_travelled_whatever_the_wire(wire, monkeypatch):
     """So the sum of worker and center is conserved to rounding of the sum, not of the wire."""
-    monkeypatch.setitem(WIRES, "own", WIRES["8"]._replace(on_host=None))  # a user's, as a program alone
+    monkeypatch.setitem(WIRES, "own", WIRES["8"]._replace(code=""))  # a user's, as a program alone
     case = Case(asynchronous("easgd", alpha=0.3), 1, 2, 1, wire=wire)
     world = World(case, random.Random(0))
     rng = np.random.default_rng(0)

@@ -2,18 +2,17 @@
 
 In reading order: `spec`, what a strategy must be; `library`, the bounds; `root`, all to one rank; `ring`; `asa`,
 all-to-all; `tree`, halving and doubling; `color_trees`; `hierarchical`, hosts first; `shared_memory` of one host;
-`table`, all of them, with one row of `table.STRATEGIES` for each strategy. A module holds the sum inside a program, and
-the same sum in NumPy if there is one. It also holds the cost and the row.
+`table`, all of them, with one row of `table.STRATEGIES` for each strategy. A module holds the sum inside a program, its
+schedule for C if there is one, the cost and the row.
 
 Inside a program a strategy takes f32[n], n % comm.size == 0. It gives the sum over workers, bitwise equal on all of
 them, and adds in f32 whatever the wire. It sees only a Comm, whose rank may be a traced value: no Python branch on
 rank. Loops over packets and round a ring are loops of `jax.lax`. So a step at 64 ranks traces and compiles as fast as
 one at 2.
 
-In NumPy a sum changes this rank's vector in place and is a generator: if it must wait it yields the requests it waits
-for. So one thread carries any number of sums at once; a link is busy with one while another adds. Vectors, additions
-and roundings are those in the program: the same bits. A sum that adds by `HostComm.add`, on memory of `HostComm.empty`,
-is carried out in C.
+Between processes on CPUs C changes a rank's vector in place, by a schedule of messages and additions
+(`allreduce.schedules`). It carries any number of parts at once, so a link is busy with one while another adds. Vectors,
+additions and roundings are those in the program: the same bits.
 
 All workers decode an encoded sum, the one that made it included: so all hold the same bits. A place
 is an index into `comm.order`: ranks of one host are neighbours.

@@ -1,24 +1,15 @@
 """ASA: all-to-all, sum, allgather. Ma et al. 2016, section 3.2."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import (
-    ALL,
-    Halves,
-    HalvesOnHost,
-    StrategySpec,
-    in_columns,
-    one_after_another,
-    own_chunks,
-)
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, both_halves, own_chunks
 from jaxmpi.allreduce.building_blocks import allgather, alltoall
-from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
-from jaxmpi.allreduce.wires import HostWire, Wire
+from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
+from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.axis import add_rows
 from jaxmpi.comm.base import Comm
 
@@ -42,29 +33,30 @@ def allgathered(mine: jax.Array, comm: Comm, wire: Wire) -> jax.Array:
     return wire.decode(allgather(wire.encode(mine), comm)).reshape(-1)
 
 
-def summed_slice_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+def scatter_by_rotation(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """ASA's first half, its all-to-all as rotations: one partner at a time."""
-    size, place, order, numbers = comm.size, comm.place, comm.order, comm.numbers
+    size, place, order, numbers = group.size, group.place, group.order, group.numbers
     mine = rows[numbers[place]]
-    parts = {numbers[place]: wire.encode(mine)}
-    for step in range(1, size):
-        to, source = (place + step) % size, (place - step) % size
-        parts[numbers[source]] = received = comm.empty(wire.size_bytes(mine.size))
-        yield comm.swap(wire.encode(rows[numbers[to]]), order[to], received, order[source], tag)
-    total = comm.empty(mine.nbytes).view(np.float32)
-    comm.add(total, [wire.decode(parts[0])])
-    for number in range(1, size):
-        comm.add(total, [total, wire.decode(parts[number])])
-    comm.add(mine, [total])
+    with schedule.scratch():
+        parts = {numbers[place]: schedule.encode(mine)}
+        for step in range(1, size):
+            to, source = (place + step) % size, (place - step) % size
+            parts[numbers[source]] = received = schedule.message(mine.floats)
+            with schedule.scratch():
+                schedule.receive(received, order[source])
+                schedule.send(schedule.encode(rows[numbers[to]]), order[to])
+                schedule.wait()
+        total = schedule.floats(mine.floats)
+        for number in range(size):
+            with schedule.scratch():
+                schedule.add(total, [*[total][:number], schedule.decode(parts[number])])
+        schedule.add(mine, [total])
 
 
-def allgathered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+def gather_by_ring(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """ASA's second half, round a ring."""
-    around = [rows[comm.numbers[(comm.place - back) % comm.size]] for back in range(comm.size)]
-    yield from pass_on(wire.encode(around[0]), around, comm, wire, tag)
-
-
-ON_HOST = HalvesOnHost(summed_slice_on_host, allgathered_on_host)
+    around = [rows[group.numbers[(group.place - back) % group.size]] for back in range(group.size)]
+    gather_round_ring(around, group, schedule)
 
 
 def asa_seconds(net: Net, n: float, wire: str) -> float:
@@ -83,8 +75,8 @@ ASA = StrategySpec(
     alltoall_sum_allgather,
     ALL,
     crosses=True,
-    on_host=functools.partial(in_columns, sum=one_after_another(ON_HOST)),
+    parts=functools.partial(in_columns, sum=both_halves(scatter_by_rotation, gather_by_ring)),
     seconds=asa_seconds,
-    halves=Halves(summed_slice, allgathered, own_chunks, on_host=ON_HOST),
+    halves=Halves(summed_slice, allgathered, own_chunks, scatter_part=scatter_by_rotation, gather_part=gather_by_ring),
     arrays_at_work=3,
 )

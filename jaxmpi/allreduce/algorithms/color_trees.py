@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Part, StrategySpec
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
 from jaxmpi.allreduce.buckets import round_up
 from jaxmpi.allreduce.building_blocks import pad, place_of, put, take
-from jaxmpi.allreduce.host_comm import MESSAGE_BYTES, HostComm, Requests, Rows, columns
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn, wire_format
-from jaxmpi.allreduce.wires import BLOCK, HostWire, Wire
+from jaxmpi.allreduce.schedules import MESSAGE_BYTES, Group, Part, Schedule, Span, columns
+from jaxmpi.allreduce.wires import BLOCK, Wire
 from jaxmpi.comm.base import Comm
 from jaxmpi.core.pytrees import PyTree
 
@@ -75,14 +75,14 @@ def coloured_trees(x: jax.Array, comm: Comm, wire: Wire, colours: int) -> jax.Ar
     return landed(turns, down, rows).reshape(k, -1)[:, :part].reshape(-1)[: x.size]
 
 
-def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iterator[Part]:
+def coloured_parts(n: int, group: Group, wire: Wire, colours: int) -> Iterator[Part]:
     """Cut the packets of all trees into messages, each one part.
 
     Each goes up and down its tree when it can. Packets and additions are those of `coloured_trees`.
     """
-    forest = plant(comm.size, colours)
-    padded = comm.size * -(-n // comm.size)
-    k, part = coloured_cut(padded, comm.size, colours)
+    forest = plant(group.size, colours)
+    padded = group.size * -(-n // group.size)
+    k, part = coloured_cut(padded, group.size, colours)
     packets = packets_of(padded, k, forest.height)
     length = packet_length(part, packets)
     width = message_of(length, columns(wire))
@@ -90,33 +90,35 @@ def coloured_parts(n: int, comm: HostComm, wire: HostWire, colours: int) -> Iter
     for packet in range(0, part, length):
         for start in range(packet, min(part, packet + length), width):
             for c, climb in enumerate(climbs):  # so all trees have as much under way
-                end = min(start + width, packet + length, part)
-                row = slice(c * part + start, min(n, c * part + end))
-                if row.start < row.stop:
-                    yield Part([row], climb)
+                begin, end = c * part + start, min(n, c * part + min(start + width, packet + length, part))
+                if begin < end:
+                    yield Part([(begin, end)], climb)
 
 
-def up_and_down(
-    rows: Rows, comm: HostComm, wire: HostWire, tag: int, forest: "Forest", tree: int
-) -> Iterator[Requests]:
+def up_and_down(rows: Sequence[Span], group: Group, schedule: Schedule, forest: "Forest", tree: int) -> None:
     """Add the children's parts, exchange with the parent, send the sum down."""
-    [mine], parent = rows, forest.parent[tree][comm.place]
-    children = [comm.order[child] for child in forest.children[tree][comm.place]]
-    if children:
-        received = [comm.empty(wire.size_bytes(mine.size)) for _ in children]
-        yield [r for child, into in zip(children, received, strict=True) for r in comm.receive(into, child, tag)]
-        total = comm.empty(mine.nbytes).view(np.float32)
-        comm.add(total, [wire.decode(message) for message in received], from_zero=True)  # as there: no sum is -0
-        comm.add(mine, [mine, total])
-    sent = wire.encode(mine)
-    if parent >= 0:
-        yield comm.send(sent, comm.order[parent], tag)
-        sent = mine.view(np.uint8) if wire.is_exact else comm.empty(wire.size_bytes(mine.size))
-        yield comm.receive(sent, comm.order[parent], tag)
-    if not wire.is_exact:
-        comm.add(mine, [wire.decode(sent)])
-    if children:
-        yield [request for child in children for request in comm.send(sent, child, tag)]
+    [mine], above = rows, forest.parent[tree][group.place]
+    children = [group.order[child] for child in forest.children[tree][group.place]]
+    with schedule.scratch():
+        if children:
+            received = [schedule.message(mine.floats) for _ in children]
+            for child, message in zip(children, received, strict=True):
+                schedule.receive(message, child)
+            schedule.wait()
+            total = schedule.floats(mine.floats)
+            schedule.add(total, [schedule.decode(message) for message in received], from_zero=True)  # so no sum is -0
+            schedule.add(mine, [mine, total])
+        sent = schedule.encode(mine)
+        if above >= 0:
+            schedule.send(sent, group.order[above])
+            schedule.wait()
+            sent = schedule.landing(mine)
+            schedule.receive(sent, group.order[above])
+            schedule.wait()
+        schedule.decode(sent, mine)
+        for child in children:
+            schedule.send(sent, child)
+        schedule.wait()
 
 
 # ---------------------------------------------------------------- what they are made of
@@ -279,7 +281,7 @@ COLOR = StrategySpec(
     coloured_trees,
     ALL,
     crosses=True,
-    on_host=coloured_parts,
+    parts=coloured_parts,
     seconds=coloured_trees_seconds,
     cut=coloured_cut,
     pieces=coloured_pieces,
@@ -289,7 +291,7 @@ PIPERING = StrategySpec(
     functools.partial(coloured_trees, colours=1),
     ALL,
     crosses=True,
-    on_host=functools.partial(coloured_parts, colours=1),
+    parts=functools.partial(coloured_parts, colours=1),
     seconds=functools.partial(coloured_trees_seconds, colours=1),
     cut=functools.partial(coloured_cut, colours=1),
     pieces=functools.partial(coloured_pieces, colours=1),

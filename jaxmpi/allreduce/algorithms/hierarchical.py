@@ -4,24 +4,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import numpy as np
 
-from jaxmpi.allreduce.algorithms.spec import (
-    ALL,
-    Cost,
-    Halves,
-    HalvesOnHost,
-    Part,
-    PartsOnHost,
-    StrategySpec,
-    Sum,
-    SumOnHost,
-    is_even,
-)
-from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
+from jaxmpi.allreduce.algorithms.spec import ALL, Cost, Halves, StrategySpec, Sum, is_even
 from jaxmpi.allreduce.prices import Link, Net, add, turn
+from jaxmpi.allreduce.schedules import Group, Part, Parts, Schedule, Span, SumSchedule
 from jaxmpi.allreduce.subgroups import split_by_host
-from jaxmpi.allreduce.wires import HostWire, Wire
+from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.axis import add_rows
 from jaxmpi.comm.base import Comm
 
@@ -66,57 +54,63 @@ def chunks_by_host(comm: Comm, cross: Halves) -> tuple[int, ...]:
     return tuple(places[rank][0] * len(ranks) + between[places[rank][1]] for rank in range(comm.size))
 
 
-def hierarchical_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
-    """The sum of `hierarchical`, in NumPy."""
-    yield from scattered_on_host(rows, comm, wire, tag, cross)
-    yield from shared_inside_on_host(rows, comm, tag)
+def schedule_hierarchical(rows: Sequence[Span], group: Group, schedule: Schedule, cross: SumSchedule) -> None:
+    """The sum of `hierarchical`."""
+    scatter_hierarchical(rows, group, schedule, cross)
+    gather_inside(rows, group, schedule)
 
 
-def scattered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
-    """Sum this rank's part inside its host, then by `cross` between hosts.
-
-    `cross` is a sum, or its first half.
-    """
-    inside, between, parts = comm.inside, comm.between, parts_of(rows, comm)
+def scatter_hierarchical(rows: Sequence[Span], group: Group, schedule: Schedule, cross: SumSchedule) -> None:
+    """Sum this rank's part inside its host, then by `cross`, a sum or its first half, between hosts."""
+    inside, parts = group.inside, parts_of(rows, group)
     mine, peers = parts[inside.place], [i for i in range(inside.size) if i != inside.place]
-    theirs = {i: [comm.empty(row.nbytes).view(np.float32) for row in mine] for i in peers}
-    if peers:
-        yield [request for i in peers for request in inside.swap_each(parts[i], theirs[i], inside.order[i], tag)]
-        for c, row in enumerate(mine):
-            inside.add(row, [row if i == inside.place else theirs[i][c] for i in range(inside.size)])
-    if between.size > 1:
-        yield from cross(mine, between, wire, tag)
+    with schedule.scratch():
+        theirs = {i: [schedule.floats(row.floats) for row in mine] for i in peers}
+        for i in peers:
+            swap_inside(parts[i], theirs[i], inside.order[i], schedule)
+        schedule.wait()
+        for c, row in enumerate(mine if peers else ()):
+            schedule.add(row, [theirs[i][c] if i in theirs else row for i in range(inside.size)])
+    if group.between.size > 1:
+        cross(mine, group.between, schedule)
 
 
-def gathered_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int, cross: SumOnHost) -> Iterator[Requests]:
+def gather_hierarchical(rows: Sequence[Span], group: Group, schedule: Schedule, cross: SumSchedule) -> None:
     """The second half of `cross` between hosts, then share parts inside them."""
-    if comm.between.size > 1:
-        yield from cross(parts_of(rows, comm)[comm.inside.place], comm.between, wire, tag)
-    yield from shared_inside_on_host(rows, comm, tag)
+    if group.between.size > 1:
+        cross(parts_of(rows, group)[group.inside.place], group.between, schedule)
+    gather_inside(rows, group, schedule)
 
 
-def shared_inside_on_host(rows: Rows, comm: HostComm, tag: int) -> Iterator[Requests]:
+def gather_inside(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """Each rank's part to all ranks of its host, at 32 bits."""
-    inside, parts = comm.inside, parts_of(rows, comm)
-    peers = [i for i in range(inside.size) if i != inside.place]
-    if peers:
-        mine = parts[inside.place]
-        yield [request for i in peers for request in inside.swap_each(mine, parts[i], inside.order[i], tag)]
+    inside, parts = group.inside, parts_of(rows, group)
+    for i in range(inside.size):
+        if i != inside.place:
+            swap_inside(parts[inside.place], parts[i], inside.order[i], schedule)
+    schedule.wait()
 
 
-def parts_of(rows: Rows, comm: HostComm) -> list[Rows]:
+def swap_inside(sent: Sequence[Span], received: Sequence[Span], rank: int, schedule: Schedule) -> None:
+    """Exchange equally many rows with a rank, at 32 bits."""
+    for row, theirs in zip(sent, received, strict=True):
+        schedule.receive(theirs, rank)
+        schedule.send(row, rank)
+
+
+def parts_of(rows: Sequence[Span], group: Group) -> list[Sequence[Span]]:
     """By place in its host: the rows that a rank sums there."""
-    count = len(rows) // comm.inside.size
-    return [rows[i * count : (i + 1) * count] for i in range(comm.inside.size)]
+    count = len(rows) // group.inside.size
+    return [rows[i * count : (i + 1) * count] for i in range(group.inside.size)]
 
 
-def hierarchical_parts(n: int, comm: HostComm, wire: HostWire, cross: PartsOnHost) -> Iterator[Part]:
+def hierarchical_parts(n: int, group: Group, wire: Wire, cross: Parts) -> Iterator[Part]:
     """The parts of `cross`, of what each rank of a host holds."""
-    held = comm.between.size * -(-n // comm.size)
-    for part in cross(held, comm.between, wire):
-        ends = [(i * held + row.start, i * held + row.stop) for i in range(comm.inside.size) for row in part.rows]
-        rows = [slice(min(n, begin), min(n, end)) for begin, end in ends]
-        yield Part(rows, functools.partial(hierarchical_on_host, cross=part.sum))
+    length = group.between.size * -(-n // group.size)
+    for part in cross(length, group.between, wire):
+        rows = [(i * length + begin, i * length + end) for i in range(group.inside.size) for begin, end in part.rows]
+        rows = [(min(n, begin), min(n, end)) for begin, end in rows]
+        yield Part(rows, functools.partial(schedule_hierarchical, cross=part.sum))
 
 
 def hierarchical_seconds(net: Net, n: float, wire: str, cross: Cost) -> float:
@@ -141,12 +135,16 @@ HIERARCHICAL = StrategySpec(
     hierarchical,
     ALL,
     fits=is_even,
-    on_host=hierarchical_parts,
-    fits_on_host=is_even,
+    parts=hierarchical_parts,
+    fits_parts=is_even,
     seconds=hierarchical_seconds,
     is_candidate=lambda net: net.even and net.hosts > 1 and net.slots > 1,
     halves=Halves(
-        scattered_between, gathered_inside, chunks_by_host, on_host=HalvesOnHost(scattered_on_host, gathered_on_host)
+        scattered_between,
+        gathered_inside,
+        chunks_by_host,
+        scatter_part=scatter_hierarchical,
+        gather_part=gather_hierarchical,
     ),
     pieces=hierarchical_pieces,
     spelled=("hier-asa", "hier-ring", "hier-tree", "hier-color4"),

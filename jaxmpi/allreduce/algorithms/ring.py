@@ -1,15 +1,15 @@
 """The ring: scatter-reduce, then allgather. Gibiansky 2017."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import jax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, Halves, HalvesOnHost, StrategySpec, in_columns, one_after_another
+from jaxmpi.allreduce.algorithms.spec import ALL, Halves, StrategySpec, both_halves
 from jaxmpi.allreduce.building_blocks import gather_round, place_of, shift
-from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, pass_on
 from jaxmpi.allreduce.prices import Net, add, code, ring_crossing, turn
-from jaxmpi.allreduce.wires import HostWire, Wire
+from jaxmpi.allreduce.schedules import Group, Schedule, Span, gather_round_ring, in_columns
+from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm
 
 
@@ -44,23 +44,20 @@ def next_chunks(comm: Comm) -> tuple[int, ...]:
     return tuple((comm.order.index(rank) + 1) % comm.size for rank in range(comm.size))
 
 
-def reduced_round_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+def scatter_round_ring(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """The ring's first half, as `reduced_round`."""
-    size, place = comm.size, comm.place
+    size, place = group.size, group.place
     for hop in range(1, size):
-        sent, mine = wire.encode(rows[(place - hop + 1) % size]), rows[(place - hop) % size]
-        received = comm.empty(wire.size_bytes(mine.size))
-        yield comm.shift(sent, received, tag)
-        comm.add(mine, [wire.decode(received), mine])
+        mine = rows[(place - hop) % size]
+        with schedule.scratch():
+            received = schedule.message(mine.floats)
+            schedule.pass_on(schedule.encode(rows[(place - hop + 1) % size]), received, group)
+            schedule.add(mine, [schedule.decode(received), mine])
 
 
-def passed_round_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
+def gather_next_chunks(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
     """The ring's second half, as `passed_round`."""
-    around = [rows[(comm.place + 1 - back) % comm.size] for back in range(comm.size)]
-    yield from pass_on(wire.encode(around[0]), around, comm, wire, tag)
-
-
-ON_HOST = HalvesOnHost(reduced_round_on_host, passed_round_on_host)
+    gather_round_ring([rows[(group.place + 1 - back) % group.size] for back in range(group.size)], group, schedule)
 
 
 def ring_seconds(net: Net, n: float, wire: str) -> float:
@@ -77,7 +74,9 @@ RING = StrategySpec(
     ring,
     ALL,
     crosses=True,
-    on_host=functools.partial(in_columns, sum=one_after_another(ON_HOST)),
+    parts=functools.partial(in_columns, sum=both_halves(scatter_round_ring, gather_next_chunks)),
     seconds=ring_seconds,
-    halves=Halves(reduced_round, passed_round, next_chunks, on_host=ON_HOST),
+    halves=Halves(
+        reduced_round, passed_round, next_chunks, scatter_part=scatter_round_ring, gather_part=gather_next_chunks
+    ),
 )

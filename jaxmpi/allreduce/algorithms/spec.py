@@ -6,44 +6,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
-from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows, columns
 from jaxmpi.allreduce.prices import Net
-from jaxmpi.allreduce.wires import WIRES, HostWire, Wire
+from jaxmpi.allreduce.schedules import Group, Part, Schedule, Span, SumSchedule
+from jaxmpi.allreduce.wires import WIRES, Wire
 from jaxmpi.comm.base import Comm
 
 Sum = Callable[[jax.Array, Comm, Wire], jax.Array]
 Means = Callable[[list[jax.Array], Comm, float], list[jax.Array]]
 Wholes = Callable[[list[jax.Array], Comm], list[jax.Array]]
-SumOnHost = Callable[[Rows, HostComm, HostWire, int], Iterator[Requests]]  # never yields an empty list
-PartsOnHost = Callable[[int, HostComm, HostWire], "Iterator[Part]"]  # parts of f32[n], the same on all ranks
 Cost = Callable[[Net, float, str], float]  # (network, floats, wire) -> seconds
 ALL = WIRES.keys()  # and what is added later
-
-
-class Part(NamedTuple):
-    """Rows of a vector that are summed by themselves, beside other parts."""
-
-    rows: Sequence[slice]  # slices of the vector
-    sum: SumOnHost  # sum of these rows
-
-    def of(self, x: np.ndarray, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-        """A generator that sums this part of f32[n], C-contiguous, in place."""
-        return self.sum([x[row] for row in self.rows], comm, wire, tag)
-
-
-class HalvesOnHost(NamedTuple):
-    """The halves in NumPy: in between, only this worker's chunk is right."""
-
-    scatter: Callable[..., Iterator[Requests]]  # a SumOnHost: makes this worker's chunk the sum
-    gather: Callable[..., Iterator[Requests]]  # a SumOnHost: makes all chunks what their workers have
-
-    def across(self, cross: "HalvesOnHost") -> "HalvesOnHost":
-        """Those of `hier-<cross>`, with the halves between hosts filled in."""
-        return HalvesOnHost(
-            functools.partial(self.scatter, cross=cross.scatter), functools.partial(self.gather, cross=cross.gather)
-        )
 
 
 class Halves(NamedTuple):
@@ -58,7 +31,8 @@ class Halves(NamedTuple):
     chunks: Callable[..., tuple[int, ...]]  # (comm) -> by rank, which chunk is its own
     means: Means | None = None  # the first half of all vectors at once, as of StrategySpec.means
     wholes: Wholes | None = None  # the second half of all at once; as `means`, for all wires in `gathers` alike
-    on_host: HalvesOnHost | None = None
+    scatter_part: Callable[..., None] | None = None  # a SumSchedule: makes this worker's chunk the sum
+    gather_part: Callable[..., None] | None = None  # a SumSchedule: makes all chunks what their workers have
     gathers: Collection[str] = ALL  # wires that the second half takes
 
     def scattered(self, vectors: list[jax.Array], comm: Comm, wire: Wire, divisor: float) -> list[jax.Array]:
@@ -83,16 +57,21 @@ class Halves(NamedTuple):
             functools.partial(self.scatter, cross=cross),
             functools.partial(self.gather, cross=cross),
             functools.partial(self.chunks, cross=cross),
-            on_host=self.on_host and cross.on_host and self.on_host.across(cross.on_host),
+            scatter_part=_across(self.scatter_part, cross.scatter_part),
+            gather_part=_across(self.gather_part, cross.gather_part),
         )
 
 
-def one_after_another(halves: HalvesOnHost) -> SumOnHost:
+def _across(half: Callable[..., None] | None, cross: SumSchedule | None) -> SumSchedule | None:
+    return functools.partial(half, cross=cross) if half and cross else None
+
+
+def both_halves(scatter: SumSchedule, gather: SumSchedule) -> SumSchedule:
     """The sum that has these halves."""
 
-    def run(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-        yield from halves.scatter(rows, comm, wire, tag)
-        yield from halves.gather(rows, comm, wire, tag)
+    def run(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
+        scatter(rows, group, schedule)
+        gather(rows, group, schedule)
 
     return run
 
@@ -105,7 +84,7 @@ def own_chunks(comm: Comm) -> tuple[int, ...]:
 class StrategySpec(NamedTuple):
     """A strategy: `sum` and its wires; all else is optional.
 
-    `<k>` or `<cross>` of a name is a keyword of `sum`, `on_host`, `seconds`, `cut` and `pieces`, filled in by `find`.
+    `<k>` or `<cross>` of a name is a keyword of `sum`, `parts`, `seconds`, `cut` and `pieces`, filled in by `find`.
     """
 
     sum: Callable[..., jax.Array]  # a Sum
@@ -113,8 +92,8 @@ class StrategySpec(NamedTuple):
     crosses: bool = False  # True if it needs nothing but `permute`, and so can be the <cross> of hier-<cross>
     means: Means | None = None  # sums over a divisor of f32 arrays of any shapes at once, if that is faster
     fits: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
-    on_host: Callable[..., Iterator[Part]] | None = None  # a PartsOnHost: the bits of `sum`, beside a program
-    fits_on_host: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
+    parts: Callable[..., Iterator[Part]] | None = None  # a `schedules.Parts`: the bits of `sum`, in C
+    fits_parts: Callable[[Sequence[int]], bool] = lambda hosts: True  # by the hosts of all ranks
     seconds: Callable[..., float] | None = None  # a Cost; without one `auto` and `jaxmpi plan` leave it out
     is_candidate: Callable[[Net], bool] = lambda net: True  # True if `auto` may take it
     halves: Halves | None = None  # if other work can come between reduce-scatter and allgather
@@ -127,17 +106,6 @@ class StrategySpec(NamedTuple):
     exchanges: bool = True  # else each worker keeps its own, and params drift apart
     in_shared_memory: bool = False  # by `SharedSum`, so that ranks of a host may share their params
     arrays_at_work: float = 4  # as big as the gradients, results included: scripts/exchange_memory.py
-
-
-def in_columns(n: int, comm: HostComm, wire: HostWire, sum: SumOnHost) -> Iterator[Part]:
-    """Parts of f32[n] that are some columns of all workers' rows.
-
-    Row i of [size, ceil(n / size)] is worker i's, padded as by `exchange`.
-    """
-    length, width = -(-n // comm.size), columns(wire)
-    for start in range(0, max(1, length), width):
-        ends = [(i * length + start, min(i * length + start + width, (i + 1) * length)) for i in range(comm.size)]
-        yield Part([slice(min(n, begin), min(n, end)) for begin, end in ends], sum)
 
 
 def is_even(hosts: Sequence[int]) -> bool:

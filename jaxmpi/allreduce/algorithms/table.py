@@ -1,17 +1,15 @@
 """The table of strategies, and what a name means.
 
-A row has all that is known of an algorithm: its sum in a program, its sum in NumPy beside a program, and its halves for
-sharded updates. The row also has the seconds that the algorithm is predicted to take, and where it fits. Names have
-blanks, `color<k>` and `hier-<cross>`: filling them in makes a row of the sums that the blank stands for. A word of
-which a row has nothing is refused by name, with the rows that have it.
+A row has all that is known of an algorithm: its sum in a program, its schedule for C, its halves for sharded updates,
+the seconds that it is predicted to take, and where it fits. Names have blanks, `color<k>` and `hier-<cross>`: filling
+them in makes a row of the sums that the blank stands for. A word of which a row has nothing is refused by name, with
+the rows that have it.
 """
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from jaxmpi.allreduce.algorithms.asa import ASA
 from jaxmpi.allreduce.algorithms.color_trees import COLOR, MAX_COLOURS, PIPERING
@@ -20,10 +18,10 @@ from jaxmpi.allreduce.algorithms.library import ALLREDUCE, NONE
 from jaxmpi.allreduce.algorithms.ring import RING
 from jaxmpi.allreduce.algorithms.root import ROOT
 from jaxmpi.allreduce.algorithms.shared_memory import SHARED_MEMORY
-from jaxmpi.allreduce.algorithms.spec import PartsOnHost, StrategySpec, in_columns
+from jaxmpi.allreduce.algorithms.spec import StrategySpec
 from jaxmpi.allreduce.algorithms.tree import TREE
-from jaxmpi.allreduce.host_comm import HostComm, Requests
-from jaxmpi.allreduce.wires import WIRES, HostWire, Wire
+from jaxmpi.allreduce.schedules import Group, Schedule, in_columns
+from jaxmpi.allreduce.wires import WIRES, Wire, is_packaged
 from jaxmpi.core.errors import UsageError, check, lookup, nearest
 
 STRATEGIES: dict[str, StrategySpec] = {
@@ -58,9 +56,33 @@ class Strategy(NamedTuple):
     spec: StrategySpec  # its blanks filled in
     wire: Wire
 
-    def has_sum_on_host(self, hosts: Sequence[int]) -> bool:
-        """Return True if there is a sum in NumPy for these hosts."""
-        return bool(self.spec.on_host and self.wire.on_host) and self.spec.fits_on_host(hosts)
+    def is_in_c(self, hosts: Sequence[int] | None = None) -> bool:
+        """Whether C has the sum for these hosts, or for some.
+
+        What a user has added or replaced runs in programs alone, since its steps are not known.
+        """
+        is_ours = all(any(row is ours for ours in PACKAGED_STRATEGIES.values()) for row in rows_of(self.algorithm))
+        has_schedule = is_ours and is_packaged(self.wire) and bool(self.spec.parts)
+        return has_schedule and (hosts is None or self.spec.fits_parts(hosts))
+
+    @property
+    def algorithm(self) -> str:
+        """The name without the wire."""
+        return self.name.partition(":")[0]
+
+    def schedule(self, n: int, group: Group, half: str = "") -> Schedule:
+        """The steps of the sum of f32[n] on one rank, or of a half of it: `scatter` or `gather`."""
+        parts, halves = self.spec.parts, self.spec.halves
+        if half:
+            assert halves
+            sum = halves.scatter_part if half == "scatter" else halves.gather_part
+            assert sum
+            parts = functools.partial(in_columns, sum=sum)
+        assert parts
+        schedule = Schedule(self.wire)
+        for part in parts(n, group, self.wire):
+            schedule.add_part(part, group)
+        return schedule
 
 
 def parse(spelling: str) -> Strategy:
@@ -112,7 +134,7 @@ def find(algorithm: str) -> StrategySpec:
         row = STRATEGIES["color<k>"]
         return row._replace(
             sum=functools.partial(row.sum, colours=k),
-            on_host=row.on_host and functools.partial(row.on_host, colours=k),
+            parts=row.parts and functools.partial(row.parts, colours=k),
             seconds=row.seconds and functools.partial(row.seconds, colours=k),
             cut=row.cut and functools.partial(row.cut, colours=k),
             pieces=row.pieces and functools.partial(row.pieces, colours=k),
@@ -125,8 +147,8 @@ def find(algorithm: str) -> StrategySpec:
             functools.partial(row.sum, cross=cross.sum),
             row.wires,
             fits=row.fits,
-            on_host=row.on_host and cross.on_host and functools.partial(row.on_host, cross=cross.on_host),
-            fits_on_host=lambda hosts: row.fits_on_host(hosts) and cross.fits_on_host(sorted(set(hosts))),
+            parts=row.parts and cross.parts and functools.partial(row.parts, cross=cross.parts),
+            fits_parts=lambda hosts: row.fits_parts(hosts) and cross.fits_parts(sorted(set(hosts))),
             seconds=row.seconds and cross.seconds and functools.partial(row.seconds, cross=cross.seconds),
             is_candidate=row.is_candidate,
             pieces=row.pieces and functools.partial(row.pieces, cross=cross.pieces or len),
@@ -137,9 +159,6 @@ def find(algorithm: str) -> StrategySpec:
     if algorithm not in STRATEGIES:
         raise UsageError(f"unknown strategy {algorithm!r}; {nearest(algorithm, {**STRATEGIES, **ALIASES})}")
     return STRATEGIES[algorithm]
-
-
-# ---------------------------------------------------------------- sums in NumPy
 
 
 def spelled(fits: Callable[[StrategySpec], bool]) -> list[str]:
@@ -153,38 +172,6 @@ def with_halves(hosts: Sequence[int], wire: str = "32") -> tuple[str, ...]:
     return tuple(name for name in able if (spec := find(name)).halves and spec.fits(hosts))
 
 
-def fitting_on_host(hosts: Sequence[int]) -> tuple[str, ...]:
-    """Algorithms that have a sum in NumPy over ranks on these hosts."""
-    return tuple(name for name in spelled(lambda row: bool(row.on_host)) if parse(name).has_sum_on_host(hosts))
-
-
-class HostSum(NamedTuple):
-    """A strategy's sum in NumPy, over a HostComm."""
-
-    parts: PartsOnHost
-    wire: HostWire
-    comm: HostComm
-
-    @classmethod
-    def named(cls, name: str, comm: HostComm, half: str = "") -> "HostSum":
-        """The NumPy sum of a name such as `ring:16`, or a half.
-
-        The strategy must have one. A half is `scatter` or `gather`.
-        """
-        strategy = parse(name)
-        parts, halves = strategy.spec.on_host, strategy.spec.halves
-        if half:
-            assert halves
-            parts = functools.partial(in_columns, sum=getattr(halves.on_host, half))
-        assert parts
-        assert strategy.wire.on_host
-        return cls(parts, strategy.wire.on_host, comm)
-
-    def segments(self, n: int) -> int:
-        """Number of parts of f32[n], and of tags; equal on all ranks."""
-        return sum(1 for _ in self.parts(n, self.comm, self.wire))
-
-    def of(self, x: np.ndarray, tags: Sequence[int]) -> Iterator[Iterator[Requests]]:
-        """Generators which together make f32[n], C-contiguous, the sum over workers; in place."""
-        for part, tag in zip(self.parts(x.size, self.comm, self.wire), tags, strict=True):
-            yield part.of(x, self.comm, self.wire, tag)
+def algorithms_in_c(hosts: Sequence[int]) -> tuple[str, ...]:
+    """Algorithms that C has for ranks on these hosts."""
+    return tuple(name for name in spelled(lambda row: bool(row.parts)) if parse(name).is_in_c(hosts))

@@ -2,18 +2,17 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec, in_columns
+from jaxmpi.allreduce.algorithms.spec import ALL, StrategySpec
 from jaxmpi.allreduce.building_blocks import pad, place_of, spread
-from jaxmpi.allreduce.host_comm import HostComm, Requests, Rows
 from jaxmpi.allreduce.prices import Net, add, code, crossings, turn
-from jaxmpi.allreduce.wires import HostWire, Wire
+from jaxmpi.allreduce.schedules import Group, Schedule, Span, in_columns
+from jaxmpi.allreduce.wires import Wire
 from jaxmpi.comm.base import Comm, Pairs
 from jaxmpi.core.pytrees import PyTree
 
@@ -57,30 +56,35 @@ def double(blocks: PyTree, comm: Comm, pairs: Pairs, mine: jax.Array | int, coun
     )
 
 
-def pairwise_on_host(rows: Rows, comm: HostComm, wire: HostWire, tag: int) -> Iterator[Requests]:
-    """The sum of `pairwise`, in NumPy."""
-    partners = [comm.order[comm.place ^ 1 << level] for level in range(comm.size.bit_length() - 1)]
-    mine = list(range(comm.size))  # rows that are still summed here
+def schedule_pairwise(rows: Sequence[Span], group: Group, schedule: Schedule) -> None:
+    """The sum of `pairwise` over a power of two of ranks."""
+    partners = [group.order[group.place ^ 1 << level] for level in range(group.size.bit_length() - 1)]
+    mine = list(range(group.size))  # rows that are still summed here
     for level, partner in enumerate(partners):
         low, high = mine[: len(mine) // 2], mine[len(mine) // 2 :]
-        given, mine = (low, high) if comm.place >> level & 1 else (high, low)
-        received = [comm.empty(wire.size_bytes(rows[i].size)) for i in mine]
-        yield comm.swap_each([wire.encode(rows[i]) for i in given], received, partner, tag)
-        for i, theirs in zip(mine, received, strict=True):
-            comm.add(rows[i], [wire.decode(theirs), rows[i]])
-    results = {mine[0]: wire.encode(rows[mine[0]])}
-    if not wire.is_exact:
-        comm.add(rows[mine[0]], [wire.decode(results[mine[0]])])
-    for partner in reversed(partners):
-        theirs = sorted(i ^ len(results) for i in results)
-        received = [
-            rows[i].view(np.uint8) if wire.is_exact else comm.empty(wire.size_bytes(rows[i].size)) for i in theirs
-        ]
-        yield comm.swap_each([results[i] for i in sorted(results)], received, partner, tag)
-        for i, sent in zip(theirs, received, strict=True):
-            results[i] = sent
-            if not wire.is_exact:
-                comm.add(rows[i], [wire.decode(sent)])
+        given, mine = (low, high) if group.place >> level & 1 else (high, low)
+        with schedule.scratch():
+            received = [schedule.message(rows[i].floats) for i in mine]
+            for i, theirs in zip(given, received, strict=True):
+                schedule.receive(theirs, partner)
+                schedule.send(schedule.encode(rows[i]), partner)
+            schedule.wait()
+            for i, theirs in zip(mine, received, strict=True):
+                with schedule.scratch():
+                    schedule.add(rows[i], [schedule.decode(theirs), rows[i]])
+    with schedule.scratch():
+        results = {mine[0]: schedule.encode(rows[mine[0]])}
+        schedule.decode(results[mine[0]], rows[mine[0]])
+        for partner in reversed(partners):
+            theirs = {i ^ len(results): schedule.landing(rows[i ^ len(results)]) for i in sorted(results)}
+            for _, received in sorted(theirs.items()):
+                schedule.receive(received, partner)
+            for _, sent in sorted(results.items()):
+                schedule.send(sent, partner)
+            schedule.wait()
+            for i, received in theirs.items():
+                schedule.decode(received, rows[i])
+            results |= theirs
 
 
 def pairwise_seconds(net: Net, n: float, wire: str) -> float:
@@ -104,8 +108,8 @@ TREE = StrategySpec(
     pairwise,
     ALL,
     crosses=True,
-    on_host=functools.partial(in_columns, sum=pairwise_on_host),
-    fits_on_host=lambda hosts: len(hosts).bit_count() == 1,
+    parts=functools.partial(in_columns, sum=schedule_pairwise),
+    fits_parts=lambda hosts: len(hosts).bit_count() == 1,
     seconds=pairwise_seconds,
     pieces=lambda hosts: math.lcm(len(hosts), 1 << len(hosts).bit_length() - 1),
 )

@@ -1,6 +1,6 @@
-/* Sums between hosts: recorded steps, carried out with many parts of a vector under way at once.
+/* Sums between processes: schedules, carried out with many parts of a vector under way at once.
 
-   `sum_recorder.py` records the steps, and `compiled_sums.py` says what they are for. A part goes on whenever all its messages have come:
+   `schedules.py` makes the steps, and `host_engine.py` says what they are for. A part goes on whenever all its messages have come:
    it adds, begins its next messages, and so on to its end. A thread's sums are its own, so nothing here is locked. */
 
 #define _POSIX_C_SOURCE 200809L /* clock_gettime, nanosleep */
@@ -281,7 +281,7 @@ static int64_t parts_left(void) {
 }
 
 /* Sum all operands in place. Words: how many, how many tags there are, each one's record, each one's digest. */
-XLA_FFI_Error *jaxmpi_compiled_sums(XLA_FFI_CallFrame *frame) {
+XLA_FFI_Error *jaxmpi_host_engine(XLA_FFI_CallFrame *frame) {
   static const struct pace pace = {.yields = YIELDS, .pause_us = PAUSE_US};
   if (!is_work(frame)) return NULL;
   const int32_t *words = words_of(frame), *numbers = words + 2;

@@ -1,0 +1,273 @@
+"""The engine in C beside the algorithms in JAX: all ranks in one process, whose messages come in a random order."""
+
+import collections
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_void_p
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmpi.allreduce import schedules
+from jaxmpi.allreduce.algorithms import color_trees, parse
+from jaxmpi.allreduce.algorithms.color_trees import forest, most_edges
+from jaxmpi.allreduce.algorithms.table import STRATEGIES
+from jaxmpi.allreduce.dispatch import sum_bucket
+from jaxmpi.allreduce.host_engine import SOURCE, Pace
+from jaxmpi.allreduce.schedules import Group, Schedule
+from jaxmpi.allreduce.wires import BLOCK, WIRES
+from jaxmpi.comm.axis import AxisComm
+from jaxmpi.core import scheduling
+from jaxmpi.runtime import c_library
+
+
+class Request:
+    """A message sent or received, true until it is complete; its buffer is MPI's until then."""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        self.buffer, self.is_under_way = buffer, True
+
+    def __bool__(self) -> bool:
+        return self.is_under_way
+
+
+class Network:
+    """Messages between ranks of this process, those of one sender, receiver and tag in order, all others in any."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.sent_bytes = np.random.default_rng(seed), collections.Counter[int]()
+        self.ends: dict[tuple[int, int, int], tuple[list[Request], list[Request]]] = collections.defaultdict(
+            lambda: ([], [])
+        )
+
+    def deliver_one(self) -> None:
+        """Copy one message that both sides have asked for."""
+        ready = [key for key, (sends, receives) in self.ends.items() if sends and receives]
+        assert ready, "all ranks wait"
+        sent, received = (queue.pop(0) for queue in self.ends[ready[self.rng.integers(len(ready))]])
+        assert sent.buffer.size == received.buffer.size
+        received.buffer[:] = sent.buffer
+        sent.is_under_way = received.is_under_way = False
+
+
+def rows_of(workers: int, n: int) -> np.ndarray:
+    """f32[w, n] of many magnitudes, zeros of either sign among them."""
+    rng = np.random.default_rng(n)
+    rows = (rng.standard_normal((workers, n)) * np.exp2(rng.integers(-9, 9, (workers, n)))).astype(np.float32)
+    rows[:, ::5] = -0.0
+    return rows
+
+
+Isend = CFUNCTYPE(c_int, c_void_p, c_int, c_int, c_int, c_int, c_int, POINTER(c_int))
+SomeAreComplete = CFUNCTYPE(c_int, c_int, POINTER(c_int), POINTER(c_int), POINTER(c_int), c_void_p)
+
+
+class Setup(ctypes.Structure):
+    _fields_ = (
+        *(("isend", Isend), ("irecv", Isend), ("testsome", SomeAreComplete)),
+        *((name, c_int64) for name in ("status_bytes", "error_at", "in_status")),
+        *(("failed", c_void_p), ("waits", c_void_p), ("byte", c_int)),
+    )
+
+
+class RecordStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("steps", "parts")),
+        *((name, c_int64) for name in ("count", "scratch_bytes", "floats", "digest")),
+        ("comm", c_int),
+    )
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """The source as for an MPI whose handles are numbers."""
+    made = c_library.load(SOURCE._path, SOURCE._headers, {"HANDLE": "int", **SOURCE._constants})
+    made.jaxmpi_sum_begin.restype = c_void_p
+    assert made.jaxmpi_sum_setup_bytes() == ctypes.sizeof(Setup)
+    assert made.jaxmpi_sum_record_bytes() == ctypes.sizeof(RecordStruct)
+    return made
+
+
+class Engine:
+    """Sums of all ranks, which one thread carries on; a rank's number is its communicator's handle."""
+
+    def __init__(self, library: ctypes.CDLL, seed: int = 0) -> None:
+        self.library, self.network, self.requests = library, Network(seed), dict[int, Request]()
+        self._setup = Setup(Isend(self._isend), Isend(self._irecv), SomeAreComplete(self._testsome))
+        library.jaxmpi_sum_setup(ctypes.byref(self._setup))
+        self._kept, self.sums = list[Any](), dict[int, int]()
+
+    def _posted(self, address: int, size: int, key: tuple[int, int, int], end: int, request: Any) -> int:
+        buffer = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)) if size else np.empty(0, np.uint8)
+        made = Request(buffer)
+        self.network.ends[key][end].append(made)
+        request[0] = len(self.requests) + 1
+        self.requests[request[0]] = made
+        return 0
+
+    def _isend(self, address: int, size: int, byte: int, to: int, tag: int, comm: int, request: Any) -> int:
+        self.network.sent_bytes[comm] += size
+        return self._posted(address, size, (comm, to, tag), 0, request)
+
+    def _irecv(self, address: int, size: int, byte: int, source: int, tag: int, comm: int, request: Any) -> int:
+        return self._posted(address, size, (source, comm, tag), 1, request)
+
+    def _testsome(self, count: int, requests: Any, found: Any, indices: Any, statuses: int) -> int:
+        if any(sends and receives for sends, receives in self.network.ends.values()):
+            self.network.deliver_one()
+        ended = [i for i in range(count) if not self.requests[requests[i]].is_under_way]
+        found[0] = len(ended)
+        for i, index in enumerate(ended):
+            indices[i] = index
+        return 0
+
+    def begin(self, rank: int, schedule: Schedule, x: np.ndarray) -> None:
+        steps, parts = schedule.arrays()
+        facts = steps.ctypes.data, parts.ctypes.data, len(parts), -(-schedule.scratch_bytes // 64) * 64
+        record = RecordStruct(*facts, x.size, 0, rank)
+        self._kept += record, steps, parts, x
+        at, numbers = c_void_p(x.ctypes.data), (c_int64(5), c_int64(1 << 20))
+        self.sums[rank] = self.library.jaxmpi_sum_begin(ctypes.byref(record), at, *numbers)
+
+    def go_on(self, most_s: float) -> None:
+        """Carry them on until the first has ended; forget that one."""
+        pace, moved = Pace(yields=1), c_int32()
+        assert not self.library.jaxmpi_sums_go_on(int(1e6 * most_s), ctypes.byref(pace), ctypes.byref(moved))
+        self.sums = {rank: at for rank, at in self.sums.items() if not self.library.jaxmpi_sum_ended(c_void_p(at))}
+
+
+def in_thread(run: Callable[[], Any]) -> Any:
+    """The result of a thread of its own, which flushes what is subnormal, as the threads of programs do."""
+    with ThreadPoolExecutor(1, initializer=scheduling.flush_subnormals) as thread:
+        return thread.submit(run).result()
+
+
+def sums(library: ctypes.CDLL, strategy: str, rows: np.ndarray, hosts: tuple[int, ...], half: str = ""):
+    """f32[w, n] -> what each rank has after the sum or a half of it, and the bytes that each has sent."""
+
+    def run() -> tuple[np.ndarray, collections.Counter[int]]:
+        results, engine = rows.copy(), Engine(library, seed=rows.shape[1])
+        order = AxisComm("w", len(rows), hosts).order
+        for rank, x in enumerate(results):
+            engine.begin(rank, parse(strategy).schedule(x.size, Group(rank, order, hosts), half), x)
+        while engine.sums:
+            engine.go_on(20)
+        assert not any(queue for ends in engine.network.ends.values() for queue in ends)
+        return results, engine.network.sent_bytes
+
+    return in_thread(run)
+
+
+def sums_in_jax(strategy: str, rows: np.ndarray, hosts: tuple[int, ...]) -> np.ndarray:
+    run = functools.partial(sum_bucket, strategy=parse(strategy), comm=AxisComm("w", len(rows), hosts))
+    return np.asarray(jax.jit(jax.vmap(run, axis_name="w"))(rows))
+
+
+def extremes(rows: np.ndarray) -> np.ndarray:
+    """Rows with blocks of extreme numbers.
+
+    Such a block has numbers that are not finite, or are subnormal, zeros, or of one magnitude. Nothing of them is added
+    up to a NaN.
+    """
+    n = rows.shape[1]
+    for block, x in enumerate((np.inf, np.nan, 1e-40, 0.0, 3e38, 65_519.9, 2.0**-14, -(2.0**-24) / 3)):
+        start = BLOCK * block
+        if start < n:
+            rows[block % len(rows), start : start + BLOCK // 2] = x
+    return rows
+
+
+def cases() -> Iterator[Any]:
+    for workers in range(2, 9):
+        for wire in WIRES:
+            is_quick = workers < 4 or (workers == 4 and wire == "8")
+            yield pytest.param(workers, wire, marks=[] if is_quick else pytest.mark.slow)  # compiling takes long
+
+
+@pytest.mark.parametrize(("workers", "wire"), list(cases()))
+def test_the_engine_gives_the_bits_of_the_algorithms_in_jax(workers, wire, library, monkeypatch):
+    """One packet and several; parts of which more wait than may be under way; zeros, tiny and huge numbers, NaN."""
+    monkeypatch.setattr(color_trees, "PRICE", 256)
+    monkeypatch.setattr(schedules, "MESSAGE_BYTES", 4 * BLOCK + 300)
+    apart = tuple(np.random.default_rng(workers).permutation(workers).tolist())
+    names = ["asa", "ring", "pipering", "color2", *(["tree"] if workers.bit_count() == 1 else [])]
+    names += [f"color{workers}"] if workers > 2 else []
+    places = [(name, apart) for name in names]
+    if workers in (4, 6):
+        hosts = tuple(i % 2 for i in range(workers))
+        places += [(f"hier-{cross}", hosts) for cross in ("ring", "asa", "tree", "color2")]
+    for name, hosts in places:
+        assert parse(name).is_in_c(hosts)
+        for n in (30 * BLOCK * workers - 5, *([7] if wire == "8" else [])):
+            rows = extremes(rows_of(workers, n))
+            expected, got = sums_in_jax(f"{name}:{wire}", rows, hosts), sums(library, f"{name}:{wire}", rows, hosts)[0]
+            assert bits_of(got, name).tobytes() == bits_of(expected, name).tobytes(), (name, n)
+
+
+def bits_of(x: np.ndarray, name: str) -> np.ndarray:
+    """With one kind of NaN, since there are many, and one zero for trees: XLA may leave out their addition to 0."""
+    return np.where(np.isnan(x), np.float32(np.nan), x + np.float32(0) if "color" in name or name == "pipering" else x)
+
+
+@pytest.mark.parametrize("strategy", ["asa:32", "ring:16", "hier-asa:32", "hier-ring:32", "hier-asa:8", "hier-ring:16"])
+def test_the_halves_are_the_sum_in_every_bit(strategy, library, monkeypatch):
+    """Between the halves a rank has its own chunk alone: the others are zeros."""
+    monkeypatch.setattr(schedules, "MESSAGE_BYTES", 4 * BLOCK)
+    hosts, rows = (1, 2, 0, 1, 0, 2), rows_of(6, 6006)
+    comm, halves = AxisComm("w", 6, hosts), parse(strategy).spec.halves
+    assert halves
+    expected, _ = sums(library, strategy, rows, hosts)
+    mine, scatter_bytes = sums(library, strategy, rows, hosts, "scatter")
+    chunks, own = np.zeros((6, 6, 1001), np.float32), list(halves.chunks(comm))
+    chunks[range(6), own] = mine.reshape(chunks.shape)[range(6), own]
+    whole, gather_bytes = sums(library, strategy, chunks.reshape(rows.shape), hosts, "gather")
+    assert whole.tobytes() == expected.tobytes()
+    assert scatter_bytes == gather_bytes
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 8, 17])
+def test_the_busiest_rank_sends_what_the_cost_formula_counts(workers, library):
+    for colours in range(1, min(workers, 6) + 1):
+        k, arity, _ = forest(workers, colours)
+        rows = np.ones((workers, workers * k * BLOCK), np.float32)
+        _, sent_bytes = sums(library, f"color{colours}", rows, tuple(range(workers)))
+        assert max(sent_bytes.values()) == most_edges(workers, k, arity) * 4 * rows.shape[1] / k
+
+
+@pytest.mark.parametrize("found", [1, 2])
+def test_the_error_of_one_message_is_that_of_the_sum(library, found):
+    """MPI says that it stands in a status. The sum is a thread's, which leaves it there."""
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(error_in_status, library, found, 15).result() == 15
+
+
+def error_in_status(library: ctypes.CDLL, found: int, bad: int) -> int:
+    in_status, status_bytes, error_at = 17, 24, 8
+    both = Engine(library)
+
+    def testsome(count: int, requests: Any, ended: Any, indices: Any, statuses: int) -> int:
+        ended[0] = found
+        for i in range(found):
+            c_int.from_address(statuses + i * status_bytes + error_at).value = bad * (i == found - 1)
+        return in_status
+
+    functions = Isend(both._isend), Isend(both._irecv), SomeAreComplete(testsome)
+    setup = Setup(*functions, status_bytes, error_at, in_status)
+    library.jaxmpi_sum_setup(ctypes.byref(setup))
+    x = np.ones(8, np.float32)
+    both.begin(0, parse("ring:32").schedule(8, Group(0, (0, 1), (0, 1))), x)
+    pace, moved = Pace(yields=1), c_int32()
+    return library.jaxmpi_sums_go_on(1000, ctypes.byref(pace), ctypes.byref(moved))
+
+
+@pytest.mark.parametrize("name", ["color<k>", "hier-<cross>", "ring", "bf16"])
+def test_what_a_user_has_replaced_is_not_c_s(name, monkeypatch):
+    spelled = {"color<k>": "color4:16", "hier-<cross>": "hier-asa:32", "ring": "hier-ring:8", "bf16": "ring:bf16"}[name]
+    assert parse(spelled).is_in_c((0, 0, 1, 1))
+    table: dict[str, Any] = WIRES if name in WIRES else STRATEGIES
+    monkeypatch.setitem(table, name, table[name]._replace())
+    assert not parse(spelled).is_in_c()
