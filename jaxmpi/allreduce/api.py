@@ -29,7 +29,7 @@ from jaxmpi.allreduce.compression import Peers
 from jaxmpi.allreduce.derivative import NOT_MAPPED, differentiable
 from jaxmpi.allreduce.dispatch import sums
 from jaxmpi.allreduce.integer_mean import halves, mean_of_halves
-from jaxmpi.comm.agreement import Fingerprint, fingerprint, refuse_together, with_call_site
+from jaxmpi.comm.agreement import Fingerprint, fingerprint, refuse_together
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
@@ -182,7 +182,7 @@ class Choice(NamedTuple):
         """
         if not is_traced(leaves):
             return jax.tree.leaves(_outside_jit_of(self)(jax.tree.unflatten(jax.tree.structure(tree), leaves)))
-        self.comm.assert_same(with_call_site(self.fingerprint(tree, TRACED)))
+        self.comm.assert_same(self.fingerprint(tree, TRACED))
         number = None if is_part else number_of(self.comm, f"{self.what(leaves)}, {caller()}")
         leaves = [not_mapped(leaf) if over_mpi(self.comm) else leaf for leaf in leaves]  # a refused call began nothing
         with compared(self.comm, number):
@@ -276,7 +276,7 @@ def _outside_jit(choice: Choice) -> Callable[[PyTree], PyTree]:
         leaves, structure = jax.tree.flatten(tree)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         agreed = programs[key][0] if key in programs else choice.fingerprint(tree)
-        choice.comm.assert_same(with_call_site(agreed))  # two ranks may call with two trees that both have used before
+        choice.comm.assert_same(agreed)  # two ranks may call with two trees that both have used before
         if key not in programs:
             like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
             programs[key] = agreed, _three_programs(choice, like)
@@ -461,7 +461,7 @@ def compressed(spelling: str, op: Op, comm: Comm | None, bucket_bytes: int | Non
             return compression.paid(updates, state)
         choice, traced = Choice(spelling, op, workers, bucket_bytes), is_traced(jax.tree.leaves((updates, state)))
         with one_thread(workers) as is_part:
-            workers.assert_same(with_call_site(choice.fingerprint(updates, TRACED if traced else "exchange")))
+            workers.assert_same(choice.fingerprint(updates, TRACED if traced else "exchange"))
             if traced:
                 what = f"{choice.what(jax.tree.leaves(updates))}, {caller()}"
                 number = None if is_part else number_of(workers, what)

@@ -21,7 +21,7 @@ from jaxmpi.allreduce.call_order import compared, in_turn, number_of, one_thread
 from jaxmpi.allreduce.dispatch import MPI_COUNTS
 from jaxmpi.collectives.call import NOBODY, MpiCall, shape_of
 from jaxmpi.collectives.table import OPERATIONS, Operation
-from jaxmpi.comm.agreement import Fingerprint, fingerprint, with_call_site
+from jaxmpi.comm.agreement import Fingerprint, fingerprint
 from jaxmpi.comm.call_comparison import comparison_of
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.core.pytrees import PyTree
@@ -110,8 +110,8 @@ def facts(call: MpiCall, operands: Sequence[Any], is_traced: bool) -> Fingerprin
     if call.may_differ:
         return fingerprint(what, options)
     if not is_traced:
-        return with_call_site(fingerprint(what, options))
-    return with_call_site(fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines}))
+        return fingerprint(what, options)
+    return fingerprint(f"{call.operation}, {call.line}", {**options, "lines": call.lines})
 
 
 def is_logged() -> bool:

@@ -1,6 +1,6 @@
 """Communication: messages between processes, and collectives inside jit.
 
-In reading order: `agreement`, fingerprints of calls; `call_places`, their order by the user's lines; `polling`, waits
+In reading order: `agreement`, fingerprints of calls; `polling`, waits
 that give up; `mailbox`, messages without a wait; `mpi_info`, facts about the MPI library; `membership`, who the ranks
 are, also after a death; `control`, small messages outside jit; `solo`, the same for one process; `job`, how this job
 comes by one of the two; `link_times`, how quick messages are; `base`, the protocol inside jit; `axis` over a mapped

@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxmpi.core.errors import AgreedError, TrainingError, UsageError
-from jaxmpi.core.frames import PLACE_BYTES, calling_place
 
 T = TypeVar("T")
 
@@ -55,7 +54,6 @@ class Fingerprint(NamedTuple):
     what: str
     value: Any
     digest: bytes
-    place: bytes = bytes(PLACE_BYTES)  # place of the call in the user's code; it may differ between ranks, but not swap
 
 
 def different_calls(calls: Mapping[int, str]) -> str:
@@ -65,11 +63,6 @@ def different_calls(calls: Mapping[int, str]) -> str:
     others = ", ".join(f"rank {rank} to {calls[rank]!r}" for rank in odd[:8])
     order = "all must make the same calls in the same order"
     return f"ranks came to different calls: rank {first} to {calls[first]!r}, {others}; {order}"
-
-
-def with_call_site(mine: Fingerprint) -> Fingerprint:
-    """A fingerprint with the place in the user's code that runs."""
-    return mine._replace(place=calling_place())
 
 
 def fingerprint(what: str, value: Any) -> Fingerprint:
@@ -91,5 +84,5 @@ def refuse_together(compare: Callable[[Fingerprint], None]) -> Iterator[None]:
         yield
     except UsageError as error:
         with suppress(UsageError):  # the others raise it: ranks differ
-            compare(with_call_site(fingerprint(str(error), None)))
+            compare(fingerprint(str(error), None))
         raise

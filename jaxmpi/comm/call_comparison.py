@@ -11,12 +11,7 @@ received behind its last. Unequal numbers show in one of three ways:
   waits in.
 
 An operation through shared memory (`compiled_slots.h`) compares before it reads another rank's array. A rank that needs
-none, as the root of a short bcast, compares when it next waits for all. When all scripts have ended, each rank looks at
-the others' last calls.
-
-Ranks of one host receive the numbers of all. Between hosts, of ALL_BELOW ranks and more each one receives only those of
-the ranks at distances 1, 2, 4, ... before it. If no rank sees a difference, all numbers are equal. Otherwise some ranks
-know it at once. Others have a wrong result for the seconds in which the job ends.
+none, as the root of a short bcast, compares when it next waits for all.
 
 A callback in the program may have an exchange's sum before that: it waits for its operands, not for the comparison.
 
@@ -47,10 +42,9 @@ from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.comm.polling import survives_losses
 from jaxmpi.core.errors import TrainingError, UsageError
 from jaxmpi.runtime import failures, host_callbacks
-from jaxmpi.runtime.mpi_end import call_after_all_scripts, call_before_finalize
+from jaxmpi.runtime.mpi_end import call_before_finalize
 
 DIFFERS = "jaxmpi: a rank has come to another exchange"
-ALL_BELOW = 17  # ranks: of so many and more, each receives from those at distances 1, 2, 4, ...
 _comparisons: list["CallComparison"] = []  # of communicators that were not freed
 _indices = [-1]  # numbers of comparisons; a communicator's is the same on all its ranks
 
@@ -63,23 +57,12 @@ class CallComparison:
         self._comm, self._of = comm, "the job" if comm is world() else f"a communicator of {comm.size} ranks"
         self._texts: dict[int, str] = {}  # by number, for messages; the same on all ranks
         self._others = comm.processes.roll.comm  # whose thread has other tags
-        is_one_host = len(set(comm.hosts)) == 1
-        heard = range(1, comm.size) if is_one_host else distances(comm.size)
         reasons, used = zip(*comm.processes.allgather_object([_why_python(), _indices[-1]]), strict=True)
         _indices.append(max(used) + 1)
         self._calls = (
-            PythonCalls(
-                comm=comm, others=self._others, distances=heard, name=f"{DIFFERS} {_indices[-1]}", differs=self.refuse
-            )
+            PythonCalls(comm, self._others, f"{DIFFERS} {_indices[-1]}", self.refuse)
             if any(reasons)
-            else CompiledCalls(
-                comm=comm,
-                messages=self._others,
-                distances=heard,
-                index=_indices[-1],
-                differs=self.differs,
-                failed=self.failed,
-            )
+            else CompiledCalls(comm, self._others, _indices[-1], self.differs, self.failed)
         )
         first = next((rank for rank, reason in enumerate(reasons) if reason.startswith(c_handlers.TROUBLE)), None)
         if first == comm.rank:
@@ -88,7 +71,7 @@ class CallComparison:
         self.name_errors_of(comm.mpi)
         comm.processes.roll.lookup = self
         _comparisons.append(self)
-        _check_at_end()
+        _wait_at_exit()
 
     def close(self) -> None:
         """Let go of what programs call."""
@@ -194,7 +177,8 @@ class CallComparison:
         kinds = MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS  # errors of one message, or of one among several
         if MPI.Get_error_class(code) not in kinds or not (held := self.held()):
             return
-        theirs = {rank: number for rank in self._calls.receives_from if (number := self._number_of(rank, held.count))}
+        others = set(range(self._comm.size)) - {self._comm.rank}
+        theirs = {rank: number for rank in others if (number := self._number_of(rank, held.count))}
         if set(theirs.values()) - {held.number}:
             self.differs(held.number, theirs)
         if MPI.Get_error_class(code) != MPI.ERR_TRUNCATE:
@@ -204,19 +188,6 @@ class CallComparison:
             "exchange; all must make the same calls in the same order"
         )
         failures.fail(error, None)
-
-    def check_all_came(self) -> None:
-        """End the job if ranks have ended with other calls."""
-        if not isinstance(self._calls, CompiledCalls):
-            return
-        mine, theirs = self._calls.different()
-        if theirs:
-            self.differs(mine, theirs)
-        number, ranks = self._calls.missing()
-        if ranks:
-            mine, *others = self._comm.processes.in_job([self._comm.rank, *ranks])
-            late = f"rank {', '.join(map(str, others))} has not; all ranks must call it as often"
-            failures.fail(TrainingError(f"rank {mine} has come to {self.text(number)}, {late}"), None)
 
     def _number_of(self, rank: int, count: int) -> int:
         """Number that a rank has sent, which nobody will receive, or 0."""
@@ -231,11 +202,10 @@ class CallComparison:
 class PythonCalls:
     """Turn and comparison by functions in Python that programs call."""
 
-    def __init__(self, comm: MpiComm, others: Any, distances: Sequence[int], name: str, differs: Any) -> None:
+    def __init__(self, comm: MpiComm, others: Any, name: str, differs: Any) -> None:
         """Nobody has the turn."""
         self._comm, self._others, self._differs = comm, others, differs
-        self._to = [(comm.rank + distance) % comm.size for distance in distances]
-        self.receives_from = [(comm.rank - distance) % comm.size for distance in distances]
+        self._ranks = [(comm.rank + i) % comm.size for i in range(1, comm.size)]
         self._turn, self._held, self._waits = threading.Condition(), (0, 0), 0
         self._ticket = self._served = 0  # the next one for the turn, and the one that has the turn
         self._names = f"{name}, begun", f"{name}, ended"
@@ -276,15 +246,15 @@ class PythonCalls:
                 self._turn.wait()
             self._waits, self._begun = 0, (self._begun + 1) % (1 << 31)  # which other ranks hear of as i32
             self._held = number, self._begun
-        for rank in self._to:
+        for rank in self._ranks:
             self._others.Send(np.array([number], np.int32), rank)
 
     def _end(self, operands: Sequence[np.ndarray], results: Sequence[np.ndarray], number: int) -> None:
-        theirs = np.zeros((len(self.receives_from), 1), np.int32)
-        for message, rank in zip(theirs, self.receives_from, strict=True):
+        theirs = np.zeros((len(self._ranks), 1), np.int32)
+        for message, rank in zip(theirs, self._ranks, strict=True):
             self._others.Recv(message, rank, 0)
         if (theirs != number).any():
-            self._differs(number, dict(zip(self.receives_from, theirs[:, 0].tolist(), strict=True)))
+            self._differs(number, dict(zip(self._ranks, theirs[:, 0].tolist(), strict=True)))
         with self._turn:
             self._held, self._served = (0, 0), self._served + 1
             self._turn.notify_all()
@@ -311,20 +281,14 @@ def _error_handler() -> Any:
 
 
 @functools.cache
-def _check_at_end() -> None:
+def _wait_at_exit() -> None:
     call_before_finalize(_let_programs_end)
-    call_after_all_scripts(lambda: [comparison.check_all_came() for comparison in _comparisons])
 
 
 def _let_programs_end() -> None:
     """Wait at exit for programs that exchange; `exchange_watch` limits the time."""
     with contextlib.suppress(Exception):  # errors of a program: mpi4jax's hook raises them again
         jax.effects_barrier()
-
-
-def distances(ranks: int) -> list[int]:
-    """How far before this rank those are whose numbers it receives."""
-    return [*range(1, ranks)] if ranks < ALL_BELOW else [1 << i for i in range((ranks - 1).bit_length())]
 
 
 def comparison_of(comm: MpiComm) -> CallComparison:

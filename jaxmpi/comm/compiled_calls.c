@@ -11,8 +11,7 @@
    several places for them, in turn. At END, and in most operations, it waits until all others have published the call. The
    root of a bcast of a short array waits for nobody, so it may be some calls ahead; it compares those later. Before it
    takes a place again, all others must have published a later call than the one whose place it was, so they have read
-   that. Between hosts a number is a message of 4 bytes, of which MPI keeps as many as there are; there a rank may hear
-   only some of the others.
+   that. Between hosts a number is a message of 4 bytes to each other rank, of which MPI keeps as many as there are.
 
    A rank may skip an exchange, as in a `lax.cond` that only some ranks take. At the next one its number is the same as
    the others' though they are a step behind. So an exchange also has a turn: how often its program has run, modulo
@@ -48,11 +47,10 @@ struct setup {
   void (*failed)(int32_t number, int32_t code);           /* likewise */
   _Atomic int64_t *board;                                 /* NULL: numbers are messages */
   char *slots;                                            /* NULL: operations are MPI's */
-  const int32_t *sends_to, *receives_from;                /* ranks, `others` of each */
   handle comm, messages, int32; /* of the operations, of the comparison's messages; its dtype */
   handle types[TYPES], ops[OPS]; /* by XLA's number, by OP */
   int64_t item_bytes[TYPES], slot_bytes, part_bytes;
-  int32_t rank, size, others;
+  int32_t rank, size;
   int32_t places, place_words; /* of a rank on the board: how many, and the words of one; behind them are ROUNDS_WORDS */
 };
 
@@ -70,7 +68,7 @@ struct comparison {
   struct turn turns[NUMBERS_WITH_TURNS];
   int64_t rounds, chunks;          /* through slots, so far */
   int32_t ahead;                   /* calls that this rank has begun since it last compared with all */
-  int32_t mine, theirs[];          /* numbers of calls that differ; 0 of ranks that do not */
+  int32_t mine, theirs[];          /* numbers of calls, by rank; 0 of those that are not known */
 };
 
 static struct comparison *comparisons[MOST_COMPARISONS];
@@ -80,7 +78,7 @@ static struct comparison *comparisons[MOST_COMPARISONS];
 int jaxmpi_setup_bytes(void) { return sizeof(struct setup); }
 
 void jaxmpi_open(int32_t index, const struct setup *mpi) {
-  struct comparison *made = calloc(1, sizeof *made + mpi->others * sizeof(int32_t));
+  struct comparison *made = calloc(1, sizeof *made + mpi->size * sizeof(int32_t));
   made->mpi = *mpi;
   pthread_mutex_init(&made->lock, NULL);
   pthread_cond_init(&made->given, NULL);
@@ -129,6 +127,9 @@ static void give(struct comparison *c) {
 
 /* ---------------------------------------------------------------- the comparison */
 
+/* The i-th other rank, of size - 1. */
+static int other(const struct comparison *c, int i) { return (c->mpi.rank + i) % c->mpi.size; }
+
 static _Atomic int64_t *words_of_rank(struct comparison *c, int rank) {
   return c->mpi.board + rank * (c->mpi.places * c->mpi.place_words + ROUNDS_WORDS);
 }
@@ -169,10 +170,11 @@ static int compare_earlier(struct comparison *c, int32_t last) {
     int32_t count = (c->begun - behind) & INT32_MAX;
     if (((last - count) & INT32_MAX) > c->mpi.places) break; /* it is later */
     c->mine = (int32_t)(*place(c, c->mpi.rank, count) >> 32);
-    for (int i = 0; i < c->mpi.others; i++) {
-      int64_t found = atomic_load_explicit(place(c, c->mpi.receives_from[i], count), memory_order_acquire);
-      c->theirs[i] = (int32_t)found == count ? (int32_t)(found >> 32) : 0; /* else it has been replaced */
-      is_same = is_same && (!c->theirs[i] || c->theirs[i] == c->mine);
+    for (int i = 1; i < c->mpi.size; i++) {
+      int rank = other(c, i);
+      int64_t found = atomic_load_explicit(place(c, rank, count), memory_order_acquire);
+      c->theirs[rank] = (int32_t)found == count ? (int32_t)(found >> 32) : 0; /* else it has been replaced */
+      is_same = is_same && (!c->theirs[rank] || c->theirs[rank] == c->mine);
     }
   }
   return is_same ? 0 : -1;
@@ -183,7 +185,7 @@ static int make_room(struct comparison *c) {
   int code = 0;
   int32_t last = (c->begun - c->mpi.places / 2) & INT32_MAX, ignored;
   if (c->ahead < c->mpi.places) return 0;
-  for (int i = 0; !code && i < c->mpi.others; i++) code = read_board(c, c->mpi.receives_from[i], last, &ignored);
+  for (int i = 1; !code && i < c->mpi.size; i++) code = read_board(c, other(c, i), last, &ignored);
   if (!code) code = compare_earlier(c, last);
   c->ahead = c->mpi.places / 2;
   return code;
@@ -218,8 +220,7 @@ static int begin(struct comparison *c, const int32_t *words, XLA_FFI_CallFrame *
   atomic_store_explicit(&c->held, (int64_t)number << 32 | (uint32_t)count, memory_order_release);
   if (mpi->board) return is_published_later ? 0 : publish(c);
   int code = 0;
-  for (int i = 0; !code && i < mpi->others; i++)
-    code = mpi->send(&number, 1, mpi->int32, mpi->sends_to[i], 0, mpi->messages);
+  for (int i = 1; !code && i < mpi->size; i++) code = mpi->send(&number, 1, mpi->int32, other(c, i), 0, mpi->messages);
   return code;
 }
 
@@ -229,14 +230,14 @@ static int compare(struct comparison *c, int32_t number, int first, int end) {
   struct setup *mpi = &c->mpi;
   int code = 0, is_same = 1, is_with_all = !first && end == mpi->size;
   c->mine = number;
-  for (int i = 0; !code && i < mpi->others; i++) {
-    int rank = mpi->receives_from[i];
+  for (int i = 1; !code && i < mpi->size; i++) {
+    int rank = other(c, i);
     status ignored;
-    c->theirs[i] = 0;
+    c->theirs[rank] = 0;
     if (rank < first || rank >= end) continue;
-    code = mpi->board ? read_board(c, rank, c->begun, &c->theirs[i])
-                      : mpi->recv(&c->theirs[i], 1, mpi->int32, rank, 0, mpi->messages, ignored);
-    is_same = is_same && c->theirs[i] == number;
+    code = mpi->board ? read_board(c, rank, c->begun, &c->theirs[rank])
+                      : mpi->recv(&c->theirs[rank], 1, mpi->int32, rank, 0, mpi->messages, ignored);
+    is_same = is_same && c->theirs[rank] == number;
   }
   if (code || !is_same) return code ? code : -1;
   if (is_with_all && mpi->board && c->ahead > 1) code = compare_earlier(c, c->begun);

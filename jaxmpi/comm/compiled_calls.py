@@ -69,13 +69,13 @@ def setup_type() -> type[ctypes.Structure]:
             ("functions", c_void_p * len(FUNCTIONS)),
             ("differs", Differs),
             ("failed", c_handlers.Failed),
-            *((name, c_void_p) for name in ("board", "slots", "sends_to", "receives_from")),
+            *((name, c_void_p) for name in ("board", "slots")),
             *((name, handle) for name in ("comm", "messages", "int32")),
             ("types", handle * TYPES),
             ("ops", handle * len(OPS)),
             ("item_bytes", c_int64 * TYPES),
             *((name, c_int64) for name in ("slot_bytes", "part_bytes")),
-            *((name, c_int32) for name in ("rank", "size", "others", "places", "place_words")),
+            *((name, c_int32) for name in ("rank", "size", "places", "place_words")),
         )
 
     assert ctypes.sizeof(Setup) == SOURCE.library().jaxmpi_setup_bytes()
@@ -89,7 +89,6 @@ class CompiledCalls:
         self,
         comm: MpiComm,
         messages: Any,
-        distances: Sequence[int],
         index: int,
         differs: Callable[[int, dict[int, int]], None],
         failed: Callable[[int, int], None],
@@ -99,8 +98,6 @@ class CompiledCalls:
         Args:
             comm: of the operations.
             messages: a communicator of mpi4py for the comparison.
-            distances: how far before this rank those are whose numbers it receives; on one host all, since a number has
-                few places in shared memory.
             index: of this object, the same on all ranks.
             differs: ends the job if ranks have come to calls of other numbers: mine, and theirs by rank.
             failed: ends the job if MPI has returned an error: number of the call, MPI's code.
@@ -119,20 +116,14 @@ class CompiledCalls:
         if self._board:
             words = np.frombuffer(self._board, np.int64, comm.size * row_words).reshape(comm.size, row_words)
             self._numbers = words[:, : self._places * place_words : place_words]
-        self.receives_from = [(comm.rank - distance) % comm.size for distance in distances]
-        sends_to = np.array([(comm.rank + distance) % comm.size for distance in distances], np.int32)
-        receives_from = np.array(self.receives_from, np.int32)
 
         def on_difference(number: int, theirs: Any) -> None:
-            known = zip(self.receives_from, theirs[: len(self.receives_from)], strict=True)
-            differs(number, {rank: theirs for rank, theirs in known if theirs})
+            differs(number, {rank: theirs[rank] for rank in range(comm.size) if theirs[rank]})
 
         setup = setup_type()()
         setup.functions[:] = c_handlers.addresses(FUNCTIONS)
         setup.differs, setup.failed = Differs(on_difference), c_handlers.Failed(failed)
         setup.board = ctypes.addressof(ctypes.c_char.from_buffer(self._board)) if self._board else None
-        setup.sends_to, setup.receives_from = sends_to.ctypes.data, receives_from.ctypes.data
-        setup.others = len(receives_from)
         setup.comm, setup.messages, setup.int32 = map(MPI._handleof, (comm.mpi, messages, MPI.INT32_T))
         for number, dtype in DTYPES.items():
             setup.item_bytes[number] = dtype.itemsize
@@ -142,7 +133,7 @@ class CompiledCalls:
             setup.ops[number] = MPI._handleof(getattr(MPI, op))
         setup.rank, setup.size = comm.rank, comm.size
         setup.places, setup.place_words = self._places, place_words
-        self._kept = setup, sends_to, receives_from  # objects that the handler has addresses of
+        self._kept = setup  # which the handler has the addresses of its functions from
         self._library.jaxmpi_open(index, ctypes.byref(setup))
 
     def share_slots(self) -> None:
@@ -216,27 +207,6 @@ class CompiledCalls:
             return None
         published = int(self._numbers[rank, count % self._places])
         return published >> 32 if published & 0xFFFFFFFF == count else 0
-
-    def missing(self) -> tuple[int, list[int]]:
-        """Number of this rank's last call, and ranks that did not come.
-
-        None are known to be missing if numbers are messages.
-        """
-        if self._numbers is None or not (count := self.begun()):
-            return 0, []
-        column = self._numbers[:, count % self._places]
-        is_there = (column - count & np.iinfo(np.int32).max) <= self._places
-        return int(column[self.comm.rank]) >> 32, np.flatnonzero(~is_there).tolist()
-
-    def different(self) -> tuple[int, dict[int, int]]:
-        """Number of a recent call, and those of ranks that differ."""
-        if self._numbers is not None:
-            for column in self._numbers.T:
-                mine = column[self.comm.rank]
-                others = np.flatnonzero((column != mine) & ((column - mine & 0xFFFFFFFF) == 0))
-                if mine and others.size:
-                    return int(mine) >> 32, {int(rank): int(column[rank]) >> 32 for rank in others}
-        return 0, {}
 
 
 class NumberedCalls:

@@ -63,8 +63,8 @@ static int meet(struct comparison *c, struct job *job) {
     return job->is_inline ? compare_needed(c, job) : compare(c, job->number, 0, c->mpi.size);
   }
   atomic_store_explicit(rounds_of(c, c->mpi.rank), ++c->rounds, memory_order_release);
-  for (int i = 0; !code && i < c->mpi.others; i++) {
-    int rank = c->mpi.receives_from[i];
+  for (int i = 1; !code && i < c->mpi.size; i++) {
+    int rank = other(c, i);
     for (int64_t looks = 0; !code && atomic_load_explicit(rounds_of(c, rank), memory_order_acquire) < c->rounds; looks++)
       code = between_looks(c, rank, looks);
   }

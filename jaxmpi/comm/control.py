@@ -11,7 +11,6 @@ Importing mpi4py starts MPI, so it happens inside functions.
 
 import collections
 import copy
-import itertools
 import json
 import os
 import socket
@@ -23,7 +22,6 @@ import jax
 import numpy as np
 
 from jaxmpi.comm.agreement import Fingerprint, different_calls, fingerprint
-from jaxmpi.comm.call_places import CallPlaces
 from jaxmpi.comm.exchange_watch import CONTROL, WaitRegistry, watch
 from jaxmpi.comm.mailbox import Mailbox, MpiMailbox
 from jaxmpi.comm.membership import Membership
@@ -31,7 +29,6 @@ from jaxmpi.comm.mpi_info import check_launcher, thread_level
 from jaxmpi.comm.polling import is_loss, lost_ranks_left_out, survives_losses, wait
 from jaxmpi.core.env import seconds_from
 from jaxmpi.core.errors import TrainingError, UsageError, check
-from jaxmpi.core.frames import calling_frames, is_users, line_of
 from jaxmpi.core.json_tree import differences
 from jaxmpi.core.pytrees import PyTree, check_arrays, describe_leaf, named_leaves
 from jaxmpi.runtime import affinity, device_setup, failures, in_flight, launchers, mpi_end
@@ -57,7 +54,7 @@ class MpiProcesses(Membership):
         self._words: list[Any] = []  # requests of messages that nobody waits for, kept until the end
         self._max, self._in_place = MPI.MAX, MPI.IN_PLACE
         self._rolls: list[WaitRegistry] = []
-        self.roll, self._places = self._new_roll(), CallPlaces()
+        self.roll = self._new_roll()
         self.tags = 1 + int(self.world.Get_attr(MPI.TAG_UB) or 0x7FFF)  # that a message may have
         # MPI_Finalize deletes this before it does anything else; then other ranks and threads must be done with MPI.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *of: mpi_end.run_hooks()), True)
@@ -83,7 +80,7 @@ class MpiProcesses(Membership):
         """A copy with its own communicator for another thread; a collective call."""
         other = copy.copy(self)
         other.world = self.clone()
-        other.roll, other._places = other._new_roll(), CallPlaces()
+        other.roll = other._new_roll()
         return other
 
     def over(self, world: Any, is_ours: bool = False) -> "MpiProcesses":
@@ -114,7 +111,7 @@ class MpiProcesses(Membership):
             other.world if is_one_host else other._keep(other.world.Split_type(self._on_host, key=other.rank))
         )
         other.local_rank, other.local_size = other._local.rank, other._local.size
-        other.roll, other._places = other._new_roll(), CallPlaces()
+        other.roll = other._new_roll()
         return other
 
     def free(self) -> None:
@@ -370,13 +367,11 @@ class MpiProcesses(Membership):
     def compare(self, mine: "Fingerprint", timeout_s: float | None = None) -> None:
         """`assert_same` for a fingerprint made before; cheap enough for every step.
 
-        Digest and place are 40 bytes a rank. The value itself travels only if digests differ.
+        A digest is 32 bytes a rank. The value itself travels only if digests differ.
         """
         self._let_exchanges_end()
-        sent = np.frombuffer(mine.digest + mine.place, np.uint8)
-        rows = np.empty((self.size, sent.size), np.uint8)
-        self._arrive(self.world.Iallgather(sent, rows), mine.what, timeout_s)
-        digests = rows[:, : len(mine.digest)]
+        digests = np.empty((self.size, len(mine.digest)), np.uint8)
+        self._arrive(self.world.Iallgather(np.frombuffer(mine.digest, np.uint8), digests), mine.what, timeout_s)
         odd = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
         if odd:
             places = self.allgather_object(mine.what)
@@ -386,23 +381,6 @@ class MpiProcesses(Membership):
             pairs = [(numbers[rank], values[rank], numbers[0], values[0]) for rank in odd[:8]]
             lines = [line for pair in pairs for line in differences(*pair)]
             raise UsageError(f"{mine.what} differs between ranks:\n" + "\n".join(lines[:24]))
-        self._check_order(mine.what, [row.tobytes() for row in rows])
-
-    def _check_order(self, what: str, calls: Sequence[bytes]) -> None:
-        """Print a line if two ranks make equal calls in another order."""
-        if not (pair := self._places.round_trip(calls)):
-            return
-        where = ", ".join([what, *map(line_of, itertools.islice(filter(is_users, calling_frames()), 2))])
-        places = self.allgather_object(where)
-        if self.rank == 0:
-            each = " and ".join(f"rank {self.numbers[rank]} is at {places[rank]!r}" for rank in pair)
-            print(
-                f"jaxmpi: {failures.describe_rank()}: equal calls in another order: {each}; with the calls before, "
-                "both have now come to the same lines; numbers of one went into the other's, unless these ranks take "
-                "turns",
-                file=sys.stderr,
-                flush=True,
-            )
 
     def in_job(self, ranks: Sequence[int]) -> list[int]:
         """The launcher's numbers of these ranks, as error messages give them."""

@@ -1,14 +1,12 @@
 """Lines of the user's code, for messages and comparisons."""
 
 import functools
-import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PLACE_BYTES = 8
 LIBRARIES = ("jax", "jaxlib", "jaxmpi", "optax", "flax", "equinox", "functools", "contextlib", "threading")
 
 
@@ -47,17 +45,3 @@ def calling_frames() -> Iterator[FrameType]:
         if is_callers(frame):
             yield frame
         frame = frame.f_back
-
-
-def calling_place() -> bytes:
-    """Digest of the lines that have led to this call.
-
-    Lines, not instructions: the compiler copies a `finally` to each way that leads to it.
-    """
-    steps = [f"{_file_name(f.f_code.co_filename)}:{f.f_code.co_name}:{f.f_lineno}" for f in calling_frames()]
-    return hashlib.blake2b("\n".join(steps).encode(), digest_size=PLACE_BYTES).digest()
-
-
-@functools.lru_cache(4096)
-def _file_name(file: str) -> str:
-    return Path(file).name

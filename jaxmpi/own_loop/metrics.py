@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmpi.allreduce.call_order import one_thread
-from jaxmpi.comm.agreement import fingerprint, refuse_together, with_call_site
+from jaxmpi.comm.agreement import fingerprint, refuse_together
 from jaxmpi.comm.job import processes
 from jaxmpi.core.errors import check
 from jaxmpi.core.host_arrays import check_holds, check_unmasked
@@ -94,7 +94,7 @@ def _over_ranks(what: str, metrics: PyTree, count: Any, is_mean: bool) -> PyTree
     by_path = dict(zip((path for path, _ in named), kinds, strict=True))
     columns = [np.stack(_halves(x.reshape(-1)), axis=-1).reshape(-1) for x in arrays]
     with one_thread(control, what):
-        control.compare(with_call_site(fingerprint(what, by_path)))
+        control.compare(fingerprint(what, by_path))
         rows = control.allgather_array(np.concatenate([[count], *columns]))
     counts = rows[:, 0]
     check(bool(counts.any()), f"{what}: got a count of 0 on every rank; expected examples on one of them")

@@ -107,10 +107,6 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         PART + "a(x).block_until_ready()\nif rank == 0: a(x).block_until_ready()" + ALONE,
         r"rank 0 waited \d s in exchange 1 of a communicator of 2 ranks \(allreduce.* for rank 1;",
     ),
-    "bcasts of two roots until the scripts end": (
-        ROOTS + "(f, g)[rank](x).block_until_ready()",
-        DIFFER.format("root=1"),
-    ),
     "bcasts of two roots before a sum": (
         ROOTS + "(f, g)[rank](x), a(x).block_until_ready()",
         DIFFER.format("root=1"),
@@ -122,10 +118,6 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
     "many bcasts of two roots": (
         ROOTS + "for _ in range(300): (f, g)[rank](x).block_until_ready()\ntime.sleep(60)",
         DIFFER.format("root=1"),
-    ),
-    "a bcast to which its root alone comes until the scripts end": (
-        "f = jax.jit(mpi.bcast)\nf(x).block_until_ready()\nif rank == 0: f(x).block_until_ready()",
-        r"rank 0 has come to exchange \d of the job \(bcast.*, rank 1 has not",
     ),
     "a send without a receive": (
         "if rank == 0: mpi.send(x, 1)" + ALONE,
@@ -220,8 +212,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
 
 # Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
 GOES_ON = ("the script of one rank", "a send without", "a started send without", "a message of another shape")
-GOES_ON = (*GOES_ON, "a sendrecv", "a bcast to which its root alone", "bcasts of two roots until the scripts end")
-GOES_ON = (*GOES_ON, "a second send without")
+GOES_ON = (*GOES_ON, "a sendrecv", "a second send without")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
 IN_CI = (*IN_CI, "a send without a receive until the script ends", "bcasts of two roots before a sum")
 CASES = [pytest.param(name, marks=pytest.mark.e2e if name in IN_CI else pytest.mark.slow) for name in MISTAKES]
@@ -240,33 +231,6 @@ def test_a_mistake_ends_the_job_with_rank_and_call(mistake):
     assert re.search(message, ended.out), ended.out[-3000:]
     begun_s = max(float(found) for found in re.findall(r"begun ([\d.]+)", ended.out))
     assert end_s - begun_s < LIMIT_S + 15  # to ask who is late takes up to 10; programs of the mistake, mpirun's end
-
-
-PAIRS = {  # of equal calls: one, the other
-    "allreduce": ("mpi.allreduce(x)", "mpi.allreduce(2 * x)"),
-    "exchange": ("jaxmpi.exchange(x)", "jaxmpi.exchange(2 * x)"),
-    "metrics": ("jaxmpi.metrics.mean(1.0)", "jaxmpi.metrics.mean(2.0)"),
-    "first calls of one factory's functions": ("f(x)", "g(x)"),
-    "started operations": ("s(x)", "t(x)"),
-}
-
-
-@pytest.mark.parametrize("pair", [pytest.param(k, marks=[] if k == "allreduce" else pytest.mark.slow) for k in PAIRS])
-@pytest.mark.e2e
-def test_equal_calls_that_ranks_make_in_another_order_are_said_once_with_their_lines(pair):
-    one, other = PAIRS[pair]
-    script = (
-        "make = lambda n: jax.jit(lambda x: mpi.allreduce(x) + n)\nf, g = make(1), make(2)\n"
-        "start = lambda n: jax.jit(lambda x: n + jaxmpi.wait(jaxmpi.start(mpi.allreduce, x)))\n"
-        "s, t = start(1), start(2)\n"
-        f"loss = lambda: {one}\nnorm = lambda: {other}\n"
-        "for each in (loss, norm, loss, norm)[:: 1 - 2 * rank]: each()\nprint('went on')"
-    )
-    ended = mpirun(2, "-c", f"{HEAD}\n{script}", timeout_s=90, env=LIMITS)
-    assert ended.code == 0, ended.out[-3000:]
-    assert ended.out.count("went on") == 2
-    [line] = re.findall(".*another order.*", ended.out)
-    assert re.search(r"rank 0 is at '.*<string>:16 in <lambda>.*' and rank 1 is at '.*<string>:15 in <lambda>.*'", line)
 
 
 @pytest.mark.slow  # longer than the limit of a wait

@@ -4,11 +4,8 @@ import re
 
 import jax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxmpi.allreduce import call_order
-from jaxmpi.comm.call_comparison import distances
 from launching import CLUSTER, NOT_PERMITTED, ROOT, mpirun, run
 
 PREAMBLE = """
@@ -290,47 +287,6 @@ def test_no_rank_has_a_result_if_one_of_four_is_at_another_exchange():
     assert ended.out.count("both have run") == 4, ended.out
     assert "numbers" not in ended.out
     assert re.search(r"rank 2 to 'exchange 2 of the job", ended.out), ended.out
-
-
-@pytest.mark.slow  # eighteen processes
-def test_a_rank_far_ahead_of_one_whose_number_it_would_not_hear_by_messages_waits_for_it():
-    """Numbers have two places in shared memory. By messages root would hear but some of more than 16 ranks."""
-    script = """
-from jaxmpi import collectives as mpi
-import time
-f = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda i, y: mpi.bcast(y) + 1, x))
-for i in range(5):
-    time.sleep(0.2 * (rank == 1))
-    y = f(x)
-print("end", float(y[0, 0]), flush=True)
-"""
-    ended = mpirun(18, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=200)
-    assert ended.code == 0, ended.out
-    assert ended.out.count("end 201.0") == 18, ended.out
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        (2, [1]),
-        (16, [*range(1, 16)]),
-        (17, [1, 2, 4, 8, 16]),
-        (32, [1, 2, 4, 8, 16]),
-        (33, [1, 2, 4, 8, 16, 32]),
-    ],
-)
-def test_a_rank_hears_each_other_one_or_those_at_powers_of_two(ranks, expected):
-    assert distances(ranks) == expected
-
-
-@given(st.data())
-def test_numbers_are_equal_if_each_rank_hears_its_own(data):
-    ranks = data.draw(st.integers(2, 70))
-    numbers = data.draw(st.lists(st.integers(1, 2), min_size=ranks, max_size=ranks))
-    heard = [{numbers[(rank - distance) % ranks] for distance in distances(ranks)} for rank in range(ranks)]
-    differ = [rank for rank in range(ranks) if heard[rank] != {numbers[rank]}]
-    assert bool(differ) == (len(set(numbers)) > 1)
-    assert not differ or ranks > 16 or len(differ) == ranks
 
 
 def check_both_are_named(said: str, one: int = 0, other: int = 1) -> None:
