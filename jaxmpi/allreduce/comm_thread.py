@@ -1,6 +1,6 @@
 """The communication thread of a process, for messages while programs compute.
 
-It carries the buckets of exchanges (`comm_thread_handlers`) and started operations (`jaxmpi.collectives`), each on a
+It carries the buckets of exchanges (`comm_thread_programs`) and started operations (`jaxmpi.collectives`), each on a
 communicator of its own. The thread itself is the process's own: it starts without other ranks.
 
 Sums of buckets are C's (`host_engine`). All else, such as started operations, is Python's: generators that yield
@@ -48,22 +48,14 @@ class PendingExchange:
     label: str
     bucket: np.ndarray  # f32[n], the thread's to change until it is summed
     steps: Iterator[Requests] = field(default_factory=lambda: iter(()))  # messages to wait for, one after another
-    opening: "Opening | None" = None  # the exchange's, if ranks compare which it is
+    after: "PendingExchange | None" = None  # which must have ended before this one begins, such as a comparison
     control: MpiProcesses | None = None  # control plane of the ranks that all take part; it says who is late
     lost: Callable[[], TrainingError] | None = None  # error of a message, in which two ranks take part
     begin_sum: Callable[[], HostSum] | None = None  # in place of steps
     sum: HostSum | None = None  # while it is under way
     start_s: float = field(default_factory=time.perf_counter)
+    followers: list["PendingExchange"] = field(default_factory=list)  # that wait for this one to end
     summed: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass(eq=False)
-class Opening:
-    """An exchange that has begun, while ranks compare which it is."""
-
-    what: str
-    is_agreed: bool = False
-    held: list[PendingExchange] = field(default_factory=list)  # buckets that are ready, and wait for the comparison
 
 
 class Event(NamedTuple):
@@ -157,15 +149,14 @@ class CommThread:
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
             self._pace.is_woken = 0
         for pending in arrived:
-            if pending.opening is None or pending.opening.is_agreed:
-                self.begin(pending)
+            if pending.after is None or pending.after.summed.is_set():
+                self._begin(pending)
             else:
-                pending.opening.held.append(pending)
+                pending.after.followers.append(pending)
         return bool(self._begun or not self._is_ending)
 
-    def begin(self, pending: PendingExchange) -> None:
-        """Begin an exchange."""
-        self._begun[pending] = None
+    def _begin(self, pending: PendingExchange) -> None:
+        self._begun[pending], pending.after = None, None
         if pending.begin_sum:
             pending.sum = pending.begin_sum()
         else:
@@ -180,11 +171,14 @@ class CommThread:
             self._requests[pending] = requests
 
     def _end(self, pending: PendingExchange) -> None:
-        """Say that an exchange is summed."""
+        """Say that an exchange is summed, and begin those that follow it."""
         del self._begun[pending]
         self.note("summed", pending.label)
         spans.record_span("travel", pending.label, pending.start_s, time.perf_counter())
         pending.summed.set()
+        followers, pending.followers = pending.followers, []
+        for follower in followers:
+            self._begin(follower)
 
     def _poll(self) -> bool:
         """Go on with exchanges whose messages have come; False if none have."""

@@ -1,13 +1,13 @@
 """A strategy's sums of vectors, all at once or one after another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmpi.allreduce import comm_thread_calls
+from jaxmpi.allreduce import comm_thread_programs
 from jaxmpi.allreduce.algorithms import Strategy, parse
-from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
 from jaxmpi.allreduce.host_engine import is_far, summed
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, world
@@ -31,15 +31,15 @@ def sums(vectors: Sequence[jax.Array], name: str, comm: Comm, divisor: float = 1
         return strategy.spec.means(list(vectors), comm, divisor)
     labels = [f"bucket {i + 1} of {len(flat)}" for i in range(len(flat))]
     plan = {"strategy": name, "floats of buckets": [x.size for x in flat]}
-    totals = many_at_once(flat, name, comm, lambda: Calls.of(name, comm, plan, flat, labels, portable=False))
+    totals = try_host_all_reduce(flat, name, comm, plan, labels)
     if totals is None:
         check_counts(flat, name, comm)
         totals = [sum_bucket(x, strategy, comm) for x in flat]
     return [(total / divisor).reshape(x.shape) for x, total in zip(vectors, totals, strict=True)]
 
 
-def many_at_once(
-    vectors: Sequence[jax.Array], name: str, comm: Comm, calls: Callable[[], Calls], half: str = ""
+def try_host_all_reduce(
+    vectors: Sequence[jax.Array], name: str, comm: Comm, plan: Any, labels: Sequence[str], half: str = ""
 ) -> list[jax.Array] | None:
     """Sums between hosts, or halves of them, with many messages under way.
 
@@ -47,20 +47,14 @@ def many_at_once(
     communication thread's, to which a bucket goes as soon as its gradients are there. If that thread cannot make them,
     they are C's whatever their length. None if neither can.
     """
-    may_travel = is_carried(name, comm)
-    if not may_travel or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:
+    has_thread = is_far(comm) and comm is world() and not comm_thread_programs.unavailable_reason(name, comm)
+    has_thread = has_thread and not host_callbacks.why_copies()  # nobody has measured sums from GPUs by the thread
+    if not has_thread or 4 * sum(x.size for x in vectors) <= SHORT_BYTES:
         if totals := summed(vectors, name, comm, half):
             return totals
-    return travelled(vectors, calls()) if may_travel else None
-
-
-def is_carried(name: str, comm: Comm) -> bool:
-    """Return True if the communication thread can make sums between hosts.
-
-    From GPUs such sums may take longer: nobody has measured that.
-    """
-    may_travel = is_far(comm) and comm is world() and not comm_thread_calls.unavailable_reason(name, comm)
-    return may_travel and not host_callbacks.why_copies()
+    if not has_thread:
+        return None
+    return comm_thread_programs.all_reduce_on_comm_thread(vectors, name, comm, plan, labels, half=half)
 
 
 def sum_bucket(flat: jax.Array, strategy: Strategy, comm: Comm) -> jax.Array:

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ _sums_p = SOURCE.primitive(is_in_place=True)
 FUNCTIONS = "Isend", "Irecv", "Testsome"  # in the order of `struct setup`
 ODD = 0x5A17  # in MPI_ERROR, to see where it is
 _numbers = itertools.count()  # numbers of records
-_programs = dict[int, MpiComm]()  # by number of a record, whose ranks sum
+_programs = dict[int, "HostEngine"]()  # by number of a record
 
 
 @functools.cache
@@ -95,9 +95,10 @@ class SumRecord:
 class HostEngine:
     """Sums of a communicator's ranks, by messages on a communicator of mpi4py of its own."""
 
-    def __init__(self, mpi: Any, order: Sequence[int], hosts: Sequence[int]) -> None:
-        """Take ranks by host, and the hosts of all ranks."""
-        self.mpi, self.group = mpi, Group(mpi.rank, order, hosts)
+    def __init__(self, comm: MpiComm) -> None:
+        """Make communicators; all ranks come here together."""
+        self.comm, self.control = comm, comm.processes.on_own_communicator()  # by which ranks find out who is late
+        self.mpi, self.group = self.control.clone(), Group(comm.rank, comm.order, comm.hosts)
         self.record = functools.cache(functools.partial(SumRecord, self))  # (strategy, half, n) -> SumRecord
 
 
@@ -137,32 +138,25 @@ def is_far(comm: Comm) -> TypeGuard[MpiComm]:
     return isinstance(comm, MpiComm) and len(set(comm.hosts)) > 1
 
 
-class ProgramEngine(HostEngine):
-    """The engine of programs, which know records by their numbers."""
-
-    def __init__(self, comm: MpiComm) -> None:
-        """Make communicators; all ranks come here together."""
-        mpi = comm.processes.clone()
-        comparison_of(comm).name_errors_of(mpi)
-        super().__init__(mpi, comm.order, comm.hosts)
-        self.comm, self.control = comm, comm.processes.on_own_communicator()  # by which ranks find out who is late
-        self.number = functools.cache(self._number)
-
-    def _number(self, record: SumRecord) -> int:
-        number = next(_numbers)
-        if number < MOST_RECORDS:
-            SOURCE.library().jaxmpi_sum_record(number, ctypes.byref(record.struct))
-            _programs[number] = self.comm
-        return number
+@functools.cache
+def number_of(engine: HostEngine, record: SumRecord) -> int:
+    """The number by which programs know a record."""
+    number = next(_numbers)
+    if number < MOST_RECORDS:
+        SOURCE.library().jaxmpi_sum_record(number, ctypes.byref(record.struct))
+        _programs[number] = engine
+    return number
 
 
 @functools.cache
-def program_engine(comm: MpiComm) -> ProgramEngine | None:
+def program_engine(comm: MpiComm) -> HostEngine | None:
     """The engine of this communicator's programs; None unless all ranks have C. All come here together at first."""
     reason = SOURCE.unavailable_reason() or "errors of lost ranks are Python's" * survives_losses()
     if unavailable_reason(comm) or any(comm.processes.allgather_object(reason)):
         return None
-    return ProgramEngine(comm)
+    engine = HostEngine(comm)
+    comparison_of(comm).name_errors_of(engine.mpi)
+    return engine
 
 
 def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = "") -> list[jax.Array] | None:
@@ -173,7 +167,8 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
     if not (is_far(comm) and vectors and parse(strategy).is_in_c(comm.hosts) and (engine := program_engine(comm))):
         return None
     records = [engine.record(strategy, half, x.size) for x in vectors]
-    numbers, tags = [engine.number(record) for record in records], min(comm.processes.tags, np.iinfo(np.int32).max)
+    numbers = [number_of(engine, record) for record in records]
+    tags = min(comm.processes.tags, np.iinfo(np.int32).max)
     if max(numbers) >= MOST_RECORDS or sum(record.count for record in records) > tags:
         return None
     words = len(vectors), tags, *numbers, *(record.digest for record in records)
@@ -184,10 +179,9 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
 def _waits(number: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
     try:
-        engine = program_engine(_programs[number])
-        assert engine
-        if waited_s > TIMEOUT_S or engine.control.is_asked():
-            raise late_error(engine.control, "an exchange", waited_s)
+        control = _programs[number].control
+        if waited_s > TIMEOUT_S or control.is_asked():
+            raise late_error(control, "an exchange", waited_s)
     except BaseException as error:  # ctypes would swallow it, and the program wait on
         failures.fail(error, None)
 
@@ -209,7 +203,7 @@ def _failed(number: int, code: int) -> None:
     why = NO_MEMORY_LINE if code == NO_MEMORY else f"MPI: {MPI.Get_error_string(code)}"
     try:
         if code != NO_MEMORY:
-            comparison_of(_programs[number]).name_error(code)  # not every MPI calls the communicator's handler
+            comparison_of(_programs[number].comm).name_error(code)  # not every MPI calls the communicator's handler
     finally:
         failures.fail(TrainingError(f"an exchange between hosts: {why}"), None)
 

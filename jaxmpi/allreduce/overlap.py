@@ -27,7 +27,7 @@ from jaxmpi.allreduce.api import (
 from jaxmpi.allreduce.autotune import is_auto
 from jaxmpi.allreduce.buckets import Order, fuse, split_all
 from jaxmpi.allreduce.call_order import callers
-from jaxmpi.allreduce.comm_thread_calls import Calls, labelled, travelled, unavailable_reason
+from jaxmpi.allreduce.comm_thread_programs import all_reduce_on_comm_thread, unavailable_reason
 from jaxmpi.comm.base import Comm
 from jaxmpi.comm.mpi import MpiComm, workers_of
 from jaxmpi.config.exchange_config import OVERLAPS, check_bucket_bytes
@@ -118,8 +118,14 @@ def exchange(
     choice = chosen_for(tree, strategy, op, comm, bucket_bytes, order)
     if choice.comm.size == 1 or not jax.tree.leaves(tree):
         return tree
-    vectors = fused(tree, choice)
-    return means(travelled(vectors, calls_of(choice, tree, vectors, portable)), tree, choice)
+    leaves = jax.tree.leaves(tree)
+    labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(leaves))
+    amount = f"{choice.strategy}, {choice.op} of {count_of(leaves)}"
+    what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
+    plan, name = choice.fingerprint(tree).value, choice.strategy
+    options = {"what": what, "portable": portable}
+    sums = all_reduce_on_comm_thread(fused(tree, choice), name, choice.comm, plan, labels, **options)
+    return means(sums, tree, choice)
 
 
 def chosen_for(
@@ -154,9 +160,7 @@ def means(sums: Sequence[jax.Array], tree: PyTree, choice: Choice) -> PyTree:
     return jax.tree.unflatten(structure, parts)
 
 
-def calls_of(choice: Choice, tree: PyTree, vectors: Sequence[jax.Array], portable: bool) -> Calls:
-    """The calls that carry a tree's buckets."""
-    labels = labelled([name for name, _ in named_leaves(tree)], choice.buckets(jax.tree.leaves(tree)))
-    amount = f"{choice.strategy}, {choice.op} of {count_of(jax.tree.leaves(tree))}"
-    what = "" if portable else f"exchange beside a program ({amount}, {callers()})"
-    return Calls.of(choice.strategy, choice.comm, choice.fingerprint(tree).value, vectors, labels, portable, what)
+def labelled(names: Sequence[str], buckets: Sequence[Sequence[int]]) -> list[str]:
+    """Labels of buckets, as `bucket 2 of 7 (conv1/kernel and 3 more)`."""
+    more = [f" and {len(bucket) - 1} more" if len(bucket) > 1 else "" for bucket in buckets]
+    return [f"bucket {b + 1} of {len(buckets)} ({names[bucket[0]]}{more[b]})" for b, bucket in enumerate(buckets)]

@@ -25,10 +25,9 @@ from jaxmpi.allreduce.api import TRACED, Choice, Op, check_op, guarded, is_trace
 from jaxmpi.allreduce.buckets import Order, assign_buckets, round_up
 from jaxmpi.allreduce.building_blocks import spread
 from jaxmpi.allreduce.call_order import caller, compared, in_turn, number_of, one_thread
-from jaxmpi.allreduce.comm_thread_calls import Calls, travelled
-from jaxmpi.allreduce.comm_thread_handlers import RANK
+from jaxmpi.allreduce.comm_thread_programs import RANK, all_reduce_on_comm_thread
 from jaxmpi.allreduce.compression import is_compressor
-from jaxmpi.allreduce.dispatch import check_counts, many_at_once
+from jaxmpi.allreduce.dispatch import check_counts, try_host_all_reduce
 from jaxmpi.allreduce.early_scatter import scattering
 from jaxmpi.allreduce.host_engine import is_far
 from jaxmpi.allreduce.slice_vectors import MOST_VECTORS, Jit, RowsInColumns, SlicesInBuckets, as_part, cut, joined
@@ -254,7 +253,7 @@ class Shards(NamedTuple):
         """f32[n] -> f32[n / w]: this worker's chunk of mean or sum."""
         comm, strategy = self.comm, self.choice.strategy
         divisor = comm.size if self.choice.op == "mean" else 1
-        if (sums := self._many_at_once(strategy, "scatter", lambda: flats)) is not None:
+        if (sums := self._on_host(strategy, "scatter", lambda: flats)) is not None:
             return [total.reshape(comm.size, -1)[self.chunk()] / divisor for total in sums]
         check_counts(flats, strategy, comm)
         return self.halves.scattered(flats, comm, parse(strategy).wire, divisor)
@@ -262,29 +261,23 @@ class Shards(NamedTuple):
     def _rows_of_all(self, chunks: list[jax.Array], wire: str) -> list[jax.Array]:
         """f32[m] -> f32[w, m] each: all workers' chunks, by number."""
         comm, strategy = self.comm, f"{self.choice.strategy.partition(':')[0]}:{wire}"
-        rows = self._many_at_once(
+        rows = self._on_host(
             strategy, "gather", lambda: [spread(chunk, comm.size, self.chunk()).reshape(-1) for chunk in chunks]
         )
         if rows is None:
             rows = self.halves.gathered(chunks, comm, WIRES[wire])
         return [row.reshape(comm.size, -1) for row in rows]
 
-    def _many_at_once(
-        self, strategy: str, half: str, flats_of: Callable[[], list[jax.Array]]
-    ) -> list[jax.Array] | None:
+    def _on_host(self, strategy: str, half: str, flats_of: Callable[[], list[jax.Array]]) -> list[jax.Array] | None:
         """A half outside XLA; None where a program makes it."""
-        if self.is_beside:
-            return travelled(flats := flats_of(), self.calls(strategy, half, flats))
-        if not (is_far(self.comm) and self.halves.scatter_part):
+        if not (self.is_beside or (is_far(self.comm) and self.halves.scatter_part)):
             return None
         flats = flats_of()
-        return many_at_once(flats, strategy, self.comm, lambda: self.calls(strategy, half, flats), half)
-
-    def calls(self, strategy: str, half: str, flats: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Calls:
-        """The calls that carry a half of buckets."""
         labels = [f"{half} of bucket {i + 1} of {len(flats)}" for i in range(len(flats))]
         plan = {"strategy": strategy, "half": half, "floats of buckets": [x.size for x in flats]}
-        return Calls.of(strategy, self.comm, plan, flats, labels, portable=self.is_beside, half=half)
+        if self.is_beside:
+            return all_reduce_on_comm_thread(flats, strategy, self.comm, plan, labels, half=half, portable=True)
+        return try_host_all_reduce(flats, strategy, self.comm, plan, labels, half)
 
     def _of_all(self, x: jax.Array) -> jax.Array:
         """f32[] -> f32[w], by worker."""

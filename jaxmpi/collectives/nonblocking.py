@@ -16,7 +16,6 @@ import functools
 import itertools
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxmpi.allreduce.api import is_traced
 from jaxmpi.allreduce.call_order import caller, one_thread
 from jaxmpi.allreduce.comm_thread import PendingExchange, Requests, comm_thread, same_calls
-from jaxmpi.allreduce.comm_thread_calls import TICKET
+from jaxmpi.allreduce.comm_thread_programs import TICKET
 from jaxmpi.collectives import api, messages
 from jaxmpi.collectives.call import MpiCall, at_least_8_bits, from_mpi_dtype, shape_of, to_mpi_dtype
 from jaxmpi.collectives.primitive import check_counts, describe_call, facts, intercept_calls, operation_of
@@ -260,32 +259,18 @@ class StartQueue:
         """Make two communicators; all ranks of `comm`, and no others, take part."""
         self.control = comm.processes.on_own_communicator()
         self.mpi = self.control.clone()
-        self._lock, self._is_busy = threading.Lock(), False
-        self._pending: deque[PendingExchange] = deque()
+        self._lock = threading.Lock()
+        self._last: PendingExchange | None = None  # comparison
 
     def add(self, pending: PendingExchange) -> None:
-        """Take the next operation."""
+        """Take the next operation: it follows its comparison, which follows the one before."""
+        steps = same_calls(self.control.world, self.control, pending.label)
+        label = f"the comparison of {pending.label}"
         with self._lock:
-            self._pending.append(pending)
-            begins, self._is_busy = not self._is_busy, True
-        if begins:
-            label, steps = f"the comparison of {pending.label}", self._compared()
-            comm_thread().hand_over(PendingExchange(label, np.empty(0), steps, control=self.control))
-
-    def _next(self) -> PendingExchange | None:
-        with self._lock:
-            self._is_busy = bool(self._pending)
-            return self._pending.popleft() if self._pending else None
-
-    def _compared(self) -> Iterator[Requests]:
-        """Compare one operation after another; each begins once all ranks agree.
-
-        Raises:
-            UsageError: ranks have come to different operations.
-        """
-        while pending := self._next():
-            yield from same_calls(self.control.world, self.control, pending.label)
-            comm_thread().begin(pending)
+            comparison = PendingExchange(label, np.empty(0), steps, after=self._last, control=self.control)
+            self._last = pending.after = comparison
+            comm_thread().hand_over(comparison)
+            comm_thread().hand_over(pending)
 
 
 def queue_of(comm: MpiComm) -> StartQueue:

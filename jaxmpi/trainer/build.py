@@ -21,7 +21,7 @@ import optax
 from jaxmpi.allreduce import algorithms, compression, overlap
 from jaxmpi.allreduce.api import BUCKET_BYTES, Choice, Op, exchange, exchange_gradients
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread_handlers import exchange_handlers
+from jaxmpi.allreduce.comm_thread_programs import exchange_handlers
 from jaxmpi.allreduce.local_devices import over_local_devices
 from jaxmpi.allreduce.sharded_local_devices import ShardsOfDevices
 from jaxmpi.allreduce.shards import Shards, shards_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi.allreduce import algorithms, comm_thread_calls, overlap, shards, subgroups
+from jaxmpi.allreduce import algorithms, comm_thread_programs, overlap, shards, subgroups
 from jaxmpi.allreduce.compression import is_compressor
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm import base
@@ -250,7 +250,7 @@ ALWAYS_SPLIT = (
 IN_A_JOB = (
     ONE_JIT,
     ALWAYS_SPLIT,
-    *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_calls.UnfitForThread, *UnfitForOverlap)),
+    *(overlap.UNFIT.format(asked="on", reason=why) for why in (*comm_thread_programs.UnfitForThread, *UnfitForOverlap)),
     BACKEND,
     *shrink.NEEDS,
     base.ONE_HOST,

@@ -107,7 +107,7 @@ CARRIED = """
 import sys
 import jax, numpy as np
 import jaxmpi
-from jaxmpi.allreduce import comm_thread_calls, host_engine
+from jaxmpi.allreduce import comm_thread_programs, host_engine
 from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.comm.job import processes
 from jaxmpi.core.deals import deal
@@ -125,7 +125,7 @@ for way in ways:
     if way.startswith("by"):
         host_engine.program_engine = lambda comm: None
     if way.endswith("program"):
-        comm_thread_calls.unavailable_reason = lambda *args: "asked for"
+        comm_thread_programs.unavailable_reason = lambda *args: "asked for"
     text = jax.jit(lambda x: jaxmpi.exchange(x, "ring32")).lower(x).as_text()
     steps.append(["host_engine" in text, "jaxmpi_python" in text])
     for strategy in NAMES:

@@ -21,7 +21,7 @@ from jaxmpi.allreduce.algorithms.color_trees import forest, packets_of
 from jaxmpi.allreduce.algorithms.table import algorithms_in_c
 from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import THREAD, comm_thread
-from jaxmpi.allreduce.comm_thread_handlers import OPENINGS, exchange_handlers
+from jaxmpi.allreduce.comm_thread_programs import OPENINGS, exchange_handlers
 from jaxmpi.allreduce.schedules import WINDOW
 from jaxmpi.allreduce.wires import BLOCK, WIRES
 from jaxmpi.comm.control import MpiProcesses

@@ -24,7 +24,7 @@ import jaxmpi
 from jaxmpi.allreduce import early_scatter
 from jaxmpi.allreduce.algorithms.ring import next_chunks
 from jaxmpi.allreduce.buckets import Order
-from jaxmpi.allreduce.comm_thread_handlers import DONE, OPEN, START, exchange_handlers
+from jaxmpi.allreduce.comm_thread_programs import DONE, OPEN, START, exchange_handlers
 from jaxmpi.allreduce.shards import shards_of
 from jaxmpi.allreduce.wires import WIRES
 from jaxmpi.comm import shared_params, shared_sync
