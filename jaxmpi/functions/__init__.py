@@ -6,7 +6,7 @@ In reading order: `function`: scatter, compute, reduce; `reductions`, words for 
 `rows`, which rows each worker takes; `variable`, arrays on the workers; `shared_array`, arrays of a host; `optimizer`,
 synchronous descent; `lifecycle`, start and end of the workers; `groups`, all workers together: devices, ranks or forked
 processes; `commands` to them; `worker`, a worker's part of a call; `transport`, messages between processes;
-`fork_comm`, collectives of forked ones; `import_by_name`, functions in another process; `profiling` of calls.
+`fork_memory`, sums of forked ones; `import_by_name`, functions in another process; `profiling` of calls.
 
 It imports `core`, `runtime`, `comm` and `allreduce`.
 """
@@ -22,7 +22,7 @@ from jaxmpi.core.pytrees import PyTree
 from jaxmpi.functions import shared_array
 from jaxmpi.functions.function import Function, Marker
 from jaxmpi.functions.lifecycle import close as close
-from jaxmpi.functions.lifecycle import current_group, launched_ranks
+from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.lifecycle import fork as fork
 from jaxmpi.functions.optimizer import optimizer as optimizer
 from jaxmpi.functions.profiling import profile as profile
@@ -37,6 +37,7 @@ from jaxmpi.functions.reductions import scatter as scatter
 from jaxmpi.functions.reductions import sum as sum
 from jaxmpi.functions.shared_array import SharedArray
 from jaxmpi.functions.variable import Variable, make_variable
+from jaxmpi.runtime.launchers import launched_workers
 
 
 def function(
@@ -105,7 +106,7 @@ def shared(
     if value is None:
         return shared_array.attach(name)
     make = functools.partial(shared_array.create, value, name, oversize, dtype, force)
-    if launched_ranks() == 1 or current_group().is_serial:
+    if launched_workers() == 1 or current_group().is_serial:
         return make()
     # The first rank of each host makes the array, the others map it; if one rank cannot, all raise.
     made: list[SharedArray] = []

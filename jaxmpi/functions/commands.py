@@ -32,7 +32,7 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
         UsageError, WorkerFailed: as `WorkerGroup.run_and_report`; another command is under way. The workers are as
             before.
     """
-    with group.alone(what), profiling.call(what, group.worker.rank == 0):
+    with group.exclusive(what), profiling.call(what, group.worker.rank == 0):
         group.check_usable()
         try:
             command = prepare()
@@ -52,7 +52,7 @@ def perform(group: WorkerGroup, what: str, prepare: Callable[[], Command]) -> An
                         send_programs(group, missing.keys)
                     command = command._replace(is_repeated=True)
         except BaseException as error:
-            group.note(error)
+            group.note_failure(error)
             group.release()
             raise
 

@@ -32,9 +32,10 @@ from jaxmpi.functions import lifecycle, profiling
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import WorkerGroup
 from jaxmpi.functions.import_by_name import qualified_name
-from jaxmpi.functions.reductions import ChosenOutputs, Output, Outputs, Scatter, check_reducible, from_word
+from jaxmpi.functions.reductions import Output, Outputs, Scatter, check_reducible, from_word
 from jaxmpi.functions.rows import check_enough, check_lengths, choices_by_worker, select_rows, shard_bounds
 from jaxmpi.functions.shared_array import is_shared
+from jaxmpi.functions.transport import as_bytes
 from jaxmpi.functions.variable import Variable, check_numbers, give_rows
 from jaxmpi.functions.worker import Command, Input, Leaf, WorkerProgram
 
@@ -89,7 +90,8 @@ class Function:
         self.outputs = Outputs(outputs)
         is_pair = isinstance(updates, (tuple, list)) and len(updates) == 2 and isinstance(updates[1], (Output, str))
         is_one_update = isinstance(updates, Variable) or is_pair
-        self.updates = [parse_update(update) for update in ([updates] if is_one_update else updates)]
+        every: Any = [updates] if is_one_update else updates
+        self.updates = [parse_update(update) for update in every]
         # The function returns its one output or update in no tuple.
         self.is_bare = (is_one_update and not self.outputs.trees) or (self.outputs.is_single and not self.updates)
         self.targets = [x.into for x in (*self.outputs.flat, *self.updates) if x.into is not None]
@@ -103,7 +105,7 @@ class Function:
         self.forms: list[Form] = []  # so far
         self.programs: dict[tuple[int, tuple], WorkerProgram] = {}
         self.jitted: dict[int, Any] = {}
-        self.sent: list[Any] = []  # broadcast leaves as the workers have them
+        self.sent: dict[int, Any] = {}  # broadcast inputs as the workers have them, by number
 
     def __del__(self) -> None:
         if (group := getattr(self, "group", None)) is not None:
@@ -161,14 +163,25 @@ class Function:
         try:
             structures, leaves = perform(group, self.name, prepare)
         except BaseException:
-            self.sent = []
+            self.sent = {}
             # Ranks that run the script may not all have come to the same forms; waiting workers keep programs.
             if not group.is_serial:
                 del self.forms[known:]
                 self.jitted = {form: jitted for form, jitted in self.jitted.items() if form < known}
                 self.programs = {key: program for key, program in self.programs.items() if key[0] < known}
             raise
-        return self._results(chosen, structures, iter(leaves), local)
+        results: dict[int, Any] = local.copy()
+        remaining = iter(leaves)
+        for place, structure in zip(chosen.computed, structures, strict=False):
+            output = self.outputs.flat[place]
+            if output.stays:
+                local[place].structure = structure
+            elif output.into is not None:
+                output.into.structure = structure
+            else:
+                mine = itertools.islice(remaining, structure.num_leaves)
+                results[place] = unpacked(jax.tree.unflatten(structure, mine))
+        return chosen.join(results)
 
     # ------------------------------------------------------------ arguments
 
@@ -183,7 +196,7 @@ class Function:
     ) -> Command:
         batch, batch_local, slices = how
         is_count = isinstance(slices, (int, np.integer)) and slices >= 1
-        check(is_count, f"slices: got {slices!r}; expected a whole number > 0")
+        check(bool(is_count), f"slices: got {slices!r}; expected a whole number > 0")
         for variable in self.targets:
             check(variable.group is group, f"{self.name}: a variable that takes a result {OF_OTHERS}")
         inputs, structure, keywords = self._inputs(group, args, named)
@@ -204,7 +217,12 @@ class Function:
         if rows is not None:
             check_enough(rows.count, group.size)
             edges = shard_bounds(rows.count, group.size)
-        fresh = self._changed_broadcasts([x.value for x in inputs if x.kind == "broadcast"])
+        fresh: dict[int, Any] = {}  # broadcast inputs that workers do not have yet, by their number
+        for x in inputs:
+            if x.kind == "broadcast" and not (x.number in self.sent and is_same(self.sent[x.number], x.value)):
+                # A JAX array cannot change; of others a copy is compared later.
+                fresh[x.number] = x.value if isinstance(x.value, jax.Array) else np.array(x.value, order="C")
+        self.sent |= fresh
 
         def inputs_for(rank: int) -> list[Input]:
             found = []
@@ -278,24 +296,13 @@ class Function:
                 inputs.append(Input("whole", where, value))
             elif marker is broadcast:
                 value = in_jax_dtype(where, value.array if is_shared(leaf) else value)
-                inputs.append(Input("broadcast", where, value, number=sum(x.kind == "broadcast" for x in inputs)))
+                inputs.append(Input("broadcast", where, value, number=len(inputs)))
             else:
                 if is_key:
                     check_rows(value.shape, where)
                 check(value.ndim > 0, f"{where}: got a number; scatter needs an array with a first axis of examples")
                 group.check_sees(leaf)
                 inputs.append(Input("rows", where, value))
-
-    def _changed_broadcasts(self, leaves: Sequence[Any]) -> dict[int, Any]:
-        """The broadcast leaves that workers do not have yet, by their number."""
-        fresh = {}
-        for i, leaf in enumerate(leaves):
-            if i >= len(self.sent) or not is_same(self.sent[i], leaf):
-                # A JAX array cannot change; of others a copy is compared later.
-                copied = leaf if isinstance(leaf, jax.Array) else np.array(leaf, order="C")
-                self.sent[i : i + 1] = [copied]
-                fresh[i] = copied
-        return fresh
 
     # ------------------------------------------------------------ programs
 
@@ -311,7 +318,7 @@ class Function:
 
     def _trace(self, form: int, shapes: tuple) -> WorkerProgram:
         me = weakref.proxy(self)  # a weak reference: dropping the function lets go at once of what workers hold of it
-        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._computed(form, flat)))
+        jitted = self.jitted.setdefault(form, jax.jit(lambda *flat: me._choose(form, me._all_outputs(form, flat))))
         parts = jitted.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).out_info
         leaves, agreed = [], {}
         for (leaf, name), part in zip(self._destinations(form), parts, strict=True):
@@ -351,9 +358,8 @@ class Function:
             found.append((leaf, str(len(self.outputs.trees) + i)))
         return found
 
-    def _computed(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
-        """Trees of computed outputs, then of updates."""
-        parts = self._all_outputs(form, flat)
+    def _choose(self, form: int, parts: Sequence[PyTree]) -> list[PyTree]:
+        """The computed ones of all outputs, and all updates."""
         return [*(parts[i] for i in self.forms[form].outputs), *parts[len(self.outputs.flat) :]]
 
     def _all_outputs(self, form: int, flat: Sequence[jax.Array]) -> list[PyTree]:
@@ -393,27 +399,8 @@ class Function:
         if not body:
             parts = jax.eval_shape(lambda *flat: self._all_outputs(form, flat), *avals)
             numbers = jax.tree.unflatten(jax.tree.structure(parts), range(len(jax.tree.leaves(parts))))
-            chosen = [*(numbers[i] for i in self.forms[form].outputs), *numbers[len(self.outputs.flat) :]]
-            by_name = qualified_name(self.__wrapped__), self.forms[form], jax.tree.leaves(chosen)
+            by_name = qualified_name(self.__wrapped__), self.forms[form], jax.tree.leaves(self._choose(form, numbers))
         return self.name, program.leaves, program.agreed, body, by_name
-
-    # ------------------------------------------------------------ results
-
-    def _results(
-        self, chosen: ChosenOutputs, structures: Sequence[Any], leaves: Any, local: dict[int, Variable]
-    ) -> PyTree:
-        results = {}
-        for place, structure in zip(chosen.computed, structures, strict=False):
-            output = self.outputs.flat[place]
-            if output.stays:
-                local[place].structure = structure
-                results[place] = local[place]
-            elif output.into is not None:
-                output.into.structure = structure
-            else:
-                mine = itertools.islice(leaves, structure.num_leaves)
-                results[place] = unpacked(jax.tree.unflatten(structure, mine))
-        return chosen.join(results)
 
 
 OF_OTHERS = "belongs to workers that were closed"
@@ -440,21 +427,16 @@ def is_same(before: Any, now: Any) -> bool:
     """Return True if workers have this broadcast leaf: the same JAX array, or the same bytes."""
     if isinstance(now, jax.Array) or isinstance(before, jax.Array):
         return before is now
-    if (before.shape, before.dtype) != (now.shape, now.dtype):
-        return False
+    is_alike = (before.shape, before.dtype) == (now.shape, now.dtype)
     # As bytes NaN equals NaN, and -0 is not 0.
-    return np.array_equal(before.reshape(-1).view(np.uint8), np.ascontiguousarray(now).reshape(-1).view(np.uint8))
+    return is_alike and np.array_equal(as_bytes(before), as_bytes(np.ascontiguousarray(now)))
 
 
 # ---------------------------------------------------------------- arguments among the parameters of the function
 
 
 def parameters(function: Callable, name: str) -> Mapping[str, inspect.Parameter]:
-    """The function's parameters.
-
-    Raises:
-        UsageError: Python does not know them.
-    """
+    """The function's parameters, if Python knows them."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -464,11 +446,7 @@ def parameters(function: Callable, name: str) -> Mapping[str, inspect.Parameter]
 
 
 def sort_by_parameter(inputs: Mapping[str, Any], function: Callable, name: str) -> dict[str, Any]:
-    """Inputs by name, in the order of the function's parameters.
-
-    Raises:
-        UsageError: no such parameter, or one that cannot be passed by name.
-    """
+    """Inputs by name, in the order of the function's parameters."""
     known = parameters(function, name)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
     by_name = [key for key, p in known.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -491,16 +469,7 @@ def bind_arguments(
 ) -> list[Any]:
     """A call's arguments for the free places of the function, in order.
 
-    Args:
-        name: of the function, for messages.
-        function: whose parameters name the places if `keywords` do not.
-        free: places that take an argument.
-        keywords: names of all places; empty: those of the function's parameters.
-        args: of the call, by position.
-        named: of the call, by name.
-
-    Raises:
-        UsageError: too many, too few, one twice, or one that no place has the name of.
+    `keywords` name all places; if there are none, the function's parameters do.
     """
     given = dict(zip(free, args, strict=False))
     if named:

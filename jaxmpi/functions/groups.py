@@ -3,10 +3,9 @@
 Every command is carried out in the same way by all: a part of each worker's own, then reports, then what is exchanged.
 Nothing is changed and nothing is exchanged before all have reported well; so a failure leaves all workers as they were.
 
-Workers in processes of their own need two things from each other. The transport carries commands from rank 0, or none
-if all ranks run the script. The communicator sums and gathers, with any strategy; f32 on one host is summed without a
-program. A failed sum leaves workers out of step, and the group ends. Processes by MPI's spawn were dropped: a child
-that dies takes its parent along (docs/decisions/0017).
+Workers in processes of their own get commands from rank 0, or none if all ranks run the script. f32 on one host is
+summed without a program. A failed sum leaves workers out of step, and the group ends. Processes by MPI's spawn were
+dropped: a child that dies takes its parent along (docs/decisions/0017).
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from jaxmpi.comm.base import check_one_host
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.core.errors import UsageError, check
 from jaxmpi.functions import profiling, shared_array
-from jaxmpi.functions.fork_comm import ForkComm
+from jaxmpi.functions.fork_memory import ForkMemory
 from jaxmpi.functions.transport import (
     CallReport,
     MpiTransport,
@@ -70,11 +69,11 @@ class WorkerGroup:
     way_out = "the ranks of a job cannot meet again: end it"  # if they are out of step
 
     def __init__(self) -> None:
-        self.made = 0  # variables so far, which are numbered alike in all processes
+        self.variable_count = 0  # variables so far, which are numbered alike in all processes
         self.functions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # that are in Python here
         self.is_used = False  # True once functions have been bound to it
         self.dropped: list[int] = []  # variables that nobody asks for any more; functions as -1 - number
-        self.gone = ""  # why it can do no more
+        self.unusable = ""  # why it can do no more
         self.is_exchanging = False  # past the reports of a call: what fails now leaves workers at different places
         self.busy = threading.Lock()
 
@@ -94,7 +93,7 @@ class WorkerGroup:
 
     def send(self, command: Command) -> None:
         """Send a command to the workers that wait, if any do."""
-        self.forget(self.take_dropped())
+        self.forget_dropped()
 
     def end(self) -> None:
         """End the workers that wait."""
@@ -111,14 +110,15 @@ class WorkerGroup:
         return any(worker.rank == rank for worker in self.workers)
 
     def forget(self, numbers: list[int]) -> None:
-        """Let go of what has been dropped."""
+        """Drop variables, and what functions -1 - number have left."""
         for worker in self.workers:
             for number in numbers:
                 worker.forget(number)
 
-    def take_dropped(self) -> list[int]:
-        """Numbers of objects dropped since the last call; more may follow meanwhile."""
+    def forget_dropped(self) -> list[int]:
+        """Let go of what has been dropped since the last call; more may follow meanwhile."""
         numbers, self.dropped = self.dropped, []
+        self.forget(numbers)
         return numbers
 
     def release(self) -> None:
@@ -127,7 +127,7 @@ class WorkerGroup:
             worker.release()
 
     @contextlib.contextmanager
-    def alone(self, what: str) -> Iterator[None]:
+    def exclusive(self, what: str) -> Iterator[None]:
         """Refuse a second command meanwhile: a nested one would wait for ever."""
         check(
             self.busy.acquire(blocking=False),
@@ -141,7 +141,7 @@ class WorkerGroup:
 
     def check_usable(self) -> None:
         """Refuse a group that has been closed or broken."""
-        check(not self.gone, self.gone)
+        check(not self.unusable, self.unusable)
 
     def check_sees(self, array: Any) -> None:
         """Refuse shared memory that waiting workers on other hosts cannot see."""
@@ -152,11 +152,7 @@ class WorkerGroup:
         )
 
     def program(self, worker: Worker, key: ProgramKey) -> WorkerProgram:
-        """The program for arguments of some structure, shapes and dtypes.
-
-        Raises:
-            MissingPrograms: this process waits for it.
-        """
+        """The program for arguments of some structure, shapes and dtypes; MissingPrograms: a master has it."""
         if key[0] in self.functions:
             return self.functions[key[0]].program(*key[1:])
         if key not in worker.programs:
@@ -166,18 +162,10 @@ class WorkerGroup:
     def run_and_report(
         self, what: str, work: Callable[[Worker], CallReport], part: str = "function", waiting: str = "straggler"
     ) -> list[CallReport]:
-        """Do this process's part of a command; all raise if one fails.
+        """Do this process's part of a command, and return every worker's report.
 
-        All processes call this together. Each learns of every worker's report, and then all raise or all go on.
-
-        Args:
-            what: for messages.
-            work: of one worker.
-            part: of a profile, for this process's first worker; `waiting`: for the others after that.
-
-        Raises:
-            UsageError: what was asked cannot be, or workers disagree. WorkerFailed: some workers failed.
-            MissingPrograms: workers lack programs.
+        All processes call this together. Each learns of every worker's report, and then all raise (`judge_reports`) or
+        all go on. In a profile, `part` is this process's first worker's, and `waiting` is for the others after that.
         """
         self.is_exchanging = False
         reports: dict[int, CallReport] = {}
@@ -201,25 +189,12 @@ class WorkerGroup:
                 if worker.rank not in errors:
                     attempt(worker, wait_for_outputs)
         with profiling.part(waiting):
-            every = self.exchange_reports([*reports.values()])
+            every = self.gather_reports([*reports.values()])
         judge_reports(what, every, errors)
         self.is_exchanging = True
         return every
 
-    def exchange_reports(self, mine: list[CallReport]) -> list[CallReport]:
-        """Every worker's report, by rank.
-
-        Raises:
-            OutOfStep: whatever failed.
-        """
-        try:
-            return self.gather_reports(mine)
-        except OutOfStep:
-            raise
-        except Exception as error:
-            raise OutOfStep(f"the workers' reports could not be had: {error_text(error)}") from error
-
-    def note(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         """Note after a failed call if another one is possible."""
         is_agreed = isinstance(error, (UsageError, WorkerFailed)) or not (
             self.is_exchanging or isinstance(error, OutOfStep) or not isinstance(error, Exception)
@@ -227,16 +202,16 @@ class WorkerGroup:
         self.is_exchanging = False
         if not is_agreed and self.size > len(self.workers):  # those of one process are always in step
             way_out = "" if isinstance(error, WorkerDied) else f"; {self.way_out}"
-            self.gone = f"the workers are no longer in step: {error_text(error):.500}{way_out}"
+            self.unusable = f"the workers are no longer in step: {error_text(error):.500}{way_out}"
 
     def report_refusal(self, what: str, error: Exception) -> None:
         """Report that this rank cannot begin, if every rank runs the script."""
         if self.is_serial:
             return
         try:
-            reports = self.exchange_reports([failure_report(error)] * len(self.workers))
+            reports = self.gather_reports([failure_report(error)] * len(self.workers))
         except BaseException as late:  # Ctrl-C included
-            self.note(late)
+            self.note_failure(late)
             raise
         judge_reports(what, reports, {worker.rank: error for worker in self.workers})
 
@@ -303,31 +278,71 @@ class SumFailed(OutOfStep):
 
 
 class ProcessGroup(WorkerGroup):
-    """One worker a process: ranks of MPI, or processes made by fork."""
+    """One worker a process; messages carry commands and reports."""
 
-    def __init__(
-        self, transport: MpiTransport | SocketTransport, comm: MpiComm | ForkComm, strategy: str, is_serial: bool
-    ) -> None:
-        """Take the transport of commands, and the communicator of exchanges.
-
-        Args:
-            strategy: that sums by default.
-            is_serial: whether rank 0 leads; else all run the same script.
-        """
+    def __init__(self, transport: MpiTransport | SocketTransport, strategy: str, is_serial: bool) -> None:
+        """Take the transport, the strategy that sums by default, and whether rank 0 leads."""
         super().__init__()
-        self.transport, self.comm, self.size, self.is_serial = transport, comm, transport.size, is_serial
+        self.transport, self.size, self.is_serial = transport, transport.size, is_serial
         self.workers = [Worker(transport.rank, jax.local_devices()[0])]
         self.leads, self.is_the_world = not is_serial or transport.rank == 0, not is_serial
-        self.is_on_one_host = len(set(comm.hosts)) == 1
         self.default_strategy = strategy
 
     def gather_reports(self, mine: list[CallReport]) -> list[CallReport]:
-        return self.transport.reports(mine[0])
+        """Every worker's report; OutOfStep, whatever fails."""
+        try:
+            return self.transport.reports(mine[0])
+        except OutOfStep:
+            raise
+        except Exception as error:
+            raise OutOfStep(f"the workers' reports could not be had: {error_text(error)}") from error
+
+    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
+        """Every worker's arrays, of any lengths, packed into one message."""
+        rows = self.gather_bytes(pack(mine[self.worker.rank]), everywhere)
+        return None if rows is None else [unpack(row) for row in rows]
+
+    def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
+        """Every worker's u8[n] of any n."""
+        raise NotImplementedError
+
+    def send(self, command: Command) -> None:
+        """Send a command, to each worker with its own inputs.
+
+        All messages are made before one is sent: a failure there leaves the workers as they were.
+        """
+        self.is_exchanging = False
+        ranks = range(1, self.size) if self.is_serial else ()
+        inputs = [command.inputs(rank) for rank in ranks]
+        dropped, freed = self.forget_dropped(), shared_array.take_freed() if self.is_serial else []
+        messages = [encode((command._replace(inputs=None), own, dropped, freed)) for own in inputs]
+        self.is_exchanging = bool(messages)
+        for rank, message in zip(ranks, messages, strict=True):
+            profiling.count_sent_bytes(sum(part.nbytes for part in message))
+            self.transport.send(rank, message)
+
+    def receive(self) -> Command:
+        """The master's next command."""
+        command, inputs, dropped, freed = self.transport.receive()
+        self.forget(dropped)
+        shared_array.unmap(freed)
+        return command._replace(inputs=lambda rank: inputs)
+
+
+class RankGroup(ProcessGroup):
+    """Ranks of MPI; rank 0 leads, or all run the same script."""
+
+    transport: MpiTransport
+
+    def __init__(self, transport: MpiTransport, comm: MpiComm, strategy: str, is_serial: bool) -> None:
+        """Take the transport of commands, and the communicator of exchanges."""
+        super().__init__(transport, strategy, is_serial)
+        self.comm, self.is_on_one_host = comm, len(set(comm.hosts)) == 1
 
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
         """`exchange` outside jit; f32 through shared memory needs no program."""
         [(rank, leaves)] = mine.items()
-        if self.size > 1 and in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
+        if in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
             sum_now = self.sum_now
             try:
                 return {rank: sum_now(leaves, self.size if op == "mean" else 1)}
@@ -342,62 +357,41 @@ class ProcessGroup(WorkerGroup):
         jax.eval_shape(self.comm.sum_on_host, [jax.ShapeDtypeStruct((), jnp.float32)])
         return self.comm.sum_on_host_now
 
-    def gather_arrays(self, mine: dict[int, list[np.ndarray]], everywhere: bool) -> list[list[np.ndarray]] | None:
-        """Every worker's arrays, of any lengths, packed into one message."""
-        rows = self.gather_bytes(pack(mine[self.worker.rank]), everywhere or not self.is_serial)
-        return None if rows is None else [unpack(row) for row in rows]
-
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """Every worker's u8[n] of any n."""
-        assert isinstance(self.transport, MpiTransport)
-        return self.transport.gather(data, everywhere)
-
-    def send(self, command: Command) -> None:
-        """Send a command, to each worker with its own inputs.
-
-        All messages are made before one is sent: a failure there leaves the workers as they were.
-        """
-        self.is_exchanging = False
-        ranks = range(1, self.size) if self.is_serial else ()
-        inputs = [command.inputs(rank) for rank in ranks]
-        dropped, freed = self.take_dropped(), shared_array.take_freed() if self.is_serial else []
-        self.forget(dropped)
-        messages = [encode((command._replace(inputs=None), own, dropped, freed)) for own in inputs]
-        self.is_exchanging = bool(messages)
-        for rank, message in zip(ranks, messages, strict=True):
-            profiling.count_sent_bytes(sum(part.nbytes for part in message))
-            self.transport.send(rank, message)
-
-    def receive(self) -> Command:
-        """The master's next command."""
-        command, inputs, dropped, freed = self.transport.receive()
-        self.forget(dropped)
-        shared_array.unmap(freed)
-        return command._replace(inputs=lambda rank: inputs)
+        return self.transport.gather(data, everywhere or not self.is_serial)
 
     def end(self) -> None:
         """Make waiting workers drop what they hold, and wait for another fork."""
-        if self.is_serial and not self.gone:
+        if self.is_serial and not self.unusable:
             self.send(Command("close", "close", {}))
 
 
 class ForkedGroup(ProcessGroup):
-    """Processes made by fork: the master knows when one ends."""
+    """Processes made by fork, which share memory; the master knows when one ends."""
 
     transport: SocketTransport
-    comm: ForkComm
     cores: Sequence[int] = ()  # that this process had before the fork
     way_out = "jaxmpi.close(), then fork again"
 
+    def __init__(self, transport: SocketTransport, number: int) -> None:
+        """Map the memory of this fork; the master and all workers call this together."""
+        super().__init__(transport, "shm", is_serial=True)
+        transport.host_barrier()
+        self.memory = ForkMemory(transport, number)
+
     def sum_leaves(self, mine: dict[int, Leaves], op: Op, strategy: str) -> dict[int, Leaves]:
-        """The exchange through shared memory, by any strategy."""
+        """A sum through shared memory; by other strategies, each worker computes it from all workers' leaves."""
+        [(rank, leaves)] = mine.items()
         with self._name_dead_worker("a sum over workers"):
-            return jax.block_until_ready(super().sum_leaves(mine, op, strategy))
+            if in_shared_memory(strategy) and all(x.dtype == jnp.float32 for x in leaves):
+                return {rank: self.memory.sums.sum_now(leaves, self.size if op == "mean" else 1)}
+            rows = self.memory.gather(pack([np.asarray(x) for x in leaves]), True)
+            stacked = [np.stack(parts) for parts in zip(*map(unpack, rows or []), strict=True)]
+            return {rank: jax.block_until_ready([x[rank] for x in exchange_rows(self.size, op, strategy)(stacked)])}
 
     def gather_bytes(self, data: np.ndarray, everywhere: bool) -> list[np.ndarray] | None:
-        """A gather of bytes through shared memory."""
         with self._name_dead_worker("a gather over workers"):
-            return self.comm.rows.gather(data, everywhere or self.leads)
+            return self.memory.gather(data, everywhere or self.leads)
 
     @contextlib.contextmanager
     def _name_dead_worker(self, what: str) -> Iterator[None]:
@@ -405,14 +399,14 @@ class ForkedGroup(ProcessGroup):
         try:
             yield
         except Exception as error:
-            self.comm.shared.board.fail()
+            self.memory.board.fail()
             self.transport.check_alive()
             raise SumFailed(f"{what} failed: {error_text(error)}") from error
 
     def end(self) -> None:
         """Workers go; those that do not within a moment are killed."""
         with contextlib.suppress(WorkerDied):  # as it was to
-            if not self.gone:
+            if not self.unusable:
                 self.send(Command("end", "end", {}))
         for connection in self.transport.connections.values():
             connection.close()
@@ -423,6 +417,13 @@ class ForkedGroup(ProcessGroup):
                 job.kill()
                 job.wait()
         self.transport.stop_watching()
-        self.comm.close()
+        self.memory.close()
         if self.cores:
             os.sched_setaffinity(0, self.cores)
+
+
+@functools.cache
+def exchange_rows(size: int, op: Op, strategy: str) -> Callable[[list[Any]], Leaves]:
+    """`exchange` of arrays whose first axis is the workers, all in this process."""
+    comm = AxisComm(AXIS, size)
+    return jax.jit(jax.vmap(lambda leaves: exchange(leaves, strategy, op, comm), axis_name=AXIS))

@@ -23,11 +23,7 @@ class FunctionName(NamedTuple):
 
 
 def qualified_name(function: Callable) -> FunctionName:
-    """Return how another process finds the function.
-
-    Raises:
-        UsageError: another process cannot find it.
-    """
+    """How another process finds the function, refused if it cannot."""
     if hasattr(function, "lower"):  # jitted, as all of the program will be
         function = getattr(function, "__wrapped__", function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
@@ -47,9 +43,6 @@ def import_function(name: FunctionName) -> Callable:
     """Find a function by its name; its module or script is imported.
 
     A script runs, except for code under `if __name__ == "__main__"`.
-
-    Raises:
-        UsageError: the module lacks it, or ends the process.
     """
     try:
         module = load_script(name.script) if name.script else importlib.import_module(name.module)

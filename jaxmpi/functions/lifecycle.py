@@ -27,8 +27,7 @@ from jaxmpi.comm.job import processes
 from jaxmpi.comm.mpi import MpiComm, world
 from jaxmpi.core.errors import TrainingError, check
 from jaxmpi.functions.commands import execute
-from jaxmpi.functions.fork_comm import ForkComm
-from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, SumFailed, WorkerGroup
+from jaxmpi.functions.groups import DeviceGroup, ForkedGroup, ProcessGroup, RankGroup, SumFailed, WorkerGroup
 from jaxmpi.functions.transport import MpiTransport, SocketTransport, WorkerDied
 from jaxmpi.functions.worker import Command
 from jaxmpi.runtime import affinity, allocator, caches, device_setup, failures, launchers, prepare
@@ -37,8 +36,8 @@ from jaxmpi.runtime.mpi_end import call_before_finalize
 START_TIMEOUT_S = 120.0  # for a forked worker to import JAX and call back
 KINDS = ("auto", "devices", "processes")
 _group: WorkerGroup | None = None
-_led: ProcessGroup | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
-_lost = ""  # why they no longer listen
+_led: RankGroup | None = None  # ranks that rank 0 leads, from the first fork to the end of the job
+_lost_reason = ""  # why they no longer listen
 _is_worker = False  # True if this process waits for a master's commands
 _forks = itertools.count()
 
@@ -48,7 +47,9 @@ def current_group() -> WorkerGroup:
     global _group
     check(not _is_worker, "this process is a worker, and runs what its master sends; only the master's script goes on")
     if _group is None:
-        _group = group_of_ranks(is_serial=False) if launched_ranks() > 1 else DeviceGroup(jax.local_devices())
+        _group = (
+            group_of_ranks(is_serial=False) if launchers.launched_workers() > 1 else DeviceGroup(jax.local_devices())
+        )
     return _group
 
 
@@ -81,7 +82,7 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
     )
     if _group is not None:
         check(
-            not (_group.is_serial or _group.made or _group.is_used),
+            not (_group.is_serial or _group.variable_count or _group.is_used),
             f"fork: there are {_group.size} workers already, and functions or variables on them; fork first, or "
             "jaxmpi.close() before",
         )
@@ -97,18 +98,21 @@ def fork(n: int | None = None, kind: str = "auto") -> int:
 
 def make_group(n: int | None, kind: str) -> WorkerGroup:
     """The workers that `fork` makes."""
-    if launched_ranks() > 1:
-        check(
-            n in (None, launched_ranks()),
-            f"fork: got {n} workers; the launcher started {launched_ranks()} ranks: fork()",
-        )
+    if (ranks := launchers.launched_workers()) > 1:
+        check(n in (None, ranks), f"fork: got {n} workers; the launcher started {ranks} ranks: fork()")
         group = group_led_by_rank_0()
         if group.transport.rank != 0:
             serve(group)
             sys.exit(0)
         return group
-    devices = count_devices() if kind != "processes" else 1
-    has_gpus = kind != "processes" and bool(device_setup.visible_gpus()) and jax.default_backend() != "cpu"
+    devices, has_gpus = 1, False
+    if kind != "processes":
+        may_be_several = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.getenv(
+            "XLA_FLAGS", ""
+        )
+        if may_be_several or device_setup.visible_gpus():  # else a CPU's single device is not started here
+            devices = jax.local_device_count()
+        has_gpus = bool(device_setup.visible_gpus()) and jax.default_backend() != "cpu"
     n = n or default_workers(kind, devices, has_gpus, affinity.cores())
     if kind != "devices" and n > devices:
         return start_forked_group(n)
@@ -127,16 +131,16 @@ def close() -> None:
 
     Another `fork` may follow.
     """
-    global _group, _lost
+    global _group, _lost_reason
     closing, _group = _group, None
     atexit.unregister(close)
     if closing is not None:
         if closing.is_serial and not isinstance(closing, ForkedGroup):
-            _lost = closing.gone
+            _lost_reason = closing.unusable
         try:
             closing.end()
         finally:
-            closing.gone = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
+            closing.unusable = "the workers have been closed; jaxmpi.fork() and make functions and variables anew"
             execute(closing, Command("close", "close", {}))
 
 
@@ -144,39 +148,26 @@ def forget_in_child() -> None:
     """Forget the workers after `os.fork`: they belong to the parent process."""
     global _group
     if _group is not None:
-        _group.gone = "this process was made by os.fork, and the workers are its parent's; call functions there"
+        _group.unusable = "this process was made by os.fork, and the workers are its parent's; call functions there"
     _group = None
 
 
 os.register_at_fork(after_in_child=forget_in_child)
 
 
-def launched_ranks() -> int:
-    """Ranks that a launcher has started."""
-    return launchers.launched_workers()
-
-
-def count_devices() -> int:
-    """Count this process's devices, without starting a CPU's single one."""
-    asked = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "device_count" in os.environ.get("XLA_FLAGS", "")
-    if asked or device_setup.visible_gpus():
-        return jax.local_device_count()
-    return 1
-
-
 # ---------------------------------------------------------------- ranks of MPI
 
 
-def group_of_ranks(is_serial: bool) -> ProcessGroup:
+def group_of_ranks(is_serial: bool) -> RankGroup:
     """All ranks of the job; all call it together."""
     comm, control = world(), processes()
     assert isinstance(comm, MpiComm)
     assert isinstance(control, MpiProcesses)
     here = len(set(comm.hosts)) == 1 and jax.default_backend() == "cpu"
-    return ProcessGroup(MpiTransport(control, is_serial), comm, "shm" if here else "asa32", is_serial)
+    return RankGroup(MpiTransport(control, is_serial), comm, "shm" if here else "asa32", is_serial)
 
 
-def group_led_by_rank_0() -> ProcessGroup:
+def group_led_by_rank_0() -> RankGroup:
     """All ranks, led by rank 0; a second fork takes them again."""
     global _led
     if _led is None:
@@ -184,27 +175,23 @@ def group_led_by_rank_0() -> ProcessGroup:
         if _led.transport.rank == 0:
             call_before_finalize(functools.partial(end_ranks, _led))
         return _led
-    check(not _lost, f"fork: {_lost}; start the job anew")
-    return ProcessGroup(_led.transport, _led.comm, _led.default_strategy, is_serial=True)
+    check(not _lost_reason, f"fork: {_lost_reason}; start the job anew")
+    return RankGroup(_led.transport, _led.comm, _led.default_strategy, is_serial=True)
 
 
-def end_ranks(led: ProcessGroup) -> None:
+def end_ranks(led: RankGroup) -> None:
     """End waiting ranks, or the job if they are out of step."""
     close()
-    if _lost:
+    if _lost_reason:
         failures.end_job(1)
-    ProcessGroup(led.transport, led.comm, led.default_strategy, is_serial=True).send(Command("end", "end", {}))
+    RankGroup(led.transport, led.comm, led.default_strategy, is_serial=True).send(Command("end", "end", {}))
 
 
 # ---------------------------------------------------------------- processes on this host
 
 
 def start_forked_group(n: int) -> WorkerGroup:
-    """Start n - 1 processes and take part as the first.
-
-    Raises:
-        UsageError: there are GPUs, which one process drives; TrainingError: a worker did not start.
-    """
+    """Start n - 1 processes and take part as the first."""
     check(
         not device_setup.visible_gpus() or os.environ.get("JAX_PLATFORMS") == "cpu",
         f"fork: got {n} workers for {len(device_setup.visible_gpus())} GPUs; forked processes are for CPUs. fork() "
@@ -221,7 +208,7 @@ def start_forked_group(n: int) -> WorkerGroup:
                 raise TrainingError(f"fork: worker {rank} did not start within {START_TIMEOUT_S:.0f} s")
         before = affinity.core_mask()
         affinity.pin_cores(0, n)  # now that the others have started, which would inherit it
-        group = forked_group(transport, number)
+        group = ForkedGroup(transport, number)
         group.cores = before
         return group
     except BaseException:
@@ -264,7 +251,7 @@ def forked_main(socket: int) -> None:
     caches.use_compilation_cache()
     code = 0
     try:
-        serve(forked_group(SocketTransport(setup["rank"], setup["size"], {0: master}, {}), setup["fork"]))
+        serve(ForkedGroup(SocketTransport(setup["rank"], setup["size"], {0: master}, {}), setup["fork"]))
     except WorkerDied:
         pass
     except Exception:  # alone, after the reports
@@ -273,12 +260,6 @@ def forked_main(socket: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # at once: there is nothing to wait for
-
-
-def forked_group(transport: SocketTransport, number: int) -> ForkedGroup:
-    """Make the worker group; the master and all workers call this together."""
-    transport.host_barrier()
-    return ForkedGroup(transport, ForkComm(transport, number), "shm", is_serial=True)
 
 
 # ---------------------------------------------------------------- waiting for commands
@@ -302,6 +283,6 @@ def serve(waiting: ProcessGroup) -> None:
         except SumFailed:  # the master will close
             pass
         except Exception as error:  # a failure of the worker's own part, or of others' parts, is in the reports
-            waiting.note(error)
-            if waiting.gone:
+            waiting.note_failure(error)
+            if waiting.unusable:
                 raise

@@ -8,9 +8,9 @@ transformations that take it, such as reduce_on_plateau. A line search is refuse
 evaluate the loss on.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -68,11 +68,21 @@ class Optimizer:
         self.value = make_variable(group, np.float32(0))
         states = [make_variable(group, part) for part in parts]
         self.model_state: Any = jax.tree.map(lambda i: states[i], reductions.numbers[0]) if reductions.trees else None
-        self.has_aux = aux is not None
-        full_loss = Loss(loss, reductions, self.has_aux)
+        self.has_aux = has_aux = aux is not None
         reduced = [i for i, output in enumerate(reductions.flat) if not output.stays]
         local = [i for i, output in enumerate(reductions.flat) if output.stays]
         extended = optax.with_extra_args_support(tx)  # reduce_on_plateau wants the value, others nothing
+
+        def full_loss(params: PyTree, parts: Sequence[PyTree], examples: Sequence[PyTree]) -> tuple[Any, Any]:
+            """The user's loss, any aux, and the parts of the new model state."""
+            old = [jax.tree.map(lambda i: parts[i], tree) for tree in reductions.numbers]
+            result = loss(params, *old, *examples)
+            if not (old or has_aux):
+                return result, ([], [])
+            value, more = unpack_pair(result, "(loss, ...)")
+            new, extra = unpack_pair(more, "(loss, (model_state, aux))") if old and has_aux else (more, more)
+            new_parts = reductions.split("optimizer: the loss's model state", [new] if old else [])
+            return value, ([extra] if has_aux else [], new_parts)
 
         def gradient(params: PyTree, *args: PyTree) -> tuple[Any, ...]:
             compute = jax.value_and_grad(full_loss, has_aux=True)
@@ -85,12 +95,18 @@ class Optimizer:
             updates, state = extended.update(grads, state, params, **extra)
             return optax.apply_updates(params, updates), state
 
-        gradient.__signature__ = full_loss.signature(len(states))  # pyright: ignore[reportFunctionMemberAccess]
+        # The loss's own parameters may be passed by name; params and variables come by position.
+        with contextlib.suppress(TypeError, ValueError):  # Python does not know them
+            own = [*inspect.signature(loss).parameters.values()][1 + len(reductions.trees) :]
+            by_position = [
+                inspect.Parameter(f"_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + len(states))
+            ]
+            gradient.__signature__ = inspect.Signature([*by_position, *own])  # pyright: ignore[reportFunctionMemberAccess]
         into_variables = [mean(self.gradient), mean(self.value), *(reductions.flat[i](states[i]) for i in reduced)]
         self._gradient = Function(
             function=gradient,
             inputs=(self.params, *states, *inputs),
-            outputs=(mean, [aux] if self.has_aux else [], *into_variables),
+            outputs=(mean, [aux] if has_aux else [], *into_variables),
             updates=tuple((states[i], reductions.flat[i].op or "mean") for i in local),  # over pieces
             strategy=strategy,
         )
@@ -112,35 +128,6 @@ class Optimizer:
         value, extra = self._gradient(*args, batch=batch, batch_local=batch_local, slices=slices, **named)
         self._update()
         return (value, *extra) if self.has_aux else value
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The user's loss, its model state in the parts that variables hold."""
-
-    function: Callable
-    reductions: Outputs  # of the model state; no tree if there is none
-    has_aux: bool
-
-    def __call__(self, params: PyTree, parts: Sequence[PyTree], examples: Sequence[PyTree]) -> tuple[Any, Any]:
-        """The loss, any aux, and the parts of the new model state."""
-        old = [jax.tree.map(lambda i: parts[i], tree) for tree in self.reductions.numbers]
-        result = self.function(params, *old, *examples)
-        if not (old or self.has_aux):
-            return result, ([], [])
-        value, more = unpack_pair(result, "(loss, ...)")
-        new, extra = unpack_pair(more, "(loss, (model_state, aux))") if old and self.has_aux else (more, more)
-        state = self.reductions.split("optimizer: the loss's model state", [new] if old else [])
-        return value, ([extra] if self.has_aux else [], state)
-
-    def signature(self, states: int) -> inspect.Signature | None:
-        """The signature, with params and variables positional-only; None if unknown."""
-        try:
-            rest = [*inspect.signature(self.function).parameters.values()][1 + len(self.reductions.trees) :]
-        except (TypeError, ValueError):
-            return None
-        hidden = [inspect.Parameter(f"_state_{i}", inspect.Parameter.POSITIONAL_ONLY) for i in range(1 + states)]
-        return inspect.Signature([*hidden, *rest])
 
 
 def unpack_pair(result: Any, expected: str) -> tuple[Any, Any]:

@@ -61,20 +61,17 @@ class Profile:
 
     def __str__(self) -> str:
         """A table in seconds, a row a function, and their sum."""
-        rows = self.rows
         everything: dict[str, float] = defaultdict(float)
         for spent in self._totals.values():
             for name, value in spent.items():
                 everything[name] += value
-        lines = [["", "calls", "total s", *PARTS, "sent MB"]]
-        for row in [*rows, {"function": "all", **as_row(everything)}]:
-            seconds = [f"{row[f'{name}_s']:.3f}" for name in ("total", *PARTS)]
-            lines.append([row["function"], str(row["calls"]), *seconds, f"{row['sent_bytes'] / 1e6:.1f}"])
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True))])
-            for line in lines
-        )
+        rows = [*self.rows, {"function": "all", **as_row(everything)}]
+        width = max(len(row["function"]) for row in rows)
+        lines = [" " * width + "".join(f"{name:>11}" for name in ("calls", "total s", *PARTS, "sent MB"))]
+        for row in rows:
+            seconds = "".join(f"{row[f'{name}_s']:11.3f}" for name in ("total", *PARTS))
+            lines.append(f"{row['function']:<{width}}{row['calls']:11}{seconds}{row['sent_bytes'] / 1e6:11.1f}")
+        return "\n".join(lines)
 
     @contextlib.contextmanager
     def call(self, name: str, is_first: bool) -> Iterator[None]:
@@ -115,19 +112,6 @@ class Profile:
     def is_in_call(self) -> bool:
         """Return True if this thread's call is under way."""
         return bool(self._open) and threading.get_ident() == self._thread
-
-    def count_compilation(self, seconds: float) -> None:
-        """Count seconds that have just gone by as compilation."""
-        self._call[self._open[-1]] -= seconds
-        self._call["compile"] += seconds
-
-    def count_sent_bytes(self, size: int) -> None:
-        """Count bytes that left for other processes."""
-        self._call["sent_bytes"] += size
-
-    def identify(self, number: int) -> None:
-        """Say which function the call is of."""
-        self._key = self._key[0], number
 
     def save(self, folder: str | Path) -> None:
         """Append the table to a folder's record, for `jaxmpi report`.
@@ -182,7 +166,7 @@ def profile(path: str | Path | None = None) -> Iterator[Profile]:
     is_there = file is None or file.parent.is_dir() or (here is not None and here.rank > 0)  # worker 0 alone writes
     check(is_there, f"profile: got {path}; expected a file in a folder that is there")
     if not _listens:
-        jax.monitoring.register_event_duration_secs_listener(listen)
+        jax.monitoring.register_event_duration_secs_listener(count_compilation)
         _listens = True
     _running = Profile(file)
     try:
@@ -206,13 +190,13 @@ def part(name: str) -> AbstractContextManager[None]:
 def identify(number: int) -> None:
     """Say which function the call is of."""
     if _running is not None:
-        _running.identify(number)
+        _running._key = _running._key[0], number
 
 
 def count_sent_bytes(size: int) -> None:
     """Count what goes to a worker; the command that ends workers is in no call."""
     if _running is not None and _running.is_in_call:
-        _running.count_sent_bytes(size)
+        _running._call["sent_bytes"] += size
 
 
 def wait_if_profiling(arrays: Any) -> Any:
@@ -223,7 +207,8 @@ def wait_if_profiling(arrays: Any) -> Any:
     return arrays if _running is None else jax.block_until_ready(arrays)
 
 
-def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """JAX reports what it has spent."""
+def count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """JAX has just spent these seconds; they count as compilation, not in the part that is open."""
     if event in COMPILES and _running is not None and _running.is_in_call:
-        _running.count_compilation(duration_secs)
+        _running._call[_running._open[-1]] -= duration_secs
+        _running._call["compile"] += duration_secs

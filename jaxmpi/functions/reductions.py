@@ -122,11 +122,7 @@ def is_exchanged(op: str, dtype: Any) -> bool:
 
 
 def combine(op: str, rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> np.ndarray:
-    """Combine workers' arrays in rank order; mean is sum_r weights[r] row_r.
-
-    Raises:
-        UsageError: rows that do not go together.
-    """
+    """Combine workers' arrays in rank order; mean is sum_r weights[r] row_r."""
     kinds = [f"{row.dtype}{list(row.shape[op == 'gather' :])}" for row in rows]
     for rank, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -161,11 +157,7 @@ class Outputs:
     """A tree of reductions per output; each reduces all leaves below it."""
 
     def __init__(self, outputs: Any) -> None:
-        """Take what a user names; a tuple or list is several outputs.
-
-        Raises:
-            UsageError: a leaf is no reduction and no name of one.
-        """
+        """Take what a user names; a tuple or list is several outputs."""
         self.is_single = type(outputs) not in (tuple, list)  # one output, which the function returns in no tuple
         trees = (outputs,) if self.is_single else tuple(outputs)
         self.trees: tuple[PyTree, ...] = jax.tree.map(from_word, trees, is_leaf=lambda leaf: leaf is None)
@@ -184,11 +176,7 @@ class Outputs:
         self.all = self._choose(self.numbers[0] if self.is_single else self.numbers)
 
     def split(self, name: str, results: Sequence[PyTree]) -> list[PyTree]:
-        """Split the results of function `name` into a part for each reduction.
-
-        Raises:
-            UsageError: an output has another structure than its reductions.
-        """
+        """Split the results of function `name` into a part for each reduction."""
         parts = []
         for place, (tree, result) in enumerate(zip(self.trees, results, strict=True)):
             expected = jax.tree.structure(tree)
@@ -202,17 +190,11 @@ class Outputs:
         return parts
 
     def choose(self, subset: Any) -> ChosenOutputs:
-        """The outputs of `output_subset`: places in their tuple, or keys if the one output is a dict; None for all.
-
-        Raises:
-            UsageError: no such output, or one twice.
-        """
+        """The outputs of `output_subset`: places in their tuple, or keys if the one output is a dict; None for all."""
         if subset is None:
             return self.all
         tree = self.numbers[0] if self.is_single else dict(enumerate(self.numbers))
-        check(
-            isinstance(tree, dict), "output_subset: got a choice of outputs, but there is only one, and it is no dict"
-        )
+        check(isinstance(tree, dict), "output_subset: got a choice of outputs, but the only output is no dict")
         expected = f"expected some of {sorted(tree, key=str)} in a list, each once"
         check(isinstance(subset, (tuple, list)), f"output_subset: got {subset!r}; {expected}")
         known = all(isinstance(key, (str, int)) and key in tree for key in subset)

@@ -64,7 +64,7 @@ def select_rows(batch: Any, length: int, what: str = "batch") -> RowSelection:
         picked = range(length)[batch]
         return RowSelection(len(picked), picked.start, picked.step)
     if isinstance(batch, (int, np.integer)) and not isinstance(batch, bool):
-        check(0 <= batch <= length, f"{what}: got {batch}; there are {length} examples")
+        check(bool(0 <= batch <= length), f"{what}: got {batch}; there are {length} examples")
         return RowSelection(int(batch))
     indices = np.asarray(batch)
     if indices.dtype == bool and indices.ndim:

@@ -52,11 +52,7 @@ class SharedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def array(self) -> np.ndarray:
-        """The memory as a NumPy array, a view valid until `free`.
-
-        Raises:
-            UsageError: it has been freed.
-        """
+        """The memory as a NumPy array, a view valid until `free`."""
         check(not self._is_free, f"the shared array {self.name!r} has been freed")
         return self._array
 
@@ -190,11 +186,7 @@ def unmap(keys: Sequence[str] | None = None) -> None:
 
 
 def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> SharedArray:
-    """A new array with the value in it.
-
-    Raises:
-        UsageError: see `jaxmpi.shared`.
-    """
+    """A new array with the value in it; arguments and errors as of `jaxmpi.shared`."""
     check(1 <= oversize < math.inf, f"shared: oversize: got {oversize}; expected a factor >= 1")
     given = value() if callable(value) else value
     if is_key(given):
@@ -221,19 +213,14 @@ def create(value: Any, name: str, oversize: float, dtype: Any, force: bool) -> S
 
 
 def attach(name: str) -> SharedArray:
-    """The array that another process has made under this name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The array that another process has made under this name."""
     path = array_path(name)
     try:
-        handle = os.open(path, os.O_RDWR)
+        return SharedArray(os.open(path, os.O_RDWR), path, name)
     except FileNotFoundError as error:
         raise UsageError(f"shared: there is no array named {name!r} on this host ({path})") from error
     except PermissionError as error:
         raise UsageError(f"shared: the array named {name!r} is another user's ({path})") from error
-    return SharedArray(handle, path, name)
 
 
 @contextlib.contextmanager
@@ -264,10 +251,7 @@ def new_file(name: str) -> Iterator[tuple[int, str]]:
 
 
 def open_unlinked(path: str) -> tuple[int, str]:
-    """A file, without a name if possible, and the path to link.
-
-    A file without a name goes with its maker.
-    """
+    """A file, if possible without a name, so that it goes with its maker; and the path to link."""
     try:
         handle = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE, 0o600)
         return handle, f"/proc/self/fd/{handle}"
@@ -303,11 +287,7 @@ def header_page(dtype: Any, shape: Sequence[int]) -> bytes:
 
 
 def extend_file(handle: int, size_bytes: int) -> None:
-    """Let the file have so many bytes.
-
-    Raises:
-        UsageError: there are not as many.
-    """
+    """Let the file have so many bytes."""
     try:
         reserve(handle, size_bytes)
     except OSError as error:
@@ -317,11 +297,7 @@ def extend_file(handle: int, size_bytes: int) -> None:
 
 
 def check_lossless(value: Any, dtype: np.dtype) -> Any:
-    """The value, if nothing of it is lost in this dtype.
-
-    Raises:
-        UsageError: something may be.
-    """
+    """The value, refused if this dtype may lose something of it."""
     if isinstance(value, (bool, int, float, complex)):
         got, fits = type(value).__name__, np.can_cast(np.min_scalar_type(value), dtype, "same_kind")
     else:

@@ -60,7 +60,7 @@ def decode(head: np.ndarray, receive: Callable[[int], Any]) -> Any:
     """The value of a message; `receive` gives its next array, of so many bytes."""
     count = int(head[:8].view(np.int64)[0])
     sizes = head[8 : 8 * (1 + count)].view(np.int64).tolist()
-    return pickle.loads(head[8 * (1 + count) :], buffers=[receive(size) for size in sizes])
+    return pickle.loads(head[8 * (1 + count) :].data, buffers=[receive(size) for size in sizes])
 
 
 def pack(value: Any) -> np.ndarray:

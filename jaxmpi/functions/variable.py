@@ -37,8 +37,8 @@ class Variable:
     """
 
     def __init__(self, group: WorkerGroup, structure: Any) -> None:
-        group.made += 1
-        self.group, self.structure, self.number = group, structure, group.made
+        group.variable_count += 1
+        self.group, self.structure, self.number = group, structure, group.variable_count
 
     def __del__(self) -> None:
         self.group.dropped.append(self.number)
@@ -220,11 +220,7 @@ def give_rows(group: WorkerGroup, rank: int, x: Input, rows: RowSelection, span:
 
 
 def check_numbers(what: str, leaf: Any) -> Any:
-    """The leaf as an array, NumPy's or JAX's.
-
-    Raises:
-        UsageError: it holds no numbers, or such as JAX does not take.
-    """
+    """The leaf as an array, NumPy's or JAX's, refused if it holds no numbers that JAX takes."""
     if isinstance(leaf, Tracer):
         raise UsageError(
             f"{what}: got a traced value; call functions and variables outside of jax.jit, grad and vmap: use these "

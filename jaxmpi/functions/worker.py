@@ -126,9 +126,8 @@ class Worker:
     def forget(self, number: int) -> None:
         """Drop a variable, or what function -1 - number has left here."""
         self.variables.pop(number, None)
-        for kept in (self.broadcasts, self.programs):
-            for key in [key for key in kept if key[0] == -1 - number]:
-                del kept[key]
+        self.broadcasts = {key: value for key, value in self.broadcasts.items() if key[0] != -1 - number}
+        self.programs = {key: value for key, value in self.programs.items() if key[0] != -1 - number}
 
     def put(self, array: Any) -> jax.Array:
         """The array on this worker's device."""

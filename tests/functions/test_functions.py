@@ -29,11 +29,10 @@ from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import check
 from jaxmpi.functions import import_by_name, profiling, reductions, shared_array
 from jaxmpi.functions.commands import perform
-from jaxmpi.functions.groups import ForkedGroup, ProcessGroup
+from jaxmpi.functions.groups import RankGroup
 from jaxmpi.functions.lifecycle import current_group, default_workers
 from jaxmpi.functions.rows import select_rows, shard_bounds, worker_pieces
 from jaxmpi.functions.transport import OutOfStep, decode
-from jaxmpi.functions.variable import Variable
 from jaxmpi.functions.worker import Command
 from jaxmpi.observe import report
 
@@ -47,6 +46,10 @@ def end():
     jm.close()
 
 
+def sum_function() -> Any:
+    return jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(("check", "workers"), [*QUICK, *SLOW], ids=lambda v: getattr(v, "__name__", v))
 def test_over_devices(check, workers):
@@ -54,7 +57,7 @@ def test_over_devices(check, workers):
     check()
 
 
-# ---------------------------------------------------------------- shares and pieces
+# ---------------------------------------------------------------- rows
 
 
 @hypothesis.given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20))
@@ -63,54 +66,51 @@ def test_pieces_are_the_shares_and_have_two_lengths_at_most(n, workers, slices):
     shares = [b - a for a, b in itertools.pairwise(edges)]
     assert max(shares) - min(shares) <= 1
     every = [worker_pieces(n, workers, rank, slices) for rank in range(workers)]
-    rows = [row for pieces in every for a, b in pieces for row in range(a, b)]
-    assert rows == list(range(n))
+    assert [row for pieces in every for a, b in pieces for row in range(a, b)] == list(range(n))
     assert [sum(b - a for a, b in pieces) for pieces in every] == shares
     assert all(len(pieces) <= slices for pieces in every)
     assert len({b - a for pieces in every for a, b in pieces}) <= 2
+    assert worker_pieces(n, workers, 0, 10**12) == worker_pieces(n, workers, 0, n)  # no more pieces than rows
 
 
 @hypothesis.given(
-    st.integers(1, 50),
-    st.one_of(st.slices(50), st.lists(st.integers(-50, 49)), st.integers(0, 50)),
-    st.data(),
+    st.integers(1, 50), st.one_of(st.slices(50), st.lists(st.integers(-50, 49)), st.integers(0, 50)), st.data()
 )
 def test_chosen_rows_are_numpys(length, batch, data):
     x = np.arange(length)
-    inside = (
-        batch
-        if isinstance(batch, slice)
-        else [i for i in batch if -length <= i < length]
-        if isinstance(batch, list)
-        else min(batch, length)
-    )
-    expected = x[
-        slice(inside) if isinstance(inside, int) else np.asarray(inside, int) if isinstance(inside, list) else inside
-    ]
-    rows = select_rows(inside, length)
+    if isinstance(batch, list):
+        batch = [i for i in batch if -length <= i < length]
+    elif isinstance(batch, int):
+        batch = min(batch, length)
+    expected = x[slice(batch) if isinstance(batch, int) else np.asarray(batch, int) if batch == [] else batch]
+    rows = select_rows(batch, length)
     assert rows.count == len(expected)
     begin = data.draw(st.integers(0, rows.count))
     end = data.draw(st.integers(begin, rows.count))
     if begin < end:
         assert (x[rows.index(begin, end)] == expected[begin:end]).all()
+        assert (x[rows.shard(begin, end).index(0, end - begin)] == expected[begin:end]).all()
+
+
+def test_an_index_beyond_64_bits_is_refused():
+    with pytest.raises(jaxmpi.UsageError, match="index 18446744073709551615"):
+        select_rows(np.array([2**64 - 1, 0], np.uint64), 8)
+    assert np.asarray(select_rows(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
 
 
 # ---------------------------------------------------------------- fork and close
 
 
 def test_all_devices_are_the_default():
-    assert jm.fork() == 8
-    assert float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(9, np.float32))) == 9
-
-
-def test_no_fork_is_all_devices():
     assert current_group().size == 8
+    jm.close()
+    assert jm.fork() == 8
+    assert float(sum_function()(np.ones(9, np.float32))) == 9
 
 
 def test_use_after_close():
     jm.fork(2)
-    v, f = jm.variable(np.float32(1)), jm.function(lambda x: x.sum(), jm.scatter, jm.sum)
-    x = np.ones(4, np.float32)
+    v, f, x = jm.variable(np.float32(1)), sum_function(), np.ones(4, np.float32)
     f(x)
     jm.close()
     for call in (lambda: f(x), lambda: v.get(0), lambda: v.value, lambda: v.all_reduce()):
@@ -120,7 +120,7 @@ def test_use_after_close():
     for late in (jm.function(lambda v: v, v, jm.local), jm.function(lambda: np.float32(2), (), (), v)):
         with pytest.raises(jaxmpi.UsageError, match="workers that were closed"):
             late()
-    assert float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x)) == 4
+    assert float(sum_function()(x)) == 4
     jm.close()
     jm.close()
 
@@ -132,28 +132,26 @@ def test_use_after_close():
         *(("devices", 1, False, 1), ("processes", 1, False, 6)),
     ],
 )
-def test_workers_where_no_number_is_named(kind, devices, has_gpus, workers):
+def test_the_default_number_of_workers(kind, devices, has_gpus, workers):
     assert default_workers(kind, devices, has_gpus, cores=6) == workers
 
 
-@pytest.mark.parametrize(("n", "message"), [(0, "got 0 workers"), (2.5, "whole number"), (9, "8 devices")])
-def test_other_numbers_of_workers(n, message):
-    with pytest.raises(jaxmpi.UsageError, match=message):
-        jm.fork(n, kind="devices")
-
-
-def test_fork_comes_first():
+def test_fork_refuses():
+    numbers: list[Any] = [0, 2.5, 9]
+    for n in numbers:
+        with pytest.raises(jaxmpi.UsageError, match=f"fork: got {n} workers"):
+            jm.fork(n, kind="devices")
+    with pytest.raises(jaxmpi.UsageError, match="kind: got 'threads'"):
+        jm.fork(3, kind="threads")
     jm.fork(2)
     jm.variable(np.float32(1))
     with pytest.raises(jaxmpi.UsageError, match="2 workers already"):
         jm.fork(3)
-    with pytest.raises(jaxmpi.UsageError, match="kind: got 'threads'"):
-        jm.fork(3, kind="threads")
 
 
 def test_a_call_inside_of_a_call_is_refused():
     jm.fork(2)
-    inner, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
+    inner, x = sum_function(), np.ones(4, np.float32)
     like = jax.ShapeDtypeStruct((), np.float32)
     outer = jm.function(lambda x: jax.pure_callback(lambda v: np.float32(inner(x)), like, x.sum()), jm.scatter, jm.sum)
     with pytest.raises(Exception, match="called while another call is under way"):
@@ -161,28 +159,27 @@ def test_a_call_inside_of_a_call_is_refused():
     assert float(inner(x)) == 4
 
 
-class Unanswered:
-    """Messages of rank 0 of three, of which the reports never come together."""
+class FailingTransport:
+    """Rank 0 of three, whose messages to one rank fail, and whose reports never come together."""
 
     rank, size = 0, 3
 
     def __init__(self, cannot_send: int = 3):
-        self.told, self.cannot_send = [], cannot_send
+        self.sent, self.cannot_send = [], cannot_send
 
     def send(self, rank, message):
         if rank == self.cannot_send:
             raise ValueError(f"cannot send to worker {rank}")
         arrays = iter(message[1:])
         _, inputs, *_ = decode(message[0], lambda size: next(arrays))
-        self.told.append((rank, [array.tolist() for array in inputs]))
+        self.sent.append((rank, [array.tolist() for array in inputs]))
 
     def reports(self, mine):
         raise jaxmpi.TrainingError("the reports did not come together")
 
 
-def alone(line: Unanswered, is_serial: bool = False, comm: Any = None) -> ProcessGroup:
-    """Rank 0, which leads or runs the script as all ranks do."""
-    return ProcessGroup(cast(Any, line), comm or cast(Any, SoloComm()), "shm", is_serial)
+def failing_group(transport: FailingTransport, is_serial: bool, comm: Any = None) -> RankGroup:
+    return RankGroup(cast(Any, transport), comm or cast(Any, SoloComm()), "shm", is_serial)
 
 
 @pytest.mark.parametrize("fault", [None, ValueError("in the caller's arguments")])
@@ -192,60 +189,46 @@ def test_workers_whose_reports_do_not_come_together_are_out_of_step(fault):
             raise fault
         return Command("put", "put", {"ranks": [], "agreed": []})
 
-    ours = alone(Unanswered())
-    with pytest.raises(OutOfStep, match="the reports did not come together"):
-        perform(ours, "put", prepare)
+    group = failing_group(FailingTransport(), is_serial=False)
+    with pytest.raises(OutOfStep):
+        perform(group, "put", prepare)
     with pytest.raises(jaxmpi.UsageError, match=r"no longer in step: .*the reports did not come together"):
-        ours.check_usable()
+        group.check_usable()
 
 
-def test_no_worker_is_told_before_the_parcels_of_all_are_there():
-    def arrays_for(rank):
+def test_no_message_is_sent_before_all_are_made():
+    def inputs(rank):
         if rank == 2:
             raise MemoryError("no room for the share of worker 2")
         return [np.ones((2, 3)).T]
 
-    line = Unanswered()
-    ours = alone(line, is_serial=True)
-    ours.dropped.append(7)
-    with pytest.raises(MemoryError, match="the share of worker 2"):
-        perform(ours, "put", lambda: Command("put", "put", {}, arrays_for))
-    ours.check_usable()
-    assert (line.told, ours.dropped) == ([], [7])
+    transport = FailingTransport()
+    group = failing_group(transport, is_serial=True)
+    group.dropped.append(7)
+    with pytest.raises(MemoryError):
+        perform(group, "put", lambda: Command("put", "put", {}, inputs))
+    group.check_usable()
+    assert (transport.sent, group.dropped) == ([], [7])
 
 
-def test_an_order_that_not_all_workers_have_heard_is_the_last():
-    line = Unanswered(cannot_send=2)
-    ours = alone(line, is_serial=True)
+def test_a_command_that_not_all_workers_have_received_is_the_last():
+    transport = FailingTransport(cannot_send=2)
+    group = failing_group(transport, is_serial=True)
     with pytest.raises(ValueError, match="cannot send to worker 2"):
-        perform(ours, "put", lambda: Command("put", "put", {}, lambda rank: [np.full(2, rank)]))
-    assert line.told == [(1, [[1, 1]])]
+        perform(group, "put", lambda: Command("put", "put", {}, lambda rank: [np.full(2, rank)]))
+    assert transport.sent == [(1, [[1, 1]])]
     with pytest.raises(jaxmpi.UsageError, match="no longer in step: cannot send to worker 2"):
-        ours.check_usable()
+        group.check_usable()
 
 
-@pytest.mark.parametrize(
-    ("kind", "way_out"),
-    [
-        (ProcessGroup, "the ranks of a job cannot meet again: end it$"),
-        (ForkedGroup, r"jaxmpi\.close\(\), then fork again$"),
-    ],
-)
-def test_what_has_no_text_is_named_by_its_kind(kind, way_out):
-    ours = kind(cast(Any, Unanswered()), cast(Any, SoloComm()), "shm", is_serial=True)
-    ours.note(KeyboardInterrupt())
-    with pytest.raises(jaxmpi.UsageError, match=f"no longer in step: KeyboardInterrupt; {way_out}"):
-        ours.check_usable()
+class FailingSums:
+    """A communicator whose sums are refused when they are traced, or later."""
 
-
-class OnHosts:
-    """Sums that are refused where they are made ready, or later."""
-
-    def __init__(self, hosts: tuple[int, ...], room: str = "", sum_: str = ""):
-        self.hosts, self.room, self.sum_ = hosts, room, sum_
+    def __init__(self, hosts: tuple[int, ...], trace: str = "", sum_: str = ""):
+        self.hosts, self.trace, self.sum_ = hosts, trace, sum_
 
     def sum_on_host(self, vectors):
-        check(not self.room, self.room)
+        check(not self.trace, self.trace)
         return vectors
 
     def sum_on_host_now(self, arrays, divisor):
@@ -254,19 +237,19 @@ class OnHosts:
 
 
 @pytest.mark.parametrize(
-    ("comm", "kind", "message"),
+    ("comm", "kind"),
     [
-        (OnHosts((0, 1)), jaxmpi.UsageError, "use hier-ring or asa"),
-        (OnHosts((0, 0), room="no 9 bytes for 2 ranks"), jaxmpi.UsageError, "no 9 bytes"),
-        (OnHosts((0, 0), sum_="rank 1 sums another list"), OutOfStep, "a sum over workers failed: rank 1 sums"),
+        (FailingSums((0, 1)), jaxmpi.UsageError),
+        (FailingSums((0, 0), trace="no 9 bytes for 2 ranks"), jaxmpi.UsageError),
+        (FailingSums((0, 0), sum_="rank 1 sums another list"), OutOfStep),
     ],
 )
-def test_sums_that_all_ranks_refuse_alike_leave_them_in_step(comm, kind, message):
-    ours = alone(Unanswered(), comm=comm)
-    with pytest.raises(kind, match=message):
-        ours.sum_leaves({0: [jax.numpy.ones(2)]}, "sum", "shm")
-    comm.hosts, comm.room, comm.sum_ = (0, 0), "", ""
-    assert ours.sum_leaves({0: [jax.numpy.ones(2)]}, "sum", "shm")[0][0].tolist() == [1, 1]
+def test_sums_that_all_ranks_refuse_alike_leave_them_in_step(comm, kind):
+    group = failing_group(FailingTransport(), False, comm)
+    with pytest.raises(kind):
+        group.sum_leaves({0: [jax.numpy.ones(2)]}, "sum", "shm")
+    comm.hosts, comm.trace, comm.sum_ = (0, 0), "", ""
+    assert group.sum_leaves({0: [jax.numpy.ones(2)]}, "sum", "shm")[0][0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("has_failed_before", [False, True])
@@ -314,15 +297,24 @@ def test_a_function_is_found_by_its_name():
             import_by_name.qualified_name(hidden)
 
 
-# ---------------------------------------------------------------- no more copies than needed
+@pytest.mark.parametrize("is_script", [True, False])
+def test_a_script_that_ends_when_it_is_imported_is_named(is_script, tmp_path, monkeypatch):
+    (tmp_path / "ends_early.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    script = str(tmp_path / "ends_early.py") if is_script else ""
+    with pytest.raises(jaxmpi.UsageError, match=r"ends_early.* ends its process \(3\)"):
+        import_by_name.import_function(import_by_name.FunctionName("ends_early", "f", script))
+
+
+# ---------------------------------------------------------------- copies
 
 
 def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
     jm.fork(2)
     moved = []
-    for slot in current_group().workers:
-        put = slot.put
-        monkeypatch.setattr(slot, "put", lambda array, put=put: (moved.append(np.size(array)), put(array))[1])
+    for worker in current_group().workers:
+        put = worker.put
+        monkeypatch.setattr(worker, "put", lambda array, put=put: (moved.append(np.size(array)), put(array))[1])
     f = jm.function(lambda x, p, q: (x @ p).sum() + q.sum(), (jm.scatter, jm.broadcast, jm.broadcast), jm.sum)
     x, p, q = np.ones((2, 50), np.float32), np.ones((50, 50), np.float32), jnp.ones(700)
     f(x, p, q)
@@ -330,6 +322,44 @@ def test_an_unchanged_broadcast_argument_moves_no_bytes(monkeypatch):
     moved.clear()
     f(x, p, q)
     assert set(moved) == {50}
+
+
+def test_results_do_not_alias_what_the_caller_may_overwrite():
+    jm.fork(1)
+    x = np.zeros((1 << 12, 16), np.float32)
+    kept = jm.variable(np.float32(0))
+    rows, local = jm.function(lambda x: (x, x, x), jm.scatter, (jm.gather, jm.local), ((kept, jm.mean),))(x)
+    x[:] = 1
+    for got in (np.asarray(rows), local.get(0), kept.get(0)):
+        assert not got.any()
+
+
+def test_each_worker_fetches_its_own_rows_alone(monkeypatch):
+    jm.fork(2)
+    taken = []
+    take = np.take
+    monkeypatch.setattr(np, "take", lambda a, i, **how: (taken.append(len(i)), take(a, i, **how))[1])
+    x = jm.shared(np.arange(4000, dtype=np.float32).reshape(1000, 4))
+    order = np.random.default_rng(0).permutation(1000)[:100]
+    got = jm.function(lambda x: x, jm.scatter, jm.gather)(x, batch=order, slices=5)
+    assert (np.asarray(got) == x[order]).all()
+    assert taken == [10] * 10
+
+
+@pytest.mark.parametrize("method", ["gather", "all_gather", "reduce", "all_reduce", "fails"])
+def test_workers_let_go_of_what_a_command_has_laid_out(method):
+    jm.fork(2)
+    v = jm.variable(np.ones(3, np.float32))
+    if method == "fails":
+        v.set(0, np.ones(2, np.float32))
+        with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
+            v.reduce()
+    else:
+        getattr(v, method)()
+    assert not any(worker.out for worker in current_group().workers)
+
+
+# ---------------------------------------------------------------- optimizers and reductions
 
 
 def quadratic(p, x):
@@ -353,85 +383,24 @@ def test_optimizers_that_want_the_value_get_it_and_line_searches_are_refused():
             alone = optax.apply_updates(alone, updates)
             assert abs(float(step(x)) - float(value)) <= 1e-5 * float(value)
         assert abs(float(step.params.get(1)) - float(alone)) <= 1e-4 * abs(float(alone))
-    with pytest.raises(jaxmpi.UsageError, match=r"evaluates the loss anew \(value_fn\).*linesearch=None"):
+    with pytest.raises(jaxmpi.UsageError, match=r"evaluates the loss anew \(value_fn\)"):
         jm.optimizer(quadratic, params, optax.lbfgs(), (jm.scatter,))(x)
 
 
-def test_outputs_may_be_named_by_words():
-    jm.fork(2)
-    x, count = np.arange(4, dtype=np.float32), jm.variable(np.float32(0))
-    assert float(jm.function(lambda x: x.sum(), jm.scatter, "sum")(x)) == 6
-    total, rows = jm.function(lambda x: (x.sum(), x, x.sum()), outputs=("sum", "local"), updates=(count, "add"))(x)
-    assert (float(total), rows.gather().tolist(), float(count.reduce("sum"))) == (6, [0, 1, 2, 3], 6)
-    with pytest.raises(jaxmpi.UsageError, match=r"outputs: got 'sums'; expected jaxmpi.functions.mean.*or a name"):
-        jm.function(lambda x: x, outputs="sums")
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "int32", "bool"])
+def test_a_mean_takes_no_integers_however_small(dtype):
+    with pytest.raises(jaxmpi.UsageError, match="which mean cannot take exactly"):
+        reductions.check_reducible("mean", dtype, [3], "y")
+    reductions.check_reducible("max", dtype, [3], "y")
 
 
-@pytest.mark.parametrize("read", ["gather", "all_gather", "reduce", "all_reduce", "fails"])
-def test_what_an_order_has_worked_with_is_let_go(read):
-    jm.fork(2)
-    v = jm.variable(np.ones(3, np.float32))
-    if read == "fails":
-        v.set(0, np.ones(2, np.float32))
-        with pytest.raises(jaxmpi.UsageError, match="differs between workers"):
-            v.reduce()
-    else:
-        getattr(v, read)()
-    assert not any(slot.out for slot in current_group().workers)
-
-
-@jax.tree_util.register_pytree_node_class
-class Mute(list):
-    """Arrays that must not be written down, which takes longer than a call."""
-
-    def tree_flatten(self):
-        return tuple(self), None
-
-    @classmethod
-    def tree_unflatten(cls, data, leaves):
-        return cls(leaves)
-
-    def __repr__(self):
-        raise AssertionError("a call that is well writes no message")
-
-
-def test_a_call_writes_down_no_argument():
-    jm.fork(2)
-    f = jm.function(lambda x, p: x[0].sum() + p[0].sum(), (jm.scatter, jm.broadcast), jm.sum)
-    assert float(f(Mute([np.ones(4, np.float32)]), Mute([np.ones(3, np.float32)]))) == 10
-
-
-def test_results_do_not_alias_what_the_caller_may_overwrite():
-    jm.fork(1)
-    x = np.zeros((1 << 12, 16), np.float32)
-    kept = jm.variable(np.float32(0))
-    f = jm.function(lambda x: (x, x, x), jm.scatter, (jm.gather, jm.local), ((kept, jm.mean),))
-    rows, local = f(x)
-    x[:] = 1
-    for got in (np.asarray(rows), local.get(0), kept.get(0)):
-        assert not got.any()
-
-
-def test_shuffled_rows_are_fetched_by_their_share_only(monkeypatch):
-    jm.fork(2)
-    taken = []
-    take = np.take
-    monkeypatch.setattr(np, "take", lambda a, i, **how: (taken.append(len(i)), take(a, i, **how))[1])
-    x = jm.shared(np.arange(4000, dtype=np.float32).reshape(1000, 4))
-    order = np.random.default_rng(0).permutation(1000)[:100]
-    got = jm.function(lambda x: x, jm.scatter, jm.gather)(x, batch=order, slices=5)
-    assert (np.asarray(got) == x[order]).all()
-    assert taken == [10] * 10
-    x.free()
-
-
-def test_pages_name_what_is_there():
-    pages = [Path(__file__).parents[2] / "docs" / f"{name}.md" for name in ("functions", "porting")]
-    text = "".join(page.read_text() for page in pages)
-    assert not [name for name in set(re.findall(r"\bjm\.(\w+)", text)) if not hasattr(jm, name)]
-    methods = {name for name in re.findall(r"`v\.(\w+)", text)}
-    assert len(methods) > 8
-    assert not [name for name in methods if not hasattr(Variable, name)]
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
+    reductions.check_reducible("mean", dtype, [], "y")
+    assert reductions.accumulation_dtype(dtype) == np.float32
+    kind = jnp.dtype(dtype)
+    half_step = np.asarray(jnp.finfo(kind).eps, kind)  # of 2, and lost where it is added to that alone
+    assert reductions.combine("sum", [np.asarray(2, kind), *[half_step] * 4]) == 2 + 4 * np.float32(half_step)
 
 
 # ---------------------------------------------------------------- profiles
@@ -447,7 +416,7 @@ def test_without_a_profile_a_call_reads_no_clock(monkeypatch):
 def test_a_profile_is_a_table_and_a_line_a_call(tmp_path):
     jm.fork(2)
     x, v = np.arange(4, dtype=np.float32), jm.variable(np.float32(1))
-    f, g = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), jm.function(lambda x: x.max(), jm.scatter, jm.max)
+    f, g = sum_function(), jm.function(lambda x: x.max(), jm.scatter, jm.max)
     with jm.profile(tmp_path / "calls.jsonl") as profile:
         f(x)
         g(x)
@@ -462,16 +431,10 @@ def test_a_profile_is_a_table_and_a_line_a_call(tmp_path):
     rows = profile.rows
     assert [(row["function"], row["calls"]) for row in rows[:2]] == [("<lambda> #1", 3), ("<lambda> #2", 1)]
     assert abs(sum(row["total_s"] for row in rows) - sum(line["total_s"] for line in lines)) < 1e-9
-    table = [line.split() for line in str(profile).splitlines()]
-    assert table[0] == ["calls", "total", "s", *profiling.PARTS, "sent", "MB"]
-    assert table[-1][:3] == ["all", "5", f"{sum(row['total_s'] for row in rows):.3f}"]
+    assert str(profile).splitlines()[-1].split()[:2] == ["all", "5"]
     profile.save(tmp_path / "run")
-    page = report.write([tmp_path / "run"], tmp_path / "report").read_text()
-    assert "<th scope=col>straggler, s</th>" in page
-    assert f"<th scope=row>&lt;lambda&gt; #1</th><td>3</td><td>{rows[0]['total_s']:.3f}</td>" in page
-    assert f"<th scope=row>all</th><td>5</td><td>{table[-1][2]}</td>" in page
-    assert 'class="note"' not in page
-    with pytest.raises(jaxmpi.UsageError, match=r"profile: got .*nowhere/calls.jsonl; expected a file in a folder"):
+    assert "&lt;lambda&gt; #1" in report.write([tmp_path / "run"], tmp_path / "report").read_text()
+    with pytest.raises(jaxmpi.UsageError, match="profile: got"):
         jm.profile(tmp_path / "nowhere" / "calls.jsonl").__enter__()
 
 
@@ -486,38 +449,29 @@ def test_the_folder_of_a_profile_is_needed_where_it_is_written(tmp_path, monkeyp
 # ---------------------------------------------------------------- shared arrays
 
 
-def test_shared_reads_and_writes_as_numpy():
-    x = jm.shared(np.arange(6, dtype=np.float32).reshape(2, 3))
-    assert (x.shape, x.dtype, x.ndim, len(x), x.nbytes) == ((2, 3), np.float32, 2, 2, 24)
-    x[1, :2] = 9
-    x[0] = np.array([1, 2, 3], np.float16)
-    assert x[:, 0].tolist() == [1, 9]
-    assert np.asarray(x).base is not None
-    assert (np.add(x, 1) == x.array + 1).all()
-    x.reshape((3, 2))
-    assert x[2].tolist() == [9, 5]
-    assert "float32[3, 2]" in repr(x)
-    x.free()
-    x.free()
-    with pytest.raises(jaxmpi.UsageError, match="has been freed"):
-        x[0]
-
-
-def test_shared_calculates_as_numpy():
+def test_shared_reads_writes_and_calculates_as_numpy():
     plain = np.arange(6, dtype=np.float32).reshape(2, 3)
-    x = jm.shared(plain)
-    for got, expected in ((x / 2, plain / 2), (2 - x, 2 - plain), (x > 1, plain > 1), (x == x, plain == plain)):
+    x = same = jm.shared(plain)
+    assert (x.shape, x.dtype, x.ndim, len(x), x.nbytes) == ((2, 3), np.float32, 2, 2, 24)
+    for got, expected in ((x / 2, plain / 2), (2 - x, 2 - plain), (x > 1, plain > 1), (np.add(x, 1), plain + 1)):
         assert type(got) is np.ndarray
         assert got.tolist() == expected.tolist()
-    assert (x.mean(), x.sum(0).tolist(), x.T.shape) == (2.5, [3, 5, 7], (3, 2))
-    assert [row.sum() for row in x] == [3, 12]
-    same = x
+    assert (x.mean(), x.sum(0).tolist(), x.T.shape, [row.sum() for row in x]) == (2.5, [3, 5, 7], (3, 2), [3, 12])
+    assert np.asarray(x).base is not None  # no copy
     x *= 2
     np.add(x, 1, out=x)
     assert x is same
     assert x[:].tolist() == (2 * plain + 1).tolist()
+    x[1, :2] = 9
+    x[0] = np.array([1, 2, 3], np.float16)
+    x.reshape((3, 2))
+    assert x[:].tolist() == [[1, 2], [3, 9], [9, 11]]
     with pytest.raises(AttributeError, match="no attribute 'average'"):
         x.average()
+    x.free()
+    x.free()
+    with pytest.raises(jaxmpi.UsageError, match="has been freed"):
+        x[0]
 
 
 def test_shared_grows_in_its_room_and_beyond():
@@ -536,19 +490,24 @@ def test_shared_grows_in_its_room_and_beyond():
     assert len(x) == 0
 
 
+MASKED = np.ma.masked_greater(np.arange(4, dtype=np.float32), 1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: jm.shared(np.array([object()])), "array of object"),
+        (lambda: jm.shared(np.ones(4, np.float32), dtype=object, force=True), "array of object"),
         (lambda: jm.shared(np.zeros(3, [("a", "f4")])), "expected numbers"),
         (lambda: jm.shared(np.zeros(3), dtype=np.float32), "may lose digits"),
         (lambda: jm.shared(np.zeros(3, np.float32)).__setitem__(0, np.array([1.0])), "may lose digits"),
         (lambda: jm.shared(np.zeros(3, np.int32)).__setitem__(0, 1.5), "may lose digits"),
+        (lambda: jm.shared(np.zeros(4, np.float32)).__setitem__(slice(None), MASKED), "masked array"),
         (lambda: jm.shared(np.zeros(3, np.float32), oversize=0.5), "oversize: got 0.5"),
-        (lambda: jm.shared(np.zeros(3), oversize=1e30), "no 24000000.* bytes of shared memory"),
-        (lambda: jm.shared(np.zeros(3), oversize=2e12), "no 48000000004096 bytes of shared memory"),
-        (lambda: jm.shared(np.zeros(3)).resize(2 * 10**12), "no 16000000004096 bytes of shared memory"),
-        (lambda: jm.shared(np.zeros(3), name="../etc"), "expected letters"),
+        (lambda: jm.shared(np.zeros(3), oversize=1e30), "bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3), oversize=2e12), "bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3)).resize(2 * 10**12), "bytes of shared memory"),
+        (lambda: jm.shared(np.zeros(3), name="../etc"), "name: got"),
         (lambda: jm.shared(name="there-is-none"), "no array named"),
         (lambda: jm.shared(), "give an array"),
         (lambda: jm.shared(np.zeros(3)).resize(-1), "length >= 0"),
@@ -560,115 +519,48 @@ def test_shared_refuses(make, message):
         make()
 
 
-def test_shared_casts_where_told_to():
-    x = jm.shared(np.array([1.5, 2.5]), dtype=np.float32, force=True)
-    assert (x.dtype, x[:].tolist()) == (np.float32, [1.5, 2.5])
-    assert jm.shared(np.array([1], np.float16), dtype=np.float32).dtype == np.float32
+@pytest.mark.parametrize(
+    ("values", "force"),
+    [
+        (np.array([1.5]), True),
+        (np.ones(1, np.float16), False),
+        (np.ones(1, ">f4"), False),
+        (np.ones(1, np.longdouble), True),
+    ],
+)
+def test_shared_casts_what_loses_nothing_or_is_forced(values, force):
+    x = jm.shared(values, dtype=np.float32, force=force)
+    assert (x.dtype, x[:].tolist()) == (np.float32, values.tolist())
 
 
-# ---------------------------------------------------------------- what would be wrong without a word
-
-
-@pytest.mark.parametrize("is_script", [True, False])
-def test_a_script_that_ends_where_it_is_imported_is_named(is_script, tmp_path, monkeypatch):
-    (tmp_path / "ends_early.py").write_text("import sys\nsys.exit(3)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    script = str(tmp_path / "ends_early.py") if is_script else ""
-    with pytest.raises(jaxmpi.UsageError, match=r"ends_early.* ends its process \(3\) where it is imported"):
-        import_by_name.import_function(import_by_name.FunctionName("ends_early", "f", script))
-
-
-MASKED = np.ma.masked_greater(np.arange(4, dtype=np.float32), 1)
-NOT_JAXS = [
-    (MASKED, "got a masked array; .* x.filled"),
-    (np.ones(4, ">f4"), "got an array of >f4, which JAX does not take; cast it"),
-    (np.ones(4, np.longdouble), "got an array of float128, which JAX does not take; cast it"),
-    (np.zeros(4, "V8"), r"got an array of \|V8; expected numbers"),
-]
-
-
-@pytest.mark.parametrize(("array", "message"), NOT_JAXS, ids=["masked", "big-endian", "longdouble", "void"])
-def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array, message):
-    jm.fork(2)
-    f = jm.function(lambda x, p: x["a"].sum() + p.sum(), (jm.scatter, jm.broadcast), jm.sum)
-    kept = jm.variable({"a": np.ones(4, np.float32)})
-    good = np.ones(4, np.float32)
-    for call, who in (
-        (lambda: f({"a": array}, good, batch=[0, 1]), "argument 0 leaf 'a'"),
-        (lambda: f({"a": good}, array), "argument 1"),
-        (lambda: jm.variable({"a": array}), "variable: leaf 'a'"),
-        (lambda: kept.scatter({"a": array}), "scatter: leaf 'a'"),
-        (lambda: jm.shared(array), "shared"),
-        (lambda: jm.shared(lambda: array), "shared"),
-    ):
-        with pytest.raises(jaxmpi.UsageError, match=f"{who}: {message}"):
-            call()
-
-
-def test_shared_takes_what_it_is_told_to_cast():
-    for array, force in ((np.ones(4, ">f4"), False), (np.ones(4, np.longdouble), True)):
-        assert jm.shared(array, dtype=np.float32, force=force).dtype == np.float32
-    x = jm.shared(np.zeros(4, np.float32))
-    x[:] = np.ones(4, ">f4")
-    assert x[:].tolist() == [1] * 4
-    with pytest.raises(jaxmpi.UsageError, match="masked array"):
-        x[:] = MASKED
-    with pytest.raises(jaxmpi.UsageError, match="shared: got an array of object"):
-        jm.shared(np.ones(4, np.float32), dtype=object, force=True)
-
-
-@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "int32", "bool"])
-def test_a_mean_takes_no_integers_however_small(dtype):
-    with pytest.raises(jaxmpi.UsageError, match=rf"y: got {dtype}\[3\], which mean cannot take exactly: use sum"):
-        reductions.check_reducible("mean", dtype, [3], "y")
-    reductions.check_reducible("max", dtype, [3], "y")
-
-
-@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
-def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
-    reductions.check_reducible("mean", dtype, [], "y")
-    assert reductions.accumulation_dtype(dtype) == np.float32
-    kind = jnp.dtype(dtype)
-    half_step = np.asarray(jnp.finfo(kind).eps, kind)  # of 2, and lost where it is added to that alone
-    assert reductions.combine("sum", [np.asarray(2, kind), *[half_step] * 4], ()) == 2 + 4 * np.float32(half_step)
-
-
-def files_of(name):
+def shared_files(name):
     return [file for file in os.listdir(shared_memory.folder()) if name in file]
 
 
-@pytest.mark.parametrize("has_unseen_files", [True, False])
-def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unseen_files, monkeypatch):
+@pytest.mark.parametrize("has_unnamed_files", [True, False])
+def test_a_named_array_is_seen_when_it_is_whole_and_has_one_maker(has_unnamed_files, monkeypatch):
     """Another makes the same name while the first still reserves its memory."""
-    name, room, rivals = f"test-race-{os.getpid()}", shared_array.extend_file, []
-    if not has_unseen_files:
+    name, extend, rivals = f"test-race-{os.getpid()}", shared_array.extend_file, []
+    if not has_unnamed_files:
         monkeypatch.delattr(shared_array.os, "O_TMPFILE")
 
-    def slow_room(handle, size_bytes):
-        monkeypatch.setattr(shared_array, "extend_file", room)
+    def extend_slowly(handle, size_bytes):
+        monkeypatch.setattr(shared_array, "extend_file", extend)
         with pytest.raises(jaxmpi.UsageError, match="no array named"):
             jm.shared(name=name)
         rivals.append(jm.shared(function_checks.f32([2]), name=name))
-        room(handle, size_bytes)
+        extend(handle, size_bytes)
 
-    monkeypatch.setattr(shared_array, "extend_file", slow_room)
+    monkeypatch.setattr(shared_array, "extend_file", extend_slowly)
     with pytest.raises(jaxmpi.UsageError, match=f"the name '{name}' is taken"):
         jm.shared(function_checks.f32([1]), name=name)
-    assert files_of(name) == [f"jaxmpi-array-{name}"]
+    assert shared_files(name) == [f"jaxmpi-array-{name}"]
     assert jm.shared(name=name)[:].tolist() == rivals[0][:].tolist() == [2]
     rivals[0].free()
-    assert files_of(name) == []
-
-
-@pytest.mark.parametrize("has_unseen_files", [True, False])
-def test_a_named_array_that_could_not_be_made_leaves_nothing(has_unseen_files, monkeypatch):
-    name = f"test-failed-{os.getpid()}"
-    if not has_unseen_files:
-        monkeypatch.delattr(shared_array.os, "O_TMPFILE")
     monkeypatch.setattr(shared_array, "reserve", lambda handle, n: os.posix_fallocate(handle, 0, 1 << 60))
-    with pytest.raises(jaxmpi.UsageError, match="no 4108 bytes of shared memory"):
+    with pytest.raises(jaxmpi.UsageError, match="bytes of shared memory"):
         jm.shared(np.ones(3, np.float32), name=name)
-    assert files_of(name) == []
+    assert shared_files(name) == []
 
 
 @pytest.fixture
@@ -682,12 +574,12 @@ def dead_makers(monkeypatch):
     return name
 
 
-def test_of_a_dead_makers_array_the_name_is_free_and_a_live_ones_stays(dead_makers):
+def test_a_dead_makers_name_is_free_and_a_live_ones_stays(dead_makers):
     x = jm.shared(function_checks.f32([5]), name=dead_makers)
     shared_array.unlink_if_orphaned(x.path)
     os.pwrite(x._handle, bytes(shared_array.PAGE), 0)  # as another may read it while its maker writes: no sign of death
     shared_array.unlink_if_orphaned(x.path)
-    assert files_of(dead_makers) == [f"jaxmpi-array-{dead_makers}"]
+    assert shared_files(dead_makers) == [f"jaxmpi-array-{dead_makers}"]
     x.free()
 
 
@@ -702,13 +594,13 @@ def test_two_that_find_a_dead_makers_array_remove_it_once(dead_makers, monkeypat
 
     rival = threading.Thread(target=make, args=(2,))
 
-    def kill_and_let_the_rival_begin(pid, number):
+    def kill_while_the_rival_begins(pid, number):
         monkeypatch.setattr(os, "kill", kill)
         rival.start()
         rival.join(0.1)
         kill(pid, number)
 
-    monkeypatch.setattr(os, "kill", kill_and_let_the_rival_begin)
+    monkeypatch.setattr(os, "kill", kill_while_the_rival_begins)
     make(1)
     rival.join()
     made = [x for x in outcomes if isinstance(x, shared_array.SharedArray)]
@@ -717,11 +609,35 @@ def test_two_that_find_a_dead_makers_array_remove_it_once(dead_makers, monkeypat
     made[0].free()
 
 
+# ---------------------------------------------------------------- numbers that JAX would change without a word
+
+
+NOT_JAXS = [MASKED, np.ones(4, ">f4"), np.ones(4, np.longdouble), np.zeros(4, "V8")]
+
+
+@pytest.mark.parametrize("array", NOT_JAXS, ids=["masked", "big-endian", "longdouble", "void"])
+def test_arrays_that_jax_would_read_otherwise_are_refused_by_name(array):
+    jm.fork(2)
+    f = jm.function(lambda x, p: x["a"].sum() + p.sum(), (jm.scatter, jm.broadcast), jm.sum)
+    kept = jm.variable({"a": np.ones(4, np.float32)})
+    good = np.ones(4, np.float32)
+    for call, who in (
+        (lambda: f({"a": array}, good, batch=[0, 1]), "argument 0 leaf 'a'"),
+        (lambda: f({"a": good}, array), "argument 1"),
+        (lambda: jm.variable({"a": array}), "variable: leaf 'a'"),
+        (lambda: kept.scatter({"a": array}), "scatter: leaf 'a'"),
+        (lambda: jm.shared(array), "shared"),
+        (lambda: jm.shared(lambda: array), "shared"),
+    ):
+        with pytest.raises(jaxmpi.UsageError, match=f"{who}: got"):
+            call()
+
+
 @pytest.mark.parametrize("number", [2**40, -(2**31) - 1, 2**63, np.int64(2**40), np.uint64(2**64 - 1), -1e300])
 def test_a_number_that_jax_would_cut_off_is_refused(number):
     jm.fork(2)
     f, x = jm.function(lambda x, p: x.sum() + p, (jm.scatter, jm.broadcast), jm.max), np.ones(4, np.float32)
-    message = rf"got {re.escape(str(number))}, which (u?int|float)32 cannot hold; .* jax_enable_x64"
+    message = rf"got {re.escape(str(number))}, which (u?int|float)32 cannot hold"
     for call, who in ((lambda: jm.variable({"a": number}), "variable: leaf 'a'"), (lambda: f(x, number), "argument 1")):
         with pytest.raises(jaxmpi.UsageError, match=f"{who}: {message}"):
             call()
@@ -736,7 +652,6 @@ def test_arrays_that_jax_would_cut_off_are_refused_unless_it_has_64_bits(number,
     v, good = jm.variable({"a": np.zeros(2, np.int64)}), np.arange(4)
     bad = np.array([1, 2, 3, number], np.asarray(number).dtype)
     rows = jm.shared(bad) if is_shared else bad
-    message = f"got {number}, which u?int32 cannot hold; .* jax_enable_x64"
     calls = [
         (lambda: f({"a": rows}, good), "argument 0 leaf 'a'"),
         (lambda: f({"a": good}, rows), "argument 1"),
@@ -746,8 +661,8 @@ def test_arrays_that_jax_would_cut_off_are_refused_unless_it_has_64_bits(number,
         calls += [(lambda: v.set(1, {"a": bad}), "variable: leaf 'a'"), (lambda: jm.variable(bad), "variable: leaf ''")]
     for call, who in calls:
         with pytest.raises(
-            (jaxmpi.UsageError, jaxmpi.TrainingError), match=f"{who}: {message}"
-        ):  # of all workers, or of one
+            (jaxmpi.UsageError, jaxmpi.TrainingError), match=f"{who}: got {number}"
+        ):  # of all, or of one
             call()
     assert f({"a": rows}, good, batch=3)[0].tolist() == [1, 2, 3]
     with jax.enable_x64(True):
@@ -761,15 +676,3 @@ def test_numbers_that_fit_are_taken():
     jm.fork(2)
     for number in (True, 2**31 - 1, -(2**31), np.uint32(2**32 - 1), np.int64(5), np.float64(0.5)):
         assert jm.variable(number).get(1) == number
-    with jax.enable_x64(True):
-        assert jm.variable(2**40).get(1) == 2**40
-
-
-def test_an_index_beyond_64_bits_is_not_there():
-    with pytest.raises(jaxmpi.UsageError, match="got index 18446744073709551615; there are 8 examples"):
-        select_rows(np.array([2**64 - 1, 0], np.uint64), 8)
-    assert np.asarray(select_rows(np.array([7, 0], np.uint64), 8).indices).dtype == np.int64
-
-
-def test_more_pieces_than_rows_cost_no_more():
-    assert worker_pieces(8, 2, 1, 10**12) == worker_pieces(8, 2, 1, 8) == [(4, 5), (5, 6), (6, 7), (7, 8)]

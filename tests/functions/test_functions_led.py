@@ -18,26 +18,48 @@ import numpy as np, jax, jax.numpy as jnp
 import jaxmpi
 from jaxmpi import functions as jm
 """
-ALL_CHECKS = (
-    HEAD
-    + """
+ALL_CHECKS = """
 import function_checks
 if __name__ == "__main__":
     n = jm.fork({n})
     print("script of", n, flush=True)
     for check in function_checks.{which}:
         check()
+    with jm.profile() as profile:  # workers end in a profile of no call
+        jm.close()
+    assert not profile.rows
     print("all checks pass", flush=True)
 """
-)
 
 
-def lead(tmp_path, text: str, n: int, timeout_s: float = 100, ranks: int = 0, env=NOTHING):
-    """Run a script that forks `n` workers, or under mpirun with `ranks`."""
-    (tmp_path / "script.py").write_text(text.replace("{n}", str(n) if n else ""))
+def lead(tmp_path, text: str, n: int = 2, ranks: int = 0, env=NOTHING, code: int | None = 0, timeout_s: float = 100):
+    """Run a script that forks `n` workers, or under mpirun with `ranks`; return what it prints.
+
+    It ends in time, with this exit code; None: any but 0.
+    """
+    script = write_script(tmp_path, text.replace("{n}", "" if ranks else str(n)))
     if ranks:
-        return mpirun(ranks, str(tmp_path / "script.py"), timeout_s=timeout_s, env=ENV | env)
-    return run([sys.executable, str(tmp_path / "script.py")], timeout_s=timeout_s, env=ENV | env)
+        ended = mpirun(ranks, script, timeout_s=timeout_s, env=ENV | env)
+    else:
+        ended = run([sys.executable, script], timeout_s=timeout_s, env=ENV | env)
+    assert not ended.timed_out, ended.out[-4000:]
+    assert ended.code == code if code is not None else ended.code != 0, ended.out[-4000:]
+    return ended.out
+
+
+def write_script(tmp_path, text: str) -> str:
+    (tmp_path / "script.py").write_text(HEAD + text)
+    return str(tmp_path / "script.py")
+
+
+def run_on_cluster(hosts: int, slots: int, env=NOTHING, *job: str):
+    """Run a job on emulated hosts, or skip."""
+    line = [*CLUSTER, "--hosts", str(hosts), "--slots", str(slots), "--", "mpirun", "-n", str(hosts * slots)]
+    ended = run([*line, sys.executable, *job], timeout_s=200, env=ENV | env)
+    if ended.code == NOT_PERMITTED:
+        pytest.skip(ended.out.strip())
+    assert not ended.timed_out, ended.out[-4000:]
+    return ended
 
 
 QUICK = [(2, 0, "CORE")]
@@ -54,37 +76,18 @@ WHOLE = [
 @pytest.mark.e2e
 @pytest.mark.parametrize(("n", "ranks", "which"), [*QUICK, *WHOLE])
 def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
-    ended = lead(tmp_path, ALL_CHECKS.replace("{which}", which), n, ranks=ranks, timeout_s=200)
-    assert ended.code == 0, ended.out[-4000:]
-    assert ended.out.count(f"script of {n or ranks}") == 1
-    assert ended.out.count("all checks pass") == 1
+    out = lead(tmp_path, ALL_CHECKS.replace("{which}", which), n, ranks, timeout_s=200)
+    assert out.count(f"script of {n or ranks}") == 1
+    assert out.count("all checks pass") == 1
 
 
-SHORT = 'import jaxmpi\njaxmpi.fork({n}, kind="processes")\n'
+SHORT = 'jaxmpi.fork({n}, kind="processes")\n'
 
 
 @pytest.mark.e2e
 def test_a_script_without_a_device_ends_with_one_sentence(tmp_path):
-    ended = lead(tmp_path, SHORT, 2, env={"JAX_PLATFORMS": "nosuch"})
-    assert ended.code == 1
-    assert re.fullmatch(r"jaxmpi: error: JAX finds no device: .*; JAX_PLATFORMS is 'nosuch': unset it, .*\n", ended.out)
-
-
-PROFILED = """
-import jaxmpi.functions as jm
-
-with jm.profile() as profile:
-    jm.fork({n}, kind="processes")
-    jm.close()
-print("closed", profile.rows)
-"""
-
-
-@pytest.mark.e2e
-def test_workers_end_in_a_profile_of_no_call(tmp_path):
-    ended = lead(tmp_path, PROFILED, 2)
-    assert ended.code == 0, ended.out
-    assert "closed []" in ended.out
+    out = lead(tmp_path, SHORT, env={"JAX_PLATFORMS": "nosuch"}, code=1)
+    assert re.fullmatch(r"jaxmpi: error: JAX finds no device: .*\n", out)
 
 
 @pytest.mark.e2e
@@ -92,16 +95,13 @@ def test_a_script_without_shared_memory_ends_with_one_sentence(tmp_path):
     enter = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*enter, "true"], capture_output=True).returncode:
         pytest.skip("mounting is not permitted here")
-    (tmp_path / "script.py").write_text(SHORT.replace("{n}", "2"))
-    ended = run([*enter, sys.executable, str(tmp_path / "script.py")], timeout_s=100, env=ENV)
+    script = write_script(tmp_path, SHORT.replace("{n}", "2"))
+    ended = run([*enter, sys.executable, script], timeout_s=100, env=ENV)
     assert ended.code == 1
-    sentence = r"jaxmpi: error: no \d+ bytes for 2 ranks in /dev/shm \(Read-only file system\); .* or take devices .*\n"
-    assert re.fullmatch(sentence, ended.out), ended.out
+    assert re.fullmatch(r"jaxmpi: error: no \d+ bytes for 2 ranks in /dev/shm .*\n", ended.out), ended.out
 
 
-DROPPED = (
-    HEAD
-    + """
+DROPPED = """
 from jaxmpi.functions.lifecycle import current_group
 from jaxmpi.functions.transport import SocketTransport
 
@@ -133,12 +133,9 @@ if __name__ == "__main__":
         assert float(f(x, w)) == 1 + (value << 20)
     print("sent", sent[0])
 """
-)
 
 
-FAILED_BEFORE = (
-    HEAD
-    + """
+FAILED_BEFORE = """
 from jax.experimental import io_callback
 
 def fail(x):
@@ -167,30 +164,26 @@ if __name__ == "__main__":
     print("totals", totals, flush=True)
     os._exit(0)  # else JAX waits for that program again
 """
-)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("n", "ranks"), [(2, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
 def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks, tmp_path):
-    ended = lead(tmp_path, FAILED_BEFORE.replace("{n}", str(n)), n, ranks=ranks)
+    out = lead(tmp_path, FAILED_BEFORE.replace("{n}", str(n)), n, ranks)
     expected = "totals [6.0, 6.0, 6.0]" if n else "totals [6.0, 6.0]"
-    assert ended.out.count(expected) == max(ranks, 1), ended.out[-3000:]
+    assert out.count(expected) == max(ranks, 1), out[-3000:]
 
 
 @pytest.mark.e2e
 @pytest.mark.slow  # a job more
 def test_workers_let_go_of_what_is_gone_and_are_sent_nothing_that_is_shared(tmp_path):
     # Garbage is searched for as often as with users: what a call leaves is in cycles, and tests search seldom.
-    ended = lead(tmp_path, DROPPED, 2, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
-    assert ended.code == 0, ended.out
-    assert int(ended.out.split("grown ")[1].split()[0]) < 100, ended.out  # MB; 28 inputs are 224
-    assert int(ended.out.split("sent ")[1]) < 100_000, ended.out  # bytes; a shared broadcast input is read in place
+    out = lead(tmp_path, DROPPED, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert int(out.split("grown ")[1].split()[0]) < 100, out  # MB; 28 inputs are 224
+    assert int(out.split("sent ")[1]) < 100_000, out  # bytes; a shared broadcast input is read in place
 
 
-FAULTS = (
-    HEAD
-    + """
+FAULTS = """
 from jax.experimental import io_callback
 from jaxmpi.functions.lifecycle import current_group
 
@@ -275,7 +268,6 @@ if __name__ == "__main__":
     jm.function(starves, jm.scatter, jm.max)(x)
     tell(lambda: big.get(1))
 """
-)
 EXPECTED = [
     "UsageError: fork: there are 2 workers already",
     "got 6.0",
@@ -301,13 +293,11 @@ EXPECTED = [
 
 @pytest.mark.e2e
 def test_what_goes_wrong_in_forked_workers_is_named_and_nothing_hangs(tmp_path):
-    ended = lead(tmp_path, FAULTS, 2)
-    assert ended.code == 0, ended.out[-4000:]
-    assert "after a while" not in ended.out
-    place = 0
+    out = lead(tmp_path, FAULTS)
+    assert "after a while" not in out
     for text in EXPECTED:
-        assert text in ended.out[place:], f"{text!r} not in:\n{ended.out[place:]}"
-        place = ended.out.index(text, place) + len(text)
+        assert text in out, f"{text!r} not in:\n{out}"
+        out = out[out.index(text) + len(text) :]
     assert not left_over(str(tmp_path))
 
 
@@ -327,10 +317,7 @@ if __name__ == "__main__":
     x = np.arange(4, dtype=np.float32)
     print("computed", float(jm.function(computes, jm.scatter, jm.max)(x)), flush=True)
 """
-STOPPED = (
-    HEAD
-    + COMPUTES
-    + """
+STOPPED = """
     os.kill(current_group().transport.jobs[1].pid, signal.SIGSTOP)
     try:
         jm.variable(np.zeros(1 << 22, np.float32))  # more than a socket holds
@@ -340,16 +327,13 @@ STOPPED = (
     jm.fork(2)
     print("again", float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x)))
 """
-)
 
 
 @pytest.mark.e2e
 def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
-    ended = lead(tmp_path, STOPPED, 2, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "2"})
-    assert ended.code == 0, ended.out[-3000:]
-    assert "computed 3.0" in ended.out
-    assert "killed by SIGKILL, having been stopped for 2 s" in ended.out
-    assert "again 6.0" in ended.out
+    out = lead(tmp_path, COMPUTES + STOPPED, env={"JAXMPI_EXCHANGE_TIMEOUT_S": "2"})
+    for text in ("computed 3.0", "killed by SIGKILL, having been stopped for 2 s", "again 6.0"):
+        assert text in out
     assert not left_over(str(tmp_path))
 
 
@@ -358,43 +342,27 @@ def test_a_stopped_worker_is_named_and_one_that_computes_is_not_late(tmp_path):
 @pytest.mark.slow  # waits for time limits
 def test_a_stopped_rank_of_mpirun_is_named_and_ends_the_job(hosts, tmp_path):
     """One that computes for longer than the limit does not."""
-    script = (
-        HEAD
-        + COMPUTES.replace(
-            "    jm.fork",
-            """    from jaxmpi.comm.job import processes
-    pid = processes().allgather_object(os.getpid())[1]
-    jm.fork""",
-        )
-        + """
+    before = "    from jaxmpi.comm.job import processes\n    pid = processes().allgather_object(os.getpid())[1]\n"
+    after = """
     os.kill(pid, signal.SIGSTOP)
-    print("stopped", pid, flush=True)
     jm.variable(np.zeros(1 << 22, np.float32))  # more than is sent at once
     print("went on", flush=True)
 """
-    )
+    script = COMPUTES.replace("    jm.fork", before + "    jm.fork") + after
     limit = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2"}
     if hosts == 1:
-        ended = lead(tmp_path, script, 0, ranks=2, env=limit, timeout_s=60)
+        out = lead(tmp_path, script, ranks=2, env=limit, code=None, timeout_s=60)
     else:
-        (tmp_path / "script.py").write_text(script.replace("{n}", ""))
-        job = ["mpirun", "-n", "2", sys.executable, str(tmp_path / "script.py")]
-        line = [*CLUSTER, "--hosts", "2", "--slots", "1", "--", *job]
-        ended = run(line, timeout_s=100, env=ENV | limit)
-        if ended.code == NOT_PERMITTED:
-            pytest.skip(ended.out.strip())
-    assert not ended.timed_out
-    assert ended.code != 0
-    assert "computed 3.0" in ended.out, ended.out[-3000:]
-    assert "rank 1 of 2 on" in ended.out
-    assert f"has been stopped for {2 if hosts == 1 else 7} s" in ended.out
-    assert "went on" not in ended.out
+        ended = run_on_cluster(2, 1, limit, write_script(tmp_path, script.replace("{n}", "")))
+        assert ended.code != 0
+        out = ended.out
+    for text in ("computed 3.0", "rank 1 of 2 on", f"has been stopped for {2 if hosts == 1 else 7} s"):
+        assert text in out, out[-3000:]
+    assert "went on" not in out
     assert not left_over(str(tmp_path))
 
 
-CHILD = (
-    HEAD
-    + """
+CHILD = """
 if __name__ == "__main__":
     shared = jm.shared(np.ones(3, np.float32), name=f"child-{os.getpid()}")
     for n in (1, 2):  # before there are workers, and with them
@@ -411,15 +379,13 @@ if __name__ == "__main__":
             f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.arange(4, dtype=np.float32)
         print("sum", float(f(x)), flush=True)
 """
-)
 
 
 @pytest.mark.e2e
 def test_a_child_made_by_os_fork_takes_nothing_from_its_parent(tmp_path):
-    ended = lead(tmp_path, CHILD, 2, timeout_s=60)
-    assert ended.code == 0, ended.out[-3000:]
-    assert (ended.out.count("child 0 True"), ended.out.count("sum 6.0")) == (2, 2), ended.out
-    assert "the workers are its parent's" in ended.out
+    out = lead(tmp_path, CHILD)
+    assert (out.count("child 0 True"), out.count("sum 6.0")) == (2, 2), out
+    assert "the workers are its parent's" in out
 
 
 def left_over(path: str) -> list[str]:
@@ -449,19 +415,14 @@ RARE = ("error", "exit", "no_close")
 @pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
 def test_workers_end_with_their_master(end, tmp_path):
     code, message, status = ENDS[end]
-    script = HEAD + f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
-    ended = lead(tmp_path, script, 2, timeout_s=60)  # its pipe closes when the last of them has ended
-    assert not ended.timed_out
-    assert ended.code == status, ended.out
-    assert message in ended.out
+    script = f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
+    assert message in lead(tmp_path, script, code=status)  # its pipe closes when the last of them has ended
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_a_rank_of_mpirun_that_dies_ends_the_job(who, tmp_path):
-    script = (
-        HEAD
-        + """
+    script = """
 from jaxmpi.comm.job import processes
 def dies(x):
     def die(v):
@@ -471,14 +432,8 @@ def dies(x):
 if __name__ == "__main__":
     jm.fork()
     jm.function(dies, jm.scatter, jm.max)(np.ones(4, np.float32))
-else:
-    from jaxmpi.comm.job import processes
 """.replace("WHO", who)
-    )
-    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
-    assert not ended.timed_out
-    assert ended.code != 0
-    assert f"rank {who}" in ended.out
+    assert f"rank {who}" in lead(tmp_path, script, ranks=2, code=None, timeout_s=60)
 
 
 @pytest.mark.slow
@@ -491,19 +446,15 @@ def test_a_rank_that_fails_past_its_report_ends_the_job(tmp_path):
     print("got", big.get(1), flush=True)
 """
     script = FAULTS[: FAULTS.index("if __name__ ==")] + f'if __name__ == "__main__":{calls}'
-    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
-    assert not ended.timed_out
-    assert ended.code != 0
-    assert "rank 1/2" in ended.out
-    assert "MemoryError" in ended.out
-    assert "got" not in ended.out
+    out = lead(tmp_path, script, ranks=2, code=None, timeout_s=60)
+    assert "rank 1/2" in out
+    assert "MemoryError" in out
+    assert "got" not in out
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(tmp_path):
-    script = (
-        HEAD
-        + """
+    script = """
 from jaxmpi.comm.job import processes
 f, x = jm.function(lambda x: x.sum(), jm.scatter, jm.sum), np.ones(4, np.float32)
 f(x)
@@ -514,22 +465,16 @@ for i in range(2):
     except jaxmpi.UsageError as error: print("then:", error, flush=True)
 sys.exit(3)
 """
-    )
-    (tmp_path / "script.py").write_text(script)
     limits = {"JAXMPI_EXCHANGE_TIMEOUT_S": "2", "JAXMPI_EXIT_TIMEOUT_S": "2"}
-    ended = mpirun(2, str(tmp_path / "script.py"), timeout_s=55, env=ENV | limits)
-    assert not ended.timed_out
-    assert ended.code != 0
-    assert "first: rank [1] did not come to this call within 2 s" in ended.out
-    assert "then: the workers are no longer in step: rank [1]" in ended.out
+    out = lead(tmp_path, script, ranks=2, env=limits, code=None, timeout_s=55)
+    assert "first: rank [1] did not come to this call within 2 s" in out
+    assert "then: the workers are no longer in step: rank [1]" in out
 
 
 @pytest.mark.e2e
 @pytest.mark.slow  # two jobs
 def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
-    script = (
-        HEAD
-        + """
+    script = """
 before = time.monotonic()
 for i in range(3):
     n = jm.fork()
@@ -544,23 +489,16 @@ for i in range(3):
         print(error)
 sys.exit(3)
 """
-    )
-    ended = lead(tmp_path, script, 0, ranks=2, timeout_s=60)
-    assert not ended.timed_out
-    assert ended.code == 3
-    assert [line for line in ended.out.splitlines() if line.startswith("sum")] == [
-        f"sum {4 + 2 * i}.0 2.0" for i in range(3)
-    ]
-    assert ended.out.count("have been closed") == 3
+    out = lead(tmp_path, script, ranks=2, code=3, timeout_s=60)
+    assert re.findall("^sum .*$", out, re.MULTILINE) == [f"sum {4 + 2 * i}.0 2.0" for i in range(3)]
+    assert out.count("have been closed") == 3
 
 
 @pytest.mark.slow
 def test_every_process_of_the_user_sees_a_named_array(tmp_path):
     name = f"test-{os.getpid()}"
     other = f"from jaxmpi import functions as jm; a = jm.shared(name={name!r}); print(a[:].tolist()); a[1] = 7"
-    script = (
-        HEAD
-        + f"""
+    script = f"""
 import subprocess
 a = jm.shared(np.float32([1, 2, 3]), name={name!r})
 print(subprocess.run([sys.executable, "-c", {other!r}], capture_output=True, text=True, check=True).stdout)
@@ -571,24 +509,20 @@ a.free()
 b = jm.shared(np.float32([4]), name={name!r})
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    )
-    ended = lead(tmp_path, script, 0, timeout_s=60)
-    assert "[1.0, 2.0, 3.0]" in ended.out
-    assert "[1.0, 7.0, 3.0]" in ended.out
-    assert f"the name '{name}' is taken" in ended.out
-    again = HEAD + f"a = jm.shared(np.float32([5]), name={name!r}); print(a[:], a.path)"  # its maker is dead
-    ended = lead(tmp_path, again, 0, timeout_s=60)
-    assert "[5.]" in ended.out
-    assert not os.path.exists(ended.out.split()[-1])
+    out = lead(tmp_path, script, code=-9)
+    for text in ("[1.0, 2.0, 3.0]", "[1.0, 7.0, 3.0]", f"the name '{name}' is taken"):
+        assert text in out
+    again = f"a = jm.shared(np.float32([5]), name={name!r}); print(a[:], a.path)"  # its maker is dead
+    out = lead(tmp_path, again)
+    assert "[5.]" in out
+    assert not os.path.exists(out.split()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_slices_bound_the_memory(n, tmp_path):
     """A share needs 400 MB at once over the workers, and each piece of twenty needs a twentieth of that."""
-    script = (
-        HEAD
-        + """
+    script = """
 def peak_mb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 if __name__ == "__main__":
     n = jm.fork({n})
@@ -601,17 +535,12 @@ if __name__ == "__main__":
         peaks.append(peak_mb())
     print("peaks", *np.diff(peaks))
 """
-    )
-    ended = lead(tmp_path, script, n, timeout_s=60)
-    assert ended.code == 0, ended.out[-3000:]
-    sliced, whole = map(int, ended.out.split("peaks ")[1].split()[:2])
+    sliced, whole = map(int, lead(tmp_path, script, n).split("peaks ")[1].split()[:2])
     assert whole > 300 / n
     assert sliced < 100 / n
 
 
-OVER_HOSTS = (
-    HEAD
-    + """
+OVER_HOSTS = """
 import function_checks
 from function_checks import CORE, check_shared
 led = sys.argv[1] == "led"
@@ -627,17 +556,11 @@ if __name__ == "__main__":
             check()
     print("all checks pass", flush=True)
 """
-)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["led", "ranks"])
 def test_checks_hold_over_several_hosts(mode, tmp_path):
-    (tmp_path / "script.py").write_text(OVER_HOSTS)
-    job = ["mpirun", "-n", "4", sys.executable, str(tmp_path / "script.py"), mode]
-    line = [*CLUSTER, "--hosts", "2", "--slots", "2", "--", *job]
-    ended = run(line, timeout_s=200, env=ENV)
-    if ended.code == NOT_PERMITTED:
-        pytest.skip(ended.out.strip())
+    ended = run_on_cluster(2, 2, NOTHING, write_script(tmp_path, OVER_HOSTS), mode)
     assert ended.code == 0, ended.out[-4000:]
     assert ended.out.count("all checks pass") == (1 if mode == "led" else 4)
