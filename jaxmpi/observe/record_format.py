@@ -20,6 +20,5 @@ PARTS = {
     "other": "the loop's own: logging, and compilation of the first step",
 }
 # Sources of the time of an exchange, from the least to the most certain.
-SOURCES = ("none", "unknown", "estimated", "measured")
+SOURCES = ("none", "unknown", "measured")
 OF_EXCHANGE = ("exchange", "hidden", "sync")  # parts that are unknown if their source is "unknown"
-ESTIMATED = ("compute", "exchange", "sync")  # parts that are estimates if their source is "estimated"

@@ -199,7 +199,6 @@ class Recorder:
                 skipped=skipped,
                 shares=shares,
                 slowest=slowest,
-                estimated=anatomy is not None and anatomy.source == "estimated",
                 unit=self._unit.name,
                 worker_steps=tuple(worker_steps),
                 flops_per_s=flops.get("model_flops_per_s"),

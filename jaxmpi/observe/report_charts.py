@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmpi.observe import plots
 from jaxmpi.observe.plots import Areas, Bars, Lines, Map, Panel, Quantity
-from jaxmpi.observe.record_format import ESTIMATED, PARTS
+from jaxmpi.observe.record_format import PARTS
 from jaxmpi.observe.record_reader import XS, Record, Table, as_number, average_neighbours, known_means
 
 BINS = 800  # bins of a line on the page, each with its least and its greatest value; fewer if there are many runs
@@ -164,7 +164,6 @@ def run_data(record: Record, runs: int, shown: Sequence[Chart]) -> dict[str, Any
             },
             "parts": parts_data(record, bins),
         },
-        "estimated": [*ESTIMATED] if "estimated" in record.exchange_time else [],
         "isLate": "unknown" in record.exchange_time,  # an exchange counts as compute until it is known
         "workerSteps": [*map(int, record.worker_steps)],
         "slowest": {
@@ -304,12 +303,11 @@ def areas(record: Record) -> list[Panel]:
     """Parts of a step, stacked, over the steps."""
     known = ~np.isnan(record.train["compute"])
     steps = average_neighbours(record.train["step"][known], POINTS).tolist()
-    estimated = ESTIMATED if "estimated" in record.exchange_time else ()
     parts = {}
     for part in STACKED:
         if not np.isnan(record.train[part]).all():
             values = average_neighbours(record.train[part][known], POINTS)
-            parts[f"{'~' * (part in estimated)}{part}"] = np.nan_to_num(values).tolist()
+            parts[part] = np.nan_to_num(values).tolist()
     title = f"{record.name}: where a step's time goes"
     title += "; before it is known, an exchange is in compute" * ("unknown" in record.exchange_time)
     return [Areas(title, AXES["step"], Quantity("time a step", "s"), steps, parts)] if len(steps) > 1 else []

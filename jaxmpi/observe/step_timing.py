@@ -5,9 +5,8 @@ step before. The device may still run the started step while the loop waits for 
 the device is idle counts as data wait. The timer polls `is_ready` and never blocks. If a step ended at an unknown time
 within a wait, its end is estimated from the last step of known duration: once a window the loop waits for the device.
 
-If no exchange is measured, a step without exchange is timed now and then. The rest of a step counts as exchange. That
-holds as long as steps take as long as those beside the timed one: the first steps of a run, for instance, are slower
-than all that follow. Other steps have no estimate until another one is timed.
+Waits for exchanges are measured where a host thread or shared memory carries them out. Elsewhere they are part of a
+program whose inside nobody times, and count as compute.
 """
 
 import itertools
@@ -26,14 +25,10 @@ from jaxmpi.runtime.spans import Span, clipped, inside, length, minus
 Interval = tuple[float, float]
 LOCAL = ("data", "transfer", "compute", "exposed", "hidden", "other")  # parts that a process measures alone
 OWN = [[*PARTS].index(part) for part in ("data", "transfer", "compute")]
-HEAD = len(LOCAL) + 3  # values of a `flat` window before `exposed`
+HEAD = len(LOCAL) + 1  # values of a `flat` window before `exposed`
 LATER = float("inf"), float("inf")  # than the loop has had its next batch
 MOST_SPANS = 1 << 20  # spans of a window; later ones are lost
 MOST_ROWS = 128  # rows of a window that ranks compare; in a longer one, several steps together
-NEIGHBOURS = 10  # steps whose median duration is compared with that beside a probe
-ALIKE = 1.25  # ratio of such durations up to which an estimate holds
-SAMPLES = 3  # steps without exchange whose median counts
-FIRST_GAP = 4  # progress lines between the first ones and the next; each further one is twice as far away
 
 
 @dataclass
@@ -58,8 +53,6 @@ class Window(NamedTuple):
     exposed: np.ndarray  # f64[rows]: seconds of waits for exchanges, of each step or of a few together
     source: int  # into SOURCES
     spans: list[Span]
-    durations_s: tuple[float, ...] = ()  # seconds of the last NEIGHBOURS steps on the device, exchange included
-    probed_s: float = 0.0  # their median beside the last steps without exchange; 0 if there were none
 
 
 class StepTimer:
@@ -72,9 +65,6 @@ class StepTimer:
             to_device: copies a batch to a device with memory of its own; None if there is none.
         """
         self.has_exchange, self.to_device = workers > 1, to_device
-        self._compute_only_s: tuple[float, ...] = ()  # durations of the last SAMPLES steps without exchange
-        self._probed_s = 0.0  # median duration of the steps with exchange beside them
-        self._durations_s: tuple[float, ...] = ()  # of the last steps, of earlier windows, too
         self._rows: list[StepTimes] = []
         self._spans: list[Span] = []  # of a long window so far
         self._result: Any = None  # of the last step
@@ -133,59 +123,37 @@ class StepTimer:
         """End a window; called in a pause."""
         rows, self._rows = self._rows, []
         noted, self._spans = self._spans + spans.drain(), []
-        compute_only_s = median(self._compute_only_s) if self._compute_only_s else None
-        window = decompose(rows, self._step_s, compute_only_s, self.has_exchange, noted)
-        self._durations_s = (*self._durations_s, *window.durations_s)[-NEIGHBOURS:]
-        return window._replace(durations_s=self._durations_s, probed_s=self._probed_s)
-
-    def add_compute_only(self, seconds: Sequence[float], is_new_phase: bool) -> None:
-        """Add durations of steps without exchange, which follow the last window.
-
-        Args:
-            seconds: of each.
-            is_new_phase: those before are of steps that took another time.
-        """
-        before = () if is_new_phase else self._compute_only_s
-        self._compute_only_s, self._probed_s = (*before, *seconds)[-SAMPLES:], median(self._durations_s)
+        return decompose(rows, self._step_s, self.has_exchange, noted)
 
     def restart(self) -> None:
         """Discard the time since the pause, which was not training."""
         self._last_s = None
 
 
-def decompose(
-    rows: Sequence[StepTimes], step_s: float | None, compute_only_s: float | None, has_exchange: bool, noted: list[Span]
-) -> Window:
+def decompose(rows: Sequence[StepTimes], step_s: float | None, has_exchange: bool, noted: list[Span]) -> Window:
     """Split the time of these iterations into idle, busy and waiting seconds.
 
     Args:
         step_s: duration of a step, if known; gives the end of a step that ended while the loop waited.
-        compute_only_s: duration of a step without exchange, if known.
         noted: spans of data and of buckets.
     """
     waits = spans.union([(s.begin_s, s.end_s) for s in noted if s.track == "wait"])
     travel = [(s.begin_s, s.end_s) for s in noted if s.track == "travel"]
-    source = 0 if not has_exchange else 3 if waits else 1 if compute_only_s is None else 2
+    source = SOURCES.index("measured" if waits else "unknown") if has_exchange else SOURCES.index("none")
     ends = estimate_ends(rows, step_s)
     busy = [
         # Its own step has ended, too, if the end of that is known to lie before the row's.
         busy_intervals(row, max(row.begin_s, min(ended_s, row.start_s)), step_s if after_s <= row.end_s else 0.0)
         for row, ended_s, after_s in zip(rows, ends, [*ends[1:], 0.0][: len(ends)], strict=True)
     ]
-    device_s = dict.fromkeys((row.step for row in rows), 0.0)  # of each step; they add up to busy time
-    for step, (begin, end) in itertools.chain.from_iterable(busy):
-        device_s[max(step, rows[0].step)] += max(0.0, end - begin)
     seconds = []  # by LOCAL
     for row, ended_s, intervals in zip(rows, ends, busy, strict=True):
         data_s = max(0.0, row.batch_s - max(row.begin_s, ended_s))
         transfer_s = max(0.0, row.handed_s - max(row.batch_s, ended_s))
         idle_s = max(0.0, row.start_s - ended_s)
         busy_s = row.end_s - row.begin_s - idle_s
-        mine, exposed_s = inside(waits, row.begin_s, row.end_s), 0.0
-        if waits and has_exchange:
-            exposed_s = min(length(mine), busy_s)
-        elif compute_only_s is not None and has_exchange:
-            exposed_s = max(0.0, device_s[row.step] - compute_only_s)
+        mine = inside(waits, row.begin_s, row.end_s)
+        exposed_s = min(length(mine), busy_s) if has_exchange else 0.0
         other_s = idle_s - data_s - transfer_s + row.gap_s
         seconds.append((data_s, transfer_s, busy_s - exposed_s, exposed_s, 0.0, other_s))
         for step, interval in intervals:
@@ -197,8 +165,7 @@ def decompose(
     exposed = spent[:, LOCAL.index("exposed")]
     if len(rows) > MOST_ROWS:
         exposed = np.add.reduceat(exposed, np.arange(0, len(rows), -(-len(rows) // MOST_ROWS)))
-    durations = tuple(device_s[row.step] for row in rows[-NEIGHBOURS:])
-    return Window(len(rows), parts, exposed, source, noted, durations)
+    return Window(len(rows), parts, exposed, source, noted)
 
 
 def estimate_ends(rows: Sequence[StepTimes], step_s: float | None) -> list[float]:
@@ -225,11 +192,6 @@ def busy_intervals(row: StepTimes, idle_from_s: float, own_s: float | None) -> l
     return [(row.step - 1, (row.begin_s, before_to)), (row.step, (own_from, row.end_s))]
 
 
-def median(values: Sequence[float]) -> float:
-    """The median; 0 of none."""
-    return float(np.median(values)) if values else 0.0
-
-
 # ---------------------------------------------------------------- over ranks
 
 
@@ -247,23 +209,16 @@ class Summary(NamedTuple):
 
 def flat(window: Window) -> np.ndarray:
     """A window as f64[n]; ranks with equal steps have the same n."""
-    head = [window.source, median(window.durations_s), window.probed_s]
-    return np.concatenate([[window.parts[part] for part in LOCAL], head, window.exposed])
+    return np.concatenate([[window.parts[part] for part in LOCAL], [window.source], window.exposed])
 
 
 def summary(rows: np.ndarray, steps: int) -> Summary:
     """Summarise the `flat` windows of all ranks, f64[ranks, n].
 
     sync_r = sum_k (e_rk - min_r e_rk), with e_rk the wait of rank r in step k: the last rank waits for no other.
-    An estimate from a time when steps took longer or shorter is none: then waits count as compute.
     """
     local: dict[str, np.ndarray] = dict(zip(LOCAL, rows[:, : len(LOCAL)].T, strict=True))
     exposed, source = rows[:, HEAD:], SOURCES[int(rows[:, len(LOCAL)].max())]
-    now_s, then_s = rows[:, len(LOCAL) + 1 : HEAD].mean(axis=0).tolist()
-    if source == "estimated" and max(now_s, then_s) > ALIKE * min(now_s, then_s):
-        source = "unknown"
-        local["compute"], local["exposed"] = local["compute"] + local["exposed"], np.zeros(len(rows))
-        exposed = np.zeros_like(exposed)
     local["sync"] = (exposed - exposed.min(axis=0)).sum(axis=1)
     local["exchange"] = local.pop("exposed") - local["sync"]
     return over_ranks(local, np.full(len(rows), max(steps, 1)), steps, source)

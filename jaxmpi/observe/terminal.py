@@ -17,7 +17,6 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from jaxmpi.observe.record_format import ESTIMATED
 from jaxmpi.runtime import failures, phases
 from jaxmpi.runtime.screen import terminal_columns
 
@@ -51,7 +50,6 @@ class ProgressLine:
     skipped: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)  # shares of a step's time, by part
     slowest: str = ""  # the rank that the others wait for
-    estimated: bool = False
     unit: str = "images"
     worker_steps: tuple[int, ...] = ()  # by worker, under asynchronous rules
     flops_per_s: float | None = None  # model FLOP/s, if they are known
@@ -83,7 +81,7 @@ class ProgressLine:
     @property
     def line(self) -> str:
         """All of it in one line."""
-        parts = " ".join(text for _, text in percents(self.shares, self.estimated))
+        parts = " ".join(text for _, text in percents(self.shares))
         texts = [
             f"step {self.step}/{self.total_steps}  epoch {self.epoch:.2f}  loss {format_number(self.loss)}",
             f"{self.speed}  {self.elapsed_s:.1f} s",
@@ -105,10 +103,9 @@ def with_prefix(value: float) -> str:
     return f"{value / factor:.3g} {prefix}"
 
 
-def percents(shares: Mapping[str, float], estimated: bool) -> list[tuple[str, str]]:
-    """(part, its text) of visible parts; an estimate has `~` before it."""
-    marks: dict[str, str] = dict.fromkeys(ESTIMATED, "~") if estimated else {}
-    return [(part, f"{part} {marks.get(part, '')}{100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
+def percents(shares: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(part, its text) of visible parts."""
+    return [(part, f"{part} {100 * x:.0f} %") for part, x in shares.items() if x >= 0.005]
 
 
 class Terminal:
@@ -226,7 +223,7 @@ class Panel(Terminal):
             rows.append(f"{name} {text:<9} {sparkline(self.values, max(4, width - 12 - len(name)))}")
         rows.append(f"{now.speed}  {now.elapsed_s:.0f} s")
         if now.shares:
-            rows += [bar(now.shares, width), legend(now.shares, now.estimated, width)]
+            rows += [bar(now.shares, width), legend(now.shares, width)]
         rows += now.notes
         return Group(*(crop(row, width) if isinstance(row, str) else row for row in rows))
 
@@ -268,9 +265,9 @@ def bar(shares: Mapping[str, float], width: int, mark: str = "█") -> Text:
     return drawn
 
 
-def legend(shares: Mapping[str, float], estimated: bool, width: int) -> Text:
+def legend(shares: Mapping[str, float], width: int) -> Text:
     """Names of the bar's parts."""
-    words = [(text, COLOURS.get(part, "white")) for part, text in percents(shares, estimated)]
+    words = [(text, COLOURS.get(part, "white")) for part, text in percents(shares)]
     drawn, column = Text(overflow="crop"), 0
     for word, style in words:
         is_new = column and column + 2 + len(word) > width  # a part and its share stay together

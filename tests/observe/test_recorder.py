@@ -308,28 +308,27 @@ def test_ranks_that_are_alike_have_no_slowest(tmp_path):
 
 
 def test_a_time_that_nobody_knows_is_not_told_as_none(tmp_path):
-    """The exchange is within compute until a step without one was made; then it is an estimate."""
     record, out = recorder(tmp_path)
-    for k, source in enumerate(["unknown", "unknown", "estimated", "estimated"]):
+    for k, source in enumerate(["unknown", "unknown", "measured", "measured"]):
         rows_of_ranks = np.zeros((2, HEAD + 10))
         rows_of_ranks[:, LOCAL.index("compute")] = 10.0
-        if source == "estimated":
+        if source == "measured":
             rows_of_ranks[:, HEAD:], rows_of_ranks[:, LOCAL.index("exposed")] = 0.5, 5.0
         rows_of_ranks[:, len(LOCAL)] = SOURCES.index(source)
         record.train(**{**TRAIN, "examples": (k + 1) * 5120}, anatomy=summary(rows_of_ranks, 10))
     record.close()
-    _, unknown, mixed, estimated = [row for row in rows(tmp_path) if row["kind"] == "train"]
+    _, unknown, mixed, measured = [row for row in rows(tmp_path) if row["kind"] == "train"]
     assert not {"exchange", "sync", "hidden"} & unknown["anatomy"].keys()
-    assert mixed["anatomy"]["exchange"] == estimated["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
-    assert "compute ~67 % exchange ~33 %" in out.getvalue()
+    assert mixed["anatomy"]["exchange"] == measured["anatomy"]["exchange"] == [0.5, 0.5, 0.5, 0]
+    assert "compute 67 % exchange 33 %" in out.getvalue()
     drawn = record_reader.read(tmp_path)
-    assert drawn.exchange_time == {"unknown": 1, "estimated": 2}
+    assert drawn.exchange_time == {"unknown": 1, "measured": 2}
     [picture] = report_charts.areas(drawn)
     assert isinstance(picture, Areas)
-    assert picture.parts["~exchange"] == [0.0, 0.5, 0.5]
+    assert picture.parts["exchange"] == [0.0, 0.5, 0.5]
     assert "before it is known, an exchange is in compute" in picture.title
     [told] = [each.value for each in report_page.headlines(drawn, []) if each.name == "time of exchanges"]
-    assert told == "unknown in 1 of 3 lines, estimated in 2 of 3 lines"
+    assert told == "unknown in 1 of 3 lines, measured in 2 of 3 lines"
 
 
 def test_workers_that_keep_no_step_have_spent_as_much_time_as_has_passed(tmp_path):

@@ -23,7 +23,7 @@ from jaxmpi.runtime.spans import Span
 
 def parts(rows: list[StepTimes], noted: list[Span] | None = None, **known: float | None) -> dict[str, float]:
     """Parts of a window by name."""
-    return decompose(rows, known.get("step_s"), known.get("lone_s"), True, noted or []).parts
+    return decompose(rows, known.get("step_s"), True, noted or []).parts
 
 
 def row(begin_s: float, data_s: float, end_s: float, ended: tuple[float, float]) -> StepTimes:
@@ -63,10 +63,10 @@ def test_waits_for_buckets_are_exchange_and_what_travels_beside_them_is_hidden()
         Span("wait", "bucket 1 of 2", 13.0, 14.0),
         Span("wait", "bucket 2 of 2", 14.0, 16.0),
     ]
-    window = decompose([row(10.0, 0.0, 20.0, LATER)], None, 9.0, True, noted)
+    window = decompose([row(10.0, 0.0, 20.0, LATER)], None, True, noted)
     found = window.parts
     assert (found["exposed"], found["hidden"], found["compute"]) == (3.0, 2.0, 7.0)
-    assert SOURCES[window.source] == "measured"  # which goes before an estimate
+    assert SOURCES[window.source] == "measured"
     busy = [(s.begin_s, s.end_s) for s in window.spans if s.track == "compute"]
     assert busy == [(10.0, 13.0), (16.0, 20.0)]
 
@@ -79,7 +79,7 @@ def test_the_time_of_a_step_has_its_number():
         StepTimes(3, 16.0, 17.0, 17.0, 17.0, 18.0, LATER),  # the second ends at 18
         StepTimes(4, 18.0, 19.0, 19.0, 19.0, 24.0, LATER),  # the last of the window: both it and the one before end
     ]
-    found = decompose(rows, 3.0, None, False, []).spans
+    found = decompose(rows, 3.0, False, []).spans
     assert [(s.name, s.begin_s, s.end_s) for s in found] == [
         ("step 1", 11.0, 12.0),
         ("step 1", 12.0, 14.0),
@@ -99,23 +99,16 @@ def test_every_step_has_a_bar_wherever_the_one_before_has_ended():
             StepTimes(4, 18.0, 18.5, 18.5, 18.5, 19.0, LATER),
             StepTimes(5, 19.0, 21.0, 21.0, 21.0, 24.0, (19.0, 21.0)),
         ]
-        found = decompose(rows, step_s, None, False, []).spans
+        found = decompose(rows, step_s, False, []).spans
         assert {s.name for s in found} == {f"step {k}" for k in range(1, 6)}, step_s
 
 
-def test_without_callbacks_a_step_without_exchange_tells():
-    """The loop is a step ahead of its device: each iteration but the first waits for the step before its own."""
-    ends = [(1, 10.0, 10.0, (10.0, 10.0)), (2, 10.0, 15.0, LATER), (3, 15.0, 21.0, LATER), (4, 21.0, 33.0, LATER)]
-    rows = [StepTimes(k, begin, begin, begin, begin, end, ended) for k, begin, end, ended in ends]
-    window = decompose(rows, None, 4.0, True, [])
-    assert window.exposed.tolist() == [1.0, 2.0, 2.0, 2.0]  # of 5, 6, 6 and 6 s
-    assert SOURCES[window.source] == "estimated"
-    assert window.durations_s == (5.0, 6.0, 6.0, 6.0)
-    nothing = decompose([], None, None, True, [])  # of a window without steps, as after a death in an evaluation
+def test_without_spans_of_buckets_an_exchange_is_part_of_compute():
+    nothing = decompose([], None, True, [])  # of a window without steps, as after a death in an evaluation
     assert (nothing.steps, sum(nothing.parts.values())) == (0, 0.0)
-    unknown = decompose([row(10.0, 0.0, 15.0, LATER)], None, None, True, [])
+    unknown = decompose([row(10.0, 0.0, 15.0, LATER)], None, True, [])
     assert (unknown.exposed.tolist(), SOURCES[unknown.source]) == ([0.0], "unknown")
-    alone = decompose([row(10.0, 0.0, 15.0, LATER)], None, None, False, [])
+    alone = decompose([row(10.0, 0.0, 15.0, LATER)], None, False, [])
     assert SOURCES[alone.source] == "none"
 
 
@@ -174,21 +167,10 @@ def test_workers_that_do_not_keep_step_are_compared_by_step():
     assert seen.spent.sum(axis=0).tolist() == [10.0, 0.0, 10.0]  # however unequal their steps, time is the same
 
 
-def test_an_estimate_is_none_for_steps_that_take_another_time():
-    """Steps of 2 s beside the probe: an estimate for steps of 2.2 s, none for those of 1 s, on all ranks alike."""
-    rows = np.zeros((2, HEAD + 1))
-    rows[:, LOCAL.index("compute")], rows[:, len(LOCAL)] = [3.0, 4.0], SOURCES.index("estimated")
-    rows[:, LOCAL.index("exposed")] = rows[:, HEAD] = [2.0, 1.0]
-    for now_s, source, expected in (([2.1, 2.3], "estimated", (3.5, 1.0)), ([0.9, 1.1], "unknown", (5.0, 0.0))):
-        rows[:, len(LOCAL) + 1], rows[:, len(LOCAL) + 2] = now_s, 2.0
-        seen = summary(rows, 1)
-        assert (seen.source, seen.means["compute"], seen.means["exchange"]) == (source, *expected)
-        assert ("exchange" in seen.table, seen.step_s) == (source == "estimated", 5.0)
-
-
 def test_long_windows_are_folded_without_loss():
     rows = [StepTimes(k, 5.0 * k, 5.0 * k, 5.0 * k, 5.0 * k, 5.0 * k + 5.0, LATER) for k in range(1000)]
-    window = decompose(rows, None, 4.0, True, [])
+    waits = [Span("wait", "bucket 1 of 1", 5.0 * k + 1, 5.0 * k + 2) for k in range(1000)]
+    window = decompose(rows, None, True, waits)
     assert len(window.exposed) <= MOST_ROWS
     assert window.exposed.sum() == pytest.approx(window.parts["exposed"])
     assert window.parts["exposed"] > 900

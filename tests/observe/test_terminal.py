@@ -39,14 +39,13 @@ NOW = ProgressLine(
     elapsed_s=60.0,
     shares=SHARES,
     slowest="rank 3 on a-host-with-a-rather-long-name",
-    estimated=True,
 )
 
 
 def test_a_line_has_all_of_it():
     assert dataclasses.replace(NOW, skipped=2).line == (
         "step 30/120  epoch 1.25  loss 0.4321  1234.5 images/s  lr 0.02  60.0 s  skipped 2  "
-        "data 10 % compute ~60 % exchange ~20 % sync ~7 % other 3 %  "
+        "data 10 % compute 60 % exchange 20 % sync 7 % other 3 %  "
         "slowest rank 3 on a-host-with-a-rather-long-name"
     )
 

@@ -656,16 +656,15 @@
     draw() {
       const run = report.runs[state.run];
       const names = Object.keys(PART_HUES).filter((part) => run.tables.parts.y[part]);
-      const title = (part) => (run.estimated.includes(part) ? "~" : "") + part;
       const entries = names.map((part) =>
-        hider(this.hiddenParts, part, () => this.draw(), swatch(hue(PART_HUES[part]), "filled"), title(part)),
+        hider(this.hiddenParts, part, () => this.draw(), swatch(hue(PART_HUES[part]), "filled"), part),
       );
       const note = run.isLate ? [words("before it is known, an exchange is in compute")] : [];
       this.key.replaceChildren(...entries, ...note);
       const shown = names.filter((part) => !this.hiddenParts.has(part));
       this.columns = shown.map((part) => ({
         ...seriesOf(run, "parts", part, state.x),
-        title: title(part),
+        title: part,
         colour: hue(PART_HUES[part]),
       }));
       if (!this.columns.length || !this.columns[0].x.length) return this.clear("No parts of a step.");
