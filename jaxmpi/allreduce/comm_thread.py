@@ -210,7 +210,7 @@ class CommThread:
             return
         for pending in self._begun:
             if pending.control and (waited_s > TIMEOUT_S or pending.control.is_asked()):
-                raise late_error(pending.control, pending.label, waited_s)
+                raise late_error(pending.control, pending.label, waited_s, pending.control)
             if pending.lost and waited_s > TIMEOUT_S:
                 raise pending.lost()
 

@@ -71,7 +71,13 @@ def unavailable_reason(strategy: str, comm: Comm) -> str | None:
         return UnfitForThread.RANKS.format(strategy=strategy)
     if not comm.processes.may_overlap:
         return UnfitForThread.ONE_THREAD
-    return host_callbacks.unavailable_reason() or host_engine.unavailable_reason(comm) or None
+    return _unavailable_handlers(comm) or host_engine.unavailable_reason(comm) or None
+
+
+@functools.cache
+def _unavailable_handlers(comm: MpiComm) -> str:
+    """Why a rank cannot call the thread from a program; empty if all can. All come here together at first."""
+    return next(filter(None, comm.processes.allgather_object(host_callbacks.unavailable_reason() or "")), "")
 
 
 def all_reduce_on_comm_thread(

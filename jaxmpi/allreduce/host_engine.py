@@ -179,19 +179,23 @@ def summed(vectors: Sequence[jax.Array], strategy: str, comm: Comm, half: str = 
 def _waits(number: int, waited_s: float) -> None:
     """End the job if a rank has waited too long."""
     try:
-        control = _programs[number].control
-        if waited_s > TIMEOUT_S or control.is_asked():
-            raise late_error(control, "an exchange", waited_s)
+        engine = _programs[number]
+        if waited_s > TIMEOUT_S or engine.control.is_asked():
+            raise late_error(engine.control, "an exchange", waited_s, engine.comm.processes)
     except BaseException as error:  # ctypes would swallow it, and the program wait on
         failures.fail(error, None)
 
 
-def late_error(control: MpiProcesses, what: str, waited_s: float) -> TrainingError:
-    """The error of what has waited too long, with the ranks that are late; all ranks that wait find them together."""
+def late_error(control: MpiProcesses, what: str, waited_s: float, waiting: MpiProcesses) -> TrainingError:
+    """The error of what has waited too long, with the ranks that are late; all ranks that wait find them together.
+
+    Args:
+        waiting: whose calls say where late ranks wait.
+    """
     late = control.in_job(control.late())
     return TrainingError(
         f"{what} has waited {waited_s:.0f} s for rank {late}; all ranks must exchange as often "
-        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){control.roll.where(late)}"
+        f"(JAXMPI_EXCHANGE_TIMEOUT_S sets the time){waiting.roll.where(late)}"
     )
 
 

@@ -7,11 +7,15 @@ JAXMPI_ALLOCATOR=keep has it keep freed memory in any case.
 
 import ctypes
 import os
+import resource
 import tempfile
-import threading
+from contextlib import suppress
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -3, -4, -8  # malloc.h
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _HUGE_BYTES = 14, 15, 2 << 20  # sys/mman.h
+_TOP_PAD = 2**17  # bytes by which the heap grows beyond what is asked for, by default
+_MOST_BYTES = 2**31 - 2**27  # below the threshold from which glibc gives the heap's top back
 
 
 def keep_freed_memory() -> None:
@@ -23,32 +27,48 @@ def keep_freed_memory() -> None:
     """
     if os.environ.get("JAXMPI_ALLOCATOR") == "system":
         return
-    _set({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1})
-    _keeps_freed.set()
+    _set({_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1})
     _grow_by_huge_pages()
 
 
-_keeps_freed = threading.Event()
-
-
 def _grow_by_huge_pages() -> None:
-    """Reserve addresses for the heap to grow into, in which the kernel gives 2 MiB at a fault in place of 4 KiB.
+    """Reserve up to 2 GiB of addresses, in which the heap grows by pages of 2 MiB in place of 4 KiB.
 
     Without it a program's first ten exchanges fault a tree or more each, until the heap has room for all sizes in
     every order. Addresses take no memory until they are written. glibc 2.35 has a setting for this, but only in the
-    environment that a process starts with.
+    environment that a process starts with. Nothing is reserved where addresses are limited or count as memory, or
+    where another allocator is loaded, whose blocks do not lie in the heap.
     """
-    libc, address_space = ctypes.CDLL(None), Path("/proc/sys/vm/overcommit_memory")
-    if not hasattr(libc, "mallopt") or not address_space.exists() or address_space.read_text().strip() == "2":
-        return  # not glibc on Linux; or addresses count as memory
+    libc, limits = ctypes.CDLL(None), (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    if _huge or not hasattr(libc, "mallopt"):
+        return
+    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
+        return
+    with suppress(OSError):
+        if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+            return
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    size = min(_MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+    _set({_M_TOP_PAD: _TOP_PAD})
     if begin := libc.malloc(size):
-        huge, madv_hugepage = 2 << 20, 14  # sys/mman.h
-        aligned = -(-begin // huge) * huge
-        libc.madvise(aligned, begin + size - aligned, madv_hugepage)
-        libc.free(begin)  # the top of the heap, since _M_TRIM_THRESHOLD
+        if begin + size <= libc.sbrk(0) < begin + size + _HUGE_BYTES:
+            aligned = -(-begin // _HUGE_BYTES) * _HUGE_BYTES
+            _huge.append((aligned, begin + size - aligned))
+            _advise(_MADV_HUGEPAGE)
+            _set({_M_TOP_PAD: size})  # what glibc leaves when it gives the top of the heap back
+        libc.free(begin)
+
+
+_huge: list[tuple[int, int]] = []  # begin and bytes of reserved addresses
+
+
+def _advise(advice: int) -> None:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for begin, size in _huge:
+        madvise(begin, size, advice)
 
 
 def arenas() -> int:
@@ -92,8 +112,9 @@ def is_settled() -> bool:
 
 def give_back_at_once() -> None:
     """Have glibc unmap each buffer of 1 MiB or more when freed."""
-    _keeps_freed.clear()
-    _set({_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**21})
+    _advise(_MADV_NOHUGEPAGE)
+    _huge.clear()
+    _set({_M_MMAP_MAX: 65536, _M_MMAP_THRESHOLD: 2**20, _M_TRIM_THRESHOLD: 2**21, _M_TOP_PAD: _TOP_PAD})
     give_back_freed_memory()
 
 
@@ -102,8 +123,9 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-    if _keeps_freed.is_set():
-        _grow_by_huge_pages()  # the addresses are given back as well
+    if _huge:  # these addresses are given back as well
+        _huge.clear()
+        _grow_by_huge_pages()
 
 
 def _set(options: dict[int, int]) -> None:

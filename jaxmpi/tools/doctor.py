@@ -265,8 +265,8 @@ def idle_gpus(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
 def hosts_without_compiler(ranks: Ranks, mpi: dict[str, str]) -> list[str]:
     """Hosts on which no C source can be compiled."""
     return [
-        f"{host} has no C compiler on the path: a small call in a program takes 90 us more, through Python, and an "
-        "exchange between hosts some ms; install gcc, or name one by CC"
+        f"{host} has no C compiler on the path: a small call in a program takes 90 us more, through Python, and "
+        "exchanges between hosts are mpi4jax's, without overlap; install gcc, or name one by CC"
         for host, mine in by_host(ranks).items()
         if len(ranks) > 1 and mine[0]["backend"] == "cpu" and not mine[0]["c compiler"]
     ]

@@ -189,19 +189,27 @@ def make_room(memory: WorkerMemory, job: Job, free_bytes: int) -> None:
         give_back_at_once()
     else:
         keep_freed_memory()  # again, if a run of this process before was short
-    if job.workers.processes.local_rank == 0 and jax.default_backend() == "cpu":
-        check_fits(memory, job, here, free_bytes)
+    # What would fit is found on all ranks, which agree on what the exchange can be.
+    is_over = memory.on_host(here) > free_bytes and jax.default_backend() == "cpu"
+    if any(job.workers.processes.allgather_object(is_over)):
+        fixes = suggest_fixes(memory, job, here, free_bytes)
+        if is_over and job.workers.processes.local_rank == 0:
+            raise does_not_fit(memory, here, free_bytes, fixes)
 
 
 def check_fits(memory: WorkerMemory, job: Job, here: int, free_bytes: int) -> None:
     """Raise `UsageError` if the workers of a host do not fit; suggest what would."""
     if memory.on_host(here) > free_bytes:
-        fixes = suggest_fixes(memory, job, here, free_bytes) or ["take a smaller model, or a host of more memory"]
-        raise UsageError(
-            f"memory: got {here} worker{'s' * (here > 1)} on this host, {mb(memory.at_once)} MB each "
-            f"({describe_parts(memory)}), {mb(memory.on_host(here))} in all; expected at most the {mb(free_bytes)} "
-            f"that are free: {', or '.join(fixes)}"
-        )
+        raise does_not_fit(memory, here, free_bytes, suggest_fixes(memory, job, here, free_bytes))
+
+
+def does_not_fit(memory: WorkerMemory, here: int, free_bytes: int, fixes: list[str]) -> UsageError:
+    """The error of a host's workers that do not fit, with what would."""
+    return UsageError(
+        f"memory: got {here} worker{'s' * (here > 1)} on this host, {mb(memory.at_once)} MB each "
+        f"({describe_parts(memory)}), {mb(memory.on_host(here))} in all; expected at most the {mb(free_bytes)} "
+        f"that are free: {', or '.join(fixes or ['take a smaller model, or a host of more memory'])}"
+    )
 
 
 def suggest_fixes(memory: WorkerMemory, job: Job, here: int, free_bytes: int) -> list[str]:
