@@ -18,7 +18,7 @@ from jaxmpi.core.errors import UsageError
 from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.model.batch_statistics import batch_mean, statistics_over
 from jaxmpi.models.googlenet import googlenet
-from jaxmpi.models.googlenetbn import googlenetbn, googlenetbn_tiny, mean_pool
+from jaxmpi.models.googlenetbn import MAX_POOLED, googlenetbn, googlenetbn_tiny, mean_pool
 from jaxmpi.models.layers import Dense
 from jaxmpi.models.norm import BatchNorm, ConvNorm
 from jaxmpi.models.resnet import (
@@ -329,3 +329,8 @@ def test_synchronised_workers_are_one_worker_with_the_real_examples(workers, rea
 
 def test_workers_with_statistics_of_their_own_are_not_one_worker():
     assert min(farthest(workers_of(4, 8, synchronised=False), 8)) > 100
+
+
+def test_kinds_of_pool_in_googlenetbn():
+    """The kinds are those of papers.md's table: beside 3c, 4e and 5b a maximum is taken, beside all others a mean."""
+    assert MAX_POOLED == ("3c", "4e", "5b")
