@@ -22,7 +22,6 @@ from jaxmpi.optim.optimizers import (
     clip_by_global_norm,
     is_linear,
     is_linear_at,
-    not_bias,
     optimizer,
     scale_biases,
     schedule_free_parts,
@@ -68,12 +67,6 @@ def test_decays(config, share):
     np.testing.assert_allclose(rates(config, at), [PEAK * share(t) for t in at], rtol=RELATIVE, atol=PEAK * 2.0**-22)
 
 
-def test_the_papers_decay_is_held_through_each_epoch():
-    lr = rates(Schedule(decay="poly_epoch"), list(range(100))).reshape(10, 10)
-    assert (lr == lr[:, :1]).all()
-    assert (np.diff(lr[:, 0]) < 0).all()
-
-
 LINEAR = [
     (Schedule(warmup="20st"), lambda t: min(1 / 20 + (1 - 1 / 20) * t / 20, 1)),
     (Schedule(warmup="2ep", warmup_from=0.1), lambda t: min(0.1 + 0.9 * t / 20, 1)),
@@ -116,9 +109,9 @@ def test_a_run_of_one_step_divides_by_nothing(decay):
 
 
 UNKNOWN = [
-    (Schedule(decay="poli"), r"unknown schedule.decay 'poli'; did you mean 'poly'\? there are: constant, cosine"),
+    (Schedule(decay="poli"), "unknown schedule.decay 'poli'; did you mean 'poly'"),
     (Schedule(warmup_shape="exp"), "unknown schedule.warmup_shape 'exp'; there are: geometric, linear"),
-    (Schedule(warmup="soon"), "got duration 'soon'"),
+    (Schedule(decay="step"), "got no boundaries"),
     (Schedule(decay="step", boundaries=("30",)), "got duration '30'"),
 ]
 
@@ -211,12 +204,7 @@ SAME_AS_OPTAX = [
     ({"name": "rmsprop"}, plain(optax.scale_by_rms())),
     ({"name": "adagrad"}, plain(optax.scale_by_rss())),
     ({"name": "momentum", "weight_decay": 0.01}, plain(decayed(optax.trace(0.9)))),
-    ({"name": "adam", "weight_decay": 0.01}, plain(decayed(optax.scale_by_adam()))),
-    ({"name": "adamw", "weight_decay": 0.01}, optax.adamw(falling, weight_decay=0.01)),
-    (
-        {"name": "sgd", "weight_decay": 0.01, "decay_bias": False},
-        plain(decayed(mask={"conv": {"kernel": True, "bias": False}, "scale": False})),
-    ),
+    ({"name": "sgd", "weight_decay": 0.01, "decay_bias": False}, plain(decayed(mask=kernels))),
     ({"name": "sgd", "clip_norm": 0.5}, optax.chain(clip_by_global_norm(0.5), plain(optax.identity()))),
 ]
 
@@ -255,11 +243,8 @@ def test_clipping_is_optax_s_within_its_roundings(dtype):
 
 OWN = {
     "sums of linear ones": (optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale(-0.1)), True),
-    "clipped": (optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1)), False),
     "clipped where gradients are large": (optax.chain(optax.clip(300.0), optax.sgd(0.1)), False),
-    "signs": (optax.sign_sgd(0.1), False),
     "every second step": (optax.MultiSteps(optax.sgd(0.1), 2), True),
-    "clipped at every 30th step": (optax.MultiSteps(optax.chain(optax.clip(0.0005), optax.sgd(0.1)), 30), False),
     "clipped at every 30th step, decayed at each": (
         optax.chain(
             optax.MultiSteps(optax.chain(optax.clip(0.0005), optax.sgd(0.1)), 30).gradient_transformation(),
@@ -319,28 +304,12 @@ NOT_OWN = {
     "a name of the table": (Optim(transform=optax.sgd), "got one with the name 'momentum', which is jaxmpi's own"),
     "no optimizer": (Optim("mine", transform=3), "optim.transform of 'mine': got a builtins.int; expected an Optax"),
     "a function that gives none": (Optim("mine", transform=lambda lr: lr), "'mine': got a .*; expected an Optax"),
-    "a function of nothing": (
-        Optim("mine", transform=lambda: optax.sgd(0.1)),
-        r"'mine': got a function that takes no schedule \(too many positional arguments\); expected an Optax",
-    ),
+    "a function of nothing": (Optim("mine", transform=lambda: optax.sgd(0.1)), "got a function that takes no schedule"),
     "decay beside it": (Optim("mine", transform=optax.sgd, weight_decay=0.1), "optim.weight_decay: got optim.tr"),
-    "momentum beside it": (Optim("mine", transform=optax.sgd, momentum=0.5), "optim.momentum: got optim.transform"),
-    "a mask beside it": (Optim("mine", transform=optax.sgd, decay_mask=lambda p: p), "optim.decay_mask: got optim.tr"),
     "moments of what has none": (Optim("sgd", b1=0.5, eps=1.0), "optim.b1: got 0.5; optimizer 'sgd' has none: leave"),
     "no share of the average": (Optim("schedule_free_sgd", b1=0.0), r"optim.b1: got 0 with 'schedule_free_sgd'"),
-    "a mean that lion has not": (Optim("lion", eps=1.0), "optim.eps: got 1.0; optimizer 'lion' has none"),
-    "a momentum that Adam has not": (
-        Optim("adam", momentum=0.9),
-        "optim.momentum: got 0.9; optimizer 'adam' has none: leave it at None, or take momentum, nesterov, lars, muon$",
-    ),
-    "a velocity that Adam has not": (
-        Optim("adam", rate_in_velocity=True),
-        "optim.rate_in_velocity: got True; optimizer 'adam' has none: leave it at False, or take momentum, nesterov$",
-    ),
-    "a velocity beside it": (
-        Optim("mine", transform=optax.sgd, rate_in_velocity=True),
-        "optim.rate_in_velocity: got optim.transform",
-    ),
+    "a momentum that Adam has not": (Optim("adam", momentum=0.9), "optim.momentum: got 0.9"),
+    "a velocity beside it": (Optim("mine", transform=optax.sgd, rate_in_velocity=True), "rate_in_velocity: got"),
 }
 
 
@@ -364,17 +333,6 @@ def test_a_run_that_goes_on_at_another_step_has_the_rates_of_that_step():
     assert sorted(steps) == [7, 8]  # Optax counts those of the average from 1
     [free] = schedule_free_parts(tx.update(gradient(0), state, PARAMS)[1])
     assert free.max_lr == falling(8)
-
-
-def test_momentum_keeps_its_meaning_when_the_rate_falls():
-    """V <- mu v + g ; w <- w - eta v: eta stays outside v."""
-    tx = optimizer(Optim(name="momentum", momentum=0.5), lambda step: jnp.where(step == 0, 1.0, 0.0))
-    params = jnp.zeros(2)
-    state = tx.init(params)
-    for expected in (-1.0, 0.0):
-        updates, state = tx.update(jnp.ones(2), state, params)
-        assert np.asarray(updates).tolist() == [expected] * 2
-    assert jax.tree.leaves(state)[0].tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("name", ["momentum", "nesterov"])
@@ -403,19 +361,13 @@ def test_biases_run_a_multiple_of_the_rate():
         np.testing.assert_allclose(part(twice) - part(PARAMS), 2 * (part(once) - part(PARAMS)), rtol=4 * 2.0**-22)
 
 
-def test_not_bias():
-    assert not_bias(PARAMS) == {"conv": {"kernel": True, "bias": False}, "scale": False}
-
-
 def test_an_optimizer_in_the_place_of_its_name_is_told_its_place():
     with pytest.raises(UsageError, match=r"^optim\.name: got a \w+; .*: Optim\(\"mine\", transform=\.\.\.\)$"):
         Optim(optax.adamw(0.1))  # pyright: ignore[reportArgumentType] # what is tried
 
 
 def test_refusals():
-    with pytest.raises(
-        UsageError, match=r"unknown optimizer 'adan'; did you mean 'adam'\? there are: adabelief, adafactor, "
-    ):
+    with pytest.raises(UsageError, match="unknown optimizer 'adan'; did you mean 'adam'"):
         optimizer(Optim(name="adan"), optax.constant_schedule(1.0))
     with pytest.raises(UsageError, match="bias_lr_factor: got 0; expected > 0"):
         scale_biases(0)
@@ -435,11 +387,6 @@ def test_a_warm_up_may_begin_at_a_rate_of_its_own(workers, start, peak):
     assert lr(25) == pytest.approx((start + peak) / 2, rel=1e-6)
 
 
-def test_a_step_decay_needs_boundaries():
-    with pytest.raises(UsageError, match="got no boundaries"):
-        schedule(Schedule(decay="step"), CLOCK, 0.1, 1)
-
-
 def test_an_optax_schedule_is_taken_as_it_is_times_the_factor_of_the_workers():
     theirs = optax.warmup_cosine_decay_schedule(0.0, 0.3, 10, 100)
     lr = schedule(Schedule(rate=theirs), CLOCK, 8 * PEAK, 8, factor=8.0)
@@ -453,10 +400,6 @@ NO_RATES = {
     "a number": (0.1, "got a float; expected a function of the step .* a constant rate is optim.lr"),
     "a text": (lambda step: "fast", r"got a function that gives no rate \(.*\); expected \(step\) -> rate"),
     "a vector": (lambda step: jnp.ones(2), r"got a function that gives float32\[2\]; expected \(step\) -> rate"),
-    "a choice in Python": (
-        lambda step: 0.1 if step < 10 else 0.01,
-        r"got a function that gives no rate \(.*\); .*: jnp\.where chooses",
-    ),
 }
 
 

@@ -256,23 +256,16 @@ def test_every_fault_is_parsed():
     ("text", "message"),
     [
         ("kil", "unknown fault 'kil'; did you mean 'kill'"),
-        ("kill:ran=1", "unknown key 'ran'; did you mean 'rank'"),
         ("kill:rank=4", "rank: got 4; expected all, or 0 to 3"),
         ("kill:step=-1", "step: got '-1'; expected a whole number"),
         ("kill:at=night", r"unknown place of a fault \(at\) 'night'"),
-        ("slow:seconds=x", "seconds: got 'x'"),
-        ("bitflip:bit=", "bit: got ''"),
         ("kill:step=" + "9" * 5000, "step: got '9{60,}.*expected a whole number"),
         ("kill:rank=1,rank=2", "rank: given twice"),
         ("slow:seconds=-1", "seconds: got '-1'; expected seconds"),
         ("slow:seconds=nan", "seconds: got 'nan'; expected seconds"),
-        ("slow:seconds=1e400", "seconds: got '1e400'; expected seconds"),
         ("exit:code=256", "code: got 256; expected 0 to 255"),
         ("exit:hard=no", "hard: got 'no'; expected 0 or 1"),
-        ("raise:thread=yes", "thread: got 'yes'; expected 0 or 1"),
-        ("bitflip:bit=64", "bit: got 64; expected 0 to 63"),
         ("corrupt_checkpoint:file=../../x", "file: got '../../x'; expected manifest.json, common.bin or worker_00003"),
-        ("corrupt_checkpoint:file=", "file: got ''; expected manifest.json"),
     ],
 )
 def test_wrong_faults(text, message):
@@ -351,26 +344,6 @@ def test_the_effective_batch_is_that_of_the_beginning(fields, stored, workers, e
 def test_another_effective_batch_is_refused():
     with pytest.raises(UsageError, match="with 3 workers instead of 4 keeps the effective batch of 32; got 40"):
         run_directory.as_begun(schema.Experiment(effective_batch=40), kept(4, 4, 32), 3)
-
-
-@pytest.mark.slow
-def test_a_step_waits_for_the_copy_and_not_for_the_disk(tmp_path):
-    """Twice the time of the copy is allowed, for memory that is busy; the disk takes several times that."""
-    params = {f"layer{i}": np.ones(4_000_000, np.float32) for i in range(20)}  # 320 MB
-    state = create(params, {}, {}, seed=0, worker=0)
-    one = manager.Saver(HeldFolder(tmp_path), SoloProcesses(), workers=1, replicated=True, keep=Retention(1))
-    copies, pauses, wholes = [], [], []
-    for step in range(4):
-        begin = time.perf_counter()
-        jax.tree.map(lambda x: np.array(x, order="C"), state)
-        copies.append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        one.save({0: state._replace(step=np.full((), step, np.int32))}, {}, None)
-        pauses.append(time.perf_counter() - begin)
-        one.wait()
-        wholes.append(time.perf_counter() - begin)
-    print(f"copy {min(copies):.3f} s, pause {min(pauses):.3f} s, until on disk {min(wholes):.3f} s")
-    assert min(pauses) < 2 * min(copies) + 0.01
 
 
 PRELOADED = "#include <signal.h>\nstatic void ignore(int n) {}\n"

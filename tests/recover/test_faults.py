@@ -1,7 +1,6 @@
 """Every fault on four ranks, for real: what the job does, who is named, and that nothing is lost or left behind.
 
 uv run pytest -m faults                            the suite.
-JAXMPI_WRITE_DOCS=1 uv run pytest -m faults        the same, and the table of docs/performance.md from it.
 JAXMPI_FAULTS_RANKS=8 uv run pytest -m faults      on more ranks.
 JAXMPI_FAULTS_HOSTS=4 uv run pytest -m faults      on emulated hosts (scripts/cluster.py).
 
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -33,7 +31,6 @@ RANKS, STEPS = int(os.environ.get("JAXMPI_FAULTS_RANKS", "4")), 40
 HOSTS = int(os.environ.get("JAXMPI_FAULTS_HOSTS", "1"))
 DIES_S, HANGS_S = 10.0, 30.0  # bars: from the fault to the end of the job
 JOB_S = 300  # no job may take longer, however busy the machine is
-PAGE = ROOT / "docs" / "performance.md"
 MODEL = """
 import jax
 import jax.numpy as jnp
@@ -283,9 +280,7 @@ def losses(run_dir: Path) -> list[tuple]:
 class Row(NamedTuple):
     """A fault, and what comes of it."""
 
-    fault: str  # for the page
     args: tuple[str, ...]  # of the trainer
-    outcome: str  # for the page
     said: str = ""  # a pattern that the job prints
     restarts: int = 2
     code: int = 0
@@ -303,168 +298,93 @@ ROLLBACK = ("--on-nonfinite", "rollback")
 UNTIL_SAVED = "slow:rank=2,step=36,seconds=3"  # steps are quicker than disks here
 FAST = ("--replica-check-every", "5st")
 ROWS = {
-    "kill_0": Row("`kill` rank 0", inject("kill:rank=0,step=25"), "restart", "rank 0 on .*signal 9"),
-    "kill_2": Row("`kill` rank 2", inject("kill:rank=2,step=25"), "restart", "rank 2 on .*signal 9"),
-    "kill_first_step": Row("`kill` rank 3, first step", inject("kill:rank=3"), "restart from the start", "from step 0"),
-    "kill_last_step": Row("`kill` rank 1, last step", inject("kill:rank=1,step=40"), "restart", "rank 1 on .*signal 9"),
-    "kill_two": Row(
-        "`kill` ranks 1 and 2 at once", inject("kill:rank=1,step=25", "kill:rank=2,step=25"), "restart", "signal 9"
-    ),
-    "kill_all": Row("`kill` all ranks", inject("kill:rank=all,step=25"), "restart", "signal 9"),
+    "kill_0": Row(inject("kill:rank=0,step=25"), "rank 0 on .*signal 9"),
+    "kill_2": Row(inject("kill:rank=2,step=25"), "rank 2 on .*signal 9"),
+    "kill_first_step": Row(inject("kill:rank=3"), "from step 0"),
+    "kill_last_step": Row(inject("kill:rank=1,step=40"), "rank 1 on .*signal 9"),
+    "kill_two": Row(inject("kill:rank=1,step=25", "kill:rank=2,step=25"), "signal 9"),
+    "kill_all": Row(inject("kill:rank=all,step=25"), "signal 9"),
     "kill_again": Row(
-        "`kill` rank 2, again after the restart",
-        inject("kill:rank=2,step=25", "slow:rank=2,step=34,seconds=3", "kill:rank=1,step=36"),
-        "two restarts",
-        "restart 2 of 2",
+        inject("kill:rank=2,step=25", "slow:rank=2,step=34,seconds=3", "kill:rank=1,step=36"), "restart 2 of 2"
     ),
-    "kill_0_saving": Row(
-        "`kill` rank 0 while it saves", inject("kill:rank=0,step=20,at=save"), "restart", "rank 0 on .*signal 9"
-    ),
-    "kill_3_saving": Row(
-        "`kill` rank 3 while it saves", inject("kill:rank=3,step=20,at=save"), "restart", "rank 3 on .*signal 9"
-    ),
+    "kill_0_saving": Row(inject("kill:rank=0,step=20,at=save"), "rank 0 on .*signal 9"),
+    "kill_3_saving": Row(inject("kill:rank=3,step=20,at=save"), "rank 3 on .*signal 9"),
     "kill_always": Row(
-        "`kill` rank 2 at every start",
         inject("kill:rank=2,step=5,times=0"),
-        "stops after one restart without progress",
         "not started again: no progress since the last restart",
         restarts=5,
         code=137,
         equal=False,
     ),
-    "raise": Row(
-        "`raise` on rank 1", inject("raise:rank=1,step=25"), "restart", "rank 1 on .*ended.*\n(.*\n)*.*Injected"
-    ),
-    "raise_in_thread": Row(
-        "`raise` in a thread of rank 2",
-        inject("raise:rank=2,step=25,thread=1"),
-        "restart",
-        "rank 2 on .*ended.*\n(.*\n)*.*Injected",
-    ),
-    "raise_saving": Row(
-        "`raise` on rank 3 while it saves",
-        inject("raise:rank=3,step=20,at=save"),
-        "restart",
-        "rank 3 on .*ended.*\n(.*\n)*.*Injected",
-    ),
-    "exit_0": Row(
-        "`exit` of rank 1 with code 0", inject("exit:rank=1,step=25,code=0"), "restart", "rank 1 on .*left early"
-    ),
-    "exit_3": Row(
-        "`exit` of rank 1 with code 3", inject("exit:rank=1,step=25"), "restart", "rank 1 on .*ended the job"
-    ),
-    "exit_hard": Row(
-        "`exit` of rank 2 without Python's end", inject("exit:rank=2,step=25,hard=1"), "restart", "rank 2 ended the job"
-    ),
+    "raise": Row(inject("raise:rank=1,step=25"), "rank 1 on .*ended.*\n(.*\n)*.*Injected"),
+    "raise_in_thread": Row(inject("raise:rank=2,step=25,thread=1"), "rank 2 on .*ended.*\n(.*\n)*.*Injected"),
+    "raise_saving": Row(inject("raise:rank=3,step=20,at=save"), "rank 3 on .*ended.*\n(.*\n)*.*Injected"),
+    "exit_0": Row(inject("exit:rank=1,step=25,code=0"), "rank 1 on .*left early"),
+    "exit_3": Row(inject("exit:rank=1,step=25"), "rank 1 on .*ended the job"),
+    "exit_hard": Row(inject("exit:rank=2,step=25,hard=1"), "rank 2 ended the job"),
     "stop": Row(
-        "`stop` rank 2",
-        inject("stop:rank=2,step=25"),
-        "restart",
-        r"rank 2 ended the job.*(\[2\] did not|for rank \[2\])",
-        within_s=HANGS_S,
+        inject("stop:rank=2,step=25"), r"rank 2 ended the job.*(\[2\] did not|for rank \[2\])", within_s=HANGS_S
     ),
     "stop_watched": Row(
-        "`stop` rank 2, `--stall-timeout-s 8`",
         (*inject("stop:rank=2,step=25"), "--stall-timeout-s", "8"),
-        "restart",
         "rank 2 on .*ended the job: no progress for",
         within_s=HANGS_S,
     ),
-    "slow": Row(
-        "`slow` rank 1, 0.05 s a step",
-        inject("slow:rank=1,seconds=0.05,times=0"),
-        "the others wait",
-        restarts=0,
-        within_s=None,
-    ),
+    "slow": Row(inject("slow:rank=1,seconds=0.05,times=0"), restarts=0, within_s=None),
     "nan_stop": Row(
-        "`nan` on rank 2",
         inject("nan:rank=2,step=25"),
-        "all stop",
         "gradient of [wb] of worker 2 is not finite at step 25; last good",
         restarts=0,
         code=1,
         equal=False,
     ),
     "nan_skip": Row(
-        "`nan` on rank 2, `--on-nonfinite skip`",
         (*inject("nan:rank=2,step=25"), "--on-nonfinite", "skip"),
-        "step 25 changes nothing, on all",
         "of worker 2 is not finite at step 25: skipped",
         restarts=0,
         equal=False,
     ),
     "nan_rollback": Row(
-        "`nan` on rank 2, `--on-nonfinite rollback`",
-        (*inject("nan:rank=2,step=25"), *ROLLBACK),
-        "back to the checkpoint, within the job",
-        "of worker 2 is not finite at step 25: back to step 20",
-        restarts=0,
+        (*inject("nan:rank=2,step=25"), *ROLLBACK), "of worker 2 is not finite at step 25: back to step 20", restarts=0
     ),
     "nan_twice": Row(
-        "`nan` on rank 2 at step 25 always, `--on-nonfinite rollback`",
         (*inject("nan:rank=2,step=25,times=2"), *ROLLBACK, "--checkpoint-every", "24st"),
-        "back twice, then step 25 is left out",
         "(.*back to step 24\n(.*\n)*){2}",
         restarts=0,
         equal=False,
     ),
     "bitflip": Row(
-        "`bitflip` on rank 3",
         (*inject("bitflip:rank=3,step=22"), *FAST),
-        "found at the next comparison; all stop",
         "after step 25: worker 3 differs from the other \\d in",
         restarts=0,
         code=1,
         equal=False,
     ),
-    "bitflip_restart": Row(
-        "`bitflip` on rank 0, `--restarts`",
-        (*inject("bitflip:rank=0,step=22"), *FAST),
-        "restart from before it",
-        "worker 0 differs from the other \\d in",
-    ),
+    "bitflip_restart": Row((*inject("bitflip:rank=0,step=22"), *FAST), "worker 0 differs from the other \\d in"),
     "bitflip_rollback": Row(
-        "`bitflip` on rank 3, `--on-nonfinite rollback`",
         (*inject("bitflip:rank=3,step=22"), *FAST, *ROLLBACK),
-        "back to the checkpoint, within the job",
         "worker 3 differs from the other \\d in .*: back to step 20",
         restarts=0,
     ),
     "sigterm": Row(
-        "`sigterm` to rank 2 alone",
         inject("sigterm:rank=2,step=25"),
-        "all save at one step and leave with 75; resumed by hand",
         "asked to leave: saved at step 2[678]",
         code=75,
         ends="asked to leave",
         resume=True,
     ),
     "disk_full": Row(
-        "`disk_full` on rank 2",
-        inject("disk_full:rank=2,step=20"),
-        "named at that checkpoint; restart",
-        "rank 2 on .*checkpoint of step 20 cannot be written: .*No space left",
+        inject("disk_full:rank=2,step=20"), "rank 2 on .*checkpoint of step 20 cannot be written: .*No space left"
     ),
     "corrupt_checkpoint": Row(
-        "`corrupt_checkpoint` step 30, then `kill`",
         inject("corrupt_checkpoint:step=30", UNTIL_SAVED, "kill:rank=1,step=38"),
-        "named with its leaf; restart from the one before",
         "passed over: .*step_00000030/common.bin: .*damaged, its checksum.*\n(.*\n)*.*resumed at step 20",
     ),
     "corrupt_manifest": Row(
-        "`corrupt_checkpoint` of its manifest, then `kill`",
         inject("corrupt_checkpoint:step=30,file=manifest.json", UNTIL_SAVED, "kill:rank=1,step=38"),
-        "named; restart from the one before",
         "resumed at step 20",
     ),
 }
-MEASURED: dict[str, tuple] = {}
-
-
-def note(fault: str, outcome: str, noticed_s: float | None, equal: bool) -> None:
-    """Keep what was seen for the page."""
-    MEASURED[fault] = (outcome, noticed_s, equal)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -487,7 +407,6 @@ def test_fault(name, model, undisturbed, tmp_path):
     if case.equal:
         assert losses(run_dir) == losses(undisturbed)
         assert state_files(run_dir) == state_files(undisturbed)
-    note(case.fault, case.outcome, noticed_s, case.equal)
 
 
 # ---------------------------------------------------------------- faults of what is around the ranks
@@ -519,14 +438,11 @@ def test_sigterm_to_the_launcher(model, undisturbed, tmp_path):
     job = start(trainer(model, tmp_path / "run", *SLOWLY))
     job.when(UNDER_WAY)
     os.kill(process_of(job, "jaxmpi.tools.cli"), signal.SIGTERM)
-    asked = time.monotonic()
     assert job.end() == 75, job.out
     step = re.search(r"asked to leave: saved at step (\d+)", job.out)
     assert step is not None
     assert 15 <= int(step[1]) < STEPS
-    took_s = job.when("asked to leave") - asked
     go_on_and_compare(model, tmp_path / "run", undisturbed)
-    note("SIGTERM to `jaxmpi train`", "all save at one step, exit code 75; resumed", took_s, True)
 
 
 def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
@@ -537,10 +453,8 @@ def test_a_second_sigterm_ends_the_job_at_once(model, undisturbed, tmp_path):
         time.sleep(2 * interrupts.ONE_REQUEST_S)
     begin = time.monotonic()
     assert job.end() not in (0, 75), job.out
-    took_s = time.monotonic() - begin
-    assert took_s < DIES_S
+    assert time.monotonic() - begin < DIES_S
     go_on_and_compare(model, tmp_path / "run", undisturbed)
-    note("SIGTERM twice", "ends at once, unsaved; resumed", took_s, True)
 
 
 @pytest.mark.parametrize("whom", ["jaxmpi.tools.cli", "prterun"])
@@ -553,11 +467,8 @@ def test_kill_9_of_what_started_the_ranks(whom, model, undisturbed, tmp_path):
     while left := left_behind(job.mark, 0):
         assert time.monotonic() - begin < DIES_S, [words_of(pid) for pid in left]
         time.sleep(0.1)
-    took_s = time.monotonic() - begin
     assert job.end() != 0
     go_on_and_compare(model, tmp_path / "run", undisturbed)
-    name = {"jaxmpi.tools.cli": "jaxmpi train", "prterun": "mpirun"}[whom]
-    note(f"SIGKILL to `{name}`", "no rank outlives it; resumed", took_s, True)
 
 
 def same_examples(run_dir: Path, undisturbed: Path) -> None:
@@ -575,8 +486,6 @@ def test_one_worker_fewer_after_a_death(model, undisturbed, tmp_path):
     assert f"with {RANKS - 1} workers" in job.out
     assert f"{RANKS - 1} workers x local batch {-(-64 // (RANKS - 1))} = effective batch 64" in job.out
     same_examples(tmp_path / "run", undisturbed)
-    took_s = job.when("ended the job") - job.when("injecting")
-    note("`kill` rank 3, `--elastic`", "goes on with a worker fewer, the same examples a step", took_s, False)
 
 
 def test_a_second_job_is_kept_out_of_a_run_directory(model, undisturbed, tmp_path):
@@ -590,7 +499,6 @@ def test_a_second_job_is_kept_out_of_a_run_directory(model, undisturbed, tmp_pat
     os.kill(held, signal.SIGCONT)
     assert first.end() == 0
     assert state_files(tmp_path / "run") == state_files(undisturbed)
-    note("a second job in the run directory", "refused, the first is not disturbed", None, True)
 
 
 @needs_hosts
@@ -603,31 +511,25 @@ def test_a_link_between_hosts_is_cut(model, undisturbed, tmp_path):
     assert "restart 1 of 2" in job.out
     assert losses(tmp_path / "run") == losses(undisturbed)
     assert state_files(tmp_path / "run") == state_files(undisturbed)
-    note("`drop_link` of rank 2", "restart", noticed_s, True)
-
-
-GONE = "named; goes on with those left, the same examples a step"
 
 
 @needs_hosts
 def test_a_host_that_is_gone_is_left_out(model, undisturbed, tmp_path):
-    out, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", end_host, stall_timeout_s=8)
+    out = without_a_host(model, undisturbed, tmp_path / "run", end_host, stall_timeout_s=8)
     left = RANKS - RANKS // HOSTS
     share = -(-64 // left)  # more than the 64 / RANKS before: in slices, so that it takes no more memory
     assert f"{left} workers x local batch {share} = effective batch 64" in out
     assert f"in slices of {-(-share // 2)}" in out
-    note("a host is killed, `--elastic`", GONE, noticed_s, False)
 
 
 @needs_hosts
 @pytest.mark.parametrize("stall_timeout_s", [8, 600])
 def test_a_host_whose_cable_is_pulled_is_left_out(model, undisturbed, tmp_path, stall_timeout_s):
-    _, noticed_s = without_a_host(model, undisturbed, tmp_path / "run", pull_cable, stall_timeout_s)
-    note(f"a host's cable is pulled, `--elastic`, `--stall-timeout-s {stall_timeout_s}`", GONE, noticed_s, False)
+    without_a_host(model, undisturbed, tmp_path / "run", pull_cable, stall_timeout_s)
 
 
-def without_a_host(model, undisturbed, run_dir, lose, stall_timeout_s) -> tuple[str, float]:
-    """A run that loses its third host on the way, to its end: what it said, seconds until the host was named."""
+def without_a_host(model, undisturbed, run_dir, lose, stall_timeout_s) -> str:
+    """A run that loses its third host on the way, to its end: what it said."""
     slots = RANKS // HOSTS
     hosts, left = ",".join(f"node{i}:{slots}" for i in range(HOSTS)), RANKS - slots
     extra = ("--elastic", f"{slots}:{RANKS}", "--launcher-args", f"--host {hosts}")
@@ -643,7 +545,7 @@ def without_a_host(model, undisturbed, run_dir, lose, stall_timeout_s) -> tuple[
     assert "jaxmpi: no answer from node2\n" in job.out, job.out[-9000:]
     assert f"with {left} workers" in job.out
     same_examples(run_dir, undisturbed)
-    return job.out, noticed_s
+    return job.out
 
 
 def pull_cable(pid: int) -> None:
@@ -658,35 +560,3 @@ def end_host(pid: int) -> None:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{other}/ns/net") == host:
                 os.kill(int(other), signal.SIGKILL)
-
-
-# ---------------------------------------------------------------- the page
-
-
-SETTINGS = {"4 ranks": (4, 1), "8 ranks": (8, 1), "4 hosts": (4, 4)}
-COLUMNS = ("fault", "what comes of it", *SETTINGS, "final state bitwise as undisturbed")
-HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def page() -> Iterator[None]:
-    """Print what was measured; its cells of the page's table are replaced if asked for."""
-    yield
-    start, _, rest = PAGE.read_text().partition("<!-- faults -->\n")
-    table, _, end = rest.partition("<!-- end of faults -->")
-    before = {cells[1]: cells[2:-1] for line in table.splitlines()[2:] if (cells := re.split(r" ?\| ?", line))}
-    rows = before | {fault: row(before.get(fault), *rest) for fault, rest in MEASURED.items()}
-    order = [*(case.fault for case in ROWS.values() if case.fault in rows), *rows]
-    told = HEAD + "".join(f"| {fault} | {' | '.join(rows[fault])} |\n" for fault in dict.fromkeys(order))
-    print("\n" + told)
-    if os.environ.get("JAXMPI_WRITE_DOCS"):
-        PAGE.write_text(f"{start}<!-- faults -->\n{told}<!-- end of faults -->{end}")
-
-
-def row(before: list[str] | None, outcome: str, noticed_s: float | None, equal: bool) -> list[str]:
-    """The cells behind a fault: those of other settings as they were."""
-    times = dict(zip(SETTINGS, (before or ["", "", "", ""])[1:4], strict=True))
-    mine = next((name for name, setting in SETTINGS.items() if setting == (RANKS, HOSTS)), "")
-    if mine:
-        times[mine] = "yes" if noticed_s is None else f"{noticed_s:.1f}"
-    return [outcome, *times.values(), "yes" if equal else "does not apply"]

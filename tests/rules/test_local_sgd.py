@@ -1,6 +1,5 @@
 """Local SGD and DiLoCo, mostly on small multiples of powers of two, of which f32 rounds nothing."""
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -21,7 +20,6 @@ from jaxmpi.config.exchange_config import ExchangeConfig
 from jaxmpi.config.optim import Optim
 from jaxmpi.config.rule_config import RuleConfig
 from jaxmpi.config.schema import Experiment
-from jaxmpi.core.errors import UsageError
 from jaxmpi.optim.optimizers import optimizer
 from jaxmpi.rules import base, registry
 from jaxmpi.rules.local_sgd import LocalState
@@ -215,18 +213,6 @@ def test_one_worker_stays_as_it_is():
 
 
 # ---------------------------------------------------------------- contract
-
-
-def test_ranges_are_named():
-    for field, value, expected in (
-        ("local_steps", 0, "expected >= 1"),
-        ("outer_lr", 0.0, "expected > 0"),
-        ("outer_lr", float("inf"), "expected > 0"),
-        ("outer_momentum", 1.0, r"expected \[0, 1\): at 1 it never forgets"),
-        ("outer_momentum", -0.1, r"expected \[0, 1\)"),
-    ):
-        with pytest.raises(UsageError, match=f"rule.{field}: got {value}; {expected}"):
-            dataclasses.replace(RuleConfig("diloco"), **{field: value})
 
 
 @pytest.mark.parametrize(("name", "scaling"), [("local_sgd", "linear"), ("diloco", "none")])

@@ -294,8 +294,8 @@ def test_what_a_wire_keeps_back_stays_with_an_asgd_worker(wire):
     assert residual <= {"32": 0, "16": 2.0**-11, "bf16": 2.0**-8, "8": 1 / 253}[wire] * 32
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("n", [1, BLOCK, 10_000, 3_000_000])
+@pytest.mark.parametrize("wire", ["32", "8"])
+@pytest.mark.parametrize("n", [1, 10_000, 3_000_000])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_segments_cover_the_center_once_and_fit_messages(wire, n, servers):
     layout = ServerLayout(n, servers, wire)

@@ -36,7 +36,7 @@ from jaxmpi.launch import command, postmortem
 from jaxmpi.launch.experiment_facts import facts_of
 from jaxmpi.launch.options import Options
 from jaxmpi.observe.recorder import Recorder
-from jaxmpi.optim.optimizers import is_linear, optimizer, set_step
+from jaxmpi.optim.optimizers import is_linear, optimizer
 from jaxmpi.rules import base, parameter_server, registry
 from jaxmpi.rules.gosgd import RandomGossip
 from jaxmpi.rules.parameter_server import (
@@ -145,26 +145,6 @@ def check_trace(path: Path, meets_center: bool) -> None:
 
 
 SHARED = (DIGITS, "--local-batch", "8", "--effective-batch", "0", "--eval-every", "99ep")  # worker 0 does not evaluate
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("name", ["easgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gosgd", "asgd"))])
-@pytest.mark.slow  # of speeds
-def test_workers_of_equal_speed_begin_together_and_make_equal_shares(name, tmp_path):
-    """Steps of 10 ms at least, some 120 each. These may differ by chance: 10 steps of which a worker has yet to report,
-    and some 60 ms of the 1.4 s that worker 0 writes the record: 13 %, and a worker beside others as many again.
-    """
-    evenly = ("--inject", "slow:rank=all,seconds=0.01,times=0", "--train-for", "2ep", "--run-dir", str(tmp_path))
-    ended = train(3, *SHARED, "--rule.name", name, *evenly)
-    assert ended.code == 0, ended.out
-    last = record(tmp_path, "workers")[-1]
-    made = last["worker_steps"]
-    assert sum(made) * 8 >= record(tmp_path, "train")[-1]["examples"] - 8 * 3  # an epoch's last batches are short
-    assert min(made) * 3 >= 0.8 * sum(made), made
-    assert max(made) * 3 <= 1.2 * sum(made), made
-    assert f"worker steps {' '.join(map(str, made))}" in ended.out
-    assert f"rule {name}, wire 32\n" in ended.out  # no strategy is run
-    assert "fallen behind" not in ended.out
 
 
 @pytest.mark.slow
@@ -436,9 +416,6 @@ FAULTS = {
     "worker-gosgd": Fault(RULES["gosgd"], 3, 2, 0, "finished with 2 of 3 workers"),
     "server": Fault(RULES["easgd-servers"], 4, 3, 1, "rank 3, which keeps the center, is gone"),
     "worker-0": Fault(RULES["easgd-servers"], 4, 0, 1, "rank 0, which keeps the record, is gone"),
-    "worker-0-of-two-servers": Fault(
-        (*RULES["easgd-servers"], "--rule.servers", "2"), 5, 0, 1, "rank 0, which keeps the record, is gone"
-    ),
     "worker-0-and-center": Fault(RULES["easgd"], 3, 0, 1, "rank 0, which keeps the center, is gone"),
 }
 QUICK_FAULTS = ("worker",)
@@ -448,7 +425,7 @@ QUICK_FAULTS = ("worker",)
 @pytest.mark.parametrize("name", [n if n in QUICK_FAULTS else pytest.param(n, marks=pytest.mark.slow) for n in FAULTS])
 def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, tmp_path):
     fault, run_dir = FAULTS[name], tmp_path / "run"
-    args = [*COMMON, *fault.args, "--train-for", "12ep", "--checkpoint-every", "1ep", "--eval-every", "12ep"]
+    args = [*COMMON, *fault.args, "--train-for", "8ep", "--checkpoint-every", "1ep", "--eval-every", "8ep"]
     args += ["--run-dir", str(run_dir)]
     slowly = ("--inject", "slow:rank=all,seconds=0.01,times=0")  # so that the death comes before the end
     line = surviving(fault.ranks, *args, *slowly)
@@ -472,18 +449,18 @@ def test_a_killed_worker_is_done_without_and_a_killed_center_ends_the_run(name, 
     if fault.code == 0:
         assert record(run_dir, "workers")[-1]["alive"] == 2
         last = record(run_dir, "train")[-1]
-        assert last["examples"] >= 12 * EXAMPLES
+        assert last["examples"] >= 8 * EXAMPLES
         check_lines(run_dir)
         seen = [row for row in record(run_dir, "train") if "own_s" in row][-1]  # no step, no anatomy
         assert seen["own_s"][fault.killed] == 0 < max(seen["own_s"])
         assert seen["anatomy"]["compute"][3] != fault.killed
         assert 0.01 < seen["gradient_norm"] < 100
-        assert steps[-1] == 12 * 30
+        assert steps[-1] == 8 * 30
     else:
         ended = train(fault.ranks, *args, "--resume")  # from the last checkpoint, to the end
         assert ended.code == 0, ended.out
         assert f"resumed at step {steps[-1]}" in ended.out
-        assert record(run_dir, "eval")[-1]["step"] == 12 * 30
+        assert record(run_dir, "eval")[-1]["step"] == 8 * 30
 
 
 def surviving(ranks: int, *args: str) -> list[str]:
@@ -541,25 +518,6 @@ def test_who_still_gathers_when_another_fails_has_nothing_to_say(tmp_path):
         ended = run(line, timeout_s=60)
         assert ended.code == 1, ended.out
         assert ended.out.count("Traceback") == 1, ended.out
-
-
-MISFIT = """
-import dataclasses
-from jaxmpi.experiments.digits import experiment as digits
-model = digits.model
-fits = model._replace(apply=lambda *args: (model.apply(*args)[0][:, :3], args[1]))
-experiment = dataclasses.replace(digits, model=fits)
-"""
-
-
-@pytest.mark.slow
-def test_what_rank_0_refuses_is_said_once(tmp_path):
-    (tmp_path / "misfit.py").write_text(MISFIT)
-    line = surviving(4, str(tmp_path / "misfit.py"), "--rule.name", "easgd", "--run-dir", str(tmp_path / "run"))
-    ended = run(line, timeout_s=120)
-    assert ended.code == 2, ended.out
-    assert ended.out.count("error: ") == 1, ended.out
-    assert "Traceback" not in ended.out, ended.out
 
 
 @pytest.mark.slow
@@ -632,24 +590,15 @@ def test_who_ends_its_gossip_while_worker_0_evaluates_is_not_late(tmp_path):
 
 # ---------------------------------------------------------------- what is refused
 
-BAD = {
-    "rule.alpha: got 1.5; expected (0, 1]: beyond 1 a worker": {"alpha": 1.5},
-    "rule.alpha: got 0": {"alpha": 0.0},
-    "rule.server_alpha: got -0.1": {"server_alpha": -0.1},
-    "rule.tau: got 0; expected >= 1: it counts steps": {"tau": 0},
-    "rule.p: got 1.1; expected [0, 1]: it is a probability": {"p": 1.1},
-    "rule.staleness: got -1; expected >= 0: nobody can": {"staleness": -1},
-    "rule.servers: got -1; expected >= 0: with 0": {"servers": -1},
-    "rule.local_steps: got 0; expected >= 1: it counts steps": {"local_steps": 0},
-    "rule.outer_lr: got 0.0; expected > 0: at 0 nothing": {"outer_lr": 0.0},
-    "rule.momentum: got 1.0; expected [0, 1)": {"momentum": 1.0},
-}
+
+BAD = {"alpha": 1.5, "server_alpha": -0.1, "tau": 0, "p": 1.1, "staleness": -1, "servers": -1, "local_steps": 0}
+BAD |= {"outer_lr": 0.0, "outer_momentum": 1.0, "momentum": 1.0}
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_numbers_out_of_range_are_named_with_their_range(message):
-    with pytest.raises(UsageError, match=re.escape(message)):
-        RuleConfig("easgd", **BAD[message])
+@pytest.mark.parametrize("name", BAD)
+def test_numbers_out_of_range_are_named(name):
+    with pytest.raises(UsageError, match=rf"rule\.{name}: got {BAD[name]}"):
+        RuleConfig("easgd", **{name: BAD[name]})
 
 
 RANKS = {
@@ -728,9 +677,6 @@ def test_of_a_strategy_the_wire_counts():
         "hier-ring": "root:32",
     }
     assert {name: to_center(ExchangeConfig(name)) for name in asked} == asked
-
-
-# ---------------------------------------------------------------- the launcher's line
 
 
 # ---------------------------------------------------------------- the local halves, and the synchronous form
@@ -859,16 +805,6 @@ def test_asgd_workers_that_come_from_one_center_leave_the_sum_of_their_updates_t
     np.testing.assert_array_equal(last, center)
 
 
-def test_learning_rates_follow_the_run_and_moments_stay():
-    tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
-    params = {"a": jnp.ones(3)}
-    _, state = tx.update({"a": jnp.ones(3)}, tx.init(params), params)
-    later = set_step(state, 7)
-    assert [int(x) for x in jax.tree.leaves(later) if x.ndim == 0] == [7]
-    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(later), strict=True):
-        assert before.ndim == 0 or np.asarray(before).tobytes() == np.asarray(after).tobytes()
-
-
 def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(tmp_path):
     """Else it would warm up until its first report, at the place where the others' rate has long fallen."""
     tx = optimizer(Optim("momentum"), lambda step: jnp.float32(0.1) * jnp.asarray(step, jnp.float32))
@@ -882,13 +818,3 @@ def test_a_worker_that_a_checkpoint_does_not_know_begins_at_the_rate_of_the_run(
     for worker in range(2):
         start = async_start.start_from_checkpoint(found(tmp_path)[-1], fresh, worker, 2, rule)
         assert [int(x) for x in jax.tree.leaves(start.state.rule_state) if x.ndim == 0] == [7]
-
-
-# ---------------------------------------------------------------- the script of figures
-
-
-@pytest.mark.slow
-def test_the_bench_runs_at_a_small_size():
-    ended = run([sys.executable, "scripts/bench_rules.py", "--rounds", "1", "--only", "idle"], timeout_s=180)
-    assert ended.code == 0, ended.out
-    assert "of a core, goal 5 %" in ended.out

@@ -31,7 +31,7 @@ def params_at(run_dir: str, step: int) -> np.ndarray:
     return np.frombuffer((folder / "common.bin").read_bytes()[row["offset"] :][:12], np.float32).astype(np.float64)
 
 
-@pytest.mark.parametrize("fields", [{}, {"devices": 3}, {"rule": RuleConfig("awagd"), "devices": 2}])
+@pytest.mark.parametrize("fields", [{"devices": 3}, {"rule": RuleConfig("awagd"), "devices": 2}])
 def test_it_is_evaluated_and_exported(fields, tmp_path):
     experiment = averaged(tmp_path, **fields)
     means = main.train(experiment, "lines")
@@ -98,7 +98,6 @@ NO_AVERAGE = {
     ),
     "local": ({"rule": RuleConfig("local_sgd"), "devices": 2}, "a schedule-free optimizer with rule local_sgd"),
     "forced": ({"rule": RuleConfig("awagd", force=True), "devices": 2}, "a schedule-free optimizer with rule awagd"),
-    "linear": ({"rule": RuleConfig("awagd"), "devices": 2}, "rule 'awagd' with schedule_free_sgd equals no single"),
     "own": (
         {"optim": Optim("mine", transform=schedule_free_sgd(0.1)), "rule": RuleConfig("local_sgd"), "devices": 2},
         "a schedule-free optimizer with rule local_sgd",

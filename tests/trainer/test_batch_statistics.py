@@ -86,11 +86,9 @@ SLOW = [
     ("averaged", 2, 0, 2, ()),
     ("local", 2, 0, 2, ()),
     ("synchronised", 2, 3, 2, ()),
-    ("synchronised", 4, 0, 4, ()),
     ("synchronised", 3, 0, 3, ()),
     ("synchronised", 2, 0, 2, ("--step-mode", "fused")),
     ("synchronised", 4, 3, 1, ("--devices", "4")),
-    ("averaged", 2, 3, 2, ()),
 ]
 
 

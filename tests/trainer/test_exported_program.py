@@ -248,13 +248,3 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(line_run, tmp_path)
     assert set(tmp_path.iterdir()) == before
     with pytest.raises(UsageError, match=r"--batch: got .*folder; only a file \.jaxexport has them"):
         cli.run(["export", str(trainer.run_dir), str(tmp_path / "folder"), "--batch", "2"])
-
-
-def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(line_run, tmp_path):
-    trainer = jaxmpi.Trainer(line_run)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UsageError, match=r"file/model.jaxexport: cannot be written: .*; name another file, or make room"
-    ):
-        trainer.export(tmp_path / "file" / "model.jaxexport")
-    assert (tmp_path / "file").read_text() == ""

@@ -16,8 +16,7 @@ import pytest
 from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.local_devices import DeviceRows
 from jaxmpi.comm.axis import AxisComm
-from jaxmpi.observe import report
-from launching import Ended, mpirun, train, train_here
+from launching import Ended, mpirun, train
 from test_comm_xla import EXPERIMENT, ON_CPU, assert_close, params
 
 PROCESSES, DEVICES = 3, 2
@@ -224,42 +223,6 @@ def assert_devices_hold(velocity_bytes: float, ended: Ended, devices: int) -> No
     assert all(velocity_bytes <= each <= 1.05 * velocity_bytes for each in held), held
 
 
-@pytest.fixture(scope="module")
-def one_process(folder: Path) -> dict[str, Ended]:
-    """By run directory: 20 steps over two devices of this process."""
-    (folder / "weighed.py").write_text(WEIGHED)
-    ended = {}
-    for name, strategy in (("whole", "asa32"), ("slices", "asa32"), ("slices by XLA", "ar")):
-        options = ("--exchange.strategy", strategy, "--exchange.shard-update", "off" if name == "whole" else "on")
-        args = (str(folder / "weighed.py"), "--run-dir", str(folder / name), "--devices", "2", *options)
-        ended[name] = ended_well(train_here(*args))
-    return ended
-
-
-@pytest.mark.slow  # three runs; test_modes.py has a shorter one in CI, of whole tensors
-def test_devices_of_one_process_hold_a_slice_of_the_velocity_each_and_leave_what_whole_updates_leave(
-    one_process, folder
-):
-    """In one program, whose multiplications and additions XLA may fuse otherwise."""
-    whole_bytes = params(folder / "whole").nbytes
-    for name, ended in one_process.items():
-        assert_devices_hold(whole_bytes / (1 if name == "whole" else 2), ended, devices=2)
-        assert_close(folder / name, folder / "whole", "asa32")
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # a run more
-def test_a_report_compares_runs_with_sharded_updates(one_process, folder):
-    runs = [folder / name for name in one_process if name != "whole"]
-    page = report.write(runs, folder / "comparison").read_text()
-    _, _, differences = page.partition('<section id="differences"')
-    differences, _, _ = differences.partition("</section>")
-    assert all(
-        f">{text}<" in differences for text in (*report.unique_names(runs), "&quot;asa32&quot;", "&quot;ar&quot;")
-    )
-    assert "shard_update" not in differences
-
-
 @pytest.mark.slow
 def test_slices_of_devices_are_those_of_a_process_each(over_devices, folder):
     options = ("--exchange.overlap", "off", "--exchange.shard-update", "on", "--resume")
@@ -271,9 +234,7 @@ def test_slices_of_devices_are_those_of_a_process_each(over_devices, folder):
 
 RULES = {
     "gradients": (),
-    "awagd": (),
     "subgd": (),
-    "local_sgd": ("--rule.local-steps", "3"),
     "diloco": ("--rule.local-steps", "3"),
     "easgd_sync": ("--rule.alpha", "0.1", "--rule.tau", "3"),
 }

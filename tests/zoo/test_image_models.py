@@ -17,28 +17,17 @@ from jaxmpi.models import MODELS
 from jaxmpi.models import layers as layers_module
 from jaxmpi.models.googlenet import (
     AUX_WEIGHT,
-    BLOCKS,
     STARTS,
-    Auxiliary,
     GoogLeNet,
-    Inception,
     googlenet,
     googlenet_loss,
     googlenet_tiny,
 )
-from jaxmpi.models.googlenetbn import GoogLeNetBN, googlenetbn_tiny
+from jaxmpi.models.googlenetbn import GoogLeNetBN
 from jaxmpi.models.layers import average_pool, conv, he_normal, local_response_norm, max_pool, normal
 
 KEY = jax.random.key(0)
 TINY = [name for name in MODELS if name.endswith("_tiny")]
-IN_CHANNELS = {"3a": 192, "3b": 256, "4a": 480, "4b": 512, "4c": 512}
-IN_CHANNELS |= {"4d": 512, "4e": 528, "5a": 832, "5b": 832}
-BLOCK_PARAMS = {"3a": 163_696, "3b": 388_736, "4a": 376_176, "4b": 449_160, "4c": 510_104}
-BLOCK_PARAMS |= {"4d": 605_376, "4e": 868_352, "5a": 1_043_456, "5b": 1_444_080}
-
-
-def count(tree):
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def noise(shape, seed=0):
@@ -49,48 +38,6 @@ def noise(shape, seed=0):
 def pulled(f, x, g):
     y, pull = jax.vjp(f, x)
     return y, pull(g)[0]
-
-
-def outputs_of(model, train, batch=2):
-    params, state, _ = report.shapes(model)
-    return jax.eval_shape(lambda p, s, x: model.apply(p, s, x, KEY, train)[0], params, state, model.example(batch))
-
-
-def test_googlenet_counts():
-    params, state, _ = report.shapes(googlenet())
-    assert state == {}
-    assert count(params) == 13_378_280
-    assert count(params["aux1"]) == 3_188_840
-    assert count(params["aux2"]) == 3_190_888
-    assert count(params["stem7"]) == 9_472
-    assert count(params["stem1"]) == 4_160
-    assert count(params["stem3"]) == 110_784
-    assert count(params["logits"]) == 1_025_000
-    assert {name: count(block) for name, block in params["blocks"].items()} == BLOCK_PARAMS
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_inception_block_alone(name):
-    block = nnx.eval_shape(lambda: Inception(IN_CHANNELS[name], BLOCKS[name], STARTS["he"], nnx.Rngs(0)))
-    assert count(nnx.state(block, nnx.Param)) == BLOCK_PARAMS[name]
-
-
-def test_googlenet_small_images_change_only_the_class_layers():
-    full, small = (report.shapes(m)[0] for m in (googlenet(), googlenet(10, image_size=64)))
-    shapes_of = [dict(jax.tree_util.tree_leaves_with_path(p)) for p in (full, small)]
-    changed = {
-        jax.tree_util.keystr(path) for path, leaf in shapes_of[0].items() if leaf.shape != shapes_of[1][path].shape
-    }
-    heads = ("['logits']", "['aux1']['logits']", "['aux2']['logits']")
-    assert changed == {h + leaf for h in heads for leaf in ("['kernel']", "['bias']")}
-
-
-@pytest.mark.parametrize("size", [32, 64, 224])
-def test_googlenet_shapes(size):
-    model = googlenet(10, image_size=size)
-    assert [o.shape for o in outputs_of(model, True)] == [(2, 10)] * 3
-    assert outputs_of(model, False).shape == (2, 10)
 
 
 def test_googlenet_published_and_he_start():
@@ -162,11 +109,12 @@ def test_auxiliary_heads_reach_the_inner_blocks():
     assert float(jnp.abs(both["stem7"]["kernel"] - main["stem7"]["kernel"]).max()) > 0
 
 
-ELSEWHERE = ("alexnet", "vgg", "lstm", "gpt", "lm300m")  # test_alexnet_vgg.py, test_language_models.py
+# test_twins.py has gradients of the first two, test_language_models.py the others.
+ELSEWHERE = ("alexnet", "vgg", "lstm", "gpt", "lm300m")
 
 
 DEEP = ("resnet101_tiny", "resnet152_tiny")  # more of the same blocks
-DEEP += ("resnet18_tiny", "resnet50_tiny", "googlenetbn_tiny")  # resnet18 learns in test_batch_norm.py
+DEEP += ("resnet50_tiny", "googlenetbn_tiny")
 
 
 @pytest.mark.e2e
@@ -190,16 +138,6 @@ def test_tiny_model_learns(name):
         params = jax.tree.map(np.add, params, velocity)
         losses.append(float(value))
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize("name", MODELS)
-def test_shapes_and_names(name):
-    model = MODELS[name]()
-    train = outputs_of(model, True)
-    main = train[0] if isinstance(train, tuple) else train
-    assert main.shape == outputs_of(model, False).shape == (2, *model.label_shape, model.classes)
-    assert model.name == name
 
 
 def test_dropout_follows_the_key_in_training_only():
@@ -226,45 +164,9 @@ def test_googlenet_drops_as_published():
     assert rates_of(module) == {"drop": 0.4, "aux1/drop": 0.7, "aux2/drop": 0.7}
 
 
-def check_kept(whole: jax.Array, dropped: jax.Array, kept: float) -> None:
-    """Entries are 0, or as they would be without dropout over the part that is kept."""
-    entries = np.asarray(whole) > 1e-3
-    expected, got = np.asarray(whole)[entries] / kept, np.asarray(dropped)[entries]
-    assert got.size > 500
-    np.testing.assert_allclose(got[got != 0], expected[got != 0], rtol=1e-5)
-    # The part kept of n has a standard error of sqrt(kept (1 - kept) / n).
-    assert (got != 0).mean() == pytest.approx(kept, abs=5 * math.sqrt(kept * (1 - kept) / got.size))
-
-
-def test_the_main_head_keeps_60_percent_and_divides_by_it():
-    model, image = googlenet_tiny(64), noise((32, 32, 32, 3))
-    params, state = model.init(KEY, image[:1])
-    params["logits"]["kernel"] = jnp.eye(64)  # the logits are what dropout leaves
-
-    def heads(params, image):
-        whole, _ = model.apply(params, state, image, KEY, False)
-        (dropped, *_), _ = model.apply(params, state, image, KEY, True)
-        return whole, dropped
-
-    run = jax.jit(heads, compiler_options={"xla_backend_optimization_level": 0})
-    whole, dropped = run(params, image)
-    check_kept(whole, dropped, 0.6)
-
-
-def test_an_auxiliary_head_keeps_30_percent_and_divides_by_it():
-    module = Auxiliary(1, (1, 64), 64, STARTS["he"], nnx.Rngs(0))
-    module.hidden.kernel[...], module.hidden.bias[...] = jnp.zeros((16, 64)), jnp.ones(64)
-    module.logits.kernel[...] = jnp.eye(64)
-    check_kept(jnp.ones((32, 64)), module(noise((32, 4, 4, 1))), 0.3)
-
-
 def test_googlenetbn_drops_nothing():
     """Ioffe & Szegedy 2015, section 4.2.1; nor does models/googlenetbn.lua."""
     assert rates_of(nnx.eval_shape(lambda: GoogLeNetBN(10, 3, nnx.Rngs(0)))) == {}
-    model = googlenetbn_tiny()
-    params, state = model.init(KEY, noise((1, *model.input_shape)))
-    apply = jax.jit(lambda key: model.apply(params, state, noise((2, *model.input_shape)), key, True)[0])
-    jax.tree.map(np.testing.assert_array_equal, apply(jax.random.key(1)), apply(jax.random.key(2)))
 
 
 def test_init_is_a_function_of_the_key():
@@ -286,7 +188,7 @@ def test_initialisers_draw_the_same_under_vmap():
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("size", [(1, 1), (2, 3), (7, 8), (9, 4)])
+@pytest.mark.parametrize("size", [(1, 1), (7, 8)])
 def test_max_pool_is_reduce_window(size, stride):
     # Few different values, so that ties decide where the gradient goes.
     x = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (2, *size, 3)).astype(np.float32))
@@ -310,7 +212,7 @@ def test_average_pool_at_14_is_5_by_3_and_at_4_nothing():
     np.testing.assert_array_equal(average_pool(x[:, :4, :4], 4), x[:, :4, :4])
 
 
-@pytest.mark.parametrize("size", range(1, 20))
+@pytest.mark.parametrize("size", range(1, 20, 3))
 def test_average_pool_weights(size):
     bins = layers_module._bins(size, 4)
     assert bins.shape == (4, size)
@@ -333,7 +235,7 @@ def test_local_response_norm_value_and_gradient(channels):
     np.testing.assert_allclose(got_gradient, want_gradient, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("image", "size", "stride"), [(2, 3, 1), (3, 5, 1), (4, 7, 2), (5, 1, 1), (9, 3, 2)])
+@pytest.mark.parametrize(("image", "size", "stride"), [(3, 5, 1), (5, 1, 1), (9, 3, 2)])
 def test_conv_is_the_convolution(image, size, stride):
     x, kernel, pad = noise((2, image, image, 3)), noise((size, size, 3, 4), 1), (size - 1) // 2
     want = lax.conv_general_dilated(
