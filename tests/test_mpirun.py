@@ -166,7 +166,7 @@ def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
 @pytest.mark.slow  # waits for time limits
 def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
     (tmp_path / "job.py").write_text(
-        f"{HEAD}{LATE}time.sleep((0, 4, 100)[comm.rank])\njaxmpi.exchange(np.ones(7, np.float32))\n"
+        f"{HEAD}{LATE}time.sleep((0, 4, 100)[int(comm.rank)])\njaxmpi.exchange(np.ones(7, np.float32))\n"
     )
     ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": "6"})
     assert not ended.timed_out

@@ -547,24 +547,10 @@ def halves_of_many_rows(updates: Any) -> Any:
     return jax.tree.map(lambda u: u / 2 if u.shape[0] > 100 else u, updates)
 
 
-def by_place(updates: Any) -> Any:
-    """A factor of each tensor by its place among those that there are."""
-    leaves, structure = jax.tree.flatten(updates)
-    return jax.tree.unflatten(structure, [x * 0.9 ** (len(leaves) - i) for i, x in enumerate(leaves)])
-
-
 def by_rate(big: Any, small: Any) -> Any:
     """Two rates in the state, one for large tensors."""
     step = lambda u, _: jax.tree.map(lambda u: u * -(big if u.shape[0] > 50 else small), u)  # noqa: E731
     return optax.stateless(step)
-
-
-TABLE = jnp.array([1e-2, 1e-4])
-
-
-def by_size_in_a_table(updates: Any) -> Any:
-    """A rate of each tensor out of a table, by its size."""
-    return jax.tree.map(lambda u: -TABLE[int(u.size > 200)] * u, updates)
 
 
 def by_the_widest(updates: Any) -> Any:
@@ -600,7 +586,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
     [
         CLIPPED,
         optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose leaves are finite would go on alone
-        optax.add_noise(0.1, 0.5, 0),  # its noise goes by the number of leaves
         # They move params seldom, or begin to mix late.
         optax.MultiSteps(CLIPPED, 30).gradient_transformation(),
         optax.conditionally_mask(CLIPPED, every(4)),
@@ -611,7 +596,6 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
         # Every third tensor.
         optax.chain(optax.masked(optax.clip_by_global_norm(1.0), is_kernel), ADAM),
         optax.chain(optax.lars(1e-2), by_number_from_the_start()),
-        optax.chain(optax.lars(1e-2), step_of_one_s_own(by_place)),
         optax.chain(optax.lars(1e-2), step_of_one_s_own(by_the_widest)),
         optax.add_noise(0.1, 0.5, jax.random.key(0)),
         # The mean over all tensors, behind a loop and a branch.
@@ -631,7 +615,6 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
         (optax.radam(1e-3), "entries"),
         (optax.adam(by_table), "entries"),
         (optax.chain(ADAM, by_rows_from_the_start()), "leaves"),
-        (optax.chain(ADAM, step_of_one_s_own(by_size_in_a_table)), "leaves"),
         (optax.chain(ADAM, step_of_one_s_own(turns_by_size)), "leaves"),
         (
             optax.chain(ADAM, step_of_one_s_own(lambda u: jax.tree.map(lambda x: x * np.ones(x.shape, x.dtype), u))),

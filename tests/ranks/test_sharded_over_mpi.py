@@ -242,28 +242,7 @@ def test_ranks_that_have_summed_with_others_before_give_a_new_sum_one_name():
     assert len(set(world.processes.allgather_object(world.sum_name))) == 1
 
 
-# ---------------------------------------------------------------- new params that travel behind the next forward pass
-
-LAYERS = ("one", "two", "out")  # in which the net uses them; not the order of their names
-
-
-def net_loss(params: Any, x: jax.Array) -> tuple[jax.Array, None]:
-    """Casts come first in the program, a layer is a jitted function, two leaves are not used."""
-    halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    layer = jax.jit(lambda x, part: jnp.tanh(x @ part["kernel"] + part["bias"]))
-    for name in LAYERS:
-        x = layer(x, halved[name])
-    return x.astype(jnp.float32).sum(), None
-
-
-def net_params() -> Any:
-    rng = np.random.default_rng(0)
-    layer = lambda: {"kernel": rng.standard_normal((24, 24), np.float32) / 5, "bias": np.zeros(24, np.float32)}  # noqa: E731
-    params = {name: layer() for name in LAYERS} | {
-        "unused": np.ones(5, np.float32),
-        "void": np.ones((0, 3), np.float32),
-    }
-    return jax.tree.map(jnp.asarray, params)
+# ---------------------------------------------------------------- params that the ranks of a host share
 
 
 @on_cpus

@@ -74,16 +74,6 @@ def test_sums_without_a_program_come_behind_programs_that_are_under_way():
                 np.testing.assert_array_equal(np.asarray(total), in_rank_order(row, SIZE))
 
 
-def test_two_halves_in_one_program_are_the_sum_in_every_bit():
-    rows = vectors([(SIZE, n) for n in (1, 5000, shared_sum.CHUNK + 5)])
-    halves = jax.jit(lambda xs: (mine := ENGINE.scatter(xs, SIZE), ENGINE.gather(mine)))
-    for _ in range(3):
-        for row, mine, whole in zip(rows, *halves([row[RANK].reshape(-1) for row in rows]), strict=True):
-            total = in_rank_order(row, SIZE)
-            assert np.asarray(mine).tobytes() == total[RANK].tobytes()
-            assert np.asarray(whole).tobytes() == total.tobytes()
-
-
 def test_independent_sums_of_one_program_do_not_mix():
     shapes = [(7,), (shared_sum.CHUNK,), (7,), (5000,), (7,)]
     rows = vectors(shapes)
