@@ -99,21 +99,6 @@ def test_random_trees(specs, strategy, bucket_bytes):
 
 # ---------------------------------------------------------------- buckets
 
-PLANS = [
-    # leaf sizes, bucket_bytes -> buckets
-    ([], 16, []),
-    ([0, 0], None, []),
-    ([3, 0, 5], None, [[0, 2]]),
-    ([1, 1, 1, 1, 1], 16, [[0, 1, 2, 3], [4]]),
-    ([1, 100, 1, 1], 8, [[1], [0, 2], [3]]),
-    ([4, 5], 16, [[0], [1]]),
-]
-
-
-@pytest.mark.parametrize(("sizes", "bucket_bytes", "expected"), PLANS)
-def test_bucket_plan(sizes, bucket_bytes, expected):
-    assert sorted(assign_buckets(sizes, bucket_bytes)) == sorted(expected)
-
 
 @given(st.lists(st.integers(0, 50)), st.none() | st.integers(4, 100))
 def test_a_plan_carries_every_leaf_once_in_order_and_keeps_its_size(sizes, bucket_bytes):

@@ -40,7 +40,7 @@ def test_each_example_comes_once_an_epoch_and_in_another_order_after_a_shuffle()
 
 @pytest.mark.parametrize("done", [3, 13])
 def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
-    """In the first reading, in the second, and behind a shuffle; crops are random."""
+    """In the first reading, and behind a shuffle; crops are random."""
     source = ArraySource(np.random.default_rng(0).integers(0, 256, (N, 6, 6, 3), np.uint8), np.arange(N))
     settings = Data("array", train=source, crop=4, mirror=True)
 

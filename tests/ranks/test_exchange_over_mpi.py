@@ -124,27 +124,6 @@ def test_compressors_send_the_same_bits_to_all_ranks(spelling):
     assert np.abs(total["dense"].reshape(-1) + owed - meant).max() <= 4 * (8 + 2 * SIZE) * 64 * 2.0**-24
 
 
-def test_no_retrace_on_the_second_call():
-    traces = []
-
-    @jax.jit
-    def step(x):
-        traces.append(1)
-        return jaxmpi.exchange(x, "ring16")
-
-    for _ in range(3):
-        step(jnp.ones(5) * RANK).block_until_ready()
-    assert len(traces) == 1
-
-
-def test_dtypes_and_shapes_are_kept_inside_and_outside_jit():
-    tree = {"a": jnp.full((3, 5), RANK, jnp.bfloat16), "b": [jnp.float32(RANK), jnp.zeros((0, 2), jnp.float16)]}
-    for call in (jaxmpi.exchange, jax.jit(jaxmpi.exchange)):
-        mean = call(tree)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), mean) == jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-        assert float(mean["b"][0]) == (SIZE - 1) / 2
-
-
 @pytest.mark.parametrize("strategy", ["asa32", "shm", "lowrank1"])
 def test_what_is_mapped_may_be_exchanged_but_no_exchange_mapped(strategy):
     xs = jnp.full((3, 4, 5), RANK, jnp.float32)

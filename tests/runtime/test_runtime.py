@@ -563,10 +563,9 @@ def test_a_platform_that_is_not_there_is_one_sentence(platform):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow  # a run for each
-@pytest.mark.parametrize("workers", [2])
-def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
-    command = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py"
+@pytest.mark.slow  # two runs
+def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(tmp_path):
+    command = f"{sys.executable} -m jaxmpi.tools.cli train -n 2 experiments/digits.py"
     line = f"{command} --train-for 2st --run-dir {tmp_path}"
     for name, redirected, said in (("/a >&-", "", ""), ("/b", " | head -1", "output cannot be written")):
         text = f"({line}{name}; echo code $? >&2){redirected}"
