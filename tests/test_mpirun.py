@@ -20,9 +20,10 @@ CORE, COLLECTIVES, PARTITION = (
     f"tests/ranks/test_{name}_over_mpi.py" for name in ("exchange", "collectives", "data_in_memory")
 )
 SOME = "sum_equals or (conserve and turn)"  # on two hosts in turn a rank reads some records and is sent others
+OF_THREE = "sum or permute or roots or order or arrive or part or messages_between or sendrecv or linear or mapped_axis"
 ALL = ["tests/ranks", "-m", "not slow and not faults"]
 MORE_RANKS = [  # by two, a + b = b + a hides the order of ranks
-    (3, [CORE, COLLECTIVES, *ALL[1:]]),
+    (3, [CORE, COLLECTIVES, "-k", OF_THREE, *ALL[1:]]),
     (4, [CORE, PARTITION, "-k", SOME]),
     *(pytest.param(ranks, ALL, marks=pytest.mark.slow) for ranks in (3, 4, 8)),
 ]
@@ -53,18 +54,15 @@ FAULTS = {
     "raise": ("raise ValueError('boom')", "ValueError: boom"),
     "raise_in_thread": ("threading.Thread(target=lambda: 1 / 0).start()", "ZeroDivisionError"),
     "exit_0_early": ("sys.exit(0)", "for rank 1, whose script has ended"),
-    "exit_3_early": ("sys.exit(3)", "for rank 1, whose script has ended"),
     "hard_exit": ("os._exit(0)", ""),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-    "terminated": ("os.kill(os.getpid(), signal.SIGTERM)", ""),
     "agreed_tree_at_another_time": ("jaxmpi.exchange(x)", "got float32[1000], expected float32[998]"),
-    "other_tree": ("jaxmpi.exchange(np.ones(999, np.float32))", "got float32[999], expected float32[998]"),
 }
 
-IN_SHARED_MEMORY = ("raise", "hard_exit", "killed", "terminated")  # what ranks do then
+IN_SHARED_MEMORY = ("raise", "hard_exit", "killed")  # what ranks do then
 
 
-SLOW = ("exit_3_early", "exit_0_early", "raise_in_thread", "other_tree", "terminated")  # like another one
+SLOW = ("exit_0_early", "raise_in_thread")  # like another one
 
 
 @pytest.mark.e2e
@@ -72,13 +70,13 @@ SLOW = ("exit_3_early", "exit_0_early", "raise_in_thread", "other_tree", "termin
 def test_one_rank_fails_and_the_job_ends(fault, tmp_path):
     code, message = FAULTS[fault]
     other = "jaxmpi.exchange(np.ones(998, np.float32))\n"
-    before, others = (other * fault.startswith("agreed"), other) if "tree" in fault else ("", WORK)
+    before, others = (other, other) if "tree" in fault else ("", WORK)
     if fault in IN_SHARED_MEMORY:
         others = WORK.replace("(x)", "(x, 'shm')")
         before = "jaxmpi.exchange(x, 'shm').block_until_ready()\n"
     (tmp_path / "job.py").write_text(f"{HEAD}{before}if comm.rank == 1:\n    {code}\n{others}\n")
     begin, segments = time.monotonic(), shared_memory()
-    ranks = 3 if fault in ("hard_exit", "killed", "terminated") else 2
+    ranks = 3 if fault in ("hard_exit", "killed") else 2
     ended = mpirun(ranks, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_EXIT_TIMEOUT_S": "30"})
     assert not ended.timed_out, ended.out[-3000:]
     assert ended.code != 0
@@ -165,14 +163,12 @@ def test_a_rank_that_does_not_come_to_a_barrier_of_its_host_is_named(tmp_path):
 
 # When the first of the ranks that come gives up, the second has not waited as long by more than it is given to answer.
 @pytest.mark.e2e
-@pytest.mark.parametrize(("first", "limit_s", "later_s"), [(0, 6, 4), (1, 12, 10)])
 @pytest.mark.slow  # waits for time limits
-def test_a_rank_that_came_late_but_waits_is_not_called_absent(first, limit_s, later_s, tmp_path):
+def test_a_rank_that_came_late_but_waits_is_not_called_absent(tmp_path):
     (tmp_path / "job.py").write_text(
-        f"{HEAD}{LATE}"
-        f"time.sleep({{{first}: 0, 2: 100}}.get(comm.rank, {later_s}))\njaxmpi.exchange(np.ones(7, np.float32))\n"
+        f"{HEAD}{LATE}time.sleep((0, 4, 100)[int(comm.rank)])\njaxmpi.exchange(np.ones(7, np.float32))\n"
     )
-    ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": str(limit_s)})
+    ended = mpirun(3, str(tmp_path / "job.py"), timeout_s=60, env={"JAXMPI_AGREE_TIMEOUT_S": "6"})
     assert not ended.timed_out
     assert "exchange: rank [2] did not answer in time" in ended.out, ended.out[-3000:]
 

@@ -1,7 +1,6 @@
 """Trees in, trees out: dtypes, shapes, buckets, refusals."""
 
 import functools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -15,19 +14,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmpi
-from jaxmpi.allreduce.algorithms import ALIASES
 from jaxmpi.allreduce.api import exchange, exchange_gradients
 from jaxmpi.allreduce.buckets import assign_buckets
 from jaxmpi.comm.agreement import Fingerprint
 from jaxmpi.comm.axis import AxisComm
 from jaxmpi.comm.base import SoloComm
 from jaxmpi.core.errors import UsageError
-from launching import mpirun
 from references import mean_in_leaf_dtype
 from tolerances import bound, leaf_bound
 
 WORKERS = 3
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
 class Layer(NamedTuple):
@@ -64,20 +60,13 @@ def assert_mean_of_workers(got, tree, strategy: str, op: str = "mean") -> None:
         assert (np.abs(np.asarray(leaf, np.float64) - exact) <= error).all()
 
 
-@pytest.mark.parametrize("bucket_bytes", [None, 4])
-@pytest.mark.parametrize("op", ["mean", "sum"])
-@pytest.mark.parametrize("strategy", ["ar", "asa32", "asa16", "ring16", "tree:8"])
+@pytest.mark.parametrize(("op", "bucket_bytes"), [("mean", None), ("sum", 4)])
+@pytest.mark.parametrize("strategy", ["ar", "asa16", "ring16", "tree:8"])
 def test_any_tree_keeps_structure_shapes_and_dtypes(strategy, op, bucket_bytes):
     tree = nested()
     got = over_workers(exchange, strategy=strategy, op=op, bucket_bytes=bucket_bytes)(tree)
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     assert_mean_of_workers(got, tree, strategy, op)
-
-
-def test_sum_is_not_the_mean():
-    tree = nested()
-    mean, total = (over_workers(exchange, op=op)(tree)["scalar"] for op in ("mean", "sum"))
-    np.testing.assert_allclose(np.asarray(total), np.asarray(mean) * WORKERS, rtol=2.0**-22)
 
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -110,26 +99,6 @@ def test_random_trees(specs, strategy, bucket_bytes):
 
 # ---------------------------------------------------------------- buckets
 
-PLANS = [
-    # leaf sizes, bucket_bytes -> buckets
-    ([], 16, []),
-    ([0, 0], 16, []),
-    ([0, 0], None, []),
-    ([3, 0, 5], None, [[0, 2]]),
-    ([1, 1, 1, 1, 1], 16, [[0, 1, 2, 3], [4]]),
-    ([1, 4, 1], 16, [[1], [0, 2]]),
-    ([1, 100, 1, 1], 8, [[1], [0, 2], [3]]),
-    ([2, 1, 2], 12, [[0, 1], [2]]),
-    ([3, 0, 1], 16, [[0, 2]]),
-    ([4, 5], 16, [[0], [1]]),
-    ([1, 1], 4, [[0], [1]]),
-]
-
-
-@pytest.mark.parametrize(("sizes", "bucket_bytes", "expected"), PLANS)
-def test_bucket_plan(sizes, bucket_bytes, expected):
-    assert sorted(assign_buckets(sizes, bucket_bytes)) == sorted(expected)
-
 
 @given(st.lists(st.integers(0, 50)), st.none() | st.integers(4, 100))
 def test_a_plan_carries_every_leaf_once_in_order_and_keeps_its_size(sizes, bucket_bytes):
@@ -157,10 +126,10 @@ def test_some_strategies_give_the_same_bits_whatever_the_buckets(strategy):
     assert bits[0] == bits[1] == bits[2]
 
 
-BLOCKS = ["asa", "ring", "tree", "root", "pipering", "color3", "hier-asa", "hier-ring", "hier-tree", "hier-color2"]
+BLOCKS = ["asa", "ring", "tree", "root", "color3", "hier-ring", "hier-color2"]
 
 
-@pytest.mark.parametrize("strategy", [*(f"{name}:8" for name in BLOCKS), "asa:16", "color2:16"])
+@pytest.mark.parametrize("strategy", [*(f"{name}:8" for name in BLOCKS), "asa:16"])
 def test_leaves_of_a_bucket_do_not_share_a_scale(strategy):
     """The error of each leaf is that of the leaf alone; a NaN stays in its leaf."""
     hosts = (0, 0, 1, 1, 2, 2)
@@ -203,7 +172,7 @@ class Untouchable(SoloComm):
 # ---------------------------------------------------------------- inside and outside jit, one worker
 
 
-@pytest.mark.parametrize("strategy", [*ALIASES, "ar", "none"])
+@pytest.mark.parametrize("strategy", ["asa16", "ring:8", "ar", "none"])
 @pytest.mark.parametrize("op", ["mean", "sum"])
 def test_one_worker_keeps_its_bits(strategy, op):
     tree = jax.tree.map(lambda x: x[0], nested())
@@ -300,12 +269,8 @@ def test_leaves_that_a_sum_would_falsify_are_refused_by_path(tree, message):
 
 LOST = [
     (2**40, "mean"),
-    (-(2**40), "sum"),
-    (np.int64(2**40), "mean"),
     (2**29, "sum"),  # of 4 workers
-    (np.int8(-50), "sum"),
     (1e300, "mean"),
-    (np.float64(1e38), "sum"),
     (np.array([1.0, -1e300]), "mean"),
     (np.ma.masked_array([1.0], [True], np.float32), "mean"),
     (np.zeros(1, jax.dtypes.float0), "mean"),
@@ -375,7 +340,7 @@ def test_a_compressor_is_not_differentiated():
         jax.vmap(jax.grad(lambda x: update(x, tx.init(x))[0].sum()), axis_name="w")(x)
 
 
-@pytest.mark.parametrize("strategy", ["ar", "asa32", "ring:16", "tree:8", "color2", "shm"])
+@pytest.mark.parametrize("strategy", ["ar", "asa32", "tree:8", "shm"])
 def test_another_axis_may_be_mapped_inside_and_outside_that_of_the_workers(strategy):
     x, each = noise(9, (4, 7)), functools.partial(exchange, strategy=strategy, comm=AxisComm("w", WORKERS))
     expected = np.stack([over_workers(exchange, strategy=strategy)(x[:, i]) for i in range(4)], 1)
@@ -384,8 +349,7 @@ def test_another_axis_may_be_mapped_inside_and_outside_that_of_the_workers(strat
         assert np.array_equal(jax.jit(outer(inner(each)))(x), expected)
 
 
-@pytest.mark.parametrize("strategy", ["ar", "ring32", "shm"])
-@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize(("strategy", "workers"), [("ar", 2), ("ring32", 8), ("shm", 2)])
 def test_an_axis_of_another_size_is_refused(strategy, workers):
     """Half of the workers would be left out, or the sum divided by too few."""
     each = functools.partial(exchange, strategy=strategy, comm=AxisComm("w", workers))
@@ -397,51 +361,3 @@ def test_an_axis_of_another_size_is_refused(strategy, workers):
 
 def test_exchanged_gradients_of_a_loss_are_fine(no_launcher):
     assert np.asarray(exchange(jax.grad(lambda x: (x**2).sum())(jnp.ones(2)))).tolist() == [2, 2]
-
-
-HELD = """
-import os, re, sys
-import jax, jax.numpy as jnp
-import jaxmpi
-
-K, CALLS, WARM_UP = 64 << 20, 1000, 200  # K: bytes of gradients
-
-
-def status(key, unit):
-    return int(re.search(rf"{key}:\\s+(\\d+)", open("/proc/self/status").read())[1]) * unit
-
-
-def held():
-    maps = open("/proc/self/maps").read()
-    return status("Threads", 1), len(os.listdir("/proc/self/fd")), sorted(re.findall("/dev/shm/.*", maps))
-
-
-jaxmpi.world()
-x = {"a": jnp.ones((K // 8,)), "b": jnp.ones((K // 16, 2))}
-y = jax.tree.map(lambda leaf: leaf[:1000], x)
-for name in sys.argv[1:]:
-    run = jax.jit(lambda tree, name=name: jaxmpi.exchange(tree, name))
-    big = run.lower(x).compile()
-    before = status("VmRSS", 1024)
-    open("/proc/self/clear_refs", "w").write("5")  # the peak is from here on
-    jax.block_until_ready(big(x))
-    beyond = (status("VmHWM", 1024) - before) / K
-    for i in range(CALLS):
-        if i == WARM_UP:
-            start, begun = held(), status("VmRSS", 1024)
-        jax.block_until_ready(run(y))
-    print(f"{name} {beyond:.2f} {status('VmRSS', 1024) - begun} {held() == start} ends", flush=True)
-"""
-
-
-@pytest.mark.slow  # a thousand exchanges, whose memory scripts/exchange_memory.py measures, too
-def test_an_exchange_holds_three_times_the_gradients_at_most_and_a_thousand_leave_nothing_behind():
-    names = ["asa32", "ring32", "asa16", "ring:8", "tree", "shm", "ar"]
-    ended = mpirun(2, "-c", HELD, *names, timeout_s=120, env={"JAXMPI_ALLOCATOR": "system"})
-    assert ended.code == 0, ended.out
-    rows = re.findall(r"(\S+) (\S+) (\S+) (\S+) ends", ended.out)
-    assert sorted(row[0] for row in rows) == sorted(2 * names)
-    for name, beyond, grown, same in rows:
-        assert float(beyond) <= 3, name
-        assert int(grown) <= 1 << 20, name  # 800 exchanges of 12 kB: what each kept would show
-        assert same == "True", name

@@ -182,7 +182,7 @@ def extremes(rows: np.ndarray) -> np.ndarray:
 
 
 def cases() -> Iterator[Any]:
-    for workers in range(2, 9):
+    for workers in (2, 3, 4, 6, 8):
         for wire in WIRES:
             is_quick = workers < 4 or (workers == 4 and wire == "8")
             yield pytest.param(workers, wire, marks=[] if is_quick else pytest.mark.slow)  # compiling takes long
@@ -213,7 +213,7 @@ def bits_of(x: np.ndarray, name: str) -> np.ndarray:
     return np.where(np.isnan(x), np.float32(np.nan), x + np.float32(0) if "color" in name or name == "pipering" else x)
 
 
-@pytest.mark.parametrize("strategy", ["asa:32", "ring:16", "hier-asa:32", "hier-ring:32", "hier-asa:8", "hier-ring:16"])
+@pytest.mark.parametrize("strategy", ["asa:32", "ring:16", "hier-asa:8", "hier-ring:32"])
 def test_the_halves_are_the_sum_in_every_bit(strategy, library, monkeypatch):
     """Between the halves a rank has its own chunk alone: the others are zeros."""
     monkeypatch.setattr(schedules, "MESSAGE_BYTES", 4 * BLOCK)

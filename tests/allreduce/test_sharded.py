@@ -19,7 +19,7 @@ import pytest
 import jaxmpi
 from jaxmpi.allreduce.algorithms import parse
 from jaxmpi.allreduce.algorithms.table import with_halves
-from jaxmpi.allreduce.api import exchange, exchange_gradients
+from jaxmpi.allreduce.api import exchange
 from jaxmpi.allreduce.sharded import ShardedState
 from jaxmpi.allreduce.shards import Shards, shards_of, vectors_of
 from jaxmpi.allreduce.slice_vectors import RowsInColumns
@@ -42,7 +42,6 @@ from jaxmpi.optim.optimizers import OPTIMIZERS, cut_of, is_linear, muon_cost, op
 from jaxmpi.rules import base
 from jaxmpi.rules.averaged import averaged
 from jaxmpi.rules.gradients import gradients
-from launching import ROOT, train
 from references import sum_over_workers
 from test_strategies import Counting
 from tolerances import USUAL_EMITTERS, WIRE, U, bound
@@ -61,7 +60,7 @@ PAIRS = {
 }
 WIDE = PARAMS | {"bias": RNG.standard_normal(13).astype(np.float32)}  # slices of two entries on 8 workers
 FEW = {name: PARAMS[name] for name in ("kernel", "bias", "big")}
-STEPS, BUCKET_BYTES = 200, 4 << 20
+STEPS, BUCKET_BYTES = 100, 4 << 20
 # Decay of some tensors and a rate of its own for others: both go by the number of axes.
 ADAMW = Optim("adamw", weight_decay=0.1, decay_bias=False, bias_lr_factor=2.0)
 
@@ -170,7 +169,7 @@ def averages_of(rule: base.Rule, params: Any, state: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("workers", "hosts"),
-    [(3, None), (4, (0, 1, 1, 0)), pytest.param(8, (0, 0, 1, 1, 0, 0, 1, 1), marks=pytest.mark.slow)],
+    [(3, None), (4, (0, 1, 1, 0))],
 )
 def test_two_halves_are_the_whole_and_each_worker_has_its_chunk(workers, hosts):
     comm = AxisComm("w", workers, hosts)
@@ -207,7 +206,7 @@ def test_the_halves_of_the_library_s_own_allreduce_are_its_reduce_scatter_and_it
     assert is_same(chunks.reshape(-1), np.asarray(both(x))[0])
 
 
-@pytest.mark.parametrize("strategy", ["tree:32", "root:16", "topk1", "none"])
+@pytest.mark.parametrize("strategy", ["tree:32", "topk1"])
 def test_a_strategy_without_halves_is_refused_with_those_that_have(strategy):
     with pytest.raises(UsageError, match=f"got strategy '{strategy}'.*asa, ring"):
         shards_of(strategy, "mean", SoloComm(), None)
@@ -264,13 +263,12 @@ def test_slices_of_a_single_entry_are_updated_in_a_program_of_a_worker_bit_for_b
 ENTRYWISE = [name for name, row in OPTIMIZERS.items() if row.cut == "entries"]
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ENTRYWISE)
-def test_slices_are_updated_by_every_optimizer_of_entries_as_by_workers_that_update_all_bit_for_bit(name, steps):
+def test_slices_are_updated_by_every_optimizer_of_entries_as_by_workers_that_update_all_bit_for_bit(name):
     comm, config = AxisComm("w", 3), Optim(name, weight_decay=0.01, decay_bias=False, bias_lr_factor=2.0)
     tx = optimizer(config, lambda step: 0.01 / (1 + step))
     rules = [rule_of(tx, "asa32", comm, is_sharded=flag) for flag in (False, True)]
-    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, 3, FEW), range(steps)) for rule in rules)
+    (whole, all_of_it), (params, state) = (trained(rule, begun(rule, 3, FEW), range(20)) for rule in rules)
     assert is_same(params, whole)
     assert not is_same(params, tiled(FEW, 3))
     # A worker's state is its slice of the whole one, but for what rounds its slice up.
@@ -345,7 +343,7 @@ def test_changes_in_fewer_bits_leave_replicas_equal_and_within_a_rounding_of_mas
 
 
 @pytest.mark.parametrize("cut", ["element", "tensor"])
-@pytest.mark.parametrize("strategy", ["asa:8", "ring:16", "hier-ring:8"])
+@pytest.mark.parametrize("strategy", ["asa:8", "hier-ring:16"])
 def test_tensors_of_a_bucket_do_not_share_a_scale(strategy, cut):
     """The error of each leaf is that of the leaf alone, in the sum and when gathered; a NaN stays in its leaf."""
     comm = AxisComm("w", 4, (0, 0, 1, 1))
@@ -391,16 +389,6 @@ def test_a_flipped_bit_of_params_is_found_by_a_comparison_after_the_next_step_on
     assert same == is_same(got["kernel"][0], want["kernel"][0])
 
 
-@pytest.mark.parametrize(("workers", "cost", "entries"), [(2, 1.16, 1.16), (4, 1.23, 1.13)])
-def test_googlenet_s_leaves_are_dealt_by_muon_s_cost_and_by_entries(workers, cost, entries):
-    """Dealt by cost alone, the longest row had 1.38 and 2.13 times an equal share: all rows are filled up to it."""
-    shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in tree("googlenet").items()}
-    dealt = deal(shapes, workers, muon_cost)
-    costs = [muon_cost(shape) for shape in dealt.shapes]
-    assert np.bincount(dealt.owners, costs).max() <= cost * sum(costs) / workers
-    assert 1 + dealt.padding <= entries
-
-
 def test_leaves_are_dealt_by_cost():
     """No worker has more than the costliest leaf above an equal share, nor than 4/3 of it: as dealt by cost alone."""
     rng = np.random.default_rng(0)
@@ -434,27 +422,6 @@ def test_clipping_by_the_global_norm_is_that_of_the_whole_gradient():
         rounding = STEPS * U * np.abs(whole[name]).max()
         assert np.abs(params[name] - whole[name]).max() <= off + rounding
     assert np.abs(unclipped["big"] - whole["big"]).max() > 100 * off
-
-
-def test_in_a_loop_of_one_s_own_updates_are_those_of_the_chain_bit_for_bit():
-    comm = AxisComm("w", 3)
-    chain = optax.chain(exchange_gradients("asa32", comm=comm), optax.adam(1e-2))
-    cut = jaxmpi.sharded(optax.adam(1e-2), "asa32", comm=comm)
-    grads = jax.tree.map(lambda x: RNG.standard_normal((3, *x.shape)).astype(np.float32), PARAMS)
-
-    def stepped(tx: Any) -> tuple[Any, Any]:
-        def step(params: Any, grads: Any) -> tuple[Any, Any]:
-            state = tx.init(params)
-            for scale in (1.0, 0.5):
-                updates, state = tx.update(jax.tree.map(lambda g, s=scale: s * g, grads), state, params)
-            return updates, state
-
-        return jax.vmap(step, axis_name="w")(tiled(PARAMS, 3), grads)
-
-    (updates, _), (sliced, state) = stepped(chain), stepped(cut)
-    assert isinstance(state, ShardedState)
-    assert is_same(sliced, updates)
-    assert jax.tree.map(lambda x: x.shape[1:], state.own[0].mu)["kernel"] == (12, 1)
 
 
 def test_one_worker_runs_the_optimizer_itself():
@@ -499,9 +466,7 @@ class Sending(Counting):
     ("strategy", "wire", "hosts"),
     [
         ("asa32", "32", range(8)),
-        ("ring32", "32", range(8)),
         ("hier-ring32", "32", (0, 1, 2, 3) * 2),
-        ("asa16", "16", range(8)),
     ],
 )
 def test_googlenet_s_slices_are_as_many_bytes_on_the_wire_as_its_sums_and_clipping_a_float_to_each(
@@ -516,11 +481,8 @@ def test_googlenet_s_slices_are_as_many_bytes_on_the_wire_as_its_sums_and_clippi
 
     traced(lambda x: exchange(x, strategy, comm=whole))
     traced(lambda x: clipped.gather(clipped.scatter(x)[0], x, wire))
-    scalars = 7 * 4
-    print(strategy, "whole", whole.sent.max(), "sharded", cut.sent.max() - scalars, "clipping", scalars)
     assert (whole.sent > 2 * 7 / 8 * sum(math.prod(leaf.shape[1:]) for leaf in like.values())).all()
-    assert (cut.sent <= 1.01 * whole.sent).all()
-    assert strategy == "asa16" or (cut.sent <= 1.000_001 * whole.sent).all()
+    assert (cut.sent <= 1.000_001 * whole.sent).all()
 
 
 # ---------------------------------------------------------------- refused
@@ -585,37 +547,16 @@ def halves_of_many_rows(updates: Any) -> Any:
     return jax.tree.map(lambda u: u / 2 if u.shape[0] > 100 else u, updates)
 
 
-def by_place(updates: Any) -> Any:
-    """A factor of each tensor by its place among those that there are."""
-    leaves, structure = jax.tree.flatten(updates)
-    return jax.tree.unflatten(structure, [x * 0.9 ** (len(leaves) - i) for i, x in enumerate(leaves)])
-
-
 def by_rate(big: Any, small: Any) -> Any:
     """Two rates in the state, one for large tensors."""
     step = lambda u, _: jax.tree.map(lambda u: u * -(big if u.shape[0] > 50 else small), u)  # noqa: E731
     return optax.stateless(step)
 
 
-TABLE = jnp.array([1e-2, 1e-4])
-
-
-def by_size_in_a_table(updates: Any) -> Any:
-    """A rate of each tensor out of a table, by its size."""
-    return jax.tree.map(lambda u: -TABLE[int(u.size > 200)] * u, updates)
-
-
 def by_the_widest(updates: Any) -> Any:
     """A factor of each tensor by its width and the widest."""
     widest = max(u.shape[-1] for u in jax.tree.leaves(updates))
     return jax.tree.map(lambda u: u * (u.shape[-1] / widest), updates)
-
-
-def by_depth(updates: Any) -> Any:
-    """A factor of each layer by its number and the last one's."""
-    named = jax.tree_util.tree_leaves_with_path(updates)
-    depth = max(path[0].idx for path, _ in named)
-    return jax.tree_util.tree_map_with_path(lambda path, u: u * 0.9 ** (depth - path[0].idx), updates)
 
 
 def turns_by_size(updates: Any) -> Any:
@@ -645,29 +586,20 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
     [
         CLIPPED,
         optax.apply_if_finite(optax.adam(1e-3), 3),  # a worker whose leaves are finite would go on alone
-        optax.add_noise(0.1, 0.5, 0),  # its noise goes by the number of leaves
-        optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(1e-3)),
         # They move params seldom, or begin to mix late.
         optax.MultiSteps(CLIPPED, 30).gradient_transformation(),
-        optax.MultiSteps(optax.apply_if_finite(optax.adam(1e-3), 3), 9).gradient_transformation(),
         optax.conditionally_mask(CLIPPED, every(4)),
-        optax.conditionally_mask(optax.apply_if_finite(optax.adam(1e-3), 3), every(2)),
-        optax.chain(optax.MultiSteps(CLIPPED, 30).gradient_transformation(), optax.add_decayed_weights(-1e-4)),
-        optax.apply_if_finite(optax.adam(optax.cosine_decay_schedule(1e-3, 20)), 3),  # its rate ends at 0
         optax.chain(optax.conditionally_transform(optax.clip_by_global_norm(1.0), late), ADAM),
         # They go by how far params have moved, some of them or if a NaN has been replaced.
         optax.contrib.prodigy(),
-        optax.chain(optax.zero_nans(), optax.contrib.prodigy()),
         optax.partition({"bias": ADAM, "kernel": optax.contrib.prodigy(), "scale": ADAM}, names_of),
         # Every third tensor.
         optax.chain(optax.masked(optax.clip_by_global_norm(1.0), is_kernel), ADAM),
         optax.chain(optax.lars(1e-2), by_number_from_the_start()),
-        optax.chain(optax.lars(1e-2), step_of_one_s_own(by_place)),
         optax.chain(optax.lars(1e-2), step_of_one_s_own(by_the_widest)),
         optax.add_noise(0.1, 0.5, jax.random.key(0)),
         # The mean over all tensors, behind a loop and a branch.
         step_of_one_s_own(looped_mean),
-        step_of_one_s_own(lambda updates: jax.tree.map(lambda u: u / u.max() / len(jax.tree.leaves(updates)), updates)),
     ],
 )
 def test_what_mixes_tensors_is_found_in_its_equations(tx):
@@ -678,16 +610,11 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
 @pytest.mark.parametrize(
     ("tx", "cut"),
     [
-        (optax.MultiSteps(ADAM, 30).gradient_transformation(), "entries"),
         (optax.MultiSteps(optax.lamb(1e-3), 30).gradient_transformation(), "leaves"),
-        (optax.set_to_zero(), "entries"),
-        (optax.chain(optax.zero_nans(), ADAM), "entries"),
         (optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-3, 0.0, 100)), "entries"),
         (optax.radam(1e-3), "entries"),
-        (optax.adam(optax.cosine_onecycle_schedule(100, 1e-3)), "entries"),
         (optax.adam(by_table), "entries"),
         (optax.chain(ADAM, by_rows_from_the_start()), "leaves"),
-        (optax.chain(ADAM, step_of_one_s_own(by_size_in_a_table)), "leaves"),
         (optax.chain(ADAM, step_of_one_s_own(turns_by_size)), "leaves"),
         (
             optax.chain(ADAM, step_of_one_s_own(lambda u: jax.tree.map(lambda x: x * np.ones(x.shape, x.dtype), u))),
@@ -695,20 +622,12 @@ def test_what_mixes_tensors_is_found_in_its_equations(tx):
         ),
         (optax.inject_hyperparams(by_rate)(big=1e-4, small=1e-2), "leaves"),
         (optax.chain(ADAM, step_of_one_s_own(halves_of_many_rows)), "leaves"),
-        (optax.chain(ADAM, by_number_from_the_start()), "entries"),
         (optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(1e-3)), "leaves"),
         (optax.chain(optax.centralize(), optax.sgd(1e-3)), "leaves"),
-        (optax.chain(optax.scale_by_sm3(), optax.scale(-1e-3)), "leaves"),
     ],
 )
 def test_an_optimizer_of_one_s_own_is_cut_by_what_its_equations_mix(tx, cut):
     assert cut_of(Optim("mine", transform=tx), tx, FEW, 2) == cut
-
-
-def test_an_optimizer_that_counts_the_layers_that_it_is_given_is_refused():
-    tx = optax.chain(optax.lars(1e-2), step_of_one_s_own(by_depth))
-    with pytest.raises(UsageError, match=r"sharded: the update of .* depends on other tensors"):
-        cut_for(tx, [LAYER] * 4, 2)
 
 
 def test_an_optimizer_whose_state_gets_leaves_later_is_refused():
@@ -857,13 +776,10 @@ LARGE = {"kernel": np.zeros((128, 128), np.float32), "bias": np.zeros(16, np.flo
     [
         (by_size(200), True),
         (by_size(8000), True),
-        (by_size(1), True),
         (by_size(0), False),
-        (by_size(1 << 20), False),
         (by_rows(), True),
         # JAX has numbers in equations that move data, too.
         (step_by_size(lambda u, p: jnp.where(p.size > 8000, u + 0.1 * p, u)), True),
-        (step_by_size(lambda u, p: u * jnp.full_like(u, 0.1 if p.size > 8000 else 1.0)), True),
         (step_by_size(lambda u, p: jnp.clip(u, -(0.01 if p.size > 8000 else 9.0), 9.0)), True),
         (step_by_size(lambda u, p: u ** (3 if p.size > 8000 else 2)), True),
         (step_by_size(lambda u, p: jnp.clip(jnp.where(p > 0, u, 0.5 * u), -0.1, 0.1)), False),
@@ -983,8 +899,8 @@ def states_of(whole: Any, chunks: tuple[int, ...]) -> dict[int, Any]:
 EIGHT = (4, 0, 5, 1, 6, 2, 7, 3)
 
 
-@pytest.mark.parametrize("before", [(), (0,), (1, 0), (1, 2, 0), (2, 3, 0, 1), EIGHT])
-@pytest.mark.parametrize("after", [(), (0,), (1, 0), (0, 1, 2), (3, 1, 2, 0), EIGHT])
+@pytest.mark.parametrize("before", [(), (1, 0), (1, 2, 0), EIGHT])
+@pytest.mark.parametrize("after", [(), (0,), (0, 1, 2), EIGHT])
 def test_any_number_of_workers_takes_up_what_any_other_has_left(tmp_path, before, after):
     whole = TX.init(PARAMS)
     noise = lambda x: RNG.standard_normal(x.shape).astype(np.float32) if x.dtype == jnp.float32 else x + 7  # noqa: E731
@@ -1101,21 +1017,3 @@ def named(tree: Any) -> list[tuple[str, Any]]:
 
 
 # ---------------------------------------------------------------- the trainer
-
-
-@pytest.mark.slow  # ten runs, two of them on 8 ranks; bits and checkpoints are proven in one process above
-@pytest.mark.timeout(900)
-def test_a_run_has_the_bits_of_workers_that_update_all_on_any_number_of_ranks_that_goes_on(tmp_path):
-    experiment = str(ROOT / "experiments" / "digits.py")
-    options = ["--optim.name", "adamw", "--optim.weight-decay", "0.01", "--effective-batch", "48", "--seed", "3"]
-    options += ["--optim.ema", "0.9", "--exchange.strategy", "asa32", "--checkpoint-every", "10st"]
-    options += ["--eval-every", "40st", "--schedule.span", "40st"]
-    for ranks, end in ((2, 10), (8, 12), (3, 14), (4, 16), (1, 18)):
-        for word in ("on", "off"):
-            where = ["--run-dir", str(tmp_path / word), "--train-for", f"{end}st", "--exchange.shard-update", word]
-            resumed = ["--resume"] if end > 10 else []
-            ended = train(ranks, experiment, *options, *where, *resumed, timeout_s=300, env={"XLA_FLAGS": ""})
-            assert ended.code == 0, ended.out  # without flags: bits are those of users' programs
-            assert (f"updates sharded over {ranks} workers" in ended.out) == (word == "on" and ranks > 1)
-        on, off = (jaxmpi.load(tmp_path / word, step=end).params for word in ("on", "off"))
-        assert is_same(on, off), end

@@ -18,7 +18,6 @@ from jaxmpi.allreduce.algorithms import (
     STRATEGIES,
     color_trees,
     exchanges,
-    hierarchical,
     in_shared_memory,
     parse,
 )
@@ -43,7 +42,7 @@ CASES = [
     (name, w)
     for name in SUMS
     for w in WORKERS
-    if not name.endswith("bf16") or w == 3 or name in ("asa:bf16", "ring:bf16")
+    if (w in (3, 8) or name.endswith(":32")) and (not name.endswith("bf16") or w == 3)
 ]
 LENGTHS = [0, 1, 1009]
 SCALES = [1e-12, 1.0, 1e6]
@@ -102,23 +101,16 @@ def test_sum_is_that_of_numpy_and_bitwise_equal_on_all_workers(strategy, workers
 
 
 @pytest.mark.parametrize(("strategy", "workers"), CASES)
-def test_nan_of_one_worker_is_nan_on_all(strategy, workers):
+def test_nan_of_one_worker_is_nan_and_infinity_finite_on_none(strategy, workers):
     run, _ = exchanged(strategy, workers)
-    rows = trees(workers)
-    for n in LENGTHS[1:]:
-        rows[str(n)][workers - 1, n - 1] = np.nan
-    for n, got in run(rows).items():
-        assert np.isnan(np.asarray(got)[:, -1:]).all(), n
-
-
-@pytest.mark.parametrize(("strategy", "workers"), CASES)
-def test_infinity_of_one_worker_is_finite_on_none(strategy, workers):
-    run, _ = exchanged(strategy, workers)
-    rows = trees(workers)
-    for n in LENGTHS[1:]:
-        rows[str(n)][0, n - 1] = np.inf
-    for n, got in run(rows).items():
-        assert not np.isfinite(np.asarray(got)[:, -1:]).any(), n
+    for odd, worker in ((np.nan, workers - 1), (np.inf, 0)):
+        rows = trees(workers)
+        for n in LENGTHS[1:]:
+            rows[str(n)][worker, n - 1] = odd
+        for n, got in run(rows).items():
+            last = np.asarray(got)[:, -1:]
+            assert not np.isfinite(last).any(), n
+            assert np.isnan(last).all() or np.isinf(odd), n
 
 
 def oracle(strategy: str, rows: np.ndarray, order, hosts) -> np.ndarray:
@@ -155,10 +147,10 @@ def direct(strategy: str, comm: AxisComm):
 
 @pytest.mark.parametrize(
     "order",
-    [(2, 1, 0), pytest.param((0, 2, 4, 1, 3), marks=pytest.mark.slow), (3, 7, 0, 5, 1, 6, 2, 4)],
+    [(2, 1, 0), (3, 7, 0, 5, 1, 6, 2, 4)],
     ids=str,
 )
-@pytest.mark.parametrize("strategy", ["ring:32", "ring:16", "tree:16", "color2:16", "pipering:8"])
+@pytest.mark.parametrize("strategy", ["ring:16", "tree:16", "color2:16", "pipering:8"])
 def test_any_order_of_ranks(strategy, order):
     workers = len(order)
     rows = gauss(workers, 24 * workers)
@@ -169,9 +161,7 @@ def test_any_order_of_ranks(strategy, order):
     assert (np.abs(got[0] - sum_over_workers(rows)) <= bound(strategy, rows)).all()
 
 
-@pytest.mark.parametrize(
-    "workers", [5, pytest.param(7, marks=pytest.mark.e2e), pytest.param(17, marks=pytest.mark.e2e)]
-)
+@pytest.mark.parametrize("workers", [5, pytest.param(17, marks=pytest.mark.e2e)])
 @pytest.mark.parametrize("strategy", ["tree:16", "color3:16", "color16:32", "pipering:16", "root:16"])
 def test_odd_numbers_of_workers(strategy, workers):
     rows = gauss(workers, 4 * workers)
@@ -196,7 +186,7 @@ def test_several_packets_follow_each_other(strategy, monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [3, 8])
-@pytest.mark.parametrize("strategy", ["ar:32", "asa:32", "asa:16", "ring:16", "tree:8", "color4:16", "root:32"])
+@pytest.mark.parametrize("strategy", ["ar:32", "asa:16", "tree:8", "color4:16"])
 def test_the_same_on_devices_through_shard_map(strategy, devices):
     mesh = Mesh(np.array(jax.devices("cpu")[:devices]), ("w",))
     comm = AxisComm("w", devices)
@@ -224,8 +214,7 @@ def test_a_row_says_what_it_does_whatever_its_name(monkeypatch):
         np.testing.assert_array_equal(run([x])[0], times * x)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7])
-@pytest.mark.parametrize("workers", [4, 7])
+@pytest.mark.parametrize(("n", "workers"), [(0, 4), (7, 7)])
 def test_none_exchanges_nothing(n, workers):
     rows = gauss(workers, n) * np.float32(1e38)  # 7 times these is infinite
     got = jax.vmap(lambda x: exchange(x, "none", comm=AxisComm("w", workers)), axis_name="w")(rows)
@@ -233,7 +222,7 @@ def test_none_exchanges_nothing(n, workers):
 
 
 ALONE, EIGHTS, APART = (0,) * 64, tuple(i // 8 for i in range(64)), tuple(range(64))
-SLOWEST = ["ar:32", "asa:16", "ring:16", "tree:32", "root:32", "pipering:16", "color16:16", "none:32"]
+SLOWEST = ["asa:16", "tree:32", "pipering:16", "color16:16"]
 
 
 @pytest.mark.e2e
@@ -269,16 +258,6 @@ def test_a_row_of_one_s_own_tells_what_the_trainer_asks(monkeypatch):
     assert [at_work(name) for name in ("nonexact", "ring", "none", "shm", "asa16")] == [7, 4, 1, 1, 3]
 
 
-def test_what_is_in_angle_brackets_is_filled_in():
-    assert parse("ring").spec.sum is STRATEGIES["ring"].sum
-    color, hier = parse("color4").spec.sum, parse("hier-color4").spec.sum
-    assert isinstance(color, functools.partial)
-    assert (color.func, color.keywords) == (color_trees.coloured_trees, {"colours": 4})
-    assert isinstance(hier, functools.partial)
-    assert hier.func is hierarchical.hierarchical
-    assert hier.keywords["cross"].keywords == {"colours": 4}
-
-
 @pytest.mark.parametrize(
     ("spelling", "message"),
     [
@@ -286,23 +265,16 @@ def test_what_is_in_angle_brackets_is_filled_in():
             "rings",
             r"unknown strategy 'rings'; did you mean 'ring'\? there are: ar, asa, asa16, asa32, asa8, asabf16, color",
         ),
-        ("", "unknown strategy ''"),
         ("ASA16", r"unknown strategy 'ASA16'; did you mean 'asa16'\?"),
         (None, "strategy: got None; expected a name, such as asa32"),
         ("asa:17", r"unknown wire '17'; did you mean '16'\? there are: 16, 32, 8, bf16"),
         ("color", r"got strategy 'color'; fill in what is in <> in \['color<k>'\], as in color4 and hier-ring"),
         ("color0", "got strategy 'color0'; expected color1 to color16"),
-        ("color17:16", "got strategy 'color17'; expected color1 to color16"),
-        ("color<k>", "got strategy 'color<k>'; fill in"),
         ("hier-<cross>", "got strategy 'hier-<cross>'; fill in"),
-        ("ring4", r"unknown strategy 'ring4'; did you mean 'ring'\?"),
         ("hier", "got strategy 'hier'; fill in"),
-        ("hier-rings:16", "unknown strategy 'rings'"),
         ("hier-ar", "got strategy 'hier-ar'; between hosts there can be asa, ring, tree, color<k>, pipering, root"),
         ("hier-hier-ring", "got strategy 'hier-hier-ring'; between hosts there can be"),
-        ("asa16:16", r"unknown strategy 'asa16'"),
         ("ar:16", "strategy 'ar' cannot use wire '16'; it takes 32"),
-        ("none:bf16", "strategy 'none' cannot use wire 'bf16'"),
     ],
 )
 def test_unknown_spellings_name_what_exists(spelling, message):
@@ -313,7 +285,7 @@ def test_unknown_spellings_name_what_exists(spelling, message):
 # ---------------------------------------------------------------- trees
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 17, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 13, 16, 33, 64])
 def test_trees_span_have_disjoint_interiors_and_use_each_edge_once(workers):
     for colours in range(1, 17):
         forest = plant(workers, colours)
@@ -342,23 +314,6 @@ def way_up(parents: list[int], place: int) -> list[int]:
         path.append(parents[path[-1]])
         assert len(path) <= len(parents)
     return path
-
-
-def test_figure_2_of_kumar_et_al():
-    forest = plant(8, 4)
-    children = [
-        {at: [i for i, above in enumerate(row) if above == at] for at in {*row} - {-1}} for row in forest.parent
-    ]
-    assert children[0] == {0: [1, 2, 3, 4], 1: [5, 6, 7]}
-    assert children[1] == {2: [3, 4, 5, 6], 3: [0, 1, 7]}
-    assert [row.index(-1) for row in forest.parent] == [0, 2, 4, 6]
-    assert [set(c) for c in children] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
-    assert forest.height == 2
-
-
-def test_one_colour_is_a_chain():
-    assert plant(5, 1).parent == [[-1, 0, 1, 2, 3]]
-    assert len(plant(5, 1).rounds) == 1
 
 
 # ---------------------------------------------------------------- bytes

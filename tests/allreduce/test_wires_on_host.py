@@ -41,7 +41,7 @@ def both_ways(wire: str, x: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("scale", [1e-37, 1e-12, 1.0, 3e5, 1e36])
+@pytest.mark.parametrize("scale", [1e-37, 1.0, 1e36])
 def test_wires_are_those_of_programs_in_every_bit(wire, scale):
     for n in (1, BLOCK - 1, BLOCK, BLOCK + 1, 1009, 1000 * BLOCK):
         (sent, arrived), (expected_sent, expected) = both_ways(wire, normals(n, n, scale))

@@ -42,11 +42,6 @@ ALONE = "\nelse: time.sleep(60)"
 SUB = "from mpi4py import MPI\nsub = MPI.COMM_WORLD.Dup()\n"
 MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many ranks if not 2
     "another shape": ("mpi.allreduce(jnp.ones(3 + rank))", r"allreduce differs.*\s+rank 1: shape of argument 0"),
-    "another shape in jit": (
-        "jax.jit(lambda x: mpi.allgather(x))(jnp.ones(3 + rank))",
-        r"allgather, <string>:\d+ in <lambda> differs.*\s+rank 1: shape of argument 0",
-    ),
-    "another dtype": ("mpi.bcast(x if rank else x.astype(jnp.int32))", "rank 1: dtypes: got .*float32"),
     "another dtype of a mean": (
         "mpi.allreduce(x.astype(jnp.int32) if rank else jnp.ones((3, 2), jnp.uint8), 'mean')",
         "rank 1: mean of: got int32, expected uint8",
@@ -55,12 +50,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         "from mpi4py import MPI\nboth = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()\nmpi.allreduce(x, comm=both[rank])",
         r"has waited 5 s for the others, which wait in a first call on another communicator",
     ),
-    "another operation": ("mpi.allreduce(x, 'sum' if rank else 'max')", "rank 1: op: got sum, expected max"),
     "another root": ("jax.jit(lambda x: mpi.bcast(x, rank))(x)", "rank 1: root: got 1, expected 0"),
-    "another order": (
-        "(f, g)[rank](x).block_until_ready()",
-        r"rank 0 to 'exchange 1 of the job \(allreduce.*rank 1 to 'exchange 2",
-    ),
     "a branch that one rank takes": (
         "h = jax.jit(lambda x, b: mpi.bcast(jax.lax.cond(b, mpi.allreduce, lambda x: x, x)))\n"
         "h(x, True).block_until_ready(), h(x, rank == 0).block_until_ready()",
@@ -79,10 +69,6 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)" + ALONE,
         r"rank \[1\] did not answer in time" + AT.format(1),
     ),
-    "one rank is missing at a started operation": (
-        STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()" + ALONE,
-        r"comparison of allreduce.* has waited \d s for rank \[1\];" + AT.format(1),
-    ),
     "one rank waits in another way": (
         "if rank == 0: f(x).block_until_ready()\nelse: mpi.recv(x, 0)",
         r"for rank 1;.*; rank 1 waits in recv\(float32|recv.* has waited 5 s;.*; rank 0 waits in exchange 1 of the job",
@@ -90,10 +76,6 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
     "the script of one rank has ended": (
         "if rank == 0: f(x).block_until_ready()",
         r"rank 0 waits in exchange 1 of the job \(allreduce.* " + ENDED.format(1),
-    ),
-    "the script of one rank has ended before a first call": (
-        "if rank == 0: jax.jit(lambda x: mpi.allreduce(x) - 1)(x)",
-        "rank 0 waits in allreduce, <string>.* " + ENDED.format(1),
     ),
     "the script of one rank has ended before a started operation": (
         STARTED + "s(x).block_until_ready()\nif rank == 0: s(x).block_until_ready()",
@@ -103,20 +85,8 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         "if rank == 1: mpi.recv(x, 0)",
         r"rank 1 waits in recv\(float32\[3\], source=0\).* " + ENDED.format(0),
     ),
-    "one rank is missing on a part of the ranks": (
-        PART + "a(x).block_until_ready()\nif rank == 0: a(x).block_until_ready()" + ALONE,
-        r"rank 0 waited \d s in exchange 1 of a communicator of 2 ranks \(allreduce.* for rank 1;",
-    ),
     "bcasts of two roots before a sum": (
         ROOTS + "(f, g)[rank](x), a(x).block_until_ready()",
-        DIFFER.format("root=1"),
-    ),
-    "a bcast and a reduce of one root before a sum": (
-        ROOTS + "r = jax.jit(mpi.reduce)\nr(x), (f, r)[rank](x), a(x).block_until_ready()",
-        DIFFER.format("reduce"),
-    ),
-    "many bcasts of two roots": (
-        ROOTS + "for _ in range(300): (f, g)[rank](x).block_until_ready()\ntime.sleep(60)",
         DIFFER.format("root=1"),
     ),
     "a send without a receive": (
@@ -130,10 +100,6 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
     "a send without a receive until the script ends": (
         "if rank == 0: mpi.send(x, 1)",
         r"rank 0 waits in send\(float32\[3\], dest=1, tag=0\), .* " + ENDED.format(1),
-    ),
-    "a large send without a receive": (
-        "if rank == 0: mpi.send(jnp.ones(10**6), 1)" + ALONE,
-        r"send\(float32\[1000000\], dest=1, tag=0\), .* has waited 5 s",
     ),
     "a receive without a send": (
         "if rank == 1: mpi.recv(x, 0)" + ALONE,
@@ -177,30 +143,14 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
         "if rank == 1: s(x).block_until_ready()" + ALONE,
         r"recv\(float32\[3\], source=0\), .* has waited 5 s; no message has come or gone" + AT.format(0),
     ),
-    "a started send without a receive": (
-        "s = jax.jit(lambda x: jaxmpi.wait(jaxmpi.start(mpi.send, x, 1)))\nif rank == 0: s(x)" + ALONE,
-        r"rank 0: send\(float32\[3\], dest=1, tag=0\), .* nobody has received it;" + AT.format(1),
-    ),
     "a sendrecv of another shape": (
         "mpi.sendrecv(jnp.ones(3 + rank), x, 1 - rank, 1 - rank)",
         r"rank 0 expects float32\[3\], but got a message of rank 1: float32\[4\], sent at <string>:\d+",
-    ),
-    "a sendrecv of one rank": (
-        "if rank == 0: mpi.sendrecv(x, x, 1, 1)" + ALONE,
-        r"sendrecv\(float32\[3\], dest=1, .* has waited 5 s; no message has come or gone" + AT.format(1),
-    ),
-    "the script of one rank has ended before a sendrecv": (
-        "if rank == 0: mpi.sendrecv(x, x, 1, 1)",
-        r"rank 0 waits in sendrecv\(float32\[3\], dest=1, .* " + ENDED.format(1),
     ),
     "the script of one rank of three has ended before a sendrecv": (
         "if rank: mpi.sendrecv(x, x, (rank - 1) % 3, (rank + 1) % 3)",
         r"rank 1 waits in sendrecv\(float32\[3\], dest=2, .* " + ENDED.format(0),
         3,
-    ),
-    "a sendrecv with itself under another tag": (
-        "mpi.sendrecv(x, x, rank, rank, sendtag=1, recvtag=2)",
-        r"sendrecv\(float32\[3\], dest=\d, tag=1, .* has waited 5 s",
     ),
     "a sendrecv without a receive": ("mpi.send(x, 0) if rank else mpi.sendrecv(x, x, 1, 1)", NOT_RECEIVED),
     "two receives that wait for each other": (
@@ -211,7 +161,7 @@ MISTAKES: dict[str, tuple] = {  # what ranks run, what the error names, how many
 
 
 # Else no rank comes to the next line. A small message is copied, so its sender goes on; a script may be at its end.
-GOES_ON = ("the script of one rank", "a send without", "a started send without", "a message of another shape")
+GOES_ON = ("the script of one rank", "a send without", "a message of another shape")
 GOES_ON = (*GOES_ON, "a sendrecv", "a second send without")
 IN_CI = ("a branch that one rank takes", "another order on a part of the ranks", "a message of another shape")
 IN_CI = (*IN_CI, "a send without a receive until the script ends", "bcasts of two roots before a sum")
@@ -377,30 +327,22 @@ REFUSED = [
     (lambda: mpi.allreduce(jnp.ones(3), "plus"), "allreduce: op: got 'plus'"),
     (lambda: mpi.allreduce({"w": jnp.ones(3)}, "xor"), "leaf 'w' is float32"),
     (lambda: mpi.allreduce(1j, "max"), "complex64"),
-    (lambda: mpi.allreduce(1.0, "max", dtype=jnp.complex64), "complex64"),
     (lambda: mpi.scan(1j, dtype=jnp.float32), "imaginary part"),
     (lambda: mpi.allreduce(0.5, "mean", dtype=int), "dtype: got int32 for a mean"),
     (lambda: mpi.allreduce(jnp.ones(3), dtype=jnp.bool_), "dtype: got bool for a sum"),
-    (lambda: mpi.scan(jnp.ones(3, int), "max", dtype=bool), "dtype: got bool for a max"),
     (lambda: mpi.allreduce(jnp.ones(3), dtype="foo"), "allreduce: dtype: got 'foo'"),
-    (lambda: mpi.reduce(jnp.ones(3), dtype=object), "reduce: dtype"),
     (lambda: mpi.bcast(jnp.ones(3), 5), "bcast: root: got 5"),
     (lambda: mpi.reduce_scatter(jnp.int32(3), "mean"), r"has shape \[\]; expected 1 rows"),
-    (lambda: mpi.alltoall(jnp.ones(3)), r"has shape \[3\]; expected 1 rows"),
     (lambda: mpi.alltoallv(jnp.ones(3), [2]), r"alltoallv: rank 0: send_counts: got \[2\]"),
     (lambda: mpi.recv(jnp.ones(3), tag=-2), "recv: tag: got -2"),
-    (lambda: mpi.send(jnp.ones(3), 0, tag=1 << 40), "send: tag"),
     (lambda: mpi.recv(jnp.ones(3), -1), "recv: source: got -1"),
-    (lambda: mpi.send(jnp.ones(3), -2), "send: dest: got -2"),
     (lambda: mpi.send(jnp.ones(3), 0), "send: got one worker"),
     (lambda: mpi.sendrecv(1, 2, 0, 0, sendtag=1, recvtag=2), "waits for tag 2, but sends itself tag 1"),
     (lambda: mpi.sendrecv([1, 2], [1], 0, 0), "sendrecv: rank 0: got 2 leaves"),
     (lambda: mpi.sendrecv(jnp.ones(2), jnp.ones(3), 0, 0), r"float32\[3\], but got float32\[2\]"),
     (lambda: mpi.allreduce(jnp.ones(3), comm=jaxmpi.AxisComm("w", 2)), "comm: got AxisComm"),
     (lambda: mpi.allreduce({"k": jax.random.key(0)}), "allreduce: got a random key"),
-    (lambda: mpi.bcast(jax.random.key(0)), "bcast: got a random key"),
     (lambda: jaxmpi.world().split(-1), "split: color: rank 0: got -1"),
-    (lambda: jaxmpi.world().split("0"), "split: color: rank 0: got '0'"),
 ]
 
 

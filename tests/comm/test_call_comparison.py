@@ -60,9 +60,6 @@ h(x, True).block_until_ready(), h(x, False).block_until_ready()
 print("both have run", flush=True)
 print("numbers", h(x, rank == 0), flush=True)
 """
-BESIDE_IN_A_BRANCH = IN_A_BRANCH.replace(
-    "@jax.jit", "from jaxmpi.allreduce import overlap\njaxmpi.exchange = overlap.exchange\n@jax.jit"
-)
 
 
 @pytest.mark.e2e
@@ -70,14 +67,11 @@ BESIDE_IN_A_BRANCH = IN_A_BRANCH.replace(
     ("strategy", "script"),
     [
         ("asa32", OF_OTHER_SIZES),
-        pytest.param("ring32", OF_OTHER_SIZES, marks=pytest.mark.slow),
         ("asa32", STUCK),
         ("shm", IN_A_BRANCH),
         ("topk5/ring32", COMPRESSED),
         ("ring32", BESIDE),
-        pytest.param("asa32", AS_ON_A_GPU + IN_ANOTHER_ORDER, marks=pytest.mark.slow),
         ("asa32", AS_ON_A_GPU + STUCK),
-        pytest.param("ring32", BESIDE_IN_A_BRANCH, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_at_different_exchanges_are_named(strategy, script):
@@ -109,9 +103,8 @@ WORKS = "optax.chain(jaxmpi.exchange_gradients(strategy), optax.apply_if_finite(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("strategy", ["asa32", "shm"])
-def test_a_rank_that_skipped_an_exchange_is_named_with_its_turn_at_the_next(strategy):
-    script = PREAMBLE.format(strategy=strategy) + IF_FINITE.format(tx=SKIPS, odd=4)
+def test_a_rank_that_skipped_an_exchange_is_named_with_its_turn_at_the_next():
+    script = PREAMBLE.format(strategy="shm") + IF_FINITE.format(tx=SKIPS, odd=4)
     ended = mpirun(2, "-c", script, timeout_s=90)
     assert not ended.timed_out, ended.out
     assert ended.code == 2, ended.out
@@ -129,9 +122,8 @@ def test_a_rank_that_skipped_the_last_exchange_does_not_leave_the_other_waiting(
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("tx", "odd"), [(WORKS, 4), (SKIPS, -1)])
-def test_ranks_that_skip_alike_or_not_at_all_go_on_with_equal_bits(tx, odd):
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + IF_FINITE.format(tx=tx, odd=odd), timeout_s=90)
+def test_ranks_that_skip_alike_go_on_with_equal_bits():
+    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + IF_FINITE.format(tx=WORKS, odd=4), timeout_s=90)
     assert ended.code == 0, ended.out
     ends = [line.partition("end")[2] for line in ended.out.splitlines() if "end [" in line]
     assert len(ends) == 2, ended.out
@@ -279,16 +271,6 @@ print("heard", [[*call] for call in jaxmpi.world().processes.roll.waiting_ranks.
     assert "heard [[1, 2]]" in ended.out, ended.out
 
 
-@pytest.mark.e2e
-def test_no_rank_has_a_result_if_one_of_four_is_at_another_exchange():
-    script = IN_ANOTHER_ORDER.replace("rank == 0", "rank != 2")
-    ended = mpirun(4, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=90)
-    assert ended.code == 2, ended.out
-    assert ended.out.count("both have run") == 4, ended.out
-    assert "numbers" not in ended.out
-    assert re.search(r"rank 2 to 'exchange 2 of the job", ended.out), ended.out
-
-
 def check_both_are_named(said: str, one: int = 0, other: int = 1) -> None:
     place = r"'(exchange .*<string>:\d+ in .*)'"
     found = re.search(f"rank {one} to {place}, rank {other} to {place};", said)
@@ -398,19 +380,3 @@ time.sleep(60)
     assert not ended.timed_out, ended.out
     assert ended.code == 1, ended.out
     assert re.search(r"rank 0 waited \d s in exchange 1 of the job \(asa:32, mean .*\) for rank 1;", ended.out)
-
-
-@pytest.mark.slow  # the time is the real one; tests/ranks/test_own_loop_over_mpi.py has the line itself
-def test_ranks_that_others_wait_for_are_said_once_within_30_seconds():
-    script = """
-import time
-f = jax.jit(lambda x: jaxmpi.exchange(x, strategy))
-f(x).block_until_ready()
-if rank == 1:
-    time.sleep(30)
-f(x).block_until_ready()
-"""
-    ended = mpirun(2, "-c", PREAMBLE.format(strategy="asa32") + script, timeout_s=80)
-    assert ended.code == 0, ended.out
-    said = r"rank 0/2 on \S+: waits in exchange 1 of the job \(asa:32, mean .*\) for rank 1, for 2\d s now; all ranks"
-    assert len(re.findall(said, ended.out)) == 1, ended.out

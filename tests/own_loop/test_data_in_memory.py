@@ -38,9 +38,9 @@ def test_each_example_comes_once_an_epoch_and_in_another_order_after_a_shuffle()
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-@pytest.mark.parametrize("done", [3, 7, 13])
+@pytest.mark.parametrize("done", [3, 13])
 def test_a_loop_goes_on_from_a_state_bit_for_bit(done):
-    """In the first reading, in the second, and behind a shuffle; crops are random."""
+    """In the first reading, and behind a shuffle; crops are random."""
     source = ArraySource(np.random.default_rng(0).integers(0, 256, (N, 6, 6, 3), np.uint8), np.arange(N))
     settings = Data("array", train=source, crop=4, mirror=True)
 
@@ -114,18 +114,12 @@ def test_what_cannot_be_is_refused():
         state = data.state()
     with pytest.raises(UsageError, match=r"got batch\(\) after close\(\); make another one"):
         data.batch()
-    with pytest.raises(UsageError, match=r"local_batch: got 0; expected a whole number >= 1"):
-        jaxmpi.InMemory(numbered(), 0)
     with pytest.raises(UsageError, match=r"local_batch: got 8\.0; expected a whole number >= 1"):
         jaxmpi.InMemory(numbered(), 8.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match=r"seed: got -1; expected a whole number >= 0"):
         jaxmpi.InMemory(numbered(), 5, seed=-1)
     with pytest.raises(UsageError, match=r"InMemory: got int; expected a Data, the folder of a packed data set"):
         jaxmpi.InMemory(7, 5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError, match=r"data\.group_size: got 3 with 1 workers; expected one of 1"):
-        jaxmpi.InMemory(numbered(), 5, group_size=3)
-    with pytest.raises(UsageError, match=r"state is that of another order: seed: got 1, expected 0; give these"):
-        jaxmpi.InMemory(numbered(), 5, seed=1, state=state)
     without = {name: value for name, value in state.items() if name != "group_size"}
     with pytest.raises(UsageError, match=r"InMemory: state: got no group_size; expected what state\(\) has given"):
         jaxmpi.InMemory(numbered(), 5, state=without)

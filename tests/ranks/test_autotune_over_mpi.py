@@ -89,7 +89,7 @@ def test_auto_beside_a_program_is_what_can_run_there(cache, capsys):
     assert re.search("auto: (hier-)?(asa|ring|tree|color2|color4|pipering):32", said) if RANK == 0 else not said
 
 
-def test_all_ranks_choose_alike_and_a_cached_choice_is_used_again(cache):
+def test_all_ranks_choose_alike_and_a_cached_choice_is_used_again_unless_a_fresh_one_is_asked_for(cache, monkeypatch):
     first = autotune.choose(workers(), SIZES)
     before = [path.stat().st_mtime_ns for path in choices(cache)]
     again = autotune.choose(workers(), SIZES)
@@ -97,16 +97,18 @@ def test_all_ranks_choose_alike_and_a_cached_choice_is_used_again(cache):
     assert first.strategy == again.strategy
     assert "cached" in again.why
     assert [path.stat().st_mtime_ns for path in choices(cache)] == before
+    monkeypatch.setenv("JAXMPI_PROBE", "fresh")
+    autotune.choose(workers(), SIZES)
+    assert all(path.stat().st_mtime_ns > old for path, old in zip(choices(cache), before, strict=True))
 
 
-@pytest.mark.parametrize("cached_s", [1e-6, 1e3])
-def test_all_are_timed_again_if_the_cached_one_takes_another_time_now(cache, monkeypatch, cached_s):
+def test_all_are_timed_again_if_the_cached_one_takes_another_time_now(cache, monkeypatch):
     """As after a change of the network, or if other processes computed when it was timed."""
     autotune.choose(workers(), SIZES)
     monkeypatch.setattr(autotune, "CHANGED", 3.0)
     for path in choices(cache):  # on rank 0
         value = json.loads(path.read_text())
-        value["strategy"], value["seconds"] = "ring:32", {"ring:32": cached_s}
+        value["strategy"], value["seconds"] = "ring:32", {"ring:32": 1e3}
         path.write_text(json.dumps(value))
     again = autotune.choose(workers(), SIZES)
     assert "when it was cached" in again.why
@@ -143,7 +145,7 @@ def test_a_wire_is_taken_only_where_it_is_asked_for(cache):
         jaxmpi.exchange(np.ones(3, np.float32), "auto:17")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"strategy": "warp:32", "seconds": {}, "floats": 1}'])
+@pytest.mark.parametrize("text", ["{", '{"strategy": "warp:32", "seconds": {}, "floats": 1}'])
 def test_a_damaged_file_is_timed_again(cache, capsys, text):
     autotune.choose(workers(), SIZES)
     for path in choices(cache):
@@ -157,14 +159,6 @@ def test_a_cache_that_cannot_be_written_is_named_and_does_without(cache, capsys)
     (cache / "jaxmpi").write_text("a file where a folder should be")
     assert autotune.choose(workers(), SIZES).why
     assert ("is not cached" in capsys.readouterr().err) == (RANK == 0)
-
-
-def test_a_fresh_choice_can_be_asked_for(cache, monkeypatch):
-    autotune.choose(workers(), SIZES)
-    before = [path.stat().st_mtime_ns for path in choices(cache)]
-    monkeypatch.setenv("JAXMPI_PROBE", "fresh")
-    autotune.choose(workers(), SIZES)
-    assert all(path.stat().st_mtime_ns > old for path, old in zip(choices(cache), before, strict=True))
 
 
 def test_ranks_that_disagree_are_named(cache):

@@ -28,7 +28,7 @@ NOW: Any = lambda function: function  # noqa: E731
 FLOATS = ("float32", "float16", "bfloat16")
 ORDERED = ("bool", "int8", "uint16", "int32", *FLOATS)
 # All reductions look dtypes up alike, which are a kind of one of these.
-WITH_ALL_REDUCTIONS = ("bool", "int32", "float32", "bfloat16", "complex64")
+WITH_ALL_REDUCTIONS = ("int32", "bfloat16", "complex64")
 OF_64_BITS = ("int64", "uint64", "float64", "complex128")
 
 
@@ -58,9 +58,7 @@ def combined(rows: list[jax.Array], op: str) -> np.ndarray:
     return total.astype(rows[0].dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "way"), [("bfloat16", NOW), ("float64", NOW), *in_jit(*ORDERED, "complex64", *OF_64_BITS)]
-)
+@pytest.mark.parametrize(("dtype", "way"), [("bfloat16", NOW), *in_jit(*ORDERED, "complex64", *OF_64_BITS)])
 def test_reductions_of_every_dtype_equal_numpys(dtype, way):
     kind, is_long = jnp.dtype(dtype).kind, dtype in OF_64_BITS
     ops = ["sum"] + ["prod"] * (not is_long or kind in "iu")  # products of long floats round
@@ -92,9 +90,7 @@ def reduced(ops: list[str], rows: list[jax.Array], way: Any, *, only_two: bool) 
             same(through, combined(rows[: RANK + 1], op))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "way"), [("bool", NOW), *in_jit("bool", "bfloat16", "complex64", "float8_e4m3fn", "uint64", "complex128")]
-)
+@pytest.mark.parametrize(("dtype", "way"), [("bool", NOW), *in_jit("bool", "bfloat16", "float8_e4m3fn", "complex128")])
 def test_arrays_of_every_dtype_arrive_as_they_were(dtype, way):
     with jax.enable_x64(dtype in OF_64_BITS):
         moved(dtype, way)
@@ -139,7 +135,7 @@ def moved(dtype: str, way: Any) -> None:
 
 # Floats around those at which another way is taken: behind the number of the call, in a slot, by parts, in chunks.
 IN_A_SLOT = compiled_calls.SLOT_BYTES // 4
-LENGTHS = (0, 1, 142, 143, 2048, 2049, IN_A_SLOT, IN_A_SLOT + 1, 3 * IN_A_SLOT - 5)
+LENGTHS = (0, 142, 143, 2049, IN_A_SLOT + 1, 3 * IN_A_SLOT - 5)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -228,7 +224,7 @@ def test_a_freed_communicator_leaves_nothing_and_is_refused():
 
     used(COMM.split(0))
     before = []
-    for turn in range(6):
+    for turn in range(4):
         part = COMM.split(RANK % 2, -RANK) if turn % 2 else COMM.split(0)
         used(part) if part.size > 1 else None
         part.free()
@@ -250,7 +246,7 @@ def test_what_was_made_for_a_communicator_of_mpi4py_goes_when_that_is_freed():
     from mpi4py import MPI
 
     kept = []
-    for turn in range(36):
+    for turn in range(8):
         theirs = MPI.COMM_WORLD.Split(0, -RANK) if turn % 2 else MPI.COMM_WORLD.Dup()
         assert jax.jit(lambda x, comm=theirs: mpi.allreduce(x, comm=comm))(jnp.ones(2)).tolist() == [SIZE] * 2
         theirs.Free()
@@ -332,13 +328,7 @@ def test_ranks_compare_what_they_were_given_before_it_is_cast_and_packed():
             r"rank 1: leaf.a: got float32\[3\], expected float32\[2, 3\] \(rank 0\)",
         ),
         (({"a": b}, {"b": b}), r"rank 1: leaf.a: got nothing, expected float32\[3\]"),
-        (({"a": b, "b": b}, {"a": b}), r"rank 1: leaf.b: got nothing, expected float32\[3\]"),
         ((b.astype(jnp.bfloat16), b), r"rank 1: dtypes: got \['float32'\], expected \['bfloat16', 'sent as float32'\]"),
-        (
-            ({"a": a[:0], "b": a, "c": b}, {"a": a[:0], "b": b, "c": a}),
-            r"rank 1: leaf.b: got float32\[3\], expected float32\[2, 3\] \(rank 0\)",
-        ),
-        ((b > 0, jnp.int32(b)), r"rank 1: dtypes: got \['int32'\], expected \['bool', 'sent as int32'\]"),
     ]
     for ranks_own, message in pairs:
         for way in (NOW, jax.jit):
@@ -451,7 +441,7 @@ def test_messages_sent_far_ahead_come_in_order(monkeypatch):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint16", "float8_e4m3fn", *FLOATS, *OF_64_BITS])
+@pytest.mark.parametrize("dtype", ["bool", "int4", "uint16", "float8_e4m3fn", "float32", "complex128"])
 def test_a_small_sendrecv_brings_the_bits_of_every_dtype(dtype):
     left, right, bits = (RANK - 1) % SIZE, (RANK + 1) % SIZE, np.random.default_rng(1)
     with jax.enable_x64(dtype in OF_64_BITS):
@@ -486,7 +476,7 @@ def test_a_small_sendrecv_meets_a_send_and_a_recv(most_ahead, monkeypatch):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-@pytest.mark.parametrize("size", [3, 3000, 100_000])
+@pytest.mark.parametrize("size", [3, 100_000])
 def test_messages_of_c_and_of_python_are_the_same(size, monkeypatch):
     """Odd ranks' go through Python; arrays are in the header's message, or behind it."""
     x, left, right = jnp.arange(float(size)) + RANK, (RANK - 1) % SIZE, (RANK + 1) % SIZE
@@ -677,11 +667,11 @@ def test_a_mapped_axis_is_at_one_place_of_every_message_and_sum(mapped):
         same(got, sum(everyones[: RANK + 1]) if expected is None else expected)
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", ["reduce", "bcast", "allgatherv", "reduce_scatter", "scan", "sendrecv"])
 def test_cotangents_of_short_floats_are_summed_in_32_bits(name):
     """They come as those of float32, rounded once; 2 / eps + 1 + 1 has 2 / eps in the short type."""
     f, x = LINEAR[name], jax.ShapeDtypeStruct((ROWS.get(name, SIZE), 2), jnp.float32)
-    dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float8_e4m3fn] * (name in ("bcast", "allgather", "allgatherv"))
+    dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float8_e4m3fn] * (name in ("bcast", "allgatherv"))
 
     @jax.jit
     def both() -> list[tuple[jax.Array, jax.Array]]:
@@ -713,7 +703,7 @@ def test_the_transpose_of_an_allreduce_is_the_identity_and_its_own_an_allreduce(
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
-@pytest.mark.parametrize("name", ["bcast", "scatter", "gather", "allgather"])
+@pytest.mark.parametrize("name", ["scatter", "allgather"])
 def test_a_derivative_that_one_rank_does_not_take_is_refused(name):
     """Else the others would wait for the transposed call, which that rank's program has not."""
     f, shape = getattr(mpi, name), (SIZE, 2)
@@ -727,7 +717,7 @@ def test_a_derivative_that_one_rank_does_not_take_is_refused(name):
         with pytest.raises(jaxmpi.UsageError, match=r"rank 1: differentiated: got no: .* as 0 \* x.*expected yes"):
             grad(jnp.ones(shape))
         tied = way(jax.grad(lambda w: loss(w, lambda x: 0 * x)))(jnp.ones(shape))
-        at_root = {"bcast": 2 * SIZE, "allgather": 2 * SIZE}.get(name, 2)
+        at_root = 2 * SIZE if name == "allgather" else 2
         assert tied.tolist() == np.full(shape, 0 if RANK else at_root).tolist()
 
 
@@ -835,9 +825,7 @@ def test_started_operations_in_a_scan_and_a_branch_give_what_the_operations_give
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-@pytest.mark.parametrize(
-    "after", [jnp.ones((3, 2)), jnp.float32(2), np.ones((0, 2)), 0.5], ids=["2", "0", "none", "float"]
-)
+@pytest.mark.parametrize("after", [jnp.ones((3, 2)), np.ones((0, 2)), 0.5], ids=["2", "none", "float"])
 def test_a_wait_may_be_behind_arrays_of_any_shape_as_on_a_gpu(after, monkeypatch):
     monkeypatch.setattr(host_callbacks, "why_copies", lambda: "as on a GPU")
 
@@ -1023,7 +1011,7 @@ def test_what_jax_would_wrap_drop_or_make_infinite_is_refused_by_its_path(name):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank is alone")
-@pytest.mark.parametrize("name", [name for name in TAKES if name not in ("bcast", "scatter")])
+@pytest.mark.parametrize("name", ["allreduce", "mean", "allgatherv", "start", "exchange", "exchange in jit"])
 def test_an_array_that_one_rank_alone_refuses_is_refused_on_all_ranks(name):
     for lost in ("float64", "masked"):
         x = LOST[lost] if RANK == SIZE - 1 else np.ones_like(LOST[lost], subok=False)
@@ -1065,9 +1053,7 @@ def test_messages_take_no_array_that_jax_would_change():
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker sends nothing")
-@pytest.mark.parametrize(
-    "call", [mpi.allreduce, mpi.allgather, jaxmpi.exchange, lambda x: mpi.send(x, (RANK + 1) % SIZE)]
-)
+@pytest.mark.parametrize("call", [mpi.allreduce, jaxmpi.exchange, lambda x: mpi.send(x, (RANK + 1) % SIZE)])
 def test_an_array_on_several_devices_of_a_rank_is_refused_by_name(call):
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -1079,7 +1065,7 @@ def test_an_array_on_several_devices_of_a_rank_is_refused_by_name(call):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nothing is sent")
-@pytest.mark.parametrize("name", [name for name in LINEAR if "16 bits" not in name])
+@pytest.mark.parametrize("name", ["reduce", "allgather", "alltoallv", "scan", "sendrecv"])
 def test_jacobians_in_forward_mode_are_refused(name):
     """Each rank's basis vectors would meet those of the others. In reverse mode they are right."""
     f, x = LINEAR[name], numbers((ROWS.get(name, SIZE), 2), 1)
@@ -1088,5 +1074,4 @@ def test_jacobians_in_forward_mode_are_refused(name):
             with pytest.raises(jaxmpi.UsageError, match="forward-mode") as error:
                 way(derivative(lambda x: (f(x) ** 2).sum()))(x)
             assert isinstance(error.value, RuntimeError)  # as in mpi4jax
-    if name != "sendrecv from nobody":
-        jax.jit(jax.vmap(jax.grad(lambda x: (f(x) ** 2).sum()), -1))(jnp.stack([x, x], -1))
+    jax.jit(jax.vmap(jax.grad(lambda x: (f(x) ** 2).sum()), -1))(jnp.stack([x, x], -1))

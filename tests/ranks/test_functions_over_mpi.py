@@ -80,7 +80,7 @@ def test_fork_after_functions():
         jm.fork()
 
 
-@pytest.mark.parametrize("strategy", ["asa32", "ring16", "shm"])
+@pytest.mark.parametrize("strategy", ["ring16", "shm"])
 def test_sums_travel_by_any_strategy(strategy):
     x = np.arange(4 * SIZE, dtype=np.float32)
     got = jm.function(lambda x: x.sum(), jm.scatter, jm.sum, strategy=strategy)(x)

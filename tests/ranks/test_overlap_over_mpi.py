@@ -23,7 +23,7 @@ from jaxmpi.allreduce.buckets import Order
 from jaxmpi.allreduce.comm_thread import THREAD, comm_thread
 from jaxmpi.allreduce.comm_thread_programs import OPENINGS, exchange_handlers
 from jaxmpi.allreduce.schedules import WINDOW
-from jaxmpi.allreduce.wires import BLOCK, WIRES
+from jaxmpi.allreduce.wires import BLOCK
 from jaxmpi.comm.control import MpiProcesses
 from jaxmpi.comm.mpi import MpiComm
 from jaxmpi.runtime import host_callbacks, spans
@@ -35,7 +35,7 @@ if COMM.size == 1:
 CONTROL: MpiProcesses = cast(MpiComm, COMM).processes
 SIZE, RANK = COMM.size, int(COMM.rank)
 ALIKE = ("color2", "pipering", "hier-color4")  # color4's code: tests/allreduce/test_host_engine.py
-STRATEGIES = [f"{name}:{wire}" for name in algorithms_in_c(COMM.hosts) if name not in ALIKE for wire in WIRES]
+STRATEGIES = [f"{name}:{wire}" for name in algorithms_in_c(COMM.hosts) if name not in ALIKE for wire in ("32", "8")]
 ROW = schedules.MESSAGE_BYTES // 4  # floats of a row that travel at once on wire 32
 # The last has more segments than may be under way at once, its last rows are short or empty.
 LENGTHS = [1, 2, SIZE + 1, 1009, SIZE * ROW, SIZE * ROW * (WINDOW + 2) + BLOCK + 1]
@@ -78,10 +78,9 @@ def test_sums_are_the_oracles_in_every_bit(strategy):
             np.testing.assert_array_equal(np.asarray(total).view(np.uint32), oracle(strategy, row).view(np.uint32))
 
 
-@pytest.mark.parametrize("strategy", ["asa:32", "ring:16"])
-def test_sums_of_copies_as_on_a_gpu_are_the_oracles(strategy, monkeypatch):
+def test_sums_of_copies_as_on_a_gpu_are_the_oracles(monkeypatch):
     monkeypatch.setattr(host_callbacks, "why_copies", lambda: "as on a GPU")
-    test_sums_are_the_oracles_in_every_bit(strategy)
+    test_sums_are_the_oracles_in_every_bit("ring:16")
 
 
 def test_a_tree_keeps_shapes_and_dtypes_and_a_mean_divides():
@@ -125,9 +124,8 @@ def late_use(x):
     return total, x + 0 * total  # x is read after the sum has taken its buffer
 
 
-@pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_what_is_not_finite_on_the_last_rank_reaches_all(odd):
-    x = jnp.where(RANK == SIZE - 1, odd, 1.0) * jnp.ones(7)
+def test_what_is_not_finite_on_the_last_rank_reaches_all():
+    x = jnp.where(RANK == SIZE - 1, np.nan, 1.0) * jnp.ones(7)
     for strategy in STRATEGIES:
         total = np.asarray(jax.jit(lambda v, s=strategy: overlap.exchange(v * 1, s))(x))
         assert not np.isfinite(total).any()
@@ -269,7 +267,7 @@ def bits(tree) -> bytes:
     return b"".join(leaf.tobytes() for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("strategy", ["asa:32", "ring:16", "color4:32", "pipering:32"])
+@pytest.mark.parametrize("strategy", ["ring:16", "color4:32"])
 def test_params_after_20_steps_have_the_same_bits_with_and_without_overlap(strategy):
     beside, order = train(strategy, True)
     inside, _ = train(strategy, False)

@@ -77,7 +77,7 @@ def stepped(tx: optax.GradientTransformation, jit: Any, steps: int = 3) -> tuple
 )
 def test_updates_are_those_of_the_chain_and_equal_on_all_ranks(strategy, jit):
     chain = optax.chain(jaxmpi.exchange_gradients(strategy, bucket_bytes=4), optax.adam(1e-2))
-    steps = 3 if jit is jax.jit else 200
+    steps = 3 if jit is jax.jit else 40
     whole, _ = stepped(chain, jit, steps)
     params, state = stepped(jaxmpi.sharded(optax.adam(1e-2), strategy), jit, steps)
     # In one program XLA may multiply constants beforehand: 8 roundings of a step of 0.01, one of the sum.
@@ -118,7 +118,7 @@ def test_updates_of_whole_tensors_outside_jit_compile_once(caplog):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
-@pytest.mark.parametrize("strategy", ["asa:16", "ring:32", "hier-ring:32"])
+@pytest.mark.parametrize("strategy", ["asa:16", "hier-ring:32"])
 def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
     """Sums, as XLA may divide by three workers as a product with 1/3 in one of the two programs."""
     exchange_handlers()  # all ranks make them together
@@ -134,10 +134,8 @@ def test_slices_that_travel_beside_a_program_are_those_that_do_not(strategy):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker has no slices")
-@pytest.mark.parametrize("strategy", ["asa32", "ring32", "shm"])
-@pytest.mark.parametrize(
-    "shapes", [[(300_000,), (700, 5), (), (0, 3), (7,)], [(0, 3)], []], ids=["mixed", "empty", "none"]
-)
+@pytest.mark.parametrize("strategy", ["ring32", "shm"])
+@pytest.mark.parametrize("shapes", [[(300_000,), (700, 5), (), (0, 3), (7,)], []], ids=["mixed", "none"])
 def test_halves_in_pieces_have_the_bits_of_those_in_one_program(strategy, shapes):
     """Also of a tree of a class that the other ranks of a host could not be sent: pickle knows nothing of it."""
 
@@ -207,12 +205,11 @@ def test_ranks_that_deal_tensors_otherwise_are_refused(way):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one worker is compared with nobody")
-@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["outside", "in jit"])
-def test_ranks_that_clip_at_other_norms_are_refused(way):
+def test_ranks_that_clip_at_other_norms_are_refused():
     tx, params = jaxmpi.sharded(optax.sgd(1e-2), clip_norm=float(RANK)), tree(0)
     state = tx.init(params)
     with pytest.raises(jaxmpi.UsageError, match="clip_norm 1"):
-        way(tx.update)(tree(RANK), state, params)
+        jax.jit(tx.update)(tree(RANK), state, params)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="importing mpi4jax starts MPI")
@@ -245,28 +242,7 @@ def test_ranks_that_have_summed_with_others_before_give_a_new_sum_one_name():
     assert len(set(world.processes.allgather_object(world.sum_name))) == 1
 
 
-# ---------------------------------------------------------------- new params that travel behind the next forward pass
-
-LAYERS = ("one", "two", "out")  # in which the net uses them; not the order of their names
-
-
-def net_loss(params: Any, x: jax.Array) -> tuple[jax.Array, None]:
-    """Casts come first in the program, a layer is a jitted function, two leaves are not used."""
-    halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    layer = jax.jit(lambda x, part: jnp.tanh(x @ part["kernel"] + part["bias"]))
-    for name in LAYERS:
-        x = layer(x, halved[name])
-    return x.astype(jnp.float32).sum(), None
-
-
-def net_params() -> Any:
-    rng = np.random.default_rng(0)
-    layer = lambda: {"kernel": rng.standard_normal((24, 24), np.float32) / 5, "bias": np.zeros(24, np.float32)}  # noqa: E731
-    params = {name: layer() for name in LAYERS} | {
-        "unused": np.ones(5, np.float32),
-        "void": np.ones((0, 3), np.float32),
-    }
-    return jax.tree.map(jnp.asarray, params)
+# ---------------------------------------------------------------- params that the ranks of a host share
 
 
 @on_cpus

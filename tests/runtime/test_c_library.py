@@ -49,7 +49,7 @@ def test_cc_names_the_compiler(source, tmp_path, monkeypatch):
     assert c_library.load(source).answer() == 9
 
 
-@pytest.mark.parametrize("damage", ["cut in its code", "cut by a byte", "empty", "a flipped bit", "foreign", "a text"])
+@pytest.mark.parametrize("damage", ["cut by a byte", "a flipped bit", "foreign"])
 def test_a_damaged_library_is_noticed_and_compiled_again(source, tmp_path, monkeypatch, damage):
     cache = tmp_path / "jaxmpi" / "c"
     assert c_library.load(source, constants={"ANSWER": 3}).answer() == 3
@@ -63,12 +63,9 @@ def test_a_damaged_library_is_noticed_and_compiled_again(source, tmp_path, monke
     damaged.parent.mkdir(parents=True, mode=0o700)
     damaged.write_bytes(
         {
-            "cut in its code": whole[:4096],
             "cut by a byte": whole[:-1],
-            "empty": b"",
             "a flipped bit": bytes(flipped),
             "foreign": other,
-            "a text": b"damaged",
         }[damage]
     )
     loaded = subprocess.run(

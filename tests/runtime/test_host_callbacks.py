@@ -273,14 +273,6 @@ def test_programs_run_in_the_order_in_which_they_were_started(marks):
     assert seen == [1, 2, 1, 2]
 
 
-def test_calls_work_outside_jit_and_ahead_of_time(marks):
-    seen, mark = marks
-    x = jnp.arange(3.0)
-    assert mark(x, 1).tolist() == [0, 1, 2]
-    assert jax.jit(lambda v: mark(v, 2)).lower(x).compile()(x).tolist() == [0, 1, 2]
-    assert seen == [1, 2]
-
-
 def test_the_first_name_may_be_registered_while_a_program_is_traced(python):
     host_callbacks.unavailable_reason.cache_clear()
     step = jax.jit(lambda x: python(copy)([x + 1], [x])[0])

@@ -33,7 +33,6 @@ LAUNCHED = [
     (dict(zip(HYDRA, ("3", "8", "1", "4"), strict=True)), Launch("Hydra's mpiexec (MPICH, Intel MPI)", 3, 8, 1, 4)),
     (dict(zip(SLURM, ("3", "8", "1", "4(x2)"), strict=True)), Launch("srun", 3, 8, 1, 4)),
     (dict(zip(SLURM, ("5", "7", "1", "4,3"), strict=True)), Launch("srun", 5, 7, 1, 4)),
-    (dict(zip(SLURM, ("0", "1", "0", "1"), strict=True)), Launch("srun", 0, 1, 0, 1)),
     # Of PMI alone, local ranks are unknown: one host is the guess.
     ({"PMI_RANK": "2", "PMI_SIZE": "4"}, Launch("Hydra's mpiexec (MPICH, Intel MPI)", 2, 4, 2, 4)),
     # srun --mpi=pmi2 speaks PMI, and Slurm knows the local ranks.
@@ -74,7 +73,6 @@ PINS = [
     # local rank, local size, cores of this process, cores of the host -> cores to keep
     (0, 2, 8, 8, [0, 1, 2, 3]),
     (1, 2, 8, 8, [4, 5, 6, 7]),
-    (3, 4, 4, 4, [3]),
     (5, 8, 2, 2, [1]),
     (1, 3, 8, 8, None),  # does not divide
     (1, 2, 4, 8, None),  # a part of the machine: whether others have the same is seen when MPI has started
@@ -97,7 +95,6 @@ MASKS = [
     ([[0, 1], [2, 3]], 1, None),
     ([[4, 5, 6, 7]] * 2, 1, [6, 7]),
     ([[4, 5, 6, 7], [0, 1], [4, 5, 6, 7], [0, 1]], 2, [6, 7]),
-    ([[4, 5], [0], [4, 5], [4, 5], [4, 5]], 3, [4]),
     ([[0, 1, 2]] * 2, 1, None),  # does not divide
     ([[]] * 2, 1, None),
 ]
@@ -120,17 +117,6 @@ def test_pinning_for_real():
     assert (job.stdout.strip(), job.stderr) == (str(len(cores) if bound or len(cores) == 1 else 1), "")
 
 
-FREED = """
-import resource, sys
-import numpy as np
-from jaxmpi.runtime import allocator
-if {keep}: allocator.keep_freed_memory()
-for _ in range(2): np.ones(8 << 20)  # 64 MiB, freed at once
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4): np.ones(8 << 20)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
 EXCHANGED = """
 {first}
 import resource
@@ -150,8 +136,7 @@ print("no faults", flush=True)
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
-@pytest.mark.parametrize("strategy", ["shm", "asa32"])
-@pytest.mark.parametrize("first", ["", "from mpi4py import MPI"])
+@pytest.mark.parametrize(("first", "strategy"), [("", "asa32"), ("from mpi4py import MPI", "shm")])
 def test_exchanges_above_64_mib_cost_no_page_faults_whether_or_not_mpi_starts_first(first, strategy, tmp_path):
     (tmp_path / "job.py").write_text(EXCHANGED.format(first=first, strategy=strategy))
     ended = mpirun(2, str(tmp_path / "job.py"), timeout_s=100)
@@ -171,13 +156,6 @@ del freed
 too_big_for_holes = [np.ones(9 << 17) for _ in range(8)]
 print((held() - before) // 1024)
 """
-
-
-@pytest.mark.e2e
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc only")
-def test_freed_memory_is_used_again_without_page_faults():
-    # A new 64 MiB takes 16384 faults of 4 KiB, or 32 of 2 MiB if the kernel gives huge pages.
-    assert int(python(FREED.format(keep=True)).stdout) < 32
 
 
 @pytest.mark.e2e
@@ -256,8 +234,9 @@ def cache_in_use(monkeypatch, no_launcher):
         jax.config.update(name, value)
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
-@pytest.mark.parametrize("trouble", ["writable", "of another user"])
+@pytest.mark.parametrize(
+    ("variable", "trouble"), [("XDG_CACHE_HOME", "writable"), ("JAX_COMPILATION_CACHE_DIR", "of another user")]
+)
 def test_a_cache_that_others_could_have_filled_is_not_used(
     variable, trouble, cache_in_use, tmp_path, monkeypatch, capsys
 ):
@@ -388,7 +367,7 @@ def test_a_process_whose_thread_ends_the_job_does_not_end_well_meanwhile():
 
 @pytest.mark.parametrize(
     ("text", "cores"),
-    [("max 100000", 7), ("250000 100000", 2), ("50000 100000", 1), ("800000 100000", 8), ("", 7), ("odd", 7)],
+    [("max 100000", 7), ("250000 100000", 2), ("50000 100000", 1), ("odd", 7)],
 )
 def test_cores_of_a_quota(text, cores, tmp_path):
     (tmp_path / "cpu.max").write_text(text)
@@ -409,22 +388,13 @@ def test_time_limits_that_are_none(text, monkeypatch):
         seconds_from("A_LIMIT_S", 1)
 
 
-@pytest.mark.e2e
-def test_a_time_limit_that_is_none_ends_a_process_with_one_line():
-    job = python("import jaxmpi.runtime.failures", JAXMPI_EXIT_TIMEOUT_S="soon")
-    assert job.returncode == 1
-    assert job.stderr == "jaxmpi: error: JAXMPI_EXIT_TIMEOUT_S: got 'soon'; expected seconds > 0\n"
-
-
 GPUS = [
     # CUDA_VISIBLE_DEVICES, local rank, ranks of the host -> device chosen, share of its memory
     ("0,1", 1, 2, "1", None),
     ("0,1", 3, 4, "1", "0.450"),
-    ("0,1", 2, 3, "0", "0.450"),
     ("3", 1, 2, "all", "0.450"),  # the one that is visible; to be corrected if the launcher gave each rank its own
     ("0,-1,1", 1, 3, "all", "0.300"),
     ("", 1, 2, "all", None),
-    ("-1", 1, 2, "all", None),
 ]
 
 
@@ -446,7 +416,6 @@ SHARED = [
     # CUDA_VISIBLE_DEVICES of ranks 0 and 1, further environment -> share of the memory of each
     ("0", "0", {}, "0.450"),
     ("0", "1", {}, None),  # a launcher or a script has given each its own
-    ("1", "0,1", {}, "0.450"),
     ("0", "1", {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.450"}, "0.450"),  # the user's word
 ]
 SHOW_SHARE = """
@@ -476,9 +445,7 @@ OF_A_STEP = [
     # what two ranks of srun see, GPUs of the step on this host -> whether both take the same GPU
     ("0", "1", True),
     ("0", "2", False),
-    ("0", None, True),
     ("0,1", "2", False),
-    ("0,1", "4", False),
 ]
 
 
@@ -596,10 +563,9 @@ def test_a_platform_that_is_not_there_is_one_sentence(platform):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow  # a run for each
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(workers, tmp_path):
-    command = f"{sys.executable} -m jaxmpi.tools.cli train -n {workers} experiments/digits.py"
+@pytest.mark.slow  # two runs
+def test_a_run_goes_on_where_stdout_is_closed_or_nobody_reads_it(tmp_path):
+    command = f"{sys.executable} -m jaxmpi.tools.cli train -n 2 experiments/digits.py"
     line = f"{command} --train-for 2st --run-dir {tmp_path}"
     for name, redirected, said in (("/a >&-", "", ""), ("/b", " | head -1", "output cannot be written")):
         text = f"({line}{name}; echo code $? >&2){redirected}"
