@@ -175,19 +175,6 @@ def test_made_ahead_is_bounded():
         assert source.read == bound
 
 
-def test_wait_is_measured():
-    begin = time.perf_counter()
-    with loader(Slow(8, 0.05), 2, data=Data(loaders=1), stop_step=4) as batches:
-        assert len(list(batches)) == 4
-        assert 0.1 < batches.wait_s < time.perf_counter() - begin  # three are read before the first batch is there
-    with loader(Slow(8, 0.0), 2, stop_step=4) as batches:
-        next(batches)
-        first_s = batches.wait_s
-        for _ in range(3):
-            wait_until(batches.ready)
-            time.sleep(0.2)
-            next(batches)
-        assert batches.wait_s - first_s < 0.3
 
 
 def test_floats_become_f32_and_keep_their_shape():
@@ -333,20 +320,3 @@ class TestClosing:
             next(batches)
         timer.join()
 
-    def test_a_stuck_read_does_not_keep_close_waiting(self, monkeypatch):
-        monkeypatch.setattr("jaxmpi.data.loader_pool.JOIN_S", 0.1)
-        release = threading.Event()
-
-        class Stuck(Slow):
-            def __getitem__(self, index: int):
-                release.wait(20)
-                return self.inner[index]
-
-        begin = time.perf_counter()
-        with loader(Stuck(8, 0), 4):
-            pass
-        assert time.perf_counter() - begin < 5
-        release.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("jaxmpi-loader"):
-                thread.join(5)

@@ -136,15 +136,6 @@ class TestSameBatches:
             next(batches)
             assert children() == []
 
-    def test_a_loader_process_has_not_imported_jax(self, photographs):
-        data = folder_data(photographs, loaders=1)
-        with loader(open_source(data, "train"), data=data) as batches:
-            next(batches)
-            (pid,) = children()
-            mapped = Path(f"/proc/{pid}/maps").read_text()
-            assert "simplejpeg" in mapped
-            assert "jaxlib" not in mapped
-            assert "libmpi" not in mapped
 
     def test_training_and_evaluation_share_loaders(self, photographs):
         data = folder_data(photographs)
@@ -466,12 +457,6 @@ def test_a_run_skips_and_counts_corrupt_examples(experiment):
     assert leftovers(experiment.parent) == []
 
 
-@pytest.mark.slow
-def test_a_run_stops_at_a_corrupt_example_on_all_ranks(experiment):
-    ended = train(2, str(experiment), "--run-dir", str(experiment.parent / "run"), timeout_s=100)
-    assert ended.code not in (0, -9), ended.out[-3000:]
-    assert "dog/1.jpg (example 4) is corrupt: " in ended.out
-    wait_until(lambda: leftovers(experiment.parent) == [])
 
 
 RANKS = """

@@ -657,16 +657,8 @@ def test_a_forged_note_counts_as_damaged(tmp_path, field, value):
     assert packing.damaged(PackedSource(tmp_path)) == []
 
 
-def test_rows_that_are_none_count_as_damaged(tmp_path):
-    source = half_packed(tmp_path)
-    (tmp_path / "shard-00001.rows").write_bytes(b"1234567")
-    assert packing.pack(source, tmp_path, PNG).records == 12
 
 
-def test_a_job_that_is_nested_beyond_reading_is_begun_anew(tmp_path):
-    source = half_packed(tmp_path)
-    (tmp_path / packing.JOB).write_text("[" * 100_000)
-    assert packing.pack(source, tmp_path, PNG).records == 12
 
 
 @pytest.mark.parametrize("skipped", ["x", -1, None, 1e308, [[[]]]])

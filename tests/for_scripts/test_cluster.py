@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -67,27 +66,16 @@ def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
     assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]
 
 
-def test_hosts_are_one_scheduling_group():
-    """Else a rank that yields may keep its core from ranks of other hosts."""
-    if os.geteuid() or not os.access("/sys/fs/cgroup/cpu", os.W_OK):
-        pytest.skip("no control group can be made")
-    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "grep -w cpu /proc/self/cgroup"))
-    assert re.findall(r":(/.*)", ended.out) == ["/jaxmpi-cluster"] * 2, ended.out
 
 
-def test_hosts_share_all_cores():
-    """A launcher that binds gives the only rank of every host the same core."""
-    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "nproc"))
-    assert re.findall(r"^\d+$", ended.out, re.M) == 2 * [str(len(os.sched_getaffinity(0)))]
 
 
 @pytest.mark.e2e
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
-@pytest.mark.parametrize(("to", "lines"), [("core", 1), ("none", 0)])
-def test_cores_that_a_launcher_leaves_idle_are_told_once(to, lines):
+def test_cores_that_a_launcher_leaves_idle_are_told_once():
     prepare = [sys.executable, "-c", "from jaxmpi.runtime import prepare; prepare.prepare()"]
-    ended = on_cluster("--hosts", "2", "--", "mpirun", "--bind-to", to, "-n", "2", *prepare)
-    assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == lines
+    ended = on_cluster("--hosts", "2", "--", "mpirun", "--bind-to", "core", "-n", "2", *prepare)
+    assert ended.out.count(f"each rank may use 1 of the {os.cpu_count()} cores of its host") == 1
 
 
 @pytest.mark.e2e
@@ -208,17 +196,13 @@ def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(t
     assert not any(map(any, early_steps(tmp_path / "clipped", batch, "1")))
 
 
-@pytest.mark.e2e
-def test_ranks_run_in_the_folder_of_the_call():
-    ended = on_cluster("--hosts", "2", "--", *ranks_run(2, "pwd"))
-    assert ended.out.splitlines().count(str(ROOT)) == 2, ended.out
 
 
 def test_the_exit_code_is_the_commands():
     assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_when_it_is_killed(number, tmp_path):
     mark = tmp_path / "started"
     command = f"touch {mark}; sleep 1234.5"
@@ -256,10 +240,7 @@ def sleepers() -> list[str]:
     ("args", "message"),
     [
         (["--hosts", "0", "--", "true"], "expected 1 to 250"),
-        (["--slots", "0", "--", "true"], "expected >= 1"),
-        (["--delay-ms", "-1", "--", "true"], "--delay-ms: got -1.0; expected 0 to 10000"),
         (["--rate", "fast", "--", "true"], "expected a number and kbit, mbit or gbit"),
-        (["--hosts", "2"], "no command"),
     ],
 )
 def test_wrong_options(args, message):
@@ -268,10 +249,6 @@ def test_wrong_options(args, message):
     assert message in ended.out
 
 
-def test_where_tools_are_missing_it_says_so():
-    ended = run([*CLUSTER, "--", "true"], timeout_s=30, cwd=ROOT, env={"PATH": ""})
-    assert ended.code == NOT_PERMITTED
-    assert "not found; install iproute2 and util-linux" in ended.out
 
 
 def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
@@ -287,15 +264,3 @@ def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
     assert "run as root, or allow user namespaces" in ended.out
 
 
-def test_a_host_that_cannot_be_made_is_named(tmp_path):
-    """As beyond /proc/sys/user/max_net_namespaces."""
-    refused = tmp_path / "unshare"
-    fails = "[ $5 = infinity ] && echo 'No space left on device' && exit 1"
-    refused.write_text(f'#!/bin/sh\n{fails}\nexec {shutil.which("unshare")} "$@"\n')
-    refused.chmod(0o755)
-    line = [*CLUSTER, "--hosts", "2", "--", "true"]
-    ended = run(line, timeout_s=30, cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    if ended.code == NOT_PERMITTED:
-        pytest.skip(ended.out.strip())
-    assert ended.code == 1, ended.out
-    assert "No space left on device\ncluster.py: node0: unshare gave it no namespaces: exit code 1" in ended.out

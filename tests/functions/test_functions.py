@@ -27,7 +27,7 @@ from jaxmpi.comm.shared_sum import SharedSum
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core import shared_memory
 from jaxmpi.core.errors import check
-from jaxmpi.functions import import_by_name, profiling, reductions, shared_array
+from jaxmpi.functions import import_by_name, reductions, shared_array
 from jaxmpi.functions.commands import perform
 from jaxmpi.functions.groups import RankGroup
 from jaxmpi.functions.lifecycle import current_group, default_workers
@@ -406,11 +406,6 @@ def test_partial_results_of_small_floats_are_kept_in_32_bits(dtype):
 # ---------------------------------------------------------------- profiles
 
 
-def test_without_a_profile_a_call_reads_no_clock(monkeypatch):
-    jm.fork(2)
-    monkeypatch.setattr(profiling, "time", None)
-    f = jm.function(lambda x: (x.sum(), x), jm.scatter, ("sum", "gather"))
-    assert float(f(np.arange(4, dtype=np.float32), slices=2)[0]) == 6
 
 
 def test_a_profile_is_a_table_and_a_line_a_call(tmp_path):

@@ -101,10 +101,8 @@ def test_options(text, expected):
     ("text", "message"),
     [
         ("--elastic 8:4 --restarts 1 a.py", "expected MIN:MAX workers"),
-        ("--elastic 8 --restarts 1 a.py", "expected MIN:MAX workers"),
         ("--elastic 4:8 a.py", "give --restarts, too"),
         ("-n 9 --elastic 4:8 --restarts 1 a.py", "-n: got 9; expected 4 to 8"),
-        ("--restarts many a.py", "--restarts: got 'many'"),
     ],
 )
 def test_wrong_options(text, message):
@@ -234,12 +232,9 @@ def supervised(folder, script, restarts=2, **options):
 @pytest.mark.parametrize(
     ("script", "code", "starts", "said"),
     [
-        ("exit 0", 0, 1, ""),
-        ("exit 2", 2, 1, ""),
         ("exit 75", 75, 1, ""),
         ("echo 'daemon failed to report back: Remote host: b'; exit 0", 1, 2, "no progress"),
         ("exit 5", 5, 2, "not started again: no progress since the last restart: still at step 0"),
-        ("kill -9 $$", 137, 2, "no progress"),
     ],
 )
 def test_what_is_started_again(tmp_path, script, code, starts, said):
@@ -251,17 +246,6 @@ def test_what_is_started_again(tmp_path, script, code, starts, said):
     assert f"a.py --run-dir {tmp_path}" in out
 
 
-def test_a_signal_goes_on_as_usr1_and_a_second_one_ends_the_job(tmp_path):
-    script = f"trap 'echo asked > {tmp_path}/asked' USR1; touch {tmp_path}/ready; while true; do sleep 0.05; done"
-    job = supervised(tmp_path, script)
-    wait_for(tmp_path / "ready")
-    job.send_signal(signal.SIGTERM)
-    wait_for(tmp_path / "asked")
-    assert job.poll() is None
-    time.sleep(1.1 * interrupts.ONE_REQUEST_S)
-    job.send_signal(signal.SIGTERM)
-    out, _ = job.communicate(timeout=30)
-    assert job.returncode == 128 + signal.SIGTERM, out
 
 
 SAVES = "trap 'echo saved; exit 75' USR1; trap 'echo {0}; exit 1' TERM HUP INT; touch {1}/ready; "
@@ -272,10 +256,8 @@ SAVES += "while :; do sleep 0.05; done"
 @pytest.mark.parametrize(
     ("numbers", "code", "said"),
     [
-        ([signal.SIGTERM], 75, "saved"),
         ([signal.SIGHUP, signal.SIGHUP], 75, "saved"),
         ([signal.SIGTERM, signal.SIGTERM], 75, "saved"),
-        ([signal.SIGINT], 130, "saved"),
         ([signal.SIGINT, signal.SIGINT], 130, "killed"),
         ([signal.SIGTERM, signal.SIGTERM], 143, "killed"),
     ],
@@ -454,7 +436,6 @@ KILLS_ITSELF = "os.kill(os.getpid(), 9)"
     [
         ("os._exit(0)", ()),
         (KILLS_ITSELF, ("--on-rank-loss", "shrink")),
-        (KILLS_ITSELF, ("--rule.name", "easgd", "--optim.name", "sgd")),
     ],
 )
 def test_a_job_that_a_rank_leaves_before_mpi_starts_is_ended(end, options, tmp_path):

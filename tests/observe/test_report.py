@@ -136,11 +136,6 @@ def test_differences_are_those_settings_only(two_runs):
     assert "<th scope=row>experiment.optim.lr</th><td>0.1</td><td>0.2</td>" in table
 
 
-def test_one_run_has_no_differences(tmp_path, capsys):
-    run = write_run(tmp_path / "run")
-    report.main([str(run)])
-    assert capsys.readouterr().out == f"report: {run / 'report' / 'index.html'}\n"
-    assert "differences" not in Page((run / "report" / "index.html").read_text()).ids
 
 
 # ---------------------------------------------------------------- records that are not as they should be
@@ -361,18 +356,9 @@ def deep(depth: int, value: object = 1) -> object:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("train", {"loss": 1e308, "lr": -1e308}),
-                ("train", {"slowest": "\ud800"}),
-                ("eval", {"eval_loss": 10**400}),
-            )
-        ),
+        ("train", {name: 10**400 for name in ("loss", "step", "own_ranks")} | {"slowest": "\ud800"}),
         ("exchange", {"buckets": [["$\\frac{$", 0.1, 0.1], ["\ud800", 0.1, 0.1], ["a", 10**400, 1]]}),
-        ("run", {"strategy": "\ud800", "\ud801": 1}),
-        ("run", {"more": deep(300)}),
+        ("run", {"strategy": "\ud800", "\ud801": 1, "more": deep(300)}),
     ],
 )
 def test_a_forged_record_gives_a_page(kind, fields, tmp_path):
@@ -395,7 +381,7 @@ def test_names_of_a_record_are_no_markup(tmp_path):
     assert "&lt;script&gt;" in text.read_text()
 
 
-@pytest.mark.parametrize("name", ["report", "report/index.html", "report/speed.png", "record.jsonl"])
+@pytest.mark.parametrize("name", ["report", "report/index.html", "record.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_report_writes_through_no_link_and_waits_for_no_pipe(name, kind, tmp_path):
     run, elsewhere = write_run(tmp_path / "run", lines=3), tmp_path / "elsewhere"
@@ -450,10 +436,8 @@ def test_runs_that_differ_by_seed_only_are_one_group(tmp_path):
     ("seed", "others", "expected"),
     [
         (1, {}, [[0, 1]]),
-        (1, {"commit": "a1b2+"}, [[0, 1]]),
         (0, {}, [[0], [1]]),
         (1, {"commit": "c3d4"}, [[0], [1]]),
-        (1, {"versions": {"jax": "0.9"}}, [[0], [1]]),
         (1, {"effective_batch": 128}, [[0], [1]]),
     ],
 )

@@ -159,27 +159,6 @@ def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
     assert opened.span() == before
 
 
-def test_the_axes_switch(opened):
-    """On a logarithmic axis equal ratios are equally far apart; on the other, equal differences."""
-    log = opened.loss.get_by_role("button", name="Logarithmic axis of Loss")
-    assert log.get_attribute("aria-pressed") == "true"  # it spans more than a decade
-
-    def heights() -> list[float]:
-        shown = []
-        for share in (0.25, 0.5, 0.998):  # losses fall as 1 / step
-            opened.tip(share)
-            points = opened.loss.locator(".u-cursor-pt").all()
-            shown.append(min(box["y"] for point in points if (box := point.bounding_box())))
-        return shown
-
-    first, second, third = heights()
-    assert (second - first) / (third - second) == pytest.approx(1, abs=0.15)
-    log.click()
-    first, second, third = heights()
-    assert (second - first) / (third - second) == pytest.approx(2, abs=0.3)
-    opened.page.get_by_role("radio", name="Seconds").click()
-    opened.page.mouse.move(*opened.at(0.5))
-    assert re.fullmatch(r"20(\.\d)? s|19\.\d s", opened.loss.locator(".tip b").inner_text())
 
 
 def test_parts_of_a_step_ranks_and_buckets_are_drawn(opened):
@@ -199,37 +178,10 @@ def test_parts_of_a_step_ranks_and_buckets_are_drawn(opened):
     assert opened.page.locator("#ranks .bar .name", has_text="bucket 1 of 1 (w)").count() == 1
 
 
-def test_the_dark_theme_has_other_colours(browser, address):
-    def colours(opened: Opened) -> list[str]:
-        return opened.loss.evaluate("e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).color]")
-
-    dark = Opened(browser, address, color_scheme="dark")
-    of_system = colours(dark)
-    dark.page.get_by_role("radio", name="Light").click()
-    assert all(a != b for a, b in zip(of_system, colours(dark), strict=True))
-    dark.page.get_by_role("radio", name="Dark").click()
-    assert colours(dark) == of_system
-    dark.close()
 
 
-def test_a_phone_needs_no_scrolling_sideways_and_paper_has_pictures(browser, address):
-    phone = Opened(browser, address, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
-    assert phone.page.evaluate("document.documentElement.scrollWidth") == 360
-    phone.page.touchscreen.tap(*phone.at(0.5))
-    phone.loss.locator(".tip:not([hidden])").wait_for()
-    phone.page.emulate_media(media="print")
-    assert not phone.page.locator(".charts").first.is_visible()
-    pictures = phone.page.locator(".static img").all()
-    assert pictures
-    assert all(picture.is_visible() and picture.evaluate("e => e.naturalWidth") > 100 for picture in pictures)
-    phone.close()
 
 
-def test_without_scripts_there_are_pictures(browser, address):
-    page = browser.new_page(java_script_enabled=False)
-    page.goto(address)
-    assert page.locator("#learning .static img").first.is_visible()
-    page.context.close()
 
 
 def test_seeds_are_a_mean_and_a_band(browser, tmp_path):

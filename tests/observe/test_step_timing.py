@@ -220,24 +220,6 @@ def test_a_loop_that_waits_for_its_device_or_its_data(data_s, step_s):
     assert found[bound] > 0.75 * wall_s, found
 
 
-def test_many_buckets_between_two_lines_are_all_counted_and_quickly():
-    """80 steps of 1,000 waits each, one after another without a gap between them, half of each step."""
-    seen, per = StepTimer(2), 1000
-    for _ in seen.batches(slow(80, 0.0), 1):
-        begin = time.perf_counter()
-        time.sleep(0.001)
-        ticks = np.linspace(begin, time.perf_counter(), 2 * per + 1).tolist()
-        for i in range(per):
-            spans.record_span("wait", f"bucket {i}", ticks[2 * i], ticks[2 * i + 1])
-        seen.started(Result(0.0))
-    seen.pause()
-    begin_s = time.process_time()
-    window = seen.window()
-    assert time.process_time() - begin_s < 2.0  # 80,000 intervals in 80 rows: not each with each
-    waits = [span for span in window.spans if span.track == "wait"]
-    assert len(waits) == 80 * per
-    found = window.parts
-    assert found["exposed"] == pytest.approx(spans.length([(s.begin_s, s.end_s) for s in waits]), rel=1e-6)
 
 
 def test_what_is_no_training_is_left_out():
