@@ -77,11 +77,3 @@ def identifiers(source: str) -> set[str]:
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_a_model_knows_neither_rank_nor_communicator(file):
     assert not identifiers(file.read_text()) & OF_WORKERS
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["x = comm.size", "f(axis_name='w')", "from jax.lax import psum as s", "lambda rank: 0", "jax.process_index()"],
-)
-def test_every_way_to_learn_of_workers_is_seen(line):
-    assert identifiers(line) & OF_WORKERS

@@ -240,13 +240,6 @@ def test_every_block_runs_or_says_why_not():
     assert not ran & set(NOT_RUN)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.blocks[-1])
-def test_every_edit_still_has_its_text(scenario):
-    texts = [NAMED[name][1] for name in scenario.blocks]
-    for old, _ in set(scenario.edits) - set(TWO_RANKS):
-        assert any(old in text for text in texts), old
-
-
 @pytest.mark.parametrize(("language", "text"), FENCES)
 def test_blocks_have_no_syntax_errors(language, text):
     assert language in ("bash", "python", "text", "json")
@@ -285,17 +278,6 @@ TABLES = {
 def test_every_row_of_a_table_is_named(kind):
     text = "\n".join(page.read_text() for page in PAGES)
     assert not [name for name in TABLES[kind] if f"`{name}`" not in text]
-
-
-def test_the_quickstart_has_no_line_that_is_not_a_block_with_a_name():
-    blocks = [text for page, _, language, text in BLOCKS if (page, language) == ("quickstart", "bash")]
-    known = "\n".join(text for _, text in NAMED.values())
-    assert len(blocks) > 5
-    assert not [text for text in blocks if text not in known]
-
-
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_time_limits_are_those_of_the_code():

@@ -119,8 +119,6 @@ def test_ratios_are_to_the_fastest_peer_of_each_allocator(two_ranks):
                 assert said["ratio"][0] == pytest.approx(np.median(np.divide(row["seconds"], fastest["seconds"])))
 
 
-
-
 @pytest.mark.e2e
 def test_one_rank_has_no_peers_and_no_bound(tmp_path):
     out = tmp_path / "out.json"
@@ -163,8 +161,6 @@ def test_a_launcher_that_refuses_is_heard():
     assert ended.code == 1
     assert "--no-such-option" in ended.out
     assert "jaxmpi: error: a job ended with exit code" in ended.out
-
-
 
 
 def test_where_one_job_fails_the_other_is_ended(capfd):
@@ -330,8 +326,6 @@ def test_as_many_ranks_as_memory_holds(monkeypatch):
             monkeypatch.setattr(plan, "free_bytes", lambda free=ranks * need + of_mpi: free)
             assert plan.fitting_ranks(case, every, 8) == ranks
             assert plan.fitting_ranks(case, every, 3) == min(ranks, 3)
-
-
 
 
 @pytest.mark.parametrize("value", ["--hostfile hosts", ""])

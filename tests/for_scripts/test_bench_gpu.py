@@ -58,8 +58,6 @@ def test_dry_run_measures_the_twin_in_turn(dry):
     assert f"({low:.2f} to {high:.2f})" in dry["tables"]
 
 
-
-
 @pytest.mark.parametrize("name", TWINNED)
 def test_twin_has_the_models_params(name):
     torch = pytest.importorskip("torch", reason=NEEDS_TORCH, exc_type=ImportError)

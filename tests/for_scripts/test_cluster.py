@@ -66,10 +66,6 @@ def test_the_variable_for_more_ranks_than_cores_leaves_ranks_on_all_hosts():
     assert sorted(re.findall(r"^node\d$", ended.out, re.M)) == ["node0", "node1", "node2"]
 
 
-
-
-
-
 @pytest.mark.e2e
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core leaves none idle")
 def test_cores_that_a_launcher_leaves_idle_are_told_once():
@@ -196,8 +192,6 @@ def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(t
     assert not any(map(any, early_steps(tmp_path / "clipped", batch, "1")))
 
 
-
-
 def test_the_exit_code_is_the_commands():
     assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
 
@@ -249,8 +243,6 @@ def test_wrong_options(args, message):
     assert message in ended.out
 
 
-
-
 def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
     """A tool of its name that is refused, as unshare is by the kernel of many containers."""
     refused = tmp_path / "unshare"
@@ -262,5 +254,3 @@ def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
     assert ended.code == NOT_PERMITTED
     assert "no emulated cluster: not permitted here (unshare: unshare failed: Operation not permitted)" in ended.out
     assert "run as root, or allow user namespaces" in ended.out
-
-

@@ -24,10 +24,6 @@ def of_all_ranks(word: str, numbers: list[int]) -> list[list]:
     return control.allgather_object([control.rank, word, *numbers])
 
 
-
-
-
-
 def failing() -> None:
     """Job that ends with an error."""
     raise SystemExit(3)
@@ -43,8 +39,6 @@ def test_runs_take_turns_and_warm_up_rounds_do_not_count():
     assert "".join(calls) == "baabba"
 
 
-
-
 @pytest.mark.e2e
 def test_a_job_that_fails_ends_the_program_with_its_name():
     with pytest.raises(harness.JobFailed, match=r"failing\(\) ended with code 3; its message is above"):
@@ -55,8 +49,6 @@ def test_a_job_that_fails_ends_the_program_with_its_name():
 def test_rank_0_returns_the_result():
     expected = [[0, "word", 1, 2], [1, "word", 1, 2]]
     assert harness.on_ranks(of_all_ranks, "word", [1, 2], ranks=2, env=ENV) == expected
-
-
 
 
 def ended(params: str, loss: str = "2.5"):

@@ -17,8 +17,6 @@ papers = importlib.import_module("papers")
 reproduce = importlib.import_module("reproduce")
 
 
-
-
 class Parsed(Exception):
     """A script has taken its command line, and is not to run."""
 
@@ -96,5 +94,3 @@ def test_all_continues_after_a_table_that_cannot_run(tmp_path, monkeypatch, caps
     assert "printed what cannot be read: ValueError" in pages
     assert sorted(path.parent.name for path in tmp_path.rglob("*.png")) == ["first", "last"]
     assert f"2 of 6 ran; {tmp_path / 'all.md'}" in capsys.readouterr().out
-
-

@@ -59,10 +59,6 @@ def test_a_study_goes_on_past_runs_that_diverge(tmp_path):
     assert (again.returncode, again.stderr, again.stdout) == (0, "", first.stdout)
 
 
-
-
-
-
 def rows(study, errors: list[list[float]]) -> list[dict]:
     cells = zip(study.cells(), errors, strict=True)
     return [
@@ -99,10 +95,6 @@ def test_the_shortest_run_that_is_no_worse_is_found_for_each_seed():
     shares = script.shortest(study, made)
     assert shares == {"optim.lr 2": {0: pytest.approx(0.25), 1: pytest.approx(0.25), 2: math.inf}}
     assert script.shortest(STUDY, rows(STUDY, [[1.0], [2.0]])) == {}
-
-
-
-
 
 
 @pytest.mark.parametrize(

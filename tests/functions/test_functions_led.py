@@ -66,7 +66,7 @@ QUICK = [(2, 0, "CORE")]
 WHOLE = [
     pytest.param(n, r, which, marks=pytest.mark.slow)
     for which, jobs in {
-        "CHECKS": [(1, 0), (2, 0), (3, 0), (4, 0), (0, 2), (0, 3), (0, 4)],
+        "CHECKS": [(1, 0), (3, 0), (0, 3)],
         "CORE": [(8, 0), (0, 8)],
     }.items()
     for n, r in jobs
@@ -82,12 +82,6 @@ def test_checks_hold_for_a_script_that_leads(n, ranks, which, tmp_path):
 
 
 SHORT = 'jaxmpi.fork({n}, kind="processes")\n'
-
-
-@pytest.mark.e2e
-def test_a_script_without_a_device_ends_with_one_sentence(tmp_path):
-    out = lead(tmp_path, SHORT, env={"JAX_PLATFORMS": "nosuch"}, code=1)
-    assert re.fullmatch(r"jaxmpi: error: JAX finds no device: .*\n", out)
 
 
 @pytest.mark.e2e
@@ -405,10 +399,9 @@ def left_over(path: str) -> list[str]:
 ENDS = {
     "no_close": ("pass", "", 0),
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", -9),
-    "error": ("raise ValueError('the master failed')", "the master failed", 1),
     "exit": ("sys.exit(3)", "", 3),
 }
-RARE = ("error", "exit", "no_close")
+RARE = ("exit", "no_close")
 
 
 @pytest.mark.e2e

@@ -209,8 +209,6 @@ def test_how_another_projects_environment_comes_by_an_mpi_depends_on_its_tools(p
     assert "CUDA_PATH" not in env.getting_mpi()
 
 
-
-
 LEFT_BEHIND = """
 import os, socket, sys
 from jaxmpi.runtime import job_folder

@@ -246,8 +246,6 @@ def test_what_is_started_again(tmp_path, script, code, starts, said):
     assert f"a.py --run-dir {tmp_path}" in out
 
 
-
-
 SAVES = "trap 'echo saved; exit 75' USR1; trap 'echo {0}; exit 1' TERM HUP INT; touch {1}/ready; "
 SAVES += "while :; do sleep 0.05; done"
 

@@ -38,10 +38,6 @@ def test_every_line_and_bar_is_named(panels):
             assert [text.get_text() for text in axes.get_yticklabels()] == [name for name, *_ in panel.bars]
 
 
-
-
-
-
 def test_an_axis_is_logarithmic_where_values_span_a_decade():
     near = Lines("near", SIZE, SHARE, {"a": [(10.0, 1.0), (99.0, 90.0)]})
     axes = plots.figure([lines(2), near, bars(2), bars(2)._replace(bound=None)]).axes
@@ -53,8 +49,6 @@ def test_an_axis_is_logarithmic_where_values_span_a_decade():
     ]
     assert [a.get_xlim()[0] for a in axes[1::2]] == [0, 0]
     assert [a.get_xlabel() for a in axes] == ["vector (B)", "vector (B)", "time (s)", "time (s)"]
-
-
 
 
 def test_points_have_the_whiskers_that_are_known():
@@ -86,8 +80,6 @@ def test_what_cannot_be_written_is_refused(name, tmp_path):
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match=r"--plot|cannot write"):
         plots.check_file(tmp_path / name)
-
-
 
 
 def test_no_global_state_of_pyplot(tmp_path):

@@ -350,8 +350,6 @@ def test_many_ranks_are_listed_in_blocks_of_neighbours():
     assert many[-1] == 999.0
 
 
-
-
 # ---------------------------------------------------------------- sinks
 
 

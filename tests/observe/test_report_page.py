@@ -1,7 +1,6 @@
 """The report's page in a browser: the mouse moves, clicks and drags over curves of a record whose values are known."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -159,31 +158,6 @@ def test_dragging_zooms_and_a_double_click_shows_all_again(opened):
     assert opened.span() == before
 
 
-
-
-def test_parts_of_a_step_ranks_and_buckets_are_drawn(opened):
-    def hover(title: str, drawn: str, share: float) -> Any:
-        card = opened.page.locator("article", has=opened.page.get_by_role("heading", name=title))
-        card.scroll_into_view_if_needed()
-        card.locator(".key > *").first.wait_for()  # it is drawn once it is seen
-        box = card.locator(drawn).bounding_box()
-        opened.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + share * box["height"])
-        card.locator(".tip:not([hidden])").wait_for()
-        return card.locator(".tip")
-
-    assert hover("Parts of a step", ".u-over", 0.5).locator(".value").all_inner_texts() == ["2 ms"] * 5
-    found = hover("A rank's own time", "canvas", 0.25)
-    assert found.locator(".name").inner_text() == "rank 0"
-    assert found.locator(".value").inner_text().startswith("0.667 ")
-    assert opened.page.locator("#ranks .bar .name", has_text="bucket 1 of 1 (w)").count() == 1
-
-
-
-
-
-
-
-
 def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
     losses = [[float(round(k * (1 + i / 100), 5)) for i in range(len(STEPS))] for k in (1.0, 2.0, 6.0)]
     runs = [write_run(tmp_path / f"seed{i}", values, seed=i) for i, values in enumerate(losses)]
@@ -198,19 +172,4 @@ def test_seeds_are_a_mean_and_a_band(browser, tmp_path):
     assert told.locator(".extra").inner_text() == f"({low} to {high})"
     opened.page.get_by_role("radio", name="Every run").click()
     assert len(opened.tip(0.5)[1]) == 6
-    opened.close()
-
-
-def test_a_mean_is_of_all_lines_and_of_the_seeds_that_come_so_far(browser, tmp_path):
-    steps = range(1, 4001)
-    level = [3.0 if step % 5 == 0 else 1.0 for step in steps]  # in a stretch the mean is 1.4, that of the ends 2
-    runs = [write_run(tmp_path / "whole", level, steps, seed=0)]
-    runs += [write_run(tmp_path / "crashed", [4.4] * 2000, steps[:2000], seed=1)]
-    opened = Opened(browser, address_of(runs, tmp_path))
-    for share, mean, more in ((0.25, 2.9, ""), (0.75, 1.4, ", 1 of 2 seeds")):
-        opened.page.mouse.move(*opened.at(share))
-        opened.loss.locator(".tip:not([hidden])").wait_for()
-        told = opened.loss.locator(".tip div").first
-        assert float(told.locator(".value").inner_text()) == pytest.approx(mean, abs=0.01)
-        assert re.fullmatch(rf"\([^,]* to [^,]*{more}\)( at .*)?", told.locator(".extra").inner_text())
     opened.close()

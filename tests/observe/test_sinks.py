@@ -54,8 +54,6 @@ def test_a_folder_of_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):
         check_sinks(("mine",))
 
 
-
-
 def test_a_row_of_ones_own_is_opened_in_the_run_directory_among_functions(tmp_path, monkeypatch):
     lines: list[dict] = []
     monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: lambda row: lines.append({**row, "at": run_dir}), ""))
@@ -150,8 +148,6 @@ def test_one_that_does_not_end_is_left_and_one_that_is_far_behind_gets_no_more(t
         assert said.count("TimeoutError") == 1
         assert expected in said
     is_over.set()
-
-
 
 
 @pytest.mark.parametrize("in_background", [True, False])

@@ -19,7 +19,6 @@ from jaxmpi.observe.terminal import (
     Plain,
     ProgressLine,
     Terminal,
-    format_number,
     open_terminal,
     remaining_time,
     sparkline,
@@ -40,25 +39,6 @@ NOW = ProgressLine(
     shares=SHARES,
     slowest="rank 3 on a-host-with-a-rather-long-name",
 )
-
-
-
-
-def test_model_flops_and_mfu_are_shown_where_they_are_known_and_a_measured_peak_is_marked():
-    assert dataclasses.replace(NOW, flops_per_s=2.345e12).speed == "1234.5 images/s  2.35 TFLOP/s  lr 0.02"
-    assert (
-        dataclasses.replace(NOW, flops_per_s=45.6e9, mfu=0.412).speed
-        == "1234.5 images/s  45.6 GFLOP/s (mfu 41 %)  lr 0.02"
-    )
-    assert dataclasses.replace(NOW, flops_per_s=512.0).speed == "1234.5 images/s  512 FLOP/s  lr 0.02"
-    assert "(mfu ~41 %)" in dataclasses.replace(NOW, flops_per_s=1e7, mfu=0.412, peak_is_measured=True).line
-
-
-def test_a_small_loss_keeps_its_digits():
-    assert [format_number(value) for value in (12.34567, 0.4321, -0.001, 0.0, 0.00098765, -2.5e-7)] == [
-        *("12.3457", "0.4321", "-0.0010", "0.0000", "0.000988", "-2.5e-07")
-    ]
-    assert "loss 2.5e-07  " in dataclasses.replace(NOW, loss=2.5e-7).line
 
 
 def test_lines_come_every_few_seconds_and_at_the_end():
@@ -131,8 +111,6 @@ def read_all(end: int) -> bytes:
         return os.read(end, 4096)
     except OSError:
         return b""
-
-
 
 
 def test_curves():

@@ -111,8 +111,6 @@ def test_train_prints_its_line_and_hands_on_the_trainers_exit_code():
     assert "Traceback" not in job.stderr
 
 
-
-
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_models_prints_the_exact_counts():

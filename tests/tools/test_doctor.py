@@ -151,8 +151,6 @@ def test_mpi4jax_that_was_built_for_another_mpi_is_named_with_the_way_out(tmp_pa
     assert re.search(told + "whose mpicc is on PATH: .* --no-binary mpi4py mpi4py mpi4jax`", ended.out), ended.out
 
 
-
-
 @pytest.mark.slow  # two ranks: README's block
 def test_ranks_are_examined_together():
     ranks, begin = 4, time.monotonic()
