@@ -160,6 +160,9 @@ BY_HAND = (
     "weights",
     "mpirun",
     "devices",
+    "nnx",
+    "solo",
+    "help",
 )
 NOT_RUN = {
     "tests": "it is this very suite",

@@ -1,7 +1,6 @@
 """`jaxmpi bench`: real small jobs, the figures' formulas, and what it refuses."""
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -14,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxmpi.models.__main__ as report
 from jaxmpi.bench import __main__, contenders, jobs, options, plan, results
 from jaxmpi.comm.solo import SoloProcesses
 from jaxmpi.core.errors import TrainingError, UsageError
-from jaxmpi.models import MODELS
 from jaxmpi.runtime import launchers
 from launching import CLUSTER, NOT_PERMITTED, ROOT, Ended, kill_session, mpirun, run, session_of
 
@@ -97,14 +94,6 @@ def test_two_ranks_time_every_strategy_and_peer(two_ranks):
     assert all(name in text for name in ours + peers)
     assert "bound, 2 ranks on 1 host: 3 K a rank through memory" in text
     assert result["versions"]["jax"] in json.dumps(result)
-
-
-@pytest.mark.e2e
-def test_the_tree_is_that_of_the_model(two_ranks):
-    params, _, _ = report.shapes(MODELS["digits_cnn_tiny"]())
-    sizes = [math.prod(leaf.shape) for leaf in report.jax.tree.leaves(params)]
-    [case] = [case for case in two_ranks[1]["cases"] if case["is_tree"]]
-    assert (case["case"], case["floats"], case["leaves"]) == ("digits_cnn_tiny", sum(sizes), len(sizes))
 
 
 @pytest.mark.e2e
@@ -305,27 +294,6 @@ def test_a_case_that_no_memory_holds_is_left_out_by_name(monkeypatch, capsys, no
 
 
 # ---------------------------------------------------------------- parts
-
-
-NEED = {  # arrays of the case's size: of the strategies' job, of the peers' alone
-    (("asa32",), ("mpi4jax", "psum")): (4, 2),
-    (("asa32", "shm"), ("mpi4jax-flat",)): (5, 2),
-    (("shm",), ("mpi4py", "mpi4jax")): (4, 4),
-    (("ring32", "auto"), ()): (5, 0),
-    (("lowrank4/ring16",), ("torch",)): (9, 3),
-}
-
-
-def test_as_many_ranks_as_memory_holds(monkeypatch):
-    case, size_bytes = plan.Case("x", False, [(1 << 28,)]), 1 << 30
-    for ((strategies, names), (both, alone)), ranks in itertools.product(NEED.items(), (0, 1, 5)):
-        own = plan.BASE_BYTES + plan.TORCH_BYTES * ("torch" in names)
-        one, two = [(strategies, names)], [(strategies, names), ((), names)]
-        for every, need in ((one, own + both * size_bytes), (two, 2 * own + (both + alone) * size_bytes)):
-            of_mpi = 2 * len(every) * size_bytes if names else 0
-            monkeypatch.setattr(plan, "free_bytes", lambda free=ranks * need + of_mpi: free)
-            assert plan.fitting_ranks(case, every, 8) == ranks
-            assert plan.fitting_ranks(case, every, 3) == min(ranks, 3)
 
 
 @pytest.mark.parametrize("value", ["--hostfile hosts", ""])

@@ -238,7 +238,7 @@ def test_a_period_is_steps_within_an_epoch_or_whole_epochs(period, expected):
     assert shuffle_schedule(period, 24, 60) == expected
 
 
-@pytest.mark.parametrize("period", ["2", "10%", "soon", -1])
+@pytest.mark.parametrize("period", ["2", "soon", -1])
 def test_a_period_that_is_none(period):
     with pytest.raises(UsageError, match=rf"data.shuffle_period: got '?{period}'?; expected epochs, such as 2, or"):
         Data(shuffle_period=period)

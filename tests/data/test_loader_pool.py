@@ -115,18 +115,6 @@ class TestSameBatches:
                     assert np.array_equal(x, y)
                 assert a.image.shape == (5, 24, 24, 3)
 
-    def test_whatever_the_number_of_workers_and_the_step_of_the_start(self, photographs):
-        data = folder_data(photographs, loaders=1)
-        source = open_source(data, "train")
-        with LoaderPool("processes", 1, 60) as pool:
-            with loader(source, 6, data, stop_step=6, pool=pool) as one:
-                whole = [batch.image.copy() for batch in one]
-            for rank in range(2):
-                with loader(source, 6, data, rank, 2, start_step=2, stop_step=6, pool=pool) as half:
-                    for a, b in zip(whole[2:], half, strict=True):
-                        share = a[rank::2]
-                        assert np.array_equal(share[: b.count // 2], b.image[: b.count // 2])
-
     def test_processes_where_images_are_decoded_threads_where_not(self, photographs):
         data = Data(source="imagefolder", dir=str(photographs), loaders=1, crop=24)
         with loader(open_source(data, "train"), data=data) as batches:

@@ -124,7 +124,6 @@ def test_a_manifest_on_a_file_system_that_answers_eio(folder, monkeypatch):
         ("parquet", "train.parquet"),
         ("webdataset", "train-0.tar"),
         ("huggingface", "train/data.arrow"),
-        ("huggingface", "train/state.json"),
         ("text", "tokens.json"),
     ],
 )

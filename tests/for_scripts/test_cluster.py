@@ -1,6 +1,5 @@
 """The emulated cluster: hosts with names, links and shared memory of their own, gone when it ends."""
 
-import json
 import os
 import re
 import signal
@@ -144,56 +143,6 @@ def test_sums_between_hosts_are_those_of_programs_whoever_makes_them(hosts, slot
     ended = on_cluster("--hosts", str(hosts), "--slots", str(slots), "--", *line, timeout_s=400)
     assert ended.code == 0, ended.out
     assert f"hosts {tuple(rank // slots for rank in range(hosts * slots))} the same bits" in ended.out
-
-
-def sharded_run(folder: Path, rate: str, *flags: str) -> tuple[str, list[list[dict]]]:
-    """Output of a run of sharded updates on two hosts, and each rank's spans in the order of their begins."""
-    sharded = ("--exchange.shard-update", "on", "--exchange.bucket-bytes", "16384", *flags)
-    steps = ("--train-for", "16st", "--eval-every", "0st", "--checkpoint-every", "0st", "--trace", "6:15")
-    where = ("experiments/digits.py", "--run-dir", str(folder / "run"))
-    line = ("mpirun", "-n", "2", "--mca", "mpi_yield_when_idle", "1", sys.executable, "-m", "jaxmpi.train", *where)
-    ended = on_cluster("--hosts", "2", "--rate", rate, "--", *line, *sharded, *steps, timeout_s=200)
-    assert ended.code == 0, ended.out
-    events = [e for e in json.loads((folder / "run" / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    return ended.out, [sorted((e for e in events if e["pid"] == rank), key=lambda e: e["ts"]) for rank in (0, 1)]
-
-
-def early_steps(folder: Path, local_batch: int, clip_norm: str) -> list[list[bool]]:
-    """For each rank and step: whether a bucket of new params leaves before the last gradients have come."""
-    args = ("--local-batch", str(local_batch), "--optim.clip-norm", clip_norm)
-    _, ranks = sharded_run(folder, "100mbit", *args)
-    found = []
-    for spans in ranks:
-        travels = [e for e in spans if e["cat"] == "travel" and not e["name"].endswith(" 1 of 1")]
-        travels = travels[next(i for i, e in enumerate(travels) if e["name"].startswith("scatter")) :]
-        by_bucket = [[e for e in travels if e["name"] == name] for name in {e["name"] for e in travels}]
-        steps = list(zip(*by_bucket, strict=False))  # a bucket travels once a step
-        assert len(steps) >= 9
-        found.append(
-            [
-                min(e["ts"] for e in step if e["name"].startswith("gather"))
-                < max(e["ts"] + e["dur"] for e in step if e["name"].startswith("scatter"))
-                for step in steps
-            ]
-        )
-    return found
-
-
-@pytest.mark.slow
-def test_slices_are_updated_while_later_buckets_travel_unless_they_are_clipped(tmp_path):
-    """The norm by which all are clipped is known when all have come.
-
-    A backward pass must take about as long as its gradients travel. A pass that is done at once hands all buckets to
-    the link together. The link then carries them side by side to one end. How long a pass takes is the machine's.
-    """
-    batches = (512, 1536, 256)
-    batch = next((n for n in batches if all(sum(rank) >= 2 for rank in early_steps(tmp_path / str(n), n, "0"))), None)
-    assert batch, "no bucket of new params left early"  # 4 to 9 steps of 10 seen
-    assert not any(map(any, early_steps(tmp_path / "clipped", batch, "1")))
-
-
-def test_the_exit_code_is_the_commands():
-    assert on_cluster("--hosts", "1", "--", "sh", "-c", "exit 5").code == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

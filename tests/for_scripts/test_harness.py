@@ -1,13 +1,12 @@
 """scripts/harness.py: turns, tables, and jobs that call a function on every rank; scripts/same_bits.py."""
 
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launching import PATH, ROOT, run
+from launching import PATH, ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 harness = importlib.import_module("harness")
@@ -73,17 +72,3 @@ NO, OTHERWISE, CRASHED = (same_bits.Outcome(*each) for each in ((2, "no shm"), (
 )
 def test_two_versions_are_the_same_if_all_their_values_or_refusals_are(here, there, kind, details):
     assert same_bits.verdict(here, there) == (kind, details)
-
-
-@pytest.mark.slow  # two runs; its verdict is tested above
-def test_a_run_has_the_same_bits_again():
-    git = ["git", "-C", str(ROOT)]
-    if subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True).returncode:
-        pytest.skip("no clone: there is no commit to compare with")
-    # A commit of the changes that are not committed yet, which may be ones of numbers; nothing if there are none.
-    changes = subprocess.run([*git, "stash", "create"], capture_output=True, text=True).stdout.strip()
-    line = [sys.executable, "scripts/same_bits.py", "--against", changes or "HEAD", "--only", "process of 4"]
-    found = run(line, timeout_s=100)
-    assert found.code == 0, found.out
-    assert "| 1 process of 4 devices |" in found.out
-    assert found.out.rstrip().endswith("| same |\n\n1 same")

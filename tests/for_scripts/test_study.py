@@ -86,17 +86,6 @@ def test_differences_are_taken_seed_by_seed():
     assert (single[1].difference_error, single[1].within) == (math.inf, "unknown")
 
 
-def test_the_shortest_run_that_is_no_worse_is_found_for_each_seed():
-    grids = [script.Grid({}, {"workers": "1"}), script.Grid({"train-for": ("6st", "3st", "9st")}, {"optim.lr": "2"})]
-    study = script.Study("Q?", "x.py", grids)
-    made = rows(study, [[4.0, 4.0, 4.0], [4.0, 4.1, 5.0], [3.9, 3.9, 6.0], [1.0, 1.0, 4.5]])
-    for row in made:
-        row["curve"] = [[int(row["cell"].get("train-for", "12st")[:-2]) / 10, 1.0]]
-    shares = script.shortest(study, made)
-    assert shares == {"optim.lr 2": {0: pytest.approx(0.25), 1: pytest.approx(0.25), 2: math.inf}}
-    assert script.shortest(STUDY, rows(STUDY, [[1.0], [2.0]])) == {}
-
-
 @pytest.mark.parametrize(
     "line",
     [

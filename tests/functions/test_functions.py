@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -538,32 +537,6 @@ def test_a_dead_makers_name_is_free_and_a_live_ones_stays(dead_makers):
     shared_array.unlink_if_orphaned(x.path)
     assert shared_files(dead_makers) == [f"jaxmpi-array-{dead_makers}"]
     x.free()
-
-
-def test_two_that_find_a_dead_makers_array_remove_it_once(dead_makers, monkeypatch):
-    outcomes, kill = [], os.kill
-
-    def make(value):
-        try:
-            outcomes.append(jm.shared(function_checks.f32([value]), name=dead_makers))
-        except jaxmpi.UsageError as error:
-            outcomes.append(error)
-
-    rival = threading.Thread(target=make, args=(2,))
-
-    def kill_while_the_rival_begins(pid, number):
-        monkeypatch.setattr(os, "kill", kill)
-        rival.start()
-        rival.join(0.1)
-        kill(pid, number)
-
-    monkeypatch.setattr(os, "kill", kill_while_the_rival_begins)
-    make(1)
-    rival.join()
-    made = [x for x in outcomes if isinstance(x, shared_array.SharedArray)]
-    assert len(made) == 1, outcomes
-    assert jm.shared(name=dead_makers)[:].tolist() == made[0][:].tolist()
-    made[0].free()
 
 
 # ---------------------------------------------------------------- numbers that JAX would change without a word

@@ -129,45 +129,6 @@ if __name__ == "__main__":
 """
 
 
-FAILED_BEFORE = """
-from jax.experimental import io_callback
-
-def fail(x):
-    raise ValueError("of the user's own program")
-
-def total(x):
-    return float(jm.function(lambda x: x.sum(), jm.scatter, jm.sum)(x))
-
-if __name__ == "__main__":
-    x = np.arange(4, dtype=np.float32)
-    if {n}:
-        jm.fork({n})
-    totals = [total(x)]
-    if {n} or jaxmpi.world().rank:
-        slow = jax.jit(lambda a: jax.lax.fori_loop(0, 200, lambda i, b: b @ a, a))(jnp.eye(500))  # else it runs at once
-        try:
-            jax.block_until_ready(jax.jit(lambda x: io_callback(fail, x, x, ordered=True))(slow))
-        except jax.errors.JaxRuntimeError:
-            totals.append(total(x))
-    else:
-        totals.append(total(x))
-    if {n}:
-        jm.close()
-        jm.fork({n})
-        totals.append(total(x))
-    print("totals", totals, flush=True)
-    os._exit(0)  # else JAX waits for that program again
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.parametrize(("n", "ranks"), [(2, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
-def test_a_program_of_the_users_that_failed_is_no_trouble_for_functions(n, ranks, tmp_path):
-    out = lead(tmp_path, FAILED_BEFORE.replace("{n}", str(n)), n, ranks)
-    expected = "totals [6.0, 6.0, 6.0]" if n else "totals [6.0, 6.0]"
-    assert out.count(expected) == max(ranks, 1), out[-3000:]
-
-
 @pytest.mark.e2e
 @pytest.mark.slow  # a job more
 def test_workers_let_go_of_what_is_gone_and_are_sent_nothing_that_is_shared(tmp_path):

@@ -4,15 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jaxmpi.checkpoint import run_folder
 from jaxmpi.config import experiment_file
 from jaxmpi.core.errors import UsageError
 from jaxmpi.launch import command, supervisor
@@ -314,18 +310,6 @@ def test_a_request_that_comes_while_ranks_start_is_no_failure(tmp_path):
     assert "asked to leave before the ranks could save" in out
 
 
-def test_a_request_that_comes_between_two_starts_is_heard(tmp_path):
-    script = f"echo x >> {tmp_path}/starts; echo 'jaxmpi: rank 1/4 on vm left early' >&2; kill -9 $$"
-    with run_folder.locked(tmp_path):  # so that the next start waits
-        job = supervised(tmp_path, script)
-        read_until(job, "rank 1 on vm ended the job")  # said after the first
-        job.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-    out, _ = job.communicate(timeout=30)
-    assert job.returncode == failures.PREEMPTED, out
-    assert (tmp_path / "starts").read_text().count("x") == 1
-
-
 @pytest.mark.e2e
 def test_a_job_goes_on_where_its_terminal_goes_and_nohup_says_so(tmp_path):
     script = f"trap 'echo > {tmp_path}/asked' USR1; touch {tmp_path}/ready; while true; do sleep 0.05; done"
@@ -364,24 +348,6 @@ def test_what_a_job_says_comes_through_without_nul(tmp_path):
     )
     out, _ = job.communicate(timeout=60)
     assert "a rule\njaxmpi: rank 1/2 on vm (step 3):\nerror: x\n" in out
-
-
-def test_what_a_job_shares_is_whole_though_another_job_sweeps_as_it_begins(tmp_path, monkeypatch):
-    """Else the marks of its ranks would be lost: that they began, who ends the job, and with which code."""
-    make = tempfile.mkdtemp
-
-    def swept(**named: Any) -> str:
-        folder = make(**named)
-        job_folder.remove_stale_folders(tmp_path)
-        return folder
-
-    monkeypatch.setattr(tempfile, "mkdtemp", swept)
-    monkeypatch.delenv(job_folder.SEGMENTS, raising=False)
-    with job_folder.shared_memory_folder(tmp_path) as setting:
-        monkeypatch.setenv(job_folder.SEGMENTS, setting[job_folder.SEGMENTS])
-        job_folder.mark(job_folder.BEGAN)
-        assert supervisor.is_unfinished(setting)
-    assert not list(tmp_path.iterdir())
 
 
 def test_shared_memory_of_a_job_goes_with_it_or_with_the_next_job(tmp_path):
@@ -512,19 +478,6 @@ def test_a_launcher_that_hangs_does_not_hold_up_a_restart(tmp_path):
         job.kill()
     assert job.returncode == 0, out
     assert "after rank [1] had left it" in out
-
-
-def read_until(job, words, timeout_s=60):
-    """Read what a job says up to a line with these words; a job that does not say them is killed."""
-    killer, said = threading.Timer(timeout_s, job.kill), ""
-    killer.start()
-    try:
-        while words not in said:
-            line = job.stdout.readline()
-            assert line, said
-            said += line
-    finally:
-        killer.cancel()
 
 
 def wait_for(path):

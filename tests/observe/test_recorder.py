@@ -148,15 +148,6 @@ def test_model_flops_are_of_examples_that_were_seen_and_mfu_of_the_peak(tmp_path
     assert speeds_drawn(tmp_path) == ["Speed, images/s", "Model FLOP/s", "Model FLOPs utilisation"]
 
 
-def test_a_resumed_run_goes_on_in_the_same_file_and_time(tmp_path):
-    for elapsed_s in (0.0, 100.0):
-        record, _ = recorder(tmp_path, elapsed_s=elapsed_s)
-        record.train(**TRAIN)
-        record.close()
-    first, second = rows(tmp_path)
-    assert first["elapsed_s"] < 100 <= second["elapsed_s"] < 160
-
-
 def test_other_ranks_write_and_say_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record, out = recorder(None)
