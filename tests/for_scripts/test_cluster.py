@@ -177,29 +177,3 @@ def sleepers() -> list[str]:
         except OSError:
             continue
     return found
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--hosts", "0", "--", "true"], "expected 1 to 250"),
-        (["--rate", "fast", "--", "true"], "expected a number and kbit, mbit or gbit"),
-    ],
-)
-def test_wrong_options(args, message):
-    ended = run([*CLUSTER, *args], timeout_s=30, cwd=ROOT)
-    assert ended.code == 2
-    assert message in ended.out
-
-
-def test_where_namespaces_are_not_allowed_it_says_so(tmp_path):
-    """A tool of its name that is refused, as unshare is by the kernel of many containers."""
-    refused = tmp_path / "unshare"
-    refused.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2; exit 1\n")
-    refused.chmod(0o755)
-    ended = run([*CLUSTER, "--", "true"], timeout_s=30, cwd=ROOT, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    if "not found" in ended.out:
-        pytest.skip(ended.out.strip())
-    assert ended.code == NOT_PERMITTED
-    assert "no emulated cluster: not permitted here (unshare: unshare failed: Operation not permitted)" in ended.out
-    assert "run as root, or allow user namespaces" in ended.out

@@ -86,21 +86,6 @@ def test_differences_are_taken_seed_by_seed():
     assert (single[1].difference_error, single[1].within) == (math.inf, "unknown")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["--vary", "seed=1,2"],
-        ["--set", "optim.lr=1"],
-    ],
-    ids=" ".join,
-)
-def test_options_without_effect_are_refused(line, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["study.py", *line])
-    with pytest.raises(SystemExit):
-        script.parse()
-    assert f"{line[-2]}: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", script.STUDIES)
 def test_named_studies_have_flags_and_experiments_that_exist(name):
     study = script.STUDIES[name]

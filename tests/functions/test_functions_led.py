@@ -358,9 +358,9 @@ def left_over(path: str) -> list[str]:
 
 
 ENDS = {
-    "no_close": ("pass", "", 0),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "", -9),
-    "exit": ("sys.exit(3)", "", 3),
+    "no_close": ("pass", 0),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+    "exit": ("sys.exit(3)", 3),
 }
 RARE = ("exit", "no_close")
 
@@ -368,9 +368,9 @@ RARE = ("exit", "no_close")
 @pytest.mark.e2e
 @pytest.mark.parametrize("end", [pytest.param(e, marks=pytest.mark.slow) if e in RARE else e for e in ENDS])
 def test_workers_end_with_their_master(end, tmp_path):
-    code, message, status = ENDS[end]
+    code, status = ENDS[end]
     script = f"jm.fork(2)\njm.function(lambda x: x.sum(), jm.scatter, jm.sum)(np.ones(4, np.float32))\n{code}\n"
-    assert message in lead(tmp_path, script, code=status)  # its pipe closes when the last of them has ended
+    lead(tmp_path, script, code=status)  # its pipe closes when the last of them has ended
 
 
 @pytest.mark.slow
@@ -423,29 +423,6 @@ sys.exit(3)
     out = lead(tmp_path, script, ranks=2, env=limits, code=None, timeout_s=55)
     assert "first: rank [1] did not come to this call within 2 s" in out
     assert "then: the workers are no longer in step: rank [1]" in out
-
-
-@pytest.mark.e2e
-@pytest.mark.slow  # two jobs
-def test_a_second_fork_under_mpirun_finds_the_ranks_where_they_wait(tmp_path):
-    script = """
-before = time.monotonic()
-for i in range(3):
-    n = jm.fork()
-    f = jm.function(lambda x: x.sum() + i, jm.scatter, jm.sum)
-    v = jm.variable(np.float32(1))
-    v.all_reduce("sum")
-    print("sum", float(f(np.ones(4, np.float32))), v.get(1), flush=True)
-    jm.close()
-    try:
-        f(np.ones(4, np.float32))
-    except jaxmpi.UsageError as error:
-        print(error)
-sys.exit(3)
-"""
-    out = lead(tmp_path, script, ranks=2, code=3, timeout_s=60)
-    assert re.findall("^sum .*$", out, re.MULTILINE) == [f"sum {4 + 2 * i}.0 2.0" for i in range(3)]
-    assert out.count("have been closed") == 3
 
 
 @pytest.mark.slow

@@ -46,14 +46,6 @@ def test_a_word_that_is_none_and_a_package_that_is_missing_are_refused(monkeypat
         check_sinks(("mine",))
 
 
-def test_a_folder_of_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: print, "", "folder_alone", "folder-alone"))
-    (tmp_path / "folder_alone").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match="expected the package folder_alone, which is not installed"):
-        check_sinks(("mine",))
-
-
 def test_a_row_of_ones_own_is_opened_in_the_run_directory_among_functions(tmp_path, monkeypatch):
     lines: list[dict] = []
     monkeypatch.setitem(SINKS, "mine", SinkSpec(lambda run_dir: lambda row: lines.append({**row, "at": run_dir}), ""))
