@@ -155,14 +155,6 @@ def test_resolved_is_json_and_holds_every_field_but_the_fallback_recipe():
     assert plain["data"]["train"] == [1]
 
 
-def test_numbers_of_numpys_are_resolved_as_numbers():
-    seed: Any = np.int64(3)
-    mean: Any = (np.float32(0.5),)
-    experiment = Experiment(seed=seed, data=Data(mean=mean, std=(1.0,), channels=1))
-    plain = flags.to_json(experiment)
-    assert (plain["seed"], plain["data"]["mean"]) == (3, [0.5])
-
-
 def test_a_mean_image_on_the_command_line_replaces_the_experiments_mean():
     own = experiment_file.parse([str(ROOT / "experiments/digits.py")])[0].data
     assert (own.mean, own.std, own.mean_image) == ((0.305,), (0.376,), "")

@@ -12,7 +12,6 @@ from jaxmpi.config import experiment_file
 from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-papers = importlib.import_module("papers")
 reproduce = importlib.import_module("reproduce")
 
 
